@@ -1,0 +1,40 @@
+"""kvdepot: one server a node that keeps the KV caches of every inference engine there.
+
+The names below are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvdepot.client.scheduler import Lease as Lease
+    from kvdepot.client.scheduler import SchedulerClient as SchedulerClient
+    from kvdepot.errors import KVDepotError as KVDepotError
+    from kvdepot.keys import KeyRun as KeyRun
+    from kvdepot.keys import Namespace as Namespace
+    from kvdepot.keys import PrefixHasher as PrefixHasher
+    from kvdepot.keys import hash_prefix as hash_prefix
+    from kvdepot.registry import get_backend as get_backend
+    from kvdepot.registry import list_backends as list_backends
+
+_HOMES = {
+    "KVDepotError": "kvdepot.errors",
+    "KeyRun": "kvdepot.keys",
+    "Lease": "kvdepot.client.scheduler",
+    "Namespace": "kvdepot.keys",
+    "PrefixHasher": "kvdepot.keys",
+    "SchedulerClient": "kvdepot.client.scheduler",
+    "get_backend": "kvdepot.registry",
+    "hash_prefix": "kvdepot.keys",
+    "list_backends": "kvdepot.registry",
+}
+
+__all__ = [  # noqa: PLE0604
+    *sorted(_HOMES)
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvdepot' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,5 @@
+"""`python -m kvdepot`."""
+
+from kvdepot.cli import main
+
+main()

@@ -1,0 +1,208 @@
+"""The `kvdepot` command. The only place below which nothing reads the environment or prints."""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvdepot import messages as m
+from kvdepot.client.connection import ask_depot
+from kvdepot.config import ServerConfig, default_directory, format_size, parse_size
+from kvdepot.errors import KVDepotError
+from kvdepot.eviction import POLICIES
+from kvdepot.registry import list_backends
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; exits with 0, 1 (it failed, one line says why) or 2 (wrong arguments)."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=getattr(logging, options.log_level.upper()), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        status = options.run(options)
+    except KVDepotError as error:
+        print(f"kvdepot: {error}", file=sys.stderr)
+        status = 1
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        status = 0
+    sys.exit(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvdepot", description="One server a node that keeps the KV caches of every inference engine there."
+    )
+    parser.add_argument("--version", action="version", version=f"kvdepot {version('kvdepot')}")
+    common = argparse.ArgumentParser(add_help=False)
+    levels = ("debug", "info", "warning", "error")
+    common.add_argument("--log-level", choices=levels, default="warning", help="what goes to standard error")
+    client = argparse.ArgumentParser(add_help=False, parents=[common])
+    client.add_argument("--url", help=f"the depot: its directory or ipc://DIR (default {default_directory()})")
+    json_output = argparse.ArgumentParser(add_help=False)
+    json_output.add_argument("--json", action="store_true", help="print JSON")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", parents=[common], help="run a depot", description="Run a depot.")
+    serve.set_defaults(run=_serve, log_level="info")
+    serve.add_argument(
+        "--dir", type=Path, default=default_directory(), help="where its sockets are (default %(default)s)"
+    )
+    serve.add_argument("--pool-size", type=_size, help="memory for KV caches (default: a quarter of the free memory)")
+    serve.add_argument(
+        "--pool-dir", type=Path, help="where the pool lies, on tmpfs (default: below /dev/shm, by --dir)"
+    )
+    serve.add_argument("--max-entries", type=int, help="entries of the index (default: one for each 64 KiB of pool)")
+    serve.add_argument(
+        "--listen", action="append", default=[], metavar="URL", help="a further control endpoint, ipc://PATH"
+    )
+    serve.add_argument(
+        "--policy", choices=sorted(POLICIES), default="lru", help="which chunks leave first (default lru)"
+    )
+    serve.add_argument("--lease-seconds", type=float, default=300.0, help="the longest life of a lease (default 300)")
+    serve.add_argument("--ephemeral", action="store_true", help="remove the pool at the end instead of keeping it warm")
+    serve.add_argument("--fresh", action="store_true", help="forget what an earlier server left")
+
+    status = commands.add_parser("status", parents=[client, json_output], help="show what a depot holds and for whom")
+    status.set_defaults(run=_status)
+
+    clear = commands.add_parser("clear", parents=[client], help="forget the entries that nobody uses")
+    clear.set_defaults(run=_clear)
+    clear.add_argument("--tenant", help="only this tenant's")
+
+    backends = commands.add_parser("backends", parents=[common, json_output], help="list accelerator backends")
+    backends.set_defaults(run=_backends)
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except KVDepotError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from kvdepot.server.loop import DepotServer
+
+    config = ServerConfig(
+        directory=options.dir, pool_directory=options.pool_dir, pool_size_bytes=options.pool_size,
+        max_entries=options.max_entries, listen=tuple(options.listen), policy=options.policy,
+        lease_seconds=options.lease_seconds, ephemeral=options.ephemeral, fresh=options.fresh,
+    )  # fmt: skip
+    server = DepotServer(config)
+    server.stop_on_signals()
+    server.run()
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    reply = ask_depot(m.Status(), options.url)
+    assert isinstance(reply, m.StatusReply)
+    if options.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply.status), indent=2).decode() + "\n")
+    else:
+        print(describe_status(reply.status))
+    return 0
+
+
+def describe_status(status: m.DepotStatus) -> str:
+    """Return the status for people."""
+    used = status.pool_used_bytes / max(1, status.pool_size_bytes)
+    counters = status.counters
+    asked, hit = counters.get("lookup_chunks", 0), counters.get("lookup_chunks_hit", 0)
+    ready, size = status.pool_ready_bytes, status.pool_size_bytes
+    version_line = f"kvdepot {status.server_version}, process {status.pid}, up {status.uptime_seconds:.0f} s"
+    pool_line = f"pool     {format_size(status.pool_used_bytes)} of {format_size(size)} used ({used:.0%})"
+    if ready < size:
+        pool_line += f", {format_size(ready)} ready"
+    if status.quarantined_bytes:
+        pool_line += f", {format_size(status.quarantined_bytes)} in quarantine"
+    entries_line = f"entries  {status.num_entries:,} of at most {status.max_entries:,}; policy {status.policy}"
+    lookups_line = f"lookups  {counters.get('lookups', 0):,}; {hit:,} of {asked:,} chunks found"
+    leases_line = f"leases   {status.num_leases:,} in {status.num_sessions:,} sessions"
+    lines = [
+        f"{version_line}, epoch {status.epoch}",
+        pool_line,
+        f"{entries_line}, {counters.get('chunks_evicted', 0):,} chunks evicted",
+        lookups_line + (f" ({hit / asked:.1%})" if asked else ""),
+        f"{leases_line}; {status.num_tickets:,} stores under way",
+    ]
+    if status.recovering:
+        lines.append("reading back the entries of an earlier server")
+    lines += [f"tenant   {name}: {format_size(usage['used_bytes'])}" for name, usage in sorted(status.tenants.items())]
+    for context in status.contexts:
+        lines.append("")
+        if context.role == "scheduler":
+            lines.append(
+                f"[{context.context}] scheduler of {context.instance}, model {context.model or '?'},"
+                f" {context.num_leases} leases"
+            )
+            continue
+        lines.append(
+            f"[{context.context}] {context.instance} rank {context.rank} of {context.world_size} on {context.device}"
+            f" ({context.transfer_mode}, process {context.pid}), model {context.model or '?'}"
+        )
+        lines.append(
+            f"    {context.dtype}, chunks of {context.chunk_tokens} tokens,"
+            f" {format_size(context.bytes_per_token)} a token"
+            + (f", format {context.format}" if context.format else "")
+        )
+        lines += [f"    {_describe_group(number, group)}" for number, group in enumerate(context.groups)]
+    return "\n".join(lines)
+
+
+def _describe_group(number: int, group: m.GroupStatus) -> str:
+    parts = [
+        f"group {number}: {group.kind.replace('_', ' ')}",
+        f"{group.num_layers} layers",
+        f"{group.num_blocks:,} blocks of {group.block_tokens} tokens ({format_size(group.block_size_bytes)})",
+    ]
+    if group.physical_block_tokens != group.block_tokens:
+        parts.append(f"physical blocks of {group.physical_block_tokens}")
+    if group.window_tokens:
+        parts.append(f"window {group.window_tokens}")
+    if group.num_shards > 1:
+        parts.append(f"shard {group.shard} of {group.num_shards}")
+    if group.is_mla:
+        parts.append("MLA")
+    if group.compress_ratio > 1:
+        parts.append(f"compressed {group.compress_ratio}:1")
+    if group.hidden_dims:
+        parts.append(f"hidden {'+'.join(map(str, group.hidden_dims))}")
+    if group.shape:
+        parts.append(f"tensors {'x'.join(map(str, group.shape))}")
+    if group.attention_backend:
+        parts.append(group.attention_backend)
+    return ", ".join(parts)
+
+
+def _clear(options: argparse.Namespace) -> int:
+    reply = ask_depot(m.Clear(options.tenant), options.url)
+    assert isinstance(reply, m.Done)
+    print(f"{reply.count:,} entries forgotten")
+    return 0
+
+
+def _backends(options: argparse.Namespace) -> int:
+    found = list_backends()
+    if options.json:
+        print(json.dumps([_as_dict(backend) for backend in found], indent=2))
+        return 0
+    for backend in found:
+        state = "usable" if backend.why_unavailable is None else backend.why_unavailable
+        print(f"{backend.name:6} {backend.distribution or '-':20} {state}")
+    return 0
+
+
+def _as_dict(value: object) -> dict[str, Any]:
+    return msgspec.to_builtins(value)

@@ -1,0 +1,407 @@
+"""A connection to the depot that comes back by itself.
+
+One thread a connection owns the session socket. It sleeps in a read: the server's death wakes it at once, and then it
+tries to connect again, waiting longer each time, registers, and publishes a new **link**. There is no link while the
+depot is away, starting or hung, and callers then answer "miss" without waiting. A call that runs into its deadline
+makes the link suspended: the thread pings on the session socket, and when the server answers at last the link is used
+again. So a hung server costs one deadline, a dead one less.
+
+Requests go over **channels**, one ZMQ socket for each thread that calls.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import random
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from kvdepot import messages as m
+from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, directory_of_url
+from kvdepot.errors import DepotTimeout, DepotUnavailable, KVDepotError, RemoteError
+from kvdepot.pool import PoolMapping
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_SECONDS: Final = 0.05
+_LAST_RETRY_SECONDS: Final = 1.0
+_REFUSED_RETRY_SECONDS: Final = 10.0
+
+
+class Link:
+    """One registered session with one life of the server. Immutable but for `suspended`."""
+
+    def __init__(self, opened: m.SessionOpened, endpoint: str, mapping: PoolMapping | None) -> None:
+        self.epoch = opened.epoch
+        self.token = opened.token
+        self.server_version = opened.server_version
+        self.endpoint = endpoint
+        self.mapping = mapping
+        self.context = 0  # as registered
+        self.suspended = False
+        self.lost_fd, lost_writer = os.pipe()  # readable once the link is lost; open as long as anybody has the link
+        weakref.finalize(self, os.close, self.lost_fd)
+        self.mark_lost = weakref.finalize(self, os.close, lost_writer)  # wakes everybody who waits for an answer
+        self._numbers = itertools.count(1)
+
+    def channel_id(self) -> bytes:
+        """Return a routing id for one more channel."""
+        return self.token + next(self._numbers).to_bytes(4, "little")
+
+
+class Channel:
+    """Requests and replies of one thread over one link. Not to be used by two threads at a time."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", link: Link, endpoint: str | None = None) -> None:
+        self.link = link
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
+        if link.token:
+            self._socket.setsockopt(zmq.ROUTING_ID, link.channel_id())
+        self._socket.connect(endpoint or link.endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(link.lost_fd, zmq.POLLIN)
+        self._sequence = 0
+        self._replies: dict[int, m.Reply] = {}
+        self._ignored: dict[int, Callable[[m.Reply], None] | None] = {}
+
+    def submit(self, request: m.Request) -> int:
+        """Send a request and return the number under which `poll` and `wait` know its reply.
+
+        Raises:
+            DepotUnavailable: it cannot be sent.
+        """
+        self._sequence += 1
+        try:
+            self._socket.send(m.encode_frame(self._sequence, request), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise DepotUnavailable(f"the depot takes no messages: {error}") from error
+        return self._sequence
+
+    def post(self, request: m.Request) -> None:
+        """Send a request whose reply does not matter."""
+        self._ignored[self.submit(request)] = None
+        if len(self._ignored) > 64:
+            self.drain()
+
+    def poll(self, sequence: int) -> m.Reply | None:
+        """Return the reply if it is here. Never waits.
+
+        Raises:
+            RemoteError: the depot refused the request.
+        """
+        if sequence not in self._replies:
+            self.drain()
+        reply = self._replies.pop(sequence, None)
+        if isinstance(reply, m.ErrorReply):
+            raise RemoteError(reply.code, reply.message)
+        return reply
+
+    def wait(self, sequence: int, deadline_seconds: float) -> m.Reply:
+        """Return the reply, waiting at most `deadline_seconds`.
+
+        Raises:
+            RemoteError: the depot refused the request.
+            DepotTimeout: no reply in time.
+            DepotUnavailable: the connection was lost.
+        """
+        end = time.monotonic() + deadline_seconds
+        while (reply := self.poll(sequence)) is None:
+            rest = end - time.monotonic()
+            if rest <= 0:
+                self.abandon(sequence)
+                raise DepotTimeout(f"no answer within {deadline_seconds} s")
+            ready = dict(self._poller.poll(max(1, int(rest * 1000))))
+            if self.link.lost_fd in ready and self._socket not in ready:
+                raise DepotUnavailable("the connection to the depot was lost")
+        return reply
+
+    def call(self, request: m.Request, deadline_seconds: float) -> m.Reply:
+        """Send a request and wait for its reply; raises as `submit` and `wait` do."""
+        return self.wait(self.submit(request), deadline_seconds)
+
+    def abandon(self, sequence: int, on_reply: Callable[[m.Reply], None] | None = None) -> None:
+        """Forget a request; `on_reply` gets its reply should it still come."""
+        reply = self._replies.pop(sequence, None)
+        if reply is None:
+            self._ignored[sequence] = on_reply
+        elif on_reply is not None:
+            on_reply(reply)
+
+    def drain(self) -> None:
+        """Take in what has come.
+
+        Raises:
+            DepotUnavailable: the channel is closed, or what came is no reply.
+        """
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except zmq.ZMQError as error:
+                raise DepotUnavailable(f"the channel is closed: {error}") from error
+            sequence = m.sequence_of(frame)
+            try:
+                reply = m.decode_reply(frame)
+            except m.FrameError as error:
+                raise DepotUnavailable(f"the depot speaks another language: {error}") from error
+            if sequence in self._ignored:
+                on_reply = self._ignored.pop(sequence)
+                if on_reply is not None:
+                    on_reply(reply)
+            else:
+                self._replies[sequence] = reply
+
+    def close(self) -> None:
+        """Close the socket. Twice is harmless."""
+        self._socket.close(0)
+
+
+class Connection:
+    """Keeps a link to the depot for one scheduler or one worker.
+
+    Args:
+        url: the depot, None for the one in the default directory.
+        name: who connects, for the server's log.
+        registration: what to register, each time.
+        maps_pool: whether the pool is mapped here (workers).
+        deadline_seconds: of each call.
+        fence: entered while registering; it holds off copies into the pool and waits for those that run.
+        on_open: called on the connection's thread with a link that can be used now: new, or no longer suspended.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        name: str,
+        registration: m.RegisterKVCache | m.RegisterScheduler,
+        *,
+        maps_pool: bool,
+        deadline_seconds: float = 2.0,
+        fence: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        on_open: Callable[[Link], None] = lambda _link: None,
+    ) -> None:
+        if deadline_seconds <= 0:
+            raise KVDepotError(f"a deadline of {deadline_seconds} s: above 0")
+        self.directory = directory_of_url(url)
+        self.deadline_seconds = deadline_seconds
+        self.why_away = "not connected yet"
+        self._name = name
+        self._registration = registration
+        self._maps_pool = maps_pool
+        self._fence = fence
+        self._on_open = on_open
+        self._zmq = zmq.Context()
+        self._link: Link | None = None
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="kvdepot-connection", daemon=True)
+        self._thread.start()
+
+    @property
+    def link(self) -> Link | None:
+        """The link to use now; None while the depot is away or hung: answer "miss"."""
+        link = self._link
+        return None if link is None or link.suspended or self._closing.is_set() else link
+
+    def wait_until_open(self, timeout_seconds: float) -> Link:
+        """Return the link, waiting for it at most `timeout_seconds`.
+
+        Raises:
+            DepotUnavailable: none by then; the text says why.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.link is not None, timeout_seconds):
+                raise DepotUnavailable(f"no depot in {self.directory}: {self.why_away}")
+            link = self.link
+            assert link is not None
+            return link
+
+    def channel(self, link: Link) -> Channel:
+        """Return a new channel over a link, for the calling thread."""
+        return Channel(self._zmq, link)
+
+    def suspend(self, link: Link) -> None:
+        """A call over this link ran into its deadline: use it again only once the server answers a ping."""
+        if not link.suspended:
+            link.suspended = True
+            self.why_away = f"it did not answer within {self.deadline_seconds} s"
+            logger.warning("the depot in %s %s; requests are misses until it does", self.directory, self.why_away)
+            self._wake()
+
+    def close(self) -> None:
+        """Close the session. Twice is harmless; calls under way fail as misses."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._wake()
+        self._thread.join(self.deadline_seconds + 1)
+        self._wake_reader.close()
+        self._wake_writer.close()
+        self._zmq.destroy(linger=0)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"w")
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        retry = _FIRST_RETRY_SECONDS
+        while not self._closing.is_set():
+            try:
+                connection, link = self._open()
+            except RemoteError as error:
+                self._say_why(f"it refused: {error}", logging.ERROR)
+                self._closing.wait(_REFUSED_RETRY_SECONDS)
+                continue
+            except (OSError, KVDepotError, m.FrameError) as error:
+                self._say_why(str(error), logging.WARNING)
+                self._closing.wait(retry * random.uniform(0.5, 1.0))
+                retry = min(retry * 2, _LAST_RETRY_SECONDS)
+                continue
+            retry = _FIRST_RETRY_SECONDS
+            with self._changed:
+                self._link = link
+                self._changed.notify_all()
+            logger.info("connected to the depot in %s (epoch %d)", self.directory, link.epoch)
+            self._on_open(link)
+            try:
+                self._watch(connection, link)
+            finally:
+                with self._changed:
+                    self._link = None
+                link.mark_lost()
+                connection.close()
+            if not self._closing.is_set():
+                self._say_why("the connection was lost", logging.WARNING)
+
+    def _say_why(self, why: str, level: int) -> None:
+        if why != self.why_away:
+            logger.log(level, "no depot in %s: %s", self.directory, why)
+            self.why_away = why
+
+    def _open(self) -> tuple[socket.socket, Link]:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link: Link | None = None
+        try:
+            connection.settimeout(self.deadline_seconds)
+            opened, mapping = open_session(connection, self.directory / SESSION_SOCKET, self._name, self._maps_pool)
+            link = Link(opened, f"ipc://{self.directory / CONTROL_SOCKET}", mapping)
+            channel = self.channel(link)
+            try:
+                with self._fence():
+                    reply = channel.call(self._registration, self.deadline_seconds)
+            finally:
+                channel.close()
+            if not isinstance(reply, m.Registered):
+                raise DepotUnavailable(f"it answered a registration with {type(reply).__name__}")
+            link.context = reply.context
+            return connection, link
+        except BaseException:
+            connection.close()
+            if link is not None:
+                link.mark_lost()
+            raise
+
+    def _watch(self, connection: socket.socket, link: Link) -> None:
+        """Return when the connection is over."""
+        connection.setblocking(False)
+        poller = select.poll()
+        poller.register(connection, select.POLLIN)
+        poller.register(self._wake_reader, select.POLLIN)
+        pinged = False
+        while not self._closing.is_set():
+            ready = {fd for fd, _ in poller.poll()}
+            if self._wake_reader.fileno() in ready:
+                self._wake_reader.recv(4096)
+            if link.suspended and not pinged:
+                with contextlib.suppress(OSError):
+                    connection.send(b"p")
+                pinged = True
+            if connection.fileno() in ready:
+                try:
+                    if not connection.recv(4096):
+                        return
+                except OSError:
+                    return
+                pinged = False
+                with self._changed:
+                    link.suspended = False
+                    self._changed.notify_all()
+                logger.info("the depot in %s answers again", self.directory)
+                self._on_open(link)
+
+
+def open_session(
+    connection: socket.socket, path: Path, name: str, maps_pool: bool
+) -> tuple[m.SessionOpened, PoolMapping | None]:
+    """Do the handshake on a session socket and map the pool if asked to.
+
+    Raises:
+        RemoteError: the server refused.
+        DepotUnavailable: it broke off.
+        OSError: there is no server, or no answer within the socket's timeout.
+    """
+    connection.connect(str(path))
+    connection.sendall(m.encode_session(m.OpenSession(m.PROTOCOL_VERSION, name)))
+    descriptors: list[int] = []
+    received = bytearray()
+    try:
+        while len(received) < 4 or len(received) < 4 + int.from_bytes(received[:4], "little"):
+            data, fds, _, _ = socket.recv_fds(connection, 4096, 2)
+            descriptors += fds
+            if not data:
+                raise DepotUnavailable("it closed the connection during the handshake")
+            received += data
+        opened = m.decode_session_reply(bytes(received[4:]))
+        if isinstance(opened, m.ErrorReply):
+            raise RemoteError(opened.code, opened.message)
+        if not maps_pool:
+            return opened, None
+        if len(descriptors) != 2:
+            raise DepotUnavailable("it did not hand over its pool")
+        mapping = PoolMapping(descriptors[0], opened.pool_size_bytes, descriptors[1], opened.table_size_bytes)
+        return opened, mapping
+    finally:
+        for fd in descriptors:
+            os.close(fd)
+
+
+def ask_depot(request: m.Hello | m.Status | m.Clear, url: str | None = None, deadline_seconds: float = 2.0) -> m.Reply:
+    """Send one request that needs no session, for operators' tools.
+
+    Raises:
+        DepotUnavailable: there is no depot or it does not answer; the text says which.
+        RemoteError: it refused.
+    """
+    directory = directory_of_url(url)
+    control = directory / CONTROL_SOCKET
+    if not control.exists():
+        raise DepotUnavailable(
+            f"no depot in {directory}: start one with 'kvdepot serve', or name its directory by --url"
+        )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = Link(m.SessionOpened(0, b"", 0, 0, ""), f"ipc://{control}", None)
+    channel = Channel(context, link)
+    try:
+        return channel.call(request, deadline_seconds)
+    except DepotUnavailable as error:
+        raise DepotUnavailable(f"the depot in {directory} does not answer: {error}") from error
+    finally:
+        channel.close()
+        context.term()

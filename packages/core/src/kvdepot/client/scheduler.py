@@ -1,0 +1,212 @@
+"""The scheduler's side: which prefix is in the depot, and leases on it."""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from kvdepot import messages as m
+from kvdepot.client.connection import Channel, Connection, Link
+from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
+from kvdepot.keys import KeyRun
+
+logger = logging.getLogger(__name__)
+
+_GONE = (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT)  # the connection's thread is registering again
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The answer to a lookup: `num_chunks` leading chunks are in the depot and stay there.
+
+    They stay until the lease is released, its request ends, its scheduler goes, or `lease_seconds` are over. 0 chunks
+    are a miss, and there is nothing to release.
+    """
+
+    num_chunks: int
+    number: int = 0
+    lease_seconds: float = 0.0
+    link: Link | None = None
+
+
+MISS = Lease(0)
+
+
+class PendingLookup:
+    """A lookup under way; owned by the caller, who polls `query` and then takes `result`."""
+
+    def __init__(self, client: "SchedulerClient", channel: Channel | None, sequence: int) -> None:
+        self._client = client
+        self._channel = channel
+        self._sequence = sequence
+        self._deadline = time.monotonic() + client.deadline_seconds
+        self._lease: Lease | None = MISS if channel is None else None
+
+    def query(self) -> bool:
+        """Return whether the answer is here, or its deadline over. Never waits."""
+        if self._lease is None:
+            self._lease = self._client.take_answer(self._channel, self._sequence, self._deadline, may_wait=False)
+        return self._lease is not None
+
+    def result(self) -> Lease:
+        """Return the lease; a miss if there is no answer within the client's deadline since the lookup."""
+        if self._lease is None:
+            self._lease = self._client.take_answer(self._channel, self._sequence, self._deadline, may_wait=True) or MISS
+        return self._lease
+
+    def cancel(self) -> None:
+        """Give up; a lease that is granted all the same is given back."""
+        if self._lease is None:
+            self._client.give_up(self._channel, self._sequence)
+            self._lease = MISS
+
+
+class SchedulerClient:
+    """Looks up prefixes for one engine. A depot that is away, hung or new is a miss, never an exception.
+
+    Args:
+        spec: the engine's cache, as its workers register it.
+        instance: the engine's name; the same as its workers'.
+        model: for the operator.
+        url: the depot, None for the one in the default directory.
+        deadline_seconds: the most that one call may cost.
+    """
+
+    def __init__(
+        self,
+        spec: m.CacheSpec,
+        instance: str,
+        *,
+        model: str = "",
+        url: str | None = None,
+        deadline_seconds: float = 2.0,
+    ) -> None:
+        self.deadline_seconds = deadline_seconds
+        registration = m.RegisterScheduler(m.PROTOCOL_VERSION, instance, model, spec)
+        self._connection = Connection(
+            url, f"scheduler of {instance}", registration, maps_pool=False, deadline_seconds=deadline_seconds
+        )
+        self._channel: Channel | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a depot is there now."""
+        return self._connection.link is not None
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        """Wait for the depot.
+
+        Raises:
+            DepotUnavailable: none within `timeout_seconds`; the text says why.
+        """
+        self._connection.wait_until_open(timeout_seconds)
+
+    def lookup(self, request_id: str, key: KeyRun) -> Lease:
+        """Pin the longest usable prefix of `key` (a run from chunk 0 on) for a request, in one round trip."""
+        return self.submit_lookup(request_id, key).result()
+
+    def submit_lookup(self, request_id: str, key: KeyRun) -> PendingLookup:
+        """Like `lookup`, without waiting."""
+        if key.first_chunk:
+            raise KVDepotError(f"a lookup starts at chunk 0, not at {key.first_chunk}")
+        with self._lock:
+            channel = self._current()
+            if channel is None or not key.digests:
+                return PendingLookup(self, None, 0)
+            try:
+                sequence = channel.submit(m.Lookup(channel.link.context, request_id, key.digests))
+            except DepotUnavailable:
+                return PendingLookup(self, None, 0)
+            return PendingLookup(self, channel, sequence)
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back. Twice is harmless; one of an earlier server is gone anyway."""
+        if lease.link is not None:
+            self._post(lease.link, m.Release(lease.link.context, (lease.number,)))
+
+    def end_request(self, request_id: str) -> None:
+        """Give back every lease of a request, lookups still under way included."""
+        with self._lock:
+            channel = self._current()
+            if channel is not None:
+                self._post(channel.link, m.EndRequest(channel.link.context, request_id))
+
+    def close(self) -> None:
+        """Leave the depot; every lease ends. Twice is harmless."""
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def take_answer(self, channel: Channel | None, sequence: int, deadline: float, *, may_wait: bool) -> Lease | None:
+        """Return the answer to a lookup; None if it may still come and `may_wait` is false. For `PendingLookup`."""
+        if channel is None:
+            return MISS
+        with self._lock:
+            link = channel.link
+            if channel is not self._channel or self._connection.link is not link:
+                self.give_up(channel, sequence)
+                return MISS
+            try:
+                rest = deadline - time.monotonic()
+                reply = channel.wait(sequence, max(0.0, rest)) if may_wait or rest <= 0 else channel.poll(sequence)
+            except RemoteError as error:
+                if error.code not in _GONE:
+                    logger.error("a lookup was refused: %s", error)
+                return MISS
+            except DepotTimeout:
+                self._connection.suspend(link)
+                self.give_up(channel, sequence)
+                return MISS
+            except DepotUnavailable:
+                return MISS
+            if reply is None:
+                return None
+            return _lease_of(reply, link) if isinstance(reply, m.LookupReply) else MISS
+
+    def give_up(self, channel: Channel | None, sequence: int) -> None:
+        """Forget a lookup, and give back what it may still pin. For `PendingLookup`."""
+        if channel is None:
+            return
+
+        def give_back(reply: m.Reply) -> None:
+            if isinstance(reply, m.LookupReply):
+                self.release(_lease_of(reply, channel.link))
+
+        with self._lock:
+            channel.abandon(sequence, give_back)
+
+    def _current(self) -> Channel | None:
+        link = self._connection.link
+        if link is None:
+            return None
+        if self._channel is None or self._channel.link is not link:
+            if self._channel is not None:
+                self._channel.close()
+            self._channel = self._connection.channel(link)
+        return self._channel
+
+    def _post(self, link: Link, request: m.Request) -> None:
+        with self._lock:
+            channel = self._current()
+            if channel is None or channel.link is not link:
+                return
+            try:
+                channel.post(request)
+            except DepotUnavailable as error:
+                logger.warning("%s", error)
+
+
+def _lease_of(reply: m.LookupReply, link: Link) -> Lease:
+    return Lease(reply.num_chunks, reply.lease, reply.lease_seconds, link) if reply.num_chunks else MISS

@@ -1,0 +1,466 @@
+"""Worker-driven transfers: the protocol with the depot, once for every device whose worker copies by itself.
+
+A backend hands in a **copier** that knows the device; this module asks for extents, has them copied, checks
+generations, commits, and resolves the futures. Stores and retrieves have one thread each, so that neither waits for the
+other; each works through a run in batches.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvdepot import messages as m
+from kvdepot.client.connection import Channel, Connection, Link
+from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, LayoutError, RemoteError
+from kvdepot.keys import KeyRun
+from kvdepot.layout import CacheLayout, GroupKind, check_block_ids
+from kvdepot.pool import PoolMapping
+from kvdepot.protocols import BlockIds, ReadyEvent, TransferFuture
+
+logger = logging.getLogger(__name__)
+
+BATCH_BYTES: Final = 64 << 20  # of one prepare: long enough to hide a round trip, short enough to share the depot
+_BATCH_CHUNKS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """What a copier has to move.
+
+    `extents` are packed `EXTENT` records. Chunk `c` of group `g` lies in the engine's blocks
+    `block_ids[g][(c - first_covered[g]) * blocks_per_chunk:]`; the first `skip_blocks[g]` blocks of chunk 0 are left
+    alone (retrieves only).
+    """
+
+    mapping: PoolMapping
+    extents: bytes
+    block_ids: BlockIds
+    first_covered: tuple[int, ...]
+    skip_blocks: tuple[int, ...]
+
+
+class Copier(Protocol):
+    """Moves bytes between one worker's device memory and the mapped pool."""
+
+    def store(self, batch: CopyBatch) -> None:
+        """Copy blocks into extents; returns when the bytes are in the pool."""
+        ...
+
+    def retrieve(self, batch: CopyBatch) -> None:
+        """Copy extents into blocks; returns when the extents are no longer read and the blocks hold the bytes."""
+        ...
+
+    def close(self) -> None:
+        """Give up threads and buffers."""
+        ...
+
+
+class Transfer:
+    """A `TransferFuture[bool]`."""
+
+    __slots__ = ("_done", "_ok", "num_bytes", "num_chunks", "seconds")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._ok = False
+        self.num_chunks = 0
+        self.num_bytes = 0  # moved by this transfer
+        self.seconds = 0.0  # spent on it, waiting in the queue left out
+
+    def query(self) -> bool:
+        """See `TransferFuture`."""
+        return self._done.is_set()
+
+    def result(self, timeout_seconds: float | None = None) -> bool:
+        """See `TransferFuture`."""
+        if not self._done.wait(timeout_seconds):
+            raise TimeoutError(f"the transfer is not done after {timeout_seconds} s")
+        return self._ok
+
+    def resolve(self, ok: bool) -> None:
+        """Say how it ended."""
+        self._ok = ok
+        self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    transfer: Transfer
+    link: Link
+    request_id: str
+    key: KeyRun
+    block_ids: BlockIds
+    covered: tuple[int, ...]
+    ready: ReadyEvent | None = None
+    skip_tokens: int = 0
+
+
+class WorkerTransfers:
+    """The `TransferContext` of every worker-driven backend.
+
+    Args:
+        registration: what this worker is.
+        layout: where its blocks are.
+        copier: moves the bytes; owned by this object from now on.
+        url: the depot, None for the one in the default directory.
+        deadline_seconds: of each request to the depot.
+        synchronous: transfer on the caller's thread and return resolved futures.
+        batch_bytes: how much of a run is asked for at once.
+    """
+
+    def __init__(
+        self,
+        registration: m.RegisterKVCache,
+        layout: CacheLayout,
+        copier: Copier,
+        *,
+        url: str | None = None,
+        deadline_seconds: float = 2.0,
+        synchronous: bool = False,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        self._layout = layout
+        self._copier = copier
+        self._deadline_seconds = deadline_seconds
+        self._batch_chunks = max(1, min(_BATCH_CHUNKS, batch_bytes // sum(layout.chunk_sizes_bytes)))
+        self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
+        self._closed = False
+        self._copy_locks = (threading.Lock(), threading.Lock())  # store, retrieve: held while the pool is touched
+        self._populated: PoolMapping | None = None
+        self._synchronous = synchronous
+        self._lanes = (_Lane(self, self._store, "store"), _Lane(self, self._retrieve, "retrieve"))
+        self._connection = Connection(
+            url, f"{registration.instance} rank {registration.rank}", registration,
+            maps_pool=True, deadline_seconds=deadline_seconds, fence=self._no_copy_running, on_open=self._on_open,
+        )  # fmt: skip
+        if not synchronous:
+            for lane in self._lanes:
+                lane.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a depot is there now."""
+        return self._connection.link is not None
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        """Wait for the depot.
+
+        Raises:
+            DepotUnavailable: none within `timeout_seconds`; the text says why.
+        """
+        self._connection.wait_until_open(timeout_seconds)
+
+    def submit_store(
+        self, request_id: str, key: KeyRun, block_ids: BlockIds, ready: ReadyEvent | None = None
+    ) -> TransferFuture[bool]:
+        """See `TransferContext`."""
+        return self._submit(0, request_id, key, block_ids, ready, 0)
+
+    def submit_retrieve(
+        self, request_id: str, key: KeyRun, block_ids: BlockIds, skip_tokens: int = 0
+    ) -> TransferFuture[bool]:
+        """See `TransferContext`."""
+        for number, group in enumerate(self._layout.groups):
+            if group.kind is not GroupKind.RECURRENT and skip_tokens % group.block_tokens:
+                raise LayoutError(
+                    f"{skip_tokens} tokens to skip are not whole blocks of {group.block_tokens} (group {number})"
+                )
+        if not 0 <= skip_tokens <= key.num_chunks * self._layout.chunk_tokens:
+            raise LayoutError(f"{skip_tokens} tokens to skip of {key.num_chunks} chunks of {self._layout.chunk_tokens}")
+        return self._submit(1, request_id, key, block_ids, None, skip_tokens)
+
+    def close(self) -> None:
+        """See `TransferContext`."""
+        if self._closed:
+            return
+        self._closed = True
+        for lane in self._lanes:
+            lane.stop()
+        link = self._connection.link
+        if link is not None:
+            # Nothing is being copied any more: what was prepared can be freed without waiting for our death.
+            channel = self._connection.channel(link)
+            with contextlib.suppress(KVDepotError):
+                channel.call(m.Unregister(link.context), self._deadline_seconds)
+            channel.close()
+        self._connection.close()
+        self._copier.close()
+
+    # --- submitting -----------------------------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        lane: int,
+        request_id: str,
+        key: KeyRun,
+        block_ids: BlockIds,
+        ready: ReadyEvent | None,
+        skip_tokens: int,
+    ) -> Transfer:
+        covered = self._covered(key, block_ids)
+        transfer = Transfer()
+        link = self._connection.link
+        if link is None or self._closed:
+            transfer.resolve(False)
+            return transfer
+        job = _Job(transfer, link, request_id, key, block_ids, covered, ready, skip_tokens)
+        if self._synchronous:
+            self._lanes[lane].run(job)
+        else:
+            self._lanes[lane].put(job)
+        return transfer
+
+    def _covered(self, key: KeyRun, block_ids: BlockIds) -> tuple[int, ...]:
+        groups = self._layout.groups
+        if len(block_ids) != len(groups):
+            raise LayoutError(f"block ids for {len(block_ids)} layer groups, the cache has {len(groups)}")
+        chunk_tokens, num_chunks = self._layout.chunk_tokens, key.num_chunks
+        covered = tuple(
+            check_block_ids(group, ids, chunk_tokens, num_chunks) for group, ids in zip(groups, block_ids, strict=True)
+        )
+        for number, group in enumerate(groups):
+            if group.kind is GroupKind.FULL_ATTENTION and covered[number] != num_chunks:
+                raise LayoutError(
+                    f"group {number} is full attention: blocks for {covered[number]} of {num_chunks} chunks"
+                )
+        return covered
+
+    @contextlib.contextmanager
+    def _no_copy_running(self) -> Iterator[None]:
+        with self._copy_locks[0], self._copy_locks[1]:
+            yield
+
+    # --- store ----------------------------------------------------------------------------------------------------
+
+    def _store(self, channel: Channel, job: _Job) -> bool:
+        if job.ready is not None:
+            job.ready.synchronize()
+        commits: list[tuple[int, int]] = []
+        complete = True
+        for start, run, covered in self._batches(job, 0):
+            request = m.PrepareStore(
+                channel.link.context, job.request_id, run.tenant, run.digests, run.first_chunk, run.parent, covered
+            )
+            plan = self._ask(channel, request, _abort)
+            if not isinstance(plan, m.StorePlan):
+                raise DepotUnavailable(f"it answered a store with {type(plan).__name__}")
+            if plan.ticket:
+                try:
+                    copied = self._copy(0, channel, job, start, run, plan.extents)
+                except BaseException:
+                    _abort(channel, plan)
+                    raise
+                if not copied:
+                    _abort(channel, plan)
+                    return False
+                commits.append((channel.submit(m.CommitStore(channel.link.context, plan.ticket)), start))
+            if plan.num_declined:
+                complete = False
+                break
+            job.transfer.num_chunks = start + run.num_chunks
+        for sequence, start in commits:
+            try:
+                channel.wait(sequence, self._deadline_seconds)
+            except KVDepotError:
+                job.transfer.num_chunks = min(job.transfer.num_chunks, start)
+                raise
+        return complete
+
+    # --- retrieve -------------------------------------------------------------------------------------------------
+
+    def _retrieve(self, channel: Channel, job: _Job) -> bool:
+        transfer = job.transfer
+        first = job.skip_tokens // self._layout.chunk_tokens
+        transfer.num_chunks = first
+        for start, run, covered in self._batches(job, first):
+            request = m.PrepareRetrieve(channel.link.context, job.request_id, run.digests, run.first_chunk, covered)
+            plan = self._ask(channel, request, _release)
+            if not isinstance(plan, m.RetrievePlan):
+                raise DepotUnavailable(f"it answered a retrieve with {type(plan).__name__}")
+            if plan.num_chunks and plan.lease:
+                try:
+                    if not self._copy(1, channel, job, start, run, plan.extents):
+                        return False
+                    valid = self._valid_chunks(channel.link, plan)
+                finally:
+                    _release(channel, plan)
+                transfer.num_chunks = start + valid
+                if valid < run.num_chunks:
+                    return False
+            elif plan.num_chunks < run.num_chunks:
+                return False
+            else:
+                transfer.num_chunks = start + run.num_chunks
+        return True
+
+    def _valid_chunks(self, link: Link, plan: m.RetrievePlan) -> int:
+        """Return how many leading chunks were still the same after the copy: the seqlock's second look."""
+        assert link.mapping is not None
+        headers = link.mapping.headers
+        for chunk, _, _, record, _, header, _, _ in m.EXTENT.iter_unpack(plan.extents):
+            if headers[512 + 16 * record] != header:
+                logger.warning("chunk %d of a retrieve was evicted under it: a miss", chunk)
+                return chunk
+        return plan.num_chunks
+
+    # --- both -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, channel: Channel, request: m.Request, undo: Callable[[Channel, m.Reply], None]) -> m.Reply:
+        """Call the depot; what it grants after the deadline is given back when its answer comes."""
+        sequence = channel.submit(request)
+        try:
+            return channel.wait(sequence, self._deadline_seconds)
+        except DepotTimeout:
+            channel.abandon(sequence, lambda reply: undo(channel, reply))
+            raise
+
+    def _batches(self, job: _Job, first: int) -> Iterator[tuple[int, KeyRun, tuple[int, ...]]]:
+        """Cut a run into batches: first chunk, key, and the chunks that each group covers at its end."""
+        total = job.key.num_chunks
+        for start in range(first, total, self._batch_chunks):
+            stop = min(start + self._batch_chunks, total)
+            covered = tuple(max(0, stop - max(start, total - count)) for count in job.covered)
+            yield start, job.key.slice(start, stop), covered
+
+    def _copy(self, lane: int, channel: Channel, job: _Job, start: int, run: KeyRun, extents: bytes) -> bool:
+        """Have a batch copied; False if the link was lost before it began."""
+        mapping = channel.link.mapping
+        assert mapping is not None
+        total = job.key.num_chunks
+        skip = tuple(
+            max(0, job.skip_tokens - start * self._layout.chunk_tokens) // group.block_tokens
+            if group.kind is not GroupKind.RECURRENT else 0
+            for group in self._layout.groups
+        )  # fmt: skip
+        batch = CopyBatch(mapping, extents, job.block_ids, tuple(total - count - start for count in job.covered), skip)
+        self._check_plan(batch, run.num_chunks)
+        with self._copy_locks[lane]:
+            if self._connection.link is not channel.link:
+                return False
+            (self._copier.store if lane == 0 else self._copier.retrieve)(batch)
+        job.transfer.num_bytes += sum(record[7] for record in m.EXTENT.iter_unpack(extents))
+        return True
+
+    def _check_plan(self, batch: CopyBatch, num_chunks: int) -> None:
+        """Refuse to touch anything that the plan may not name."""
+        sizes = self._layout.chunk_sizes_bytes
+        for chunk, group, _, _, _, _, offset, num_bytes in m.EXTENT.iter_unpack(batch.extents):
+            if (
+                group >= len(sizes)
+                or num_bytes != sizes[group]
+                or not batch.first_covered[group] <= chunk < num_chunks
+                or offset + num_bytes > batch.mapping.size_bytes
+            ):
+                raise LayoutError(f"the depot named {num_bytes} bytes at {offset} for chunk {chunk} of group {group}")
+
+    def run_job(self, channel: Channel | None, job: _Job, work: "_Work") -> Channel | None:
+        """Do one job and resolve its future; return the channel to use for the next."""
+        started = time.perf_counter()
+        ok = False
+        try:
+            link = self._connection.link
+            if link is None or link is not job.link:
+                return channel
+            if channel is None or channel.link is not link:
+                if channel is not None:
+                    channel.close()
+                channel = self._connection.channel(link)
+            ok = work(channel, job)
+        except DepotTimeout:
+            self._connection.suspend(job.link)
+        except DepotUnavailable as error:
+            logger.info("a transfer of %s is a miss: %s", job.request_id, error)
+        except RemoteError as error:
+            if error.code not in (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT):
+                logger.error("a transfer of %s was refused: %s", job.request_id, error)
+        except Exception:
+            logger.exception("a transfer of %s failed: it is a miss", job.request_id)
+        finally:
+            job.transfer.seconds = time.perf_counter() - started
+            job.transfer.resolve(ok)
+        return channel
+
+    def _on_open(self, link: Link) -> None:
+        """The link is new, or usable again."""
+        for lane in self._lanes:
+            lane.put(None)
+        mapping = link.mapping
+        if mapping is not None and mapping is not self._populated:
+            self._populated = mapping
+            thread = threading.Thread(
+                target=mapping.populate, args=(lambda: self._closed,), name="kvdepot-populate", daemon=True
+            )
+            thread.start()
+
+
+class _Work(Protocol):
+    def __call__(self, channel: Channel, job: _Job, /) -> bool: ...
+
+
+def _abort(channel: Channel, reply: m.Reply) -> None:
+    if isinstance(reply, m.StorePlan) and reply.ticket:
+        with contextlib.suppress(DepotUnavailable):
+            channel.post(m.AbortStore(channel.link.context, reply.ticket))
+
+
+def _release(channel: Channel, reply: m.Reply) -> None:
+    if isinstance(reply, m.RetrievePlan) and reply.lease:
+        with contextlib.suppress(DepotUnavailable):
+            channel.post(m.Release(channel.link.context, (reply.lease,)))
+
+
+class _Lane:
+    """One direction: a queue and a thread, or the caller's thread.
+
+    In the queue None is a nudge: the depot answers again, so take what it says to requests that were given up.
+    """
+
+    def __init__(self, transfers: WorkerTransfers, work: _Work, name: str) -> None:
+        self._transfers = transfers
+        self._work = work
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._channel: Channel | None = None
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name=f"kvdepot-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, job: _Job | None) -> None:
+        self._jobs.put(job)
+
+    def run(self, job: _Job) -> None:
+        with self._lock:
+            self._channel = self._transfers.run_job(self._channel, job, self._work)
+
+    def stop(self) -> None:
+        """Finish what was put in; then close."""
+        self._stopping = True
+        self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._channel is not None:
+            self._channel.close()
+
+    def _loop(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is not None:
+                self.run(job)
+            elif self._stopping and self._jobs.empty():
+                return
+            elif self._channel is not None:
+                with contextlib.suppress(DepotUnavailable):
+                    self._channel.drain()
+
+
+def chunk_block_ids(block_ids: Sequence[int], chunk: int, first_covered: int, blocks_per_chunk: int) -> Sequence[int]:
+    """Return the blocks of one chunk of a batch."""
+    start = (chunk - first_covered) * blocks_per_chunk
+    return block_ids[start : start + blocks_per_chunk]

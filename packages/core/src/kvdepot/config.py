@@ -1,0 +1,136 @@
+"""Settings: parsed once at the edge, then passed in. Only this module and `cli` look at the environment."""
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvdepot.errors import ConfigError
+
+CONTROL_SOCKET = "control.sock"  # ZMQ ROUTER: messages
+SESSION_SOCKET = "session.sock"  # Unix stream: descriptors, and news of death
+
+POOL_SHARE_OF_FREE_MEMORY = 0.25
+EXTENT_ALIGNMENT_BYTES = 4096
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `text` names: "4GiB", "512M", "1.5G", "4096".
+
+    K, M, G and T are powers of 1024 with or without the "i".
+
+    Raises:
+        ConfigError: it is not a size.
+    """
+    match = _SIZE.match(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size: write for example 512MiB or 4GiB")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+
+
+def format_size(num_bytes: float) -> str:
+    """Return `num_bytes` for people: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def default_directory() -> Path:
+    """Return where a depot's sockets are when nothing is said: below `$XDG_RUNTIME_DIR`, else `/tmp/kvdepot-$UID`."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "kvdepot" if runtime else Path(f"/tmp/kvdepot-{os.getuid()}")
+
+
+def default_pool_directory(directory: Path) -> Path:
+    """Return where the pool of the depot in `directory` lies: one folder of /dev/shm for each directory.
+
+    It follows from the directory alone, so that a server started again finds the cache of the one before.
+    """
+    digest = hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()[:12]
+    return Path("/dev/shm") / f"kvdepot-{os.getuid()}-{digest}"
+
+
+def directory_of_url(url: str | None) -> Path:
+    """Return the directory of the depot that `url` names: None (the default), a path, or `ipc://PATH`.
+
+    Raises:
+        ConfigError: the URL has another scheme; bytes are shared through memory, so the depot is on this machine.
+    """
+    if url is None:
+        return default_directory()
+    if url.startswith("ipc://"):
+        path = Path(url.removeprefix("ipc://"))
+        return path.parent if path.name == CONTROL_SOCKET else path
+    if "://" in url:
+        raise ConfigError(f"{url!r}: engines attach by ipc:// or by the depot's directory (the pool is shared memory)")
+    return Path(url)
+
+
+def available_memory_bytes() -> int:
+    """Return the bytes that can be used without swapping, by the kernel's estimate and this process's cgroup."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything a server is told; `resolve_pool_size` fills in what was left to it."""
+
+    directory: Path = field(default_factory=default_directory)
+    pool_directory: Path | None = None  # None: default_pool_directory
+    pool_size_bytes: int | None = None  # None: a share of the free memory
+    max_entries: int | None = None  # None: one for each 64 KiB of pool, at least 65,536
+    listen: tuple[str, ...] = ()  # further control endpoints
+    policy: str = "lru"
+    lease_seconds: float = 300.0
+    ephemeral: bool = False  # remove the pool's files at the end
+    fresh: bool = False  # forget what an earlier server left
+
+    @property
+    def pool_path(self) -> Path:
+        """The folder that holds the pool and its index table."""
+        return self.pool_directory or default_pool_directory(self.directory)
+
+
+def resolve_pool_size(config: ServerConfig) -> int:
+    """Return the pool's size in bytes: as asked for, else a quarter of the free memory that also fits the file system.
+
+    An earlier pool in the same place counts as free, as it is used again or replaced.
+
+    Raises:
+        ConfigError: the size is too small, or the file system has no room for it.
+    """
+    folder = config.pool_path
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = os.statvfs(folder)
+    earlier = sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file())
+    room = stat.f_bavail * stat.f_frsize + earlier
+    if config.pool_size_bytes is None:
+        size = int(min((available_memory_bytes() + earlier) * POOL_SHARE_OF_FREE_MEMORY, room * 0.8))
+        size -= size % (2 << 20)
+        if size < 16 << 20:
+            raise ConfigError(f"only {format_size(room)} are free in {folder}: make room or choose another --pool-dir")
+        return size
+    size = config.pool_size_bytes - config.pool_size_bytes % EXTENT_ALIGNMENT_BYTES
+    if size < 1 << 20:
+        raise ConfigError(f"--pool-size {format_size(config.pool_size_bytes)} is too small: at least 1 MiB")
+    if size > room:
+        raise ConfigError(
+            f"--pool-size {format_size(size)} does not fit into {folder}, which has room for {format_size(room)}:"
+            " lower --pool-size, name another --pool-dir, or enlarge the tmpfs"
+            " (mount -o remount,size=SIZE /dev/shm; in containers --shm-size, or an emptyDir of medium Memory)"
+        )
+    return size

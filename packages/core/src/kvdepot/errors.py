@@ -1,0 +1,70 @@
+"""Errors meant for callers: each says what happened, to what, and the way out.
+
+`ErrorCode` travels in error replies; a client raises the exception that `error_for_code` names, so that both sides
+speak of a failure by the same word.
+"""
+
+import enum
+
+
+class KVDepotError(Exception):
+    """Base of every error that kvdepot raises on purpose."""
+
+
+class ConfigError(KVDepotError):
+    """A setting that cannot work, with the flag that changes it."""
+
+
+class LayoutError(KVDepotError):
+    """A layout that does not add up."""
+
+
+class KeyFormatError(KVDepotError):
+    """A key, token or digest that is not well formed."""
+
+
+class PoolError(KVDepotError):
+    """The pool's files cannot be made, mapped or trusted."""
+
+
+class TraceError(KVDepotError):
+    """A trace that cannot be replayed, with the file and the line that is wrong."""
+
+
+class BackendUnavailable(KVDepotError):
+    """An accelerator backend is missing, not built or without its device."""
+
+
+class DepotUnavailable(KVDepotError):
+    """No depot answers: there is none, it hangs, or the connection was lost; the work is a miss."""
+
+
+class DepotTimeout(DepotUnavailable):
+    """The depot did not answer within a deadline."""
+
+
+class DepotBusy(KVDepotError):
+    """Another server already serves this directory."""
+
+
+class RemoteError(KVDepotError):
+    """The depot refused a request; `code` says why."""
+
+    def __init__(self, code: "ErrorCode", message: str) -> None:
+        super().__init__(f"{code.value}: {message}")
+        self.code = code
+
+
+class ErrorCode(enum.StrEnum):
+    """Why a request was refused, as it stands in an error reply."""
+
+    MALFORMED = "malformed"  # not a message, or a field out of range
+    UNKNOWN_OPERATION = "unknown_operation"  # a tag this server does not know
+    VERSION_MISMATCH = "version_mismatch"  # protocol versions without a common one
+    UNKNOWN_SESSION = "unknown_session"  # no open session: connect again
+    UNKNOWN_CONTEXT = "unknown_context"  # not registered, or registered by another session
+    UNKNOWN_TICKET = "unknown_ticket"  # not prepared, or committed before
+    BAD_LAYOUT = "bad_layout"  # a layout that does not add up, or differs from its peers'
+    BAD_KEY = "bad_key"  # digests of the wrong length or count
+    DRAINING = "draining"  # the server is about to stop
+    INTERNAL = "internal"  # a bug: the request failed, the server goes on

@@ -1,0 +1,174 @@
+"""Eviction policies: which chunk leaves when room is needed.
+
+Chunks form trees by prefix, and a parent outlives its children, so only leaves ever leave. Both policies act as if each
+use touched the whole prefix from its deepest chunk to the root: an ancestor is never colder than its descendants.
+"""
+
+import heapq
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kvdepot.protocols import EvictionPolicy
+
+NO_NODE: Final = 0xFFFFFFFF
+
+
+@dataclass(slots=True)
+class ChunkTree:
+    """What policies see of the index: columns by node number."""
+
+    keys: list[bytes | None] = field(default_factory=list)  # None: the number is not in use
+    parent: "array[int]" = field(default_factory=lambda: array("I"))
+    num_children: "array[int]" = field(default_factory=lambda: array("I"))
+    holds: "array[int]" = field(default_factory=lambda: array("I"))  # leases and unfinished writes
+
+    def evictable(self, node: int) -> bool:
+        """Whether nothing needs the chunk."""
+        return not self.num_children[node] and not self.holds[node] and self.keys[node] is not None
+
+
+class LeastRecentlyUsed:
+    """The leaf that was used longest ago leaves first.
+
+    A use is one store into a column, however long the prefix: a chunk that becomes a leaf inherits the last use of the
+    child that left, which is what touching every ancestor would have done. Leaves wait in a heap, each once, with a key
+    that may be out of date (too old); it is put right when it comes to the top.
+    """
+
+    def __init__(self, tree: ChunkTree) -> None:
+        self._tree = tree
+        self._last_use = array("Q")
+        self._queued = bytearray()
+        self._heap: list[int] = []  # last use << 32 | node
+        self._tick = 0
+
+    def _now(self, node: int) -> None:
+        while len(self._last_use) <= node:
+            self._last_use.append(0)
+            self._queued.append(0)
+        self._tick += 1
+        self._last_use[node] = self._tick
+
+    def added(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._now(node)
+        self._queue(node)
+
+    def used(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._now(node)
+
+    def unpinned(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._queue(node)
+
+    def removed(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        parent = self._tree.parent[node]
+        if node < len(self._last_use) and parent < len(self._last_use):
+            self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
+
+    def victim(self) -> int | None:
+        """See `EvictionPolicy`."""
+        heap, last_use, evictable = self._heap, self._last_use, self._tree.evictable
+        while heap:
+            node = heap[0] & NO_NODE
+            if not evictable(node):
+                heapq.heappop(heap)
+                self._queued[node] = 0
+            elif heap[0] >> 32 < last_use[node]:
+                heapq.heapreplace(heap, last_use[node] << 32 | node)
+            else:
+                return node
+        return None
+
+    def _queue(self, node: int) -> None:
+        if node < len(self._queued) and not self._queued[node] and self._tree.evictable(node):
+            self._queued[node] = 1
+            heapq.heappush(self._heap, self._last_use[node] << 32 | node)
+
+
+class AdaptiveReplacement:
+    """ARC: balances chunks seen once against chunks seen again, by what it would have hit of what it evicted.
+
+    Megiddo and Modha, FAST 2003. Ghosts are remembered by key. A node that cannot leave when it is the coldest of its
+    list (it has children or leases, so something below it is warmer) moves to the warm end.
+    """
+
+    def __init__(self, tree: ChunkTree) -> None:
+        self._tree = tree
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
+        self._ghosts_once: OrderedDict[bytes, None] = OrderedDict()
+        self._ghosts_again: OrderedDict[bytes, None] = OrderedDict()
+        self._target_once = 0.0
+
+    def added(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        key = self._tree.keys[node]
+        assert key is not None
+        capacity = len(self._once) + len(self._again) + 1
+        if key in self._ghosts_once:
+            step = max(1.0, len(self._ghosts_again) / len(self._ghosts_once))
+            self._target_once = min(capacity, self._target_once + step)
+            del self._ghosts_once[key]
+            self._again[node] = None
+        elif key in self._ghosts_again:
+            step = max(1.0, len(self._ghosts_once) / len(self._ghosts_again))
+            self._target_once = max(0.0, self._target_once - step)
+            del self._ghosts_again[key]
+            self._again[node] = None
+        else:
+            self._once[node] = None
+
+    def used(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        parent, once, again = self._tree.parent, self._once, self._again
+        while node != NO_NODE:
+            if node in again:
+                again.move_to_end(node)
+            elif node in once:
+                del once[node]
+                again[node] = None
+            node = parent[node]
+
+    def unpinned(self, node: int) -> None:
+        """See `EvictionPolicy`; the lists hold pinned nodes too."""
+
+    def removed(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        key = self._tree.keys[node]
+        assert key is not None
+        capacity = len(self._once) + len(self._again)
+        for nodes, ghosts in ((self._once, self._ghosts_once), (self._again, self._ghosts_again)):
+            if node in nodes:
+                del nodes[node]
+                ghosts[key] = None
+            while len(ghosts) > capacity:
+                ghosts.popitem(last=False)
+
+    def victim(self) -> int | None:
+        """See `EvictionPolicy`."""
+        first, second = self._once, self._again
+        if len(self._once) <= self._target_once and self._again:
+            first, second = second, first
+        for nodes in (first, second):
+            for _ in range(len(nodes)):
+                node = next(iter(nodes))
+                if self._tree.evictable(node):
+                    return node
+                nodes.move_to_end(node)
+        return None
+
+
+class PolicyFactory(Protocol):
+    """Makes a policy for a tree."""
+
+    def __call__(self, tree: ChunkTree, /) -> EvictionPolicy:
+        """Return a new policy."""
+        ...
+
+
+POLICIES: Final[dict[str, PolicyFactory]] = {"lru": LeastRecentlyUsed, "arc": AdaptiveReplacement}

@@ -1,0 +1,551 @@
+"""The index: which chunks are here, and where.
+
+A **node** is a chunk of one space (one `CacheSpec`); it hangs below the chunk before it. An **entry** is one node x
+layer group x shard: an extent of the pool and a record of the table. A node is **visible**, and can be found, when
+every shard of every full-attention group of it and of all its ancestors is sealed. Only nodes without children, leases
+and unfinished writes leave, so full attention stays prefix-closed: if a chunk is visible, so is everything before it.
+That lets a lookup probe about ten chunks of 512, and a lease hold just the deepest.
+
+A node whose entries are all gone stays as a hole while it has children; they are invisible and may be evicted.
+
+Nothing here does I/O but for the table, and nothing knows of sessions; `server.depot` drives it.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+from blake3 import blake3
+
+from kvdepot.eviction import NO_NODE, POLICIES, ChunkTree
+from kvdepot.extents import ExtentAllocator, extent_size
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.layout import GroupKind, window_chunks
+from kvdepot.messages import EXTENT, CacheSpec
+from kvdepot.table import NO_RECORD, SEALED, IndexTable, Record, Writer
+
+_RESTORE_STEP: Final = 2000  # records between two pauses: a few milliseconds
+
+
+def digest_of(value: object) -> bytes:
+    """Return 32 bytes that name a plain value."""
+    return blake3(msgspec.msgpack.encode(value)).digest()
+
+
+@dataclass(slots=True)
+class Space:
+    """All chunks of one `CacheSpec`."""
+
+    number: int
+    spec: CacheSpec
+    full_mask: int = 0  # bit g: group g is full attention
+    windows: list[tuple[int, int]] = field(default_factory=list)  # (bit, chunks needed before a boundary)
+    nodes: dict[bytes, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number, group in enumerate(self.spec.groups):
+            if group.kind is GroupKind.FULL_ATTENTION:
+                self.full_mask |= 1 << number
+            elif group.kind is GroupKind.SLIDING_WINDOW:
+                self.windows.append((1 << number, window_chunks(group.window_tokens, self.spec.chunk_tokens)))
+            else:
+                self.windows.append((1 << number, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPlace:
+    """What a new entry is: everything but where it goes."""
+
+    space: Space
+    key: bytes
+    parent: int  # node, NO_NODE for a first chunk
+    depth: int
+    group: int
+    shard: int
+    num_bytes: int
+    layout: int
+    tenant: int
+    writer: Writer
+
+
+class ChunkIndex:
+    """Nodes, entries, space and eviction."""
+
+    def __init__(self, extents: ExtentAllocator, table: IndexTable, policy: str = "lru") -> None:
+        self.extents = extents
+        self.table = table
+        self.spaces: list[Space] = []
+        self.num_entries = 0  # sealed
+        self.num_evicted = 0
+        self.tenant_bytes: dict[int, int] = {}
+        self._space_by_spec: dict[bytes, Space] = {}
+        self._tree = ChunkTree()
+        self._policy = POLICIES[policy](self._tree)
+        self._depth = array("I")
+        self._space_of = array("I")
+        self._tenant_of = array("I")
+        self._sealed_groups = array("Q")
+        self._first_entry = array("I")
+        self._visible = bytearray()
+        self._free_nodes: list[int] = []
+        self._hidden: set[int] = set()  # complete nodes whose parent is not visible yet
+        self._next_entry = array("I")  # by record
+        self._node_of = array("I")  # by record
+        self._free_records: list[int] = []
+
+    # --- spaces ---------------------------------------------------------------------------------------------------
+
+    def space(self, spec: CacheSpec) -> Space:
+        """Return the space of a spec, made if it is new."""
+        digest = digest_of(spec)
+        space = self._space_by_spec.get(digest)
+        if space is None:
+            space = Space(len(self.spaces), spec)
+            self.spaces.append(space)
+            self._space_by_spec[digest] = space
+        return space
+
+    @property
+    def num_chunks(self) -> int:
+        """Nodes, holes included."""
+        return len(self._tree.keys) - len(self._free_nodes)
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    def node(self, space: Space, key: bytes, depth: int) -> int | None:
+        """Return the node of a chunk, visible or not."""
+        node = space.nodes.get(key)
+        return node if node is not None and self._depth[node] == depth else None
+
+    def visible(self, space: Space, key: bytes, depth: int) -> int | None:
+        """Return the node of a chunk that can be found."""
+        node = self.node(space, key, depth)
+        return node if node is not None and self._visible[node] else None
+
+    def longest_prefix(self, space: Space, digests: bytes) -> tuple[int, tuple[int, ...]]:
+        """Find the longest usable prefix.
+
+        Args:
+            space: where.
+            digests: packed `(num_chunks, 32)`, from chunk 0 on.
+
+        Returns:
+            its chunks, and the nodes to pin so that all of it stays.
+        """
+        limit = len(digests) // DIGEST_BYTES
+        deepest = NO_NODE
+        if space.full_mask:
+            limit, deepest = self._closed_prefix(space, digests, limit)
+            if not space.windows:
+                return limit, (deepest,) if limit else ()
+        while limit:
+            blocked = self._blocked_at(space, digests, limit)
+            if blocked is None:
+                break
+            limit = blocked
+        if not limit:
+            return 0, ()
+        if space.full_mask:
+            node = space.nodes[digests[(limit - 1) * DIGEST_BYTES : limit * DIGEST_BYTES]]
+            return limit, (node,)
+        start = max(0, limit - max(chunks for _, chunks in space.windows))
+        nodes = [self._visible_node(space, digests, place) for place in range(start, limit)]
+        return limit, tuple(node for node in nodes if node is not None)
+
+    def _visible_node(self, space: Space, digests: bytes, place: int) -> int | None:
+        node = space.nodes.get(digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES])
+        return node if node is not None and self._visible[node] and self._depth[node] == place else None
+
+    def _closed_prefix(self, space: Space, digests: bytes, num_chunks: int) -> tuple[int, int]:
+        """Gallop and bisect: visible chunks are a prefix."""
+        if not num_chunks:
+            return 0, NO_NODE
+        last = self._visible_node(space, digests, num_chunks - 1)
+        if last is not None:
+            return num_chunks, last
+        low, found, step = 0, NO_NODE, 1  # chunks before `low` are here, `found` is the last of them
+        high = num_chunks - 1  # this chunk is not
+        while low < high:
+            probe = min(low + step, high) - 1
+            node = self._visible_node(space, digests, probe)
+            if node is None:
+                high = probe
+                break
+            low, found, step = probe + 1, node, step * 2
+        while low < high:
+            middle = (low + high) // 2
+            node = self._visible_node(space, digests, middle)
+            if node is None:
+                high = middle
+            else:
+                low, found = middle + 1, node
+        return low, found
+
+    def _blocked_at(self, space: Space, digests: bytes, limit: int) -> int | None:
+        """Return where a shorter prefix has to end as a window lacks a chunk; None if no window does."""
+        blocked: int | None = None
+        for bit, chunks in space.windows:
+            for place in range(limit - 1, max(0, limit - chunks) - 1, -1):
+                node = self._visible_node(space, digests, place)
+                if node is None or not self._sealed_groups[node] & bit:
+                    blocked = place if blocked is None else min(blocked, place)
+                    break
+        return blocked
+
+    def extent_of(self, node: int, group: int, shard: int, layout: int) -> tuple[int, int, int, int] | None:
+        """Return record, header, offset and bytes of a sealed entry with this layout; None if there is none."""
+        record = self._entry(node, group, shard)
+        if record == NO_RECORD or self.table.layout_of(record) != layout:
+            return None
+        header = self.table.header(record)
+        if header & 0xFF != SEALED:
+            return None
+        return (record, header, *self.table.extent(record))
+
+    def has_entry(self, node: int, group: int, shard: int) -> bool:
+        """Whether an entry is here or being written."""
+        return self._entry(node, group, shard) != NO_RECORD
+
+    def _entry(self, node: int, group: int, shard: int) -> int:
+        place = group, shard
+        record = self._first_entry[node]
+        while record != NO_RECORD and self.table.place_of(record) != place:
+            record = self._next_entry[record]
+        return record
+
+    # --- leases ---------------------------------------------------------------------------------------------------
+
+    def pin(self, nodes: Iterable[int]) -> None:
+        """Keep nodes, and so everything before them, until `unpin`."""
+        for node in nodes:
+            self._tree.holds[node] += 1
+
+    def unpin(self, nodes: Iterable[int]) -> None:
+        """Undo one `pin`."""
+        for node in nodes:
+            self._release_hold(node)
+
+    def used(self, node: int) -> None:
+        """Tell the policy that a prefix ending here was used."""
+        self._policy.used(node)
+
+    def _release_hold(self, node: int) -> None:
+        self._tree.holds[node] -= 1
+        if self._tree.evictable(node):
+            if self._first_entry[node] == NO_RECORD:
+                self._drop_node(node)
+            else:
+                self._policy.unpinned(node)
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    def begin_entry(self, place: EntryPlace) -> int | None:
+        """Make an entry that is being written, evicting exactly what it needs.
+
+        Its header once sealed is the present one with the state SEALED. The chunk before it must have a node.
+
+        Returns:
+            its record; None if there is no room and nothing more to evict.
+        """
+        node = place.space.nodes.get(place.key)
+        if node is None:
+            node = self._new_node(place)
+        # Held from here on: neither it nor what is before it leaves to make room for it.
+        self._tree.holds[node] += 1
+        offset = self._allocate(place.num_bytes)
+        record = self._take_record() if offset is not None else None
+        if offset is None or record is None:
+            if offset is not None:
+                self.extents.free(offset, place.num_bytes)
+            self._release_hold(node)
+            return None
+        parent_record = self._first_entry[place.parent] if place.parent != NO_NODE else NO_RECORD
+        self.table.write(
+            record, space=place.space.number, group=place.group, shard=place.shard, offset=offset,
+            num_bytes=place.num_bytes, key=place.key, parent_record=parent_record, depth=place.depth,
+            layout=place.layout, tenant=place.tenant, writer=place.writer,
+        )  # fmt: skip
+        self._link(record, node)
+        self._account(node, extent_size(place.num_bytes))
+        return record
+
+    def seal_entries(self, records: Sequence[int], now: int = 0) -> None:
+        """Say that the bytes of entries are in place."""
+        fresh: list[int] = []
+        for record in records:
+            node = self._node_of[record]
+            if not any(self._is_sealed(other) for other in self._entries(node)):
+                fresh.append(node)
+            self.table.seal(record, now)
+            self.num_entries += 1
+            self._update_group(node, record)
+            self._tree.holds[node] -= 1
+        for node in reversed(fresh):  # deepest first: what leaves first is added first
+            self._policy.added(node)
+        for record in records:
+            node = self._node_of[record]
+            self._reveal(node)
+            if self._tree.evictable(node):
+                self._policy.unpinned(node)
+
+    def discard_entry(self, record: int) -> None:
+        """Take back an entry that is not sealed; nothing writes to it any more."""
+        node = self._node_of[record]
+        self._unlink(record, node)
+        self._free_entry(record)
+        self._release_hold(node)
+
+    # --- leaving --------------------------------------------------------------------------------------------------
+
+    def evict_one(self) -> bool:
+        """Evict the policy's next chunk; False if none can leave."""
+        node = self._policy.victim()
+        if node is None:
+            return False
+        self._remove(node)
+        self.num_evicted += 1
+        return True
+
+    def clear(self, wanted: Callable[[int, Space], bool]) -> int:
+        """Remove every chunk for which `wanted(tenant, space)` holds and that nobody uses; return the entries removed.
+
+        A chunk with a descendant that stays, stays too.
+        """
+        before = self.num_entries
+        for node in sorted(range(len(self._tree.keys)), key=self._depth.__getitem__, reverse=True):
+            if self._tree.evictable(node) and wanted(self._tenant_of[node], self.spaces[self._space_of[node]]):
+                self._remove(node)
+        return before - self.num_entries
+
+    def _remove(self, node: int) -> None:
+        record = self._first_entry[node]
+        while record != NO_RECORD:
+            following = self._next_entry[record]
+            self.num_entries -= 1  # an evictable node has no unfinished entry
+            self._free_entry(record)
+            record = following
+        self._first_entry[node] = NO_RECORD
+        self._drop_node(node)
+
+    # --- rebuilding -----------------------------------------------------------------------------------------------
+
+    def restore(self, spaces: Sequence[CacheSpec]) -> Iterator[int | None]:
+        """Rebuild everything from the table of an earlier server; call once, before any space or entry.
+
+        Returns an iterator that does the work. Between steps (None) its caller can do other things, as long as it
+        begins no entry. It yields the records of unfinished entries, whose writers may still be writing;
+        `discard_entry` takes them back, once the iterator has ended. What does not verify or fit together is freed.
+        """
+        for spec in spaces:
+            self.space(spec)
+        return self._restore()
+
+    def _restore(self) -> Iterator[int | None]:
+        found: list[Record] = []
+        for count, record in enumerate(self.table.records()):
+            if record.space < len(self.spaces):
+                found.append(record)
+            if count % _RESTORE_STEP == 0:
+                yield None
+        taken = self.extents.restore((record.offset, record.num_bytes) for record in found)
+        used = bytearray(self.table.num_records)
+        node_by_record: dict[int, int] = {}
+        unfinished: list[int] = []
+        for count, place in enumerate(sorted(range(len(found)), key=lambda place: found[place].depth)):
+            record = found[place]
+            if taken[place] and self._restore_entry(record, node_by_record):
+                used[record.number] = 1
+                if record.state != SEALED:
+                    unfinished.append(record.number)
+            elif taken[place]:
+                self.extents.free(record.offset, record.num_bytes)
+            if count % _RESTORE_STEP == 0:
+                yield None
+        for number in range(self.table.num_records):
+            if not used[number] and self.table.header(number) & 0xFF:
+                self.table.free(number)
+        self._free_records = [number for number in range(len(self._node_of) - 1, -1, -1) if not used[number]]
+        nodes = sorted(set(node_by_record.values()), key=self._depth.__getitem__)
+        last_use = {node_by_record[record.number]: record.last_use for record in found if used[record.number]}
+        for node in sorted(nodes, key=last_use.__getitem__):
+            if any(self._is_sealed(record) for record in self._entries(node)):
+                self._policy.added(node)
+        for node in nodes:
+            self._reveal(node)
+        yield from unfinished
+
+    def _restore_entry(self, record: Record, node_by_record: dict[int, int]) -> bool:
+        space = self.spaces[record.space]
+        if record.group >= len(space.spec.groups) or record.shard >= space.spec.groups[record.group].num_shards:
+            return False
+        parent = node_by_record.get(record.parent_record, NO_NODE)
+        if space.full_mask and record.depth and parent == NO_NODE:
+            return False
+        if parent != NO_NODE and (self._depth[parent] + 1, self._space_of[parent]) != (record.depth, space.number):
+            return False
+        node = space.nodes.get(record.key)
+        if node is None:
+            place = EntryPlace(
+                space, record.key, parent, record.depth, record.group, record.shard, record.num_bytes, record.layout,
+                record.tenant, record.writer,
+            )  # fmt: skip
+            node = self._new_node(place)
+        elif self._depth[node] != record.depth or self.has_entry(node, record.group, record.shard):
+            return False
+        while len(self._node_of) <= record.number:
+            self._node_of.append(NO_NODE)
+            self._next_entry.append(NO_RECORD)
+        self._link(record.number, node)
+        node_by_record[record.number] = node
+        self._account(node, extent_size(record.num_bytes))
+        if record.state == SEALED:
+            self.num_entries += 1
+            self._update_group(node, record.number)
+        else:
+            self._tree.holds[node] += 1
+        return True
+
+    # --- nodes and entries ----------------------------------------------------------------------------------------
+
+    def _new_node(self, place: EntryPlace) -> int:
+        tree = self._tree
+        if self._free_nodes:
+            node = self._free_nodes.pop()
+        else:
+            node = len(tree.keys)
+            tree.keys.append(None)
+            for column in (tree.parent, tree.num_children, tree.holds, self._depth, self._space_of, self._tenant_of):
+                column.append(0)
+            self._sealed_groups.append(0)
+            self._first_entry.append(NO_RECORD)
+            self._visible.append(0)
+        tree.keys[node] = place.key
+        tree.parent[node] = place.parent
+        tree.num_children[node] = 0
+        tree.holds[node] = 0
+        self._depth[node] = place.depth
+        self._space_of[node] = place.space.number
+        self._tenant_of[node] = place.tenant
+        self._sealed_groups[node] = 0
+        self._first_entry[node] = NO_RECORD
+        self._visible[node] = 0
+        place.space.nodes[place.key] = node
+        if place.parent != NO_NODE:
+            tree.num_children[place.parent] += 1
+        return node
+
+    def _drop_node(self, node: int) -> None:
+        """Remove a node without entries and children, and the holes above it that nothing needs any more."""
+        tree = self._tree
+        while True:
+            self._policy.removed(node)
+            key, parent = tree.keys[node], tree.parent[node]
+            assert key is not None
+            del self.spaces[self._space_of[node]].nodes[key]
+            tree.keys[node] = None
+            tree.parent[node] = NO_NODE
+            self._visible[node] = 0
+            self._hidden.discard(node)
+            self._free_nodes.append(node)
+            if parent == NO_NODE:
+                return
+            tree.num_children[parent] -= 1
+            if not tree.evictable(parent):
+                return
+            if self._first_entry[parent] != NO_RECORD:
+                self._policy.unpinned(parent)
+                return
+            node = parent
+
+    def _entries(self, node: int) -> Iterator[int]:
+        record = self._first_entry[node]
+        while record != NO_RECORD:
+            yield record
+            record = self._next_entry[record]
+
+    def _is_sealed(self, record: int) -> bool:
+        return self.table.header(record) & 0xFF == SEALED
+
+    def _update_group(self, node: int, record: int) -> None:
+        """Note that a group of the node is whole if the last of its shards has just been sealed."""
+        group, _ = self.table.place_of(record)
+        num_shards = self.spaces[self._space_of[node]].spec.groups[group].num_shards
+        if num_shards > 1:
+            here = sum(self._is_sealed(r) and self.table.place_of(r)[0] == group for r in self._entries(node))
+            if here < num_shards:
+                return
+        self._sealed_groups[node] |= 1 << group
+
+    def _reveal(self, node: int) -> None:
+        """Make a node visible if it is complete and what is before it is visible; then those that waited for it."""
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            space = self.spaces[self._space_of[node]]
+            sealed = self._sealed_groups[node]
+            if self._visible[node] or not sealed or sealed & space.full_mask != space.full_mask:
+                continue
+            parent = self._tree.parent[node]
+            if space.full_mask and parent != NO_NODE and not self._visible[parent]:
+                self._hidden.add(node)
+                continue
+            self._visible[node] = 1
+            self._hidden.discard(node)
+            if self._hidden:
+                waiting += [other for other in self._hidden if self._tree.parent[other] == node]
+
+    def _link(self, record: int, node: int) -> None:
+        self._node_of[record] = node
+        self._next_entry[record] = self._first_entry[node]
+        self._first_entry[node] = record
+
+    def _unlink(self, record: int, node: int) -> None:
+        following = self._next_entry[record]
+        if self._first_entry[node] == record:
+            self._first_entry[node] = following
+            return
+        before = self._first_entry[node]
+        while self._next_entry[before] != record:
+            before = self._next_entry[before]
+        self._next_entry[before] = following
+
+    def _free_entry(self, record: int) -> None:
+        """The header changes first: only then may the extent go to somebody else."""
+        offset, num_bytes = self.table.extent(record)
+        self._account(self._node_of[record], -extent_size(num_bytes))
+        self.table.free(record)
+        self.extents.free(offset, num_bytes)
+        self._node_of[record] = NO_NODE
+        self._free_records.append(record)
+
+    def _account(self, node: int, num_bytes: int) -> None:
+        tenant = self._tenant_of[node]
+        self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + num_bytes
+
+    def _take_record(self) -> int | None:
+        while not self._free_records:
+            if len(self._node_of) < self.table.num_records:
+                self._node_of.append(NO_NODE)
+                self._next_entry.append(NO_RECORD)
+                return len(self._node_of) - 1
+            if not self.evict_one():
+                return None
+        return self._free_records.pop()
+
+    def _allocate(self, num_bytes: int) -> int | None:
+        if extent_size(num_bytes) > self.extents.ready_bytes:
+            return None
+        offset = self.extents.allocate(num_bytes)
+        while offset is None:
+            if not self.evict_one():
+                return None
+            offset = self.extents.allocate(num_bytes)
+        return offset
+
+
+def pack_extent(chunk: int, group: int, extent: tuple[int, int, int, int]) -> bytes:
+    """Return the packed `EXTENT` of `(record, header, offset, bytes)`."""
+    record, header, offset, num_bytes = extent
+    return EXTENT.pack(chunk, group, 0, record, 0, header, offset, num_bytes)

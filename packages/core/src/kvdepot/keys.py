@@ -1,0 +1,162 @@
+"""Keys: what was computed, as digests.
+
+A prompt is cut into chunks of `chunk_tokens` tokens. The key of chunk `i` is BLAKE3 over the key of chunk `i - 1`, the
+chunk's tokens as little-endian u32, and the extra keys of the chunk (adapter, multimodal items), so that it names the
+whole prefix. The key before the first chunk is the digest of the `Namespace`: everything else that decides the bytes of
+a KV cache. Digests leave the client, tokens never do.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from blake3 import blake3
+
+from kvdepot.errors import KeyFormatError
+
+DIGEST_BYTES = 32
+_NAMESPACE_CONTEXT = "kvdepot 2026-11 namespace"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What two engines must agree on before they may share, but for tokens and layout.
+
+    `tenant` is the name that quotas and statistics use and travels in messages; `tenant_salt` is the secret that keeps
+    tenants apart: it goes into every digest and never leaves the client.
+    """
+
+    model: str
+    revision: str = ""
+    tenant: str = "default"
+    tenant_salt: str = ""
+    quantization: str = ""
+    extra: tuple[tuple[str, str], ...] = ()  # whatever else decides the bytes: rope scaling, weights digest, generation
+
+    def digest(self, chunk_tokens: int) -> bytes:
+        """Return the 32 bytes from which every chain of this namespace starts."""
+        fields = (
+            self.model,
+            self.revision,
+            self.tenant,
+            self.tenant_salt,
+            self.quantization,
+            sorted(self.extra),
+            chunk_tokens,
+        )
+        return blake3(msgspec.msgpack.encode(fields), derive_key_context=_NAMESPACE_CONTEXT).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRun:
+    """A run of consecutive chunks of one prompt: the key of one request.
+
+    `digests` are packed, `(num_chunks, 32)` bytes. `parent` is the digest before the first of them: the chunk before
+    it, or the namespace when `first_chunk` is 0.
+    """
+
+    digests: bytes
+    first_chunk: int
+    parent: bytes
+    tenant: str = "default"
+
+    def __post_init__(self) -> None:
+        if len(self.digests) % DIGEST_BYTES or len(self.parent) != DIGEST_BYTES:
+            raise KeyFormatError(
+                f"digests of {len(self.digests)} and {len(self.parent)} bytes: each has {DIGEST_BYTES}"
+            )
+        if self.first_chunk < 0:
+            raise KeyFormatError(f"a run cannot start at chunk {self.first_chunk}")
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in the run."""
+        return len(self.digests) // DIGEST_BYTES
+
+    def slice(self, start: int, stop: int | None = None) -> "KeyRun":
+        """Return chunks `start` to `stop` of this run, counted from its own first."""
+        stop = self.num_chunks if stop is None else min(stop, self.num_chunks)
+        if not 0 <= start <= stop:
+            raise KeyFormatError(f"chunks {start} to {stop} of a run of {self.num_chunks}")
+        parent = self.digests[(start - 1) * DIGEST_BYTES : start * DIGEST_BYTES] if start else self.parent
+        digests = self.digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
+        return KeyRun(digests, self.first_chunk + start, parent, self.tenant)
+
+
+class PrefixHasher:
+    """Computes the key of one growing prompt, each token once.
+
+    Args:
+        namespace: who may share.
+        chunk_tokens: tokens of a chunk.
+        extra_keys: `(first token, end, key)` of whatever else decides a chunk's KV: a LoRA adapter covers the whole
+            prompt, a multimodal item its placeholder tokens. A chunk that overlaps the range has the key, with its
+            offset, in its digest.
+    """
+
+    def __init__(
+        self, namespace: Namespace, chunk_tokens: int, extra_keys: Sequence[tuple[int, int, bytes]] = ()
+    ) -> None:
+        if chunk_tokens <= 0:
+            raise KeyFormatError(f"chunks of {chunk_tokens} tokens")
+        self._root = namespace.digest(chunk_tokens)
+        self._tenant = namespace.tenant
+        self._chunk_tokens = chunk_tokens
+        self._extra_keys = tuple(extra_keys)
+        self._pack = struct.Struct(f"<{chunk_tokens}I").pack
+        self._digests = bytearray()
+        self._last = self._root
+        self._rest: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens seen so far, those that do not fill a chunk included."""
+        return self.num_chunks * self._chunk_tokens + len(self._rest)
+
+    @property
+    def num_chunks(self) -> int:
+        """Whole chunks so far."""
+        return len(self._digests) // DIGEST_BYTES
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add the tokens that follow.
+
+        Raises:
+            KeyFormatError: a token is not an integer from 0 to 2**32 - 1; nothing of the call was added.
+        """
+        step = self._chunk_tokens
+        pending = [*self._rest, *tokens] if self._rest else tokens
+        whole = len(pending) - len(pending) % step
+        added = bytearray()
+        last, chunk = self._last, self.num_chunks
+        try:
+            for start in range(0, whole, step):
+                data = self._pack(*pending[start : start + step])
+                last = blake3(last + data + self._extra_of(chunk) if self._extra_keys else last + data).digest()
+                added += last
+                chunk += 1
+            struct.pack(f"<{len(pending) - whole}I", *pending[whole:])
+        except struct.error as error:
+            raise KeyFormatError(f"token ids are integers from 0 to 4294967295: {error}") from error
+        self._digests += added
+        self._last = last
+        self._rest = list(pending[whole:])
+
+    def _extra_of(self, chunk: int) -> bytes:
+        start, end = chunk * self._chunk_tokens, (chunk + 1) * self._chunk_tokens
+        inside = [
+            (first - start, stop - start, key) for first, stop, key in self._extra_keys if first < end and stop > start
+        ]
+        return msgspec.msgpack.encode(inside) if inside else b""
+
+    def run(self, start: int = 0, stop: int | None = None) -> KeyRun:
+        """Return the key of chunks `start` to `stop` (all whole chunks so far)."""
+        return KeyRun(bytes(self._digests), 0, self._root, self._tenant).slice(start, stop)
+
+
+def hash_prefix(namespace: Namespace, chunk_tokens: int, tokens: Sequence[int]) -> KeyRun:
+    """Return the key of the whole chunks of `tokens`."""
+    hasher = PrefixHasher(namespace, chunk_tokens)
+    hasher.extend(tokens)
+    return hasher.run()

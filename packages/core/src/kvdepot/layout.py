@@ -1,0 +1,163 @@
+"""Arithmetic on blocks, pages and chunks: pure, no I/O.
+
+An engine keeps KV in **blocks** of tokens; each layer has one **page** of bytes for each block, opaque here. Layers
+that share a block table form a **layer group**. A **chunk** is `chunk_tokens` tokens: in each group `blocks_per_chunk`
+whole blocks. In the pool the bytes of one chunk of one group lie run after run, a run being the pages of one layer for
+the chunk's blocks in order: `(num_pages, blocks_per_chunk, page_size_bytes)`.
+"""
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvdepot.errors import LayoutError
+
+MINIMUM_CHUNK_TOKENS = 64
+
+
+class GroupKind(enum.StrEnum):
+    """What the tokens after a prefix need of a group's cache of that prefix."""
+
+    FULL_ATTENTION = "full_attention"  # every chunk
+    SLIDING_WINDOW = "sliding_window"  # the chunks that the window reaches back to
+    RECURRENT = "recurrent"  # the state at the end: one block a chunk
+
+
+def default_chunk_tokens(block_tokens: Iterable[int], minimum: int = MINIMUM_CHUNK_TOKENS) -> int:
+    """Return the smallest multiple of every group's block size that is at least `minimum` tokens."""
+    step = math.lcm(*block_tokens)
+    return step * -(-minimum // step)
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Where one layer keeps its blocks: block `i` starts at `address + i * stride_bytes`.
+
+    Once constructed, a layout is sound: no two blocks overlap.
+    """
+
+    address: int
+    num_blocks: int
+    page_size_bytes: int  # one layer's bytes of one block
+    stride_bytes: int  # step to the next block; larger than the page when layers share a buffer
+
+    def __post_init__(self) -> None:
+        if self.num_blocks <= 0 or self.page_size_bytes <= 0 or self.address < 0:
+            raise LayoutError(
+                f"{self.num_blocks} blocks of {self.page_size_bytes} bytes at {self.address}: none can be"
+            )
+        if self.stride_bytes < self.page_size_bytes:
+            raise LayoutError(f"stride {self.stride_bytes} < page {self.page_size_bytes}: blocks overlap")
+
+    def span(self, block_id: int) -> tuple[int, int]:
+        """Return the address and the size in bytes of one block."""
+        return self.address + block_id * self.stride_bytes, self.page_size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share one block table, on one worker.
+
+    `pages` has one layout for each layer (two for a layer whose keys and values lie apart), in the order in which they
+    stand in a chunk. `shard` of `num_shards` says which part of the group's cache this worker holds: ranks that hold
+    the same bytes (MLA) name the same shard.
+    """
+
+    kind: GroupKind
+    block_tokens: int
+    pages: tuple[PageLayout, ...]
+    window_tokens: int = 0  # sliding window only
+    shard: int = 0
+    num_shards: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_tokens <= 0:
+            raise LayoutError(f"blocks of {self.block_tokens} tokens: at least 1")
+        if not self.pages:
+            raise LayoutError("a layer group without layers")
+        if len({page.num_blocks for page in self.pages}) != 1:
+            raise LayoutError(f"layers of one group have {sorted({page.num_blocks for page in self.pages})} blocks")
+        if not 0 <= self.shard < self.num_shards:
+            raise LayoutError(f"shard {self.shard} of {self.num_shards}")
+        if (self.kind is GroupKind.SLIDING_WINDOW) != (self.window_tokens > 0):
+            raise LayoutError(f"a {self.kind} group with a window of {self.window_tokens} tokens")
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the worker has."""
+        return self.pages[0].num_blocks
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes of one block over all layers of the group."""
+        return sum(page.page_size_bytes for page in self.pages)
+
+    def blocks_per_chunk(self, chunk_tokens: int) -> int:
+        """Return the blocks that hold one chunk (a recurrent group keeps one state a chunk)."""
+        return 1 if self.kind is GroupKind.RECURRENT else chunk_tokens // self.block_tokens
+
+    def chunk_size_bytes(self, chunk_tokens: int) -> int:
+        """Return the bytes of one chunk of this group on this worker."""
+        return self.block_size_bytes * self.blocks_per_chunk(chunk_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The whole KV cache of one worker.
+
+    `format` names how the bytes inside a page are arranged (for example "NHD"): caches that differ in it never share.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    chunk_tokens: int
+    dtype: str
+    format: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise LayoutError("a cache without layer groups")
+        for number, group in enumerate(self.groups):
+            if group.kind is not GroupKind.RECURRENT and self.chunk_tokens % group.block_tokens:
+                raise LayoutError(
+                    f"group {number}: chunks of {self.chunk_tokens} tokens are not whole blocks of"
+                    f" {group.block_tokens}: use a multiple of {math.lcm(*(g.block_tokens for g in self.groups))}"
+                )
+        if self.chunk_tokens <= 0:
+            raise LayoutError(f"chunks of {self.chunk_tokens} tokens")
+
+    @property
+    def chunk_sizes_bytes(self) -> tuple[int, ...]:
+        """Bytes of one chunk, for each group."""
+        return tuple(group.chunk_size_bytes(self.chunk_tokens) for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one token of a long prompt takes on this worker, recurrent states left out."""
+        return sum(
+            group.block_size_bytes / group.block_tokens
+            for group in self.groups
+            if group.kind is not GroupKind.RECURRENT
+        )
+
+
+def window_chunks(window_tokens: int, chunk_tokens: int) -> int:
+    """Return how many chunks before a boundary a window reaches: the next token sees `window_tokens - 1` back."""
+    return max(1, -(-(window_tokens - 1) // chunk_tokens))
+
+
+def check_block_ids(group: LayerGroup, block_ids: Sequence[int], chunk_tokens: int, num_chunks: int) -> int:
+    """Return how many of the last chunks of a run `block_ids` covers (the convention of `TransferContext`).
+
+    Raises:
+        LayoutError: not a whole number of chunks, more than the run has, or an id that the worker does not have.
+    """
+    per_chunk = group.blocks_per_chunk(chunk_tokens)
+    covered, rest = divmod(len(block_ids), per_chunk)
+    if rest or covered > num_chunks:
+        raise LayoutError(f"{len(block_ids)} block ids for {num_chunks} chunks of {per_chunk} blocks")
+    if covered and not (min(block_ids) >= 0 and max(block_ids) < group.num_blocks):
+        raise LayoutError(
+            f"block ids from {min(block_ids)} to {max(block_ids)}, the cache has {group.num_blocks} blocks"
+        )
+    return covered

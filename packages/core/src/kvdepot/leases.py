@@ -1,0 +1,85 @@
+"""Leases: who may read which chunks, and until when.
+
+A lease pins nodes of the index for one request of one context. It ends when it is released, when its request or its
+context ends, or when it expires; whoever reads on after that finds out by the generation of the records.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvdepot.index import ChunkIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Some pinned nodes; the owner is a context and one of its requests."""
+
+    number: int
+    context: int
+    request_id: str
+    nodes: tuple[int, ...]
+    expiry_seconds: float  # of the server's monotonic clock
+
+
+class LeaseTable:
+    """Every lease, in the order of expiry (all live equally long)."""
+
+    def __init__(self, index: ChunkIndex, lease_seconds: float) -> None:
+        self.lease_seconds = lease_seconds
+        self.num_expired = 0
+        self._index = index
+        self._leases: OrderedDict[int, Lease] = OrderedDict()
+        self._by_context: dict[int, dict[str, set[int]]] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(self, context: int, request_id: str, nodes: tuple[int, ...], now: float) -> int:
+        """Pin `nodes` and return the lease's number."""
+        number = self._next
+        self._next += 1
+        self._index.pin(nodes)
+        self._leases[number] = Lease(number, context, request_id, nodes, now + self.lease_seconds)
+        self._by_context.setdefault(context, {}).setdefault(request_id, set()).add(number)
+        return number
+
+    def release(self, context: int, number: int) -> bool:
+        """End one lease of a context; False if it has no such lease (any more)."""
+        lease = self._leases.get(number)
+        if lease is None or lease.context != context:
+            return False
+        del self._leases[number]
+        requests = self._by_context[context]
+        requests[lease.request_id].discard(number)
+        if not requests[lease.request_id]:
+            del requests[lease.request_id]
+        if not requests:
+            del self._by_context[context]
+        self._index.unpin(lease.nodes)
+        return True
+
+    def end_request(self, context: int, request_id: str) -> int:
+        """End every lease of a request; return how many there were."""
+        numbers = tuple(self._by_context.get(context, {}).get(request_id, ()))
+        return sum(self.release(context, number) for number in numbers)
+
+    def end_context(self, context: int) -> int:
+        """End every lease of a context; return how many there were."""
+        return sum(self.end_request(context, request_id) for request_id in tuple(self._by_context.get(context, {})))
+
+    def expire(self, now: float) -> int:
+        """End the leases whose time is over; return how many."""
+        count = 0
+        while self._leases:
+            lease = next(iter(self._leases.values()))
+            if lease.expiry_seconds > now:
+                break
+            self.release(lease.context, lease.number)
+            count += 1
+        self.num_expired += count
+        return count
+
+    def count_of(self, context: int) -> int:
+        """Return how many leases a context has."""
+        return sum(len(numbers) for numbers in self._by_context.get(context, {}).values())

@@ -1,0 +1,493 @@
+"""Messages between processes, and how they lie in a frame.
+
+A frame on the control socket is 8 bytes of sequence number (little-endian, chosen by the client, echoed in the reply)
+and one msgpack array whose first item is the message's tag. Every request gets exactly one reply with the same number;
+every reply names the server's epoch. Fields are only ever added at the end, with a default: an older peer ignores what
+it does not know. What becomes of each message when either side dies is in `docs/wire.md`.
+
+KV bytes never travel here. Extents do, as packed `EXTENT` records, no object for each block.
+"""
+
+import struct
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvdepot.errors import ErrorCode
+from kvdepot.layout import CacheLayout, GroupKind
+
+PROTOCOL_VERSION: Final = 1
+MINIMUM_PROTOCOL_VERSION: Final = 1
+MAXIMUM_FRAME_BYTES: Final = 4 << 20
+MAXIMUM_CHUNKS: Final = 65_536  # of one request: 4 million tokens in chunks of 64
+
+EXTENT: Final = struct.Struct("<IHHIIQQQ")
+"""One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, 0 u16, record u32, 0 u32, header u64 (the
+record's generation and state while the extent is valid), offset in the pool u64, payload bytes u64."""
+
+_U32 = (1 << 32) - 1
+Name = Annotated[str, Meta(max_length=256)]
+Label = Annotated[str, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, le=_U32)]
+Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class GroupShape(Struct, array_like=True, frozen=True):
+    """What every rank and the scheduler agree on about one layer group."""
+
+    kind: GroupKind
+    block_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    window_tokens: Count = 0
+    num_shards: Annotated[int, Meta(ge=1, le=4096)] = 1
+
+
+class CacheSpec(Struct, array_like=True, frozen=True):
+    """The part of a cache's layout that decides who can share: equal specs, one space of entries."""
+
+    chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=64)]
+    dtype: Name
+    format: Name = ""
+
+
+def spec_of(layout: CacheLayout) -> CacheSpec:
+    """Return the shared part of a worker's layout."""
+    groups = tuple(GroupShape(g.kind, g.block_tokens, g.window_tokens, g.num_shards) for g in layout.groups)
+    return CacheSpec(layout.chunk_tokens, groups, layout.dtype, layout.format)
+
+
+class GroupDetail(Struct, array_like=True, frozen=True):
+    """One layer group as one worker has it: its sizes for the server, the rest for the operator."""
+
+    page_sizes_bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 40)], ...], Meta(min_length=1, max_length=4096)]
+    num_blocks: Annotated[int, Meta(ge=1, le=_U32)]
+    shard: Annotated[int, Meta(ge=0, le=4095)] = 0
+    physical_block_tokens: Count = 0  # 0: the same as the logical block
+    compress_ratio: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    num_layers: Count = 0
+    hidden_dims: Annotated[tuple[Count, ...], Meta(max_length=8)] = ()  # of one token in one layer
+    dtype: Name = ""
+    is_mla: bool = False
+    shape: Annotated[tuple[Count, ...], Meta(max_length=8)] = ()  # of one layer's tensor
+    attention_backend: Name = ""
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+class Hello(Struct, array_like=True, tag="hello", frozen=True):
+    """Ask who is there. Needs no session."""
+
+    protocol_version: Count
+    client: Name = ""
+
+
+class RegisterKVCache(Struct, array_like=True, tag="register_kv_cache", frozen=True):
+    """A worker offers its KV cache: one struct, whatever the device.
+
+    A worker registers only when no copy that it started under an earlier session is still running: extents that such a
+    session of the same process, instance and rank had left are free from then on.
+    """
+
+    protocol_version: Count
+    instance: Name
+    rank: Annotated[int, Meta(ge=0, le=65535)]
+    world_size: Annotated[int, Meta(ge=1, le=65536)]
+    device: Name
+    transfer_mode: Name
+    model: Label
+    spec: CacheSpec
+    details: Annotated[tuple[GroupDetail, ...], Meta(min_length=1, max_length=64)]
+
+
+class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", frozen=True):
+    """A scheduler says for which caches it will look up."""
+
+    protocol_version: Count
+    instance: Name
+    model: Label
+    spec: CacheSpec
+
+
+class Unregister(Struct, array_like=True, tag="unregister", frozen=True):
+    """End a context: its leases and unfinished stores end with it. Sent when no copy is running."""
+
+    context: Identifier
+
+
+class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
+    """Pin the longest usable prefix of the chunks named, from chunk 0 on, for a request."""
+
+    context: Identifier
+    request_id: Label
+    digests: Digests
+
+
+class Release(Struct, array_like=True, tag="release", frozen=True):
+    """Give leases back; those that are gone already do not matter."""
+
+    context: Identifier
+    leases: Annotated[tuple[Identifier, ...], Meta(max_length=4096)]
+
+
+class EndRequest(Struct, array_like=True, tag="end_request", frozen=True):
+    """Give back every lease of a request of this context."""
+
+    context: Identifier
+    request_id: Label
+
+
+class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
+    """Ask for space for the chunks of a run that are missing.
+
+    `covered` says for each group how many of the run's last chunks the worker can store (all of them for full
+    attention, what is left of them for a window).
+    """
+
+    context: Identifier
+    request_id: Label
+    tenant: Name
+    digests: Digests
+    first_chunk: Count
+    parent: Digest
+    covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
+
+
+class CommitStore(Struct, array_like=True, tag="commit_store", frozen=True):
+    """Say that the bytes of a ticket are all in place."""
+
+    context: Identifier
+    ticket: Identifier
+
+
+class AbortStore(Struct, array_like=True, tag="abort_store", frozen=True):
+    """Give up a ticket, nothing being written any more. A ticket that is gone already does not matter."""
+
+    context: Identifier
+    ticket: Identifier
+
+
+class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=True):
+    """Pin the leading chunks of a run that are here and say where their bytes are.
+
+    `covered` says for each group how many of the run's last chunks are wanted.
+    """
+
+    context: Identifier
+    request_id: Label
+    digests: Digests
+    first_chunk: Count
+    covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
+
+
+class Status(Struct, array_like=True, tag="status", frozen=True):
+    """Ask for everything an operator wants to see. Needs no session."""
+
+
+class Clear(Struct, array_like=True, tag="clear", frozen=True):
+    """Forget what nobody uses, of one tenant or of all. Needs no session."""
+
+    tenant: Name | None = None
+
+
+Request = (
+    Hello
+    | RegisterKVCache
+    | RegisterScheduler
+    | Unregister
+    | Lookup
+    | Release
+    | EndRequest
+    | PrepareStore
+    | CommitStore
+    | AbortStore
+    | PrepareRetrieve
+    | Status
+    | Clear
+)
+
+
+# --- replies --------------------------------------------------------------------------------------------------------
+
+
+class ErrorReply(Struct, array_like=True, tag="error", frozen=True):
+    """The request was refused and changed nothing."""
+
+    epoch: int
+    code: ErrorCode
+    message: str
+
+
+class HelloReply(Struct, array_like=True, tag="hello_reply", frozen=True):
+    """Who is there."""
+
+    epoch: int
+    protocol_version: int
+    minimum_protocol_version: int
+    server_version: str
+    pid: int
+
+
+class Registered(Struct, array_like=True, tag="registered", frozen=True):
+    """The number under which a context's requests go from now on."""
+
+    epoch: int
+    context: int
+
+
+class Done(Struct, array_like=True, tag="done", frozen=True):
+    """It is done; `count` of what the request was about were affected."""
+
+    epoch: int
+    count: int = 0
+
+
+class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
+    """`num_chunks` leading chunks are here and pinned under `lease` for `lease_seconds`; 0 chunks have lease 0."""
+
+    epoch: int
+    num_chunks: int
+    lease: int
+    lease_seconds: float = 0.0
+
+
+class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):
+    """Where to write. Without missing chunks there is no ticket (0) and nothing to do.
+
+    `extents` are packed `EXTENT` records; `num_present` entries are here or being stored by somebody else already,
+    `num_declined` found no room.
+    """
+
+    epoch: int
+    ticket: int
+    extents: bytes
+    num_present: int
+    num_declined: int
+
+
+class RetrievePlan(Struct, array_like=True, tag="retrieve_plan", frozen=True):
+    """Where to read: `extents` of the run's first `num_chunks` chunks, pinned under `lease` until released."""
+
+    epoch: int
+    lease: int
+    num_chunks: int
+    extents: bytes
+
+
+class StatusReply(Struct, array_like=True, tag="status_reply", frozen=True):
+    """The depot's state; the fields are in `DepotStatus`."""
+
+    epoch: int
+    status: "DepotStatus"
+
+
+class GroupStatus(Struct, frozen=True, kw_only=True):
+    """One layer group of a registered context: sizes in tokens and bytes as the worker has them."""
+
+    kind: GroupKind
+    block_tokens: int  # logical: what the engine's block table counts
+    window_tokens: int
+    num_shards: int
+    shard: int = 0
+    num_layers: int = 0
+    num_blocks: int = 0
+    physical_block_tokens: int = 0
+    compress_ratio: int = 1
+    hidden_dims: tuple[int, ...] = ()
+    dtype: str = ""
+    is_mla: bool = False
+    shape: tuple[int, ...] = ()
+    attention_backend: str = ""
+    block_size_bytes: int = 0
+    bytes_per_token: float = 0.0
+
+
+class ContextStatus(Struct, frozen=True, kw_only=True):
+    """One registered context."""
+
+    context: int
+    role: str
+    instance: str
+    model: str
+    rank: int = 0
+    world_size: int = 0
+    device: str = ""
+    transfer_mode: str = ""
+    pid: int = 0
+    chunk_tokens: int = 0
+    dtype: str = ""
+    format: str = ""
+    num_leases: int = 0
+    num_tickets: int = 0
+    bytes_per_token: float = 0.0
+    groups: list[GroupStatus] = []
+
+
+class DepotStatus(Struct, frozen=True, kw_only=True):
+    """What `kvdepot status` shows; in JSON under these names. Sizes are bytes."""
+
+    server_version: str
+    protocol_version: int
+    epoch: int
+    pid: int
+    uptime_seconds: float
+    policy: str
+    num_entries: int
+    num_chunks: int
+    max_entries: int
+    pool_size_bytes: int
+    pool_ready_bytes: int
+    pool_used_bytes: int
+    quarantined_bytes: int
+    num_leases: int
+    num_tickets: int
+    num_sessions: int
+    recovering: bool
+    contexts: list[ContextStatus]
+    tenants: dict[str, dict[str, int]]
+    counters: dict[str, int]
+
+
+Reply = ErrorReply | HelloReply | Registered | Done | LookupReply | StorePlan | RetrievePlan | StatusReply
+
+
+# --- session socket -------------------------------------------------------------------------------------------------
+
+
+class OpenSession(Struct, array_like=True, tag="open_session", frozen=True):
+    """First and only message of a client on the session socket; afterwards it sends single bytes as pings."""
+
+    protocol_version: Count
+    client: Name = ""
+
+
+class SessionOpened(Struct, array_like=True, tag="session_opened", frozen=True):
+    """Comes with the descriptors of the pool and of the index table (read only).
+
+    `token` begins the ZMQ routing id of every control socket of this session.
+    """
+
+    epoch: int
+    token: bytes
+    pool_size_bytes: int
+    table_size_bytes: int
+    server_version: str
+
+
+SessionReply = SessionOpened | ErrorReply
+
+# --- frames ---------------------------------------------------------------------------------------------------------
+
+_SEQUENCE = struct.Struct("<Q")
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_session_request_decoder = msgspec.msgpack.Decoder(OpenSession)
+_session_reply_decoder: msgspec.msgpack.Decoder[SessionReply] = msgspec.msgpack.Decoder(SessionReply)
+
+OPERATIONS: Final = frozenset(struct_type.__struct_config__.tag for struct_type in Request.__args__)
+
+
+class FrameError(Exception):
+    """A frame that is not a request; `code` and the text go into the error reply."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def encode_frame(sequence: int, message: Request | Reply) -> bytearray:
+    """Return the frame of a request or a reply."""
+    frame = bytearray(_SEQUENCE.size)
+    _SEQUENCE.pack_into(frame, 0, sequence)
+    _encoder.encode_into(message, frame, _SEQUENCE.size)
+    return frame
+
+
+def sequence_of(frame: bytes) -> int:
+    """Return the sequence number of a frame, 0 when it has none."""
+    return _SEQUENCE.unpack_from(frame)[0] if len(frame) >= _SEQUENCE.size else 0
+
+
+def decode_request(frame: bytes) -> Request:
+    """Return the request in a frame.
+
+    Raises:
+        FrameError: it is none, its operation is unknown, or a field is out of range.
+    """
+    if len(frame) < _SEQUENCE.size:
+        raise FrameError(ErrorCode.MALFORMED, f"a frame of {len(frame)} bytes has no sequence number")
+    body = memoryview(frame)[_SEQUENCE.size :]
+    try:
+        return _request_decoder.decode(body)
+    except msgspec.ValidationError as error:
+        tag = _tag_of(body)
+        if isinstance(tag, str) and tag not in OPERATIONS:
+            message = f"operation {tag[:64]!r} is not known to this server (protocol {PROTOCOL_VERSION})"
+            raise FrameError(ErrorCode.UNKNOWN_OPERATION, message) from error
+        raise FrameError(ErrorCode.MALFORMED, f"{tag if isinstance(tag, str) else 'message'}: {error}") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(ErrorCode.MALFORMED, f"not a message: {error}") from error
+
+
+def _tag_of(body: memoryview) -> object:
+    try:
+        fields = msgspec.msgpack.decode(body)
+    except (ValueError, RecursionError):
+        return None
+    return fields[0] if isinstance(fields, list) and fields else None
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """Return the reply in a frame that a server sent.
+
+    Raises:
+        FrameError: it is none.
+    """
+    try:
+        return _reply_decoder.decode(memoryview(frame)[_SEQUENCE.size :])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(ErrorCode.MALFORMED, f"not a reply: {error}") from error
+
+
+def encode_session(message: OpenSession | SessionReply) -> bytes:
+    """Return a message of the session socket, with its length (u32, little-endian) before it."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+def decode_open_session(body: bytes) -> OpenSession:
+    """Return the first message of a client on the session socket.
+
+    Raises:
+        FrameError: it is none.
+    """
+    try:
+        return _session_request_decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(ErrorCode.MALFORMED, f"not a session request: {error}") from error
+
+
+def decode_session_reply(body: bytes) -> SessionReply:
+    """Return the server's answer on the session socket.
+
+    Raises:
+        FrameError: it is none.
+    """
+    try:
+        return _session_reply_decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(ErrorCode.MALFORMED, f"not a session reply: {error}") from error
+
+
+def check_protocol_version(version: int) -> str | None:
+    """Return why a peer of this version cannot be served, in one line for both logs, or None."""
+    if MINIMUM_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
+        return None
+    return (
+        f"the client speaks protocol {version}, this server {MINIMUM_PROTOCOL_VERSION} to {PROTOCOL_VERSION}:"
+        " install the same version of kvdepot on both sides"
+    )

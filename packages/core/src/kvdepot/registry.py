@@ -1,0 +1,93 @@
+"""Finds accelerator backends by entry point, each by its name and without importing anything heavy."""
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from kvdepot.errors import BackendUnavailable
+from kvdepot.protocols import Backend, Capability, TransferContext
+
+ENTRY_POINT_GROUP = "kvdepot.backends"
+KNOWN_BACKENDS = {"cpu": "kvdepot[cpu]", "cuda": "kvdepot[cuda]", "xpu": "kvdepot[xpu]", "hpu": "kvdepot[hpu]"}
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """One backend and whether it can be used here."""
+
+    name: str
+    distribution: str  # name and version of the package, "" when none is installed
+    device_type: str
+    capabilities: tuple[str, ...]
+    why_unavailable: str | None
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def get_backend(name: str) -> Backend:
+    """Return the backend of a device type: "cpu", "cuda", "xpu", "hpu" or a third party's.
+
+    Raises:
+        BackendUnavailable: not installed, broken, or without its device; the message has the way out.
+    """
+    entry = _entry_points().get(name)
+    if entry is None:
+        installed = ", ".join(sorted(_entry_points())) or "none"
+        way_out = f"pip install '{KNOWN_BACKENDS[name]}'" if name in KNOWN_BACKENDS else f"installed are: {installed}"
+        raise BackendUnavailable(f"no backend {name!r} is installed: {way_out}")
+    backend = _load(entry)
+    reason = backend.why_unavailable()
+    if reason is not None:
+        raise BackendUnavailable(f"backend {name!r}: {reason}")
+    return backend
+
+
+def _load(entry: EntryPoint) -> Backend:
+    try:
+        return entry.load()
+    except Exception as error:
+        raise BackendUnavailable(f"backend {entry.name!r} ({entry.value}) does not load: {error!r}") from error
+
+
+def list_backends() -> list[BackendStatus]:
+    """Return every known and every installed backend, with the reason when it cannot be used."""
+    found = _entry_points()
+    result: list[BackendStatus] = []
+    for name in sorted({*found, *KNOWN_BACKENDS}):
+        entry = found.get(name)
+        if entry is None:
+            result.append(BackendStatus(name, "", name, (), f"not installed: pip install '{KNOWN_BACKENDS[name]}'"))
+            continue
+        distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
+        try:
+            backend = _load(entry)
+        except BackendUnavailable as error:
+            result.append(BackendStatus(name, distribution, name, (), str(error)))
+            continue
+        capabilities = tuple(sorted(backend.capabilities))
+        result.append(BackendStatus(name, distribution, backend.device_type, capabilities, backend.why_unavailable()))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBackend:
+    """A backend whose package is there and whose code is not yet: it says so, and never works a little."""
+
+    name: str
+    device_type: str
+    way_out: str
+    capabilities: frozenset[Capability] = frozenset()
+
+    def why_unavailable(self) -> str:
+        """Return the reason."""
+        return f"not built yet in this version: no engine on {self.device_type} can attach; {self.way_out}"
+
+    def create_context(self, *args: Any, **kwargs: Any) -> TransferContext:
+        """Refuse.
+
+        Raises:
+            BackendUnavailable: always.
+        """
+        raise BackendUnavailable(f"backend {self.name!r}: {self.why_unavailable()}")

@@ -1,0 +1,1 @@
+"""The depot server: `depot` decides, `loop` acts, `sessions` knows who lives."""

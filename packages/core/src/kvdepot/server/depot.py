@@ -1,0 +1,515 @@
+"""What a depot does with each message: index, leases, tickets and contexts, without a socket or a clock of its own.
+
+The loop hands in requests with the session that they came from, and tells of sessions that ended and of processes that
+died. Every request gets one reply; a request that cannot be served raises `Refused`, which becomes an error reply and
+has changed nothing.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec.structs
+
+from kvdepot import messages as m
+from kvdepot.errors import ErrorCode
+from kvdepot.eviction import NO_NODE
+from kvdepot.index import ChunkIndex, EntryPlace, Space, digest_of, pack_extent
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.layout import GroupKind
+from kvdepot.leases import LeaseTable
+from kvdepot.table import Writer
+
+logger = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """A request that is not served; nothing was changed."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOnWorker:
+    """What the depot needs to know of one layer group of one worker."""
+
+    shard: int
+    chunk_size_bytes: int
+    layout: int  # 64 bits of a digest of its page sizes: entries written under another one are not for it
+
+
+@dataclass(slots=True)
+class Context:
+    """One registered cache, or one scheduler: everything about its owner, whatever the device."""
+
+    number: int
+    session: int
+    writer: Writer
+    instance: str
+    model: str
+    space: Space
+    registration: m.RegisterKVCache | None = None  # None: a scheduler
+    groups: tuple[GroupOnWorker, ...] = ()
+
+    @property
+    def fence(self) -> tuple[Writer, str, int]:
+        """Who this is across sessions: a registration under the same name says that no old copy is running."""
+        return self.writer, self.instance, self.registration.rank if self.registration else 0
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Entries that one context is writing."""
+
+    number: int
+    context: int
+    request_id: str
+    records: list[int]
+
+
+@dataclass(slots=True)
+class Quarantine:
+    """Entries whose writer is gone for us but may still be writing."""
+
+    fence: tuple[Writer, str, int]
+    records: list[int] = field(default_factory=list)
+
+
+class Depot:
+    """The state of a depot, and its answer to each message."""
+
+    def __init__(self, index: ChunkIndex, *, epoch: int, lease_seconds: float, clock: Callable[[], float]) -> None:
+        self.index = index
+        self.epoch = epoch
+        self.leases = LeaseTable(index, lease_seconds)
+        self.counters: Counter[str] = Counter()
+        self.contexts: dict[int, Context] = {}
+        self.tickets: dict[int, Ticket] = {}
+        self.quarantines: list[Quarantine] = []
+        self.tenants: list[str] = []
+        self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
+        self.on_names_changed: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._tenant_numbers: dict[str, int] = {}
+        self._next_number = 1
+        self._handlers: dict[type, Callable[[int, Writer, Any], m.Reply]] = {
+            m.RegisterKVCache: self._register_kv_cache,
+            m.RegisterScheduler: self._register_scheduler,
+            m.Unregister: self._unregister,
+            m.Lookup: self._lookup,
+            m.Release: self._release,
+            m.EndRequest: self._end_request,
+            m.PrepareStore: self._prepare_store,
+            m.CommitStore: self._commit_store,
+            m.AbortStore: self._abort_store,
+            m.PrepareRetrieve: self._prepare_retrieve,
+        }
+
+    def handle(self, session: int, writer: Writer, request: m.Request) -> m.Reply:
+        """Serve one request of an open session.
+
+        Args:
+            session: the number of the session.
+            writer: the process at its other end.
+            request: any request that needs a session.
+
+        Raises:
+            Refused: with the reason; nothing was changed.
+        """
+        return self._handlers[type(request)](session, writer, request)
+
+    # --- contexts -------------------------------------------------------------------------------------------------
+
+    def _register_kv_cache(self, session: int, writer: Writer, request: m.RegisterKVCache) -> m.Reply:
+        self._check_version(request.protocol_version)
+        spec = request.spec
+        self._check_spec(spec)
+        if len(request.details) != len(spec.groups):
+            raise Refused(ErrorCode.BAD_LAYOUT, f"{len(request.details)} details for {len(spec.groups)} layer groups")
+        groups: list[GroupOnWorker] = []
+        for number, (shape, detail) in enumerate(zip(spec.groups, request.details, strict=True)):
+            if detail.shard >= shape.num_shards:
+                raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: shard {detail.shard} of {shape.num_shards}")
+            blocks = 1 if shape.kind is GroupKind.RECURRENT else spec.chunk_tokens // shape.block_tokens
+            layout = int.from_bytes(digest_of((blocks, detail.page_sizes_bytes))[:8], "little")
+            groups.append(GroupOnWorker(detail.shard, blocks * sum(detail.page_sizes_bytes), layout))
+        if request.rank >= request.world_size:
+            raise Refused(ErrorCode.BAD_LAYOUT, f"rank {request.rank} of {request.world_size}")
+        space = self._space(spec)
+        self._check_peers(space, groups, request)
+        context = Context(
+            self._number(), session, writer, request.instance, request.model, space, request, tuple(groups)
+        )
+        self._lift_quarantine(lambda quarantine: quarantine.fence == context.fence)
+        self.contexts[context.number] = context
+        logger.info(
+            "registered %s rank %d of %d on %s (%s, model %s) as context %d",
+            request.instance, request.rank, request.world_size, request.device, request.transfer_mode, request.model,
+            context.number,
+        )  # fmt: skip
+        return m.Registered(self.epoch, context.number)
+
+    def _register_scheduler(self, session: int, writer: Writer, request: m.RegisterScheduler) -> m.Reply:
+        self._check_version(request.protocol_version)
+        self._check_spec(request.spec)
+        space = self._space(request.spec)
+        context = Context(self._number(), session, writer, request.instance, request.model, space)
+        self.contexts[context.number] = context
+        logger.info(
+            "registered scheduler of %s (model %s) as context %d", request.instance, request.model, context.number
+        )
+        return m.Registered(self.epoch, context.number)
+
+    def _unregister(self, session: int, writer: Writer, request: m.Unregister) -> m.Reply:
+        context = self._context(session, request.context)
+        for ticket in [ticket for ticket in self.tickets.values() if ticket.context == context.number]:
+            self._discard(ticket)
+        self._forget(context)
+        return m.Done(self.epoch, 1)
+
+    def _forget(self, context: Context) -> None:
+        del self.contexts[context.number]
+        self.leases.end_context(context.number)
+
+    def _check_version(self, version: int) -> None:
+        reason = m.check_protocol_version(version)
+        if reason:
+            logger.warning("%s", reason)
+            raise Refused(ErrorCode.VERSION_MISMATCH, reason)
+
+    def _check_spec(self, spec: m.CacheSpec) -> None:
+        for number, group in enumerate(spec.groups):
+            if group.kind is not GroupKind.RECURRENT and spec.chunk_tokens % group.block_tokens:
+                raise Refused(
+                    ErrorCode.BAD_LAYOUT,
+                    f"group {number}: chunks of {spec.chunk_tokens} tokens are not whole blocks of"
+                    f" {group.block_tokens}",
+                )
+            if (group.kind is GroupKind.SLIDING_WINDOW) != (group.window_tokens > 0):
+                raise Refused(
+                    ErrorCode.BAD_LAYOUT, f"group {number}: {group.kind} with a window of {group.window_tokens}"
+                )
+
+    def _check_peers(self, space: Space, groups: list[GroupOnWorker], request: m.RegisterKVCache) -> None:
+        """Two workers that are told the same spec must write the same bytes for the same shard."""
+        for other in self.contexts.values():
+            if other.space is not space:
+                continue
+            for number, (mine, theirs) in enumerate(zip(groups, other.groups, strict=False)):
+                if mine.shard == theirs.shard and mine.layout != theirs.layout:
+                    raise Refused(
+                        ErrorCode.BAD_LAYOUT,
+                        f"group {number}, shard {mine.shard}: {mine.chunk_size_bytes} bytes a chunk, but"
+                        f" {other.instance} registered {theirs.chunk_size_bytes} with other pages under the same spec:"
+                        " tell the two apart by CacheSpec.format",
+                    )
+
+    def _space(self, spec: m.CacheSpec) -> Space:
+        before = len(self.index.spaces)
+        space = self.index.space(spec)
+        if len(self.index.spaces) != before:
+            self.on_names_changed()
+        return space
+
+    def _context(self, session: int, number: int) -> Context:
+        context = self.contexts.get(number)
+        if context is None or context.session != session:
+            raise Refused(
+                ErrorCode.UNKNOWN_CONTEXT, f"context {number} is not registered by this session: register again"
+            )
+        return context
+
+    def _worker(self, session: int, number: int, covered: tuple[int, ...], num_chunks: int) -> Context:
+        context = self._context(session, number)
+        if context.registration is None:
+            raise Refused(
+                ErrorCode.UNKNOWN_CONTEXT, f"context {number} is a scheduler: only a worker has blocks to move"
+            )
+        if len(covered) != len(context.groups) or any(count > num_chunks for count in covered):
+            raise Refused(
+                ErrorCode.BAD_LAYOUT, f"{covered} of {num_chunks} chunks for {len(context.groups)} layer groups"
+            )
+        return context
+
+    def _number(self) -> int:
+        number = self._next_number
+        self._next_number += 1
+        return number
+
+    # --- schedulers -----------------------------------------------------------------------------------------------
+
+    def _lookup(self, session: int, writer: Writer, request: m.Lookup) -> m.Reply:
+        context = self._context(session, request.context)
+        num_chunks = _count_digests(request.digests)
+        found, nodes = self.index.longest_prefix(context.space, request.digests)
+        self.counters["lookups"] += 1
+        self.counters["lookup_chunks"] += num_chunks
+        self.counters["lookup_chunks_hit"] += found
+        if not found:
+            return m.LookupReply(self.epoch, 0, 0)
+        lease = self.leases.grant(context.number, request.request_id, nodes, self._clock())
+        self.index.used(nodes[-1])
+        return m.LookupReply(self.epoch, found, lease, self.leases.lease_seconds)
+
+    def _release(self, session: int, writer: Writer, request: m.Release) -> m.Reply:
+        context = self._context(session, request.context)
+        return m.Done(self.epoch, sum(self.leases.release(context.number, lease) for lease in request.leases))
+
+    def _end_request(self, session: int, writer: Writer, request: m.EndRequest) -> m.Reply:
+        context = self._context(session, request.context)
+        return m.Done(self.epoch, self.leases.end_request(context.number, request.request_id))
+
+    # --- workers --------------------------------------------------------------------------------------------------
+
+    def _prepare_store(self, session: int, writer: Writer, request: m.PrepareStore) -> m.Reply:
+        num_chunks = _count_digests(request.digests)
+        context = self._worker(session, request.context, request.covered, num_chunks)
+        space, index = context.space, self.index
+        self.counters["stores"] += 1
+        self.counters["store_chunks"] += num_chunks
+        if not self.accepts_stores:
+            return self._declined(0, sum(request.covered))
+        parent = NO_NODE
+        if request.first_chunk:
+            above = index.node(space, request.parent, request.first_chunk - 1)
+            if above is None and space.full_mask:
+                # What is before it has left: nothing could ever find these chunks.
+                return self._declined(0, sum(request.covered))
+            parent = NO_NODE if above is None else above
+        tenant = self._tenant(request.tenant)
+        records: list[int] = []
+        extents: list[bytes] = []
+        num_present = num_declined = 0
+        full = False
+        for chunk in range(num_chunks):
+            key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+            depth = request.first_chunk + chunk
+            node = index.node(space, key, depth)
+            for number, group in enumerate(context.groups):
+                if num_chunks - chunk > request.covered[number]:
+                    continue
+                if node is not None and index.has_entry(node, number, group.shard):
+                    num_present += 1
+                    continue
+                if node is None and key in space.nodes:
+                    full = True  # the same digest at another depth: only a forged chain comes here
+                place = EntryPlace(
+                    space, key, parent, depth, number, group.shard, group.chunk_size_bytes, group.layout, tenant,
+                    context.writer,
+                )  # fmt: skip
+                record = None if full else index.begin_entry(place)
+                if record is None:
+                    full = True
+                    num_declined += 1
+                    continue
+                records.append(record)
+                sealed_header = index.table.header(record) + 1
+                extent = record, sealed_header, *index.table.extent(record)
+                extents.append(pack_extent(chunk, number, extent))
+                node = index.node(space, key, depth)
+            if node is None and space.full_mask:
+                num_declined += sum(min(count, num_chunks - chunk - 1) for count in request.covered)
+                break
+            parent = NO_NODE if node is None else node
+        self.counters["store_entries_present"] += num_present
+        self.counters["store_entries_declined"] += num_declined
+        if not records:
+            return m.StorePlan(self.epoch, 0, b"", num_present, num_declined)
+        ticket = Ticket(self._number(), context.number, request.request_id, records)
+        self.tickets[ticket.number] = ticket
+        return m.StorePlan(self.epoch, ticket.number, b"".join(extents), num_present, num_declined)
+
+    def _declined(self, num_present: int, num_declined: int) -> m.StorePlan:
+        self.counters["store_entries_declined"] += num_declined
+        return m.StorePlan(self.epoch, 0, b"", num_present, num_declined)
+
+    def _commit_store(self, session: int, writer: Writer, request: m.CommitStore) -> m.Reply:
+        context = self._context(session, request.context)
+        ticket = self.tickets.get(request.ticket)
+        if ticket is None or ticket.context != context.number:
+            raise Refused(
+                ErrorCode.UNKNOWN_TICKET, f"ticket {request.ticket} was not prepared here, or is committed or aborted"
+            )
+        del self.tickets[ticket.number]
+        self.index.seal_entries(ticket.records, int(self._clock()))
+        self.counters["entries_stored"] += len(ticket.records)
+        return m.Done(self.epoch, len(ticket.records))
+
+    def _abort_store(self, session: int, writer: Writer, request: m.AbortStore) -> m.Reply:
+        context = self._context(session, request.context)
+        ticket = self.tickets.get(request.ticket)
+        if ticket is None or ticket.context != context.number:
+            return m.Done(self.epoch, 0)
+        self._discard(ticket)
+        return m.Done(self.epoch, len(ticket.records))
+
+    def _discard(self, ticket: Ticket) -> None:
+        del self.tickets[ticket.number]
+        self.discard_records(ticket.records)
+
+    def discard_records(self, records: Iterable[int]) -> None:
+        """Take back unfinished entries that nobody writes any more."""
+        for record in records:
+            self.index.discard_entry(record)
+            self.counters["entries_aborted"] += 1
+
+    def _prepare_retrieve(self, session: int, writer: Writer, request: m.PrepareRetrieve) -> m.Reply:
+        num_chunks = _count_digests(request.digests)
+        context = self._worker(session, request.context, request.covered, num_chunks)
+        index = self.index
+        self.counters["retrieves"] += 1
+        extents: list[bytes] = []
+        nodes: list[int] = []
+        found = 0
+        for chunk in range(num_chunks):
+            key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+            node = index.visible(context.space, key, request.first_chunk + chunk)
+            needed = [g for g in range(len(context.groups)) if num_chunks - chunk <= request.covered[g]]
+            if node is None:
+                if needed or context.space.full_mask:
+                    break
+                continue
+            here: list[bytes] = []
+            for number in needed:
+                group = context.groups[number]
+                extent = index.extent_of(node, number, group.shard, group.layout)
+                if extent is not None:
+                    here.append(pack_extent(chunk, number, extent))
+            if len(here) < len(needed):
+                break
+            extents += here
+            nodes.append(node)
+            found = chunk + 1
+        self.counters["retrieve_chunks"] += num_chunks
+        self.counters["retrieve_chunks_hit"] += found
+        if not nodes:
+            return m.RetrievePlan(self.epoch, 0, found, b"")
+        pins = (nodes[-1],) if context.space.full_mask else tuple(nodes)
+        lease = self.leases.grant(context.number, request.request_id, pins, self._clock())
+        index.used(nodes[-1])
+        return m.RetrievePlan(self.epoch, lease, found, b"".join(extents))
+
+    # --- ends -----------------------------------------------------------------------------------------------------
+
+    def end_session(self, session: int) -> None:
+        """A connection closed: its leases end now, its unfinished entries wait until nobody can be writing them."""
+        for context in [context for context in self.contexts.values() if context.session == session]:
+            tickets = [ticket for ticket in self.tickets.values() if ticket.context == context.number]
+            records = [record for ticket in tickets for record in ticket.records]
+            for ticket in tickets:
+                del self.tickets[ticket.number]
+            if records:
+                self.quarantines.append(Quarantine(context.fence, records))
+            self._forget(context)
+            logger.info(
+                "%s (context %d) left%s", context.instance, context.number,
+                f", {len(records)} unfinished entries wait for its process {context.writer.pid}" if records else "",
+            )  # fmt: skip
+
+    def end_process(self, writer: Writer) -> None:
+        """A process is dead: nothing writes for it any more."""
+        self._lift_quarantine(lambda quarantine: quarantine.fence[0] == writer)
+
+    def quarantine(self, writer: Writer, records: list[int]) -> None:
+        """Hold unfinished entries of an earlier server's life until their writer is dead."""
+        self.quarantines.append(Quarantine((writer, "", 0), records))
+
+    def _lift_quarantine(self, over: Callable[[Quarantine], bool]) -> None:
+        for quarantine in self.quarantines:
+            if over(quarantine):
+                self.discard_records(quarantine.records)
+        self.quarantines = [quarantine for quarantine in self.quarantines if not over(quarantine)]
+
+    def expire(self) -> None:
+        """End what has lived too long."""
+        self.leases.expire(self._clock())
+
+    # --- operators ------------------------------------------------------------------------------------------------
+
+    def clear(self, tenant: str | None) -> int:
+        """Remove the entries of a tenant (None: all) that nobody uses; return how many."""
+        if tenant is None:
+            return self.index.clear(lambda _tenant, _space: True)
+        number = self._tenant_numbers.get(tenant)
+        return self.index.clear(lambda other, _space: other == number)
+
+    def restore_tenants(self, names: list[str]) -> None:
+        """Number tenants as an earlier server did."""
+        for name in names:
+            self._tenant(name)
+
+    def _tenant(self, name: str) -> int:
+        number = self._tenant_numbers.get(name)
+        if number is None:
+            number = self._tenant_numbers[name] = len(self.tenants)
+            self.tenants.append(name)
+            self.on_names_changed()
+        return number
+
+    def status_fields(self) -> dict[str, Any]:
+        """Return the fields of `DepotStatus` that the depot itself knows."""
+        index = self.index
+        return {
+            "num_entries": index.num_entries,
+            "num_chunks": index.num_chunks,
+            "max_entries": index.table.num_records,
+            "pool_size_bytes": index.extents.capacity_bytes,
+            "pool_ready_bytes": index.extents.ready_bytes,
+            "pool_used_bytes": index.extents.used_bytes,
+            "quarantined_bytes": sum(index.table.extent(r)[1] for q in self.quarantines for r in q.records),
+            "num_leases": len(self.leases),
+            "num_tickets": len(self.tickets),
+            "contexts": [self._context_status(context) for context in self.contexts.values()],
+            "tenants": {self.tenants[number]: {"used_bytes": size} for number, size in index.tenant_bytes.items()},
+            "counters": {
+                **self.counters,
+                "chunks_evicted": index.num_evicted,
+                "leases_expired": self.leases.num_expired,
+            },
+        }
+
+    def _context_status(self, context: Context) -> m.ContextStatus:
+        spec, registration = context.space.spec, context.registration
+        tickets = sum(ticket.context == context.number for ticket in self.tickets.values())
+        common = m.ContextStatus(
+            context=context.number, role="scheduler", instance=context.instance, model=context.model,
+            pid=context.writer.pid, chunk_tokens=spec.chunk_tokens, dtype=spec.dtype, format=spec.format,
+            num_leases=self.leases.count_of(context.number), num_tickets=tickets,
+            groups=[_group_status(shape, None) for shape in spec.groups],
+        )  # fmt: skip
+        if registration is None:
+            return common
+        groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
+        return msgspec.structs.replace(
+            common, role="worker", rank=registration.rank, world_size=registration.world_size,
+            device=registration.device, transfer_mode=registration.transfer_mode, groups=groups,
+            bytes_per_token=sum(group.bytes_per_token for group in groups),
+        )  # fmt: skip
+
+
+def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> m.GroupStatus:
+    common = m.GroupStatus(
+        kind=shape.kind, block_tokens=shape.block_tokens, window_tokens=shape.window_tokens, num_shards=shape.num_shards
+    )
+    if detail is None:
+        return common
+    block_size_bytes = sum(detail.page_sizes_bytes)
+    recurrent = shape.kind is GroupKind.RECURRENT
+    return msgspec.structs.replace(
+        common, shard=detail.shard, num_layers=detail.num_layers or len(detail.page_sizes_bytes),
+        num_blocks=detail.num_blocks, physical_block_tokens=detail.physical_block_tokens or shape.block_tokens,
+        compress_ratio=detail.compress_ratio, hidden_dims=detail.hidden_dims, dtype=detail.dtype, is_mla=detail.is_mla,
+        shape=detail.shape, attention_backend=detail.attention_backend, block_size_bytes=block_size_bytes,
+        bytes_per_token=0.0 if recurrent else block_size_bytes / shape.block_tokens,
+    )  # fmt: skip
+
+
+def _count_digests(digests: bytes) -> int:
+    count, rest = divmod(len(digests), DIGEST_BYTES)
+    if rest:
+        raise Refused(ErrorCode.BAD_KEY, f"{len(digests)} bytes of digests: each chunk has {DIGEST_BYTES}")
+    return count

@@ -1,0 +1,266 @@
+"""Sessions: who is connected, and who is dead.
+
+A client opens the session socket, says its protocol version and gets the descriptors of pool and table and a token; the
+token begins the routing id of its control sockets, so a message is known to come from that process. Bytes sent later
+are pings and are echoed. When the connection closes, the session is over; but a killed process lives on for up to
+150 ms after its connection closed (measured), so what it may still be writing is freed by its pidfd.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvdepot import messages as m
+from kvdepot.errors import ErrorCode
+from kvdepot.table import Writer
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES: Final = 16
+HANDSHAKE_SECONDS: Final = 5.0
+MAXIMUM_SESSIONS: Final = 4096
+
+_PEER_CREDENTIALS: Final = struct.Struct("iii")
+_SO_PEERPIDFD: Final = 77  # Linux 6.5
+_MAXIMUM_OPEN_BYTES: Final = 4096
+
+
+@dataclass(slots=True)
+class Session:
+    """One connection of one process."""
+
+    number: int
+    socket: socket.socket
+    writer: Writer
+    pidfd: int | None
+    opened_at: float
+    token: bytes | None = None  # None until the handshake is done
+    received: bytearray | None = None  # of the handshake
+
+
+def process_start_time(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot; 0 if it is not there."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+class SessionTable:
+    """The session socket and everything that is connected to it; one epoll set, polled by the server's loop.
+
+    Args:
+        path: the Unix stream socket, mode 0600.
+        welcome: makes the answer to a handshake, with the descriptors to hand over.
+        on_end: called with a session whose connection is over.
+        on_death: called with a process that was being waited for and is dead now.
+        is_awaited: whether anything waits for the death of a process.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        welcome: Callable[[bytes], tuple[m.SessionOpened, list[int]]],
+        on_end: Callable[[int], None],
+        on_death: Callable[[Writer], None],
+        is_awaited: Callable[[Writer], bool],
+    ) -> None:
+        self._path = path
+        self._welcome = welcome
+        self._on_end = on_end
+        self._on_death = on_death
+        self._is_awaited = is_awaited
+        self._sessions: dict[int, Session] = {}  # by descriptor of the connection
+        self._by_token: dict[bytes, Session] = {}
+        self._dying: dict[int, Writer] = {}  # by pidfd
+        self._next = 1
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        umask = os.umask(0o177)
+        try:
+            self._listener.bind(str(path))
+        finally:
+            os.umask(umask)
+        self._listener.listen(128)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when there is something to do."""
+        return self._epoll.fileno()
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def find(self, routing_id: bytes) -> Session | None:
+        """Return the session whose control socket has this routing id."""
+        return self._by_token.get(routing_id[:TOKEN_BYTES])
+
+    def serve(self) -> None:
+        """Do what there is to do; never waits."""
+        for fd, _ in self._epoll.poll(0):
+            if fd == self._listener.fileno():
+                self._accept()
+            elif fd in self._dying:
+                self._bury(fd)
+            elif fd in self._sessions:
+                self._read(self._sessions[fd])
+
+    def expire_handshakes(self) -> None:
+        """Close connections that never said what they want."""
+        now = time.monotonic()
+        for session in [
+            s for s in self._sessions.values() if s.token is None and s.opened_at + HANDSHAKE_SECONDS < now
+        ]:
+            self._end(session)
+
+    def await_death(self, writer: Writer) -> bool:
+        """Watch a process of which only the number is known (from an earlier server's table); False if it is dead."""
+        if not writer.pid:
+            return True  # of another PID namespace: nobody can tell, so its space stays until the pool is made anew
+        try:
+            pidfd = os.pidfd_open(writer.pid)
+        except OSError:
+            return False
+        if process_start_time(writer.pid) != writer.start_time:
+            os.close(pidfd)
+            return False
+        self._watch(pidfd, writer)
+        return True
+
+    def close(self) -> None:
+        """Close every connection; clients see it at once."""
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+        for session in list(self._sessions.values()):
+            session.socket.close()
+            if session.pidfd is not None:
+                os.close(session.pidfd)
+        for pidfd in self._dying:
+            os.close(pidfd)
+        self._epoll.close()
+
+    def _accept(self) -> None:
+        for _ in range(64):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.warning("cannot accept a connection: %s", error)
+                return
+            connection.setblocking(False)
+            pid, uid, _ = _PEER_CREDENTIALS.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+            )
+            if uid not in (0, os.getuid()) or len(self._sessions) >= MAXIMUM_SESSIONS:
+                logger.warning("refused a connection of user %d (process %d)", uid, pid)
+                connection.close()
+                continue
+            # A process of another PID namespace has no number here; its descriptor still tells of its death.
+            writer = Writer(pid, process_start_time(pid)) if pid > 0 else Writer(0, secrets.randbits(63))
+            session = Session(
+                self._next, connection, writer, _peer_pidfd(connection, pid), time.monotonic(), received=bytearray()
+            )
+            self._next += 1
+            self._sessions[connection.fileno()] = session
+            self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+
+    def _read(self, session: Session) -> None:
+        try:
+            data = session.socket.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end(session)
+        elif session.received is not None:
+            session.received += data
+            self._handshake(session, session.received)
+        else:
+            try:
+                session.socket.send(data)  # pings
+            except OSError:
+                self._end(session)
+
+    def _handshake(self, session: Session, received: bytearray) -> None:
+        length = int.from_bytes(received[:4], "little") if len(received) >= 4 else 0
+        if length > _MAXIMUM_OPEN_BYTES:
+            self._refuse(session, ErrorCode.MALFORMED, f"a first message of {length} bytes")
+            return
+        if len(received) < 4 or len(received) < 4 + length:
+            return
+        try:
+            request = m.decode_open_session(bytes(received[4 : 4 + length]))
+        except m.FrameError as error:
+            self._refuse(session, error.code, str(error))
+            return
+        reason = m.check_protocol_version(request.protocol_version)
+        if reason:
+            logger.warning("%s (process %d)", reason, session.writer.pid)
+            self._refuse(session, ErrorCode.VERSION_MISMATCH, reason)
+            return
+        token = b"s" + secrets.token_bytes(TOKEN_BYTES - 1)
+        opened, descriptors = self._welcome(token)
+        try:
+            socket.send_fds(session.socket, [m.encode_session(opened)], descriptors)
+        except OSError:
+            self._end(session)
+            return
+        session.received = None
+        session.token = token
+        self._by_token[token] = session
+        logger.info("session %d: process %d (%s)", session.number, session.writer.pid, request.client)
+
+    def _refuse(self, session: Session, code: ErrorCode, message: str) -> None:
+        opened, _ = self._welcome(b"")
+        with contextlib.suppress(OSError):
+            session.socket.send(m.encode_session(m.ErrorReply(opened.epoch, code, message)))
+        self._end(session)
+
+    def _end(self, session: Session) -> None:
+        self._epoll.unregister(session.socket.fileno())
+        del self._sessions[session.socket.fileno()]
+        session.socket.close()
+        if session.token is not None:
+            del self._by_token[session.token]
+            self._on_end(session.number)
+        if session.pidfd is None:
+            # Its process was gone before it could be watched.
+            self._on_death(session.writer)
+        elif self._is_awaited(session.writer):
+            self._watch(session.pidfd, session.writer)
+        else:
+            os.close(session.pidfd)
+
+    def _watch(self, pidfd: int, writer: Writer) -> None:
+        self._dying[pidfd] = writer
+        self._epoll.register(pidfd, select.EPOLLIN)
+
+    def _bury(self, pidfd: int) -> None:
+        self._epoll.unregister(pidfd)
+        os.close(pidfd)
+        writer = self._dying.pop(pidfd)
+        logger.info("process %d is dead", writer.pid)
+        self._on_death(writer)
+
+
+def _peer_pidfd(connection: socket.socket, pid: int) -> int | None:
+    """Return a pidfd of the process at the other end, None if it is dead."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pass
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

@@ -1,0 +1,234 @@
+"""The index table: one record of 128 bytes for each entry, in memory that outlives the server.
+
+The server writes it; workers map it read only. A record's **header** is one 64-bit word, generation and state, written
+in one store and last, so that a record is never half there. Each change of what an extent holds raises the generation:
+a worker that copied out of the pool compares the header afterwards with the one it was given (a seqlock) and treats a
+difference as a miss. A record carries a checksum of itself; what does not verify is not believed after a restart.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from kvdepot.errors import PoolError
+
+RECORD_BYTES: Final = 128
+HEADER_PAGE_BYTES: Final = 4096
+TABLE_VERSION: Final = 1
+NO_RECORD: Final = 0xFFFFFFFF
+
+FREE: Final = 0
+WRITING: Final = 1
+SEALED: Final = 2
+
+_MAGIC: Final = b"KVDEPOTX"
+_FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
+# space, group, shard, offset, bytes, key, parent record, depth, layout, checksum, writer pid, tenant, writer start,
+# last use, flags, crc
+_BODY: Final = struct.Struct("<IHHQQ32sIIQ16sIIQQII")
+_CHECKED_BYTES: Final = 104  # of the body: all but last use, flags and crc
+_CRC_OFFSET: Final = 116
+_EXTENT: Final = struct.Struct("<QQ")  # within the body, after space, group and shard
+_EXTENT_OFFSET: Final = 8
+_U64: Final = struct.Struct("<Q")
+_U32: Final = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The process that may be writing an extent."""
+
+    pid: int = 0
+    start_time: int = 0  # clock ticks since boot, from /proc: tells a process from a later one with its number
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record, read back."""
+
+    number: int
+    state: int
+    space: int
+    group: int
+    shard: int
+    offset: int
+    num_bytes: int
+    key: bytes
+    parent_record: int
+    depth: int
+    layout: int
+    tenant: int
+    writer: Writer
+    last_use: int
+
+
+def table_size_bytes(num_records: int) -> int:
+    """Return the bytes of a table for `num_records`."""
+    return HEADER_PAGE_BYTES + num_records * RECORD_BYTES
+
+
+class IndexTable:
+    """The records, over a mapped file or plain memory."""
+
+    def __init__(self, memory: mmap.mmap | bytearray, num_records: int) -> None:
+        self.num_records = num_records
+        self._memory = memory
+        self._view = memoryview(memory)
+        self._words = self._view[HEADER_PAGE_BYTES:].cast("Q")
+
+    @classmethod
+    def in_memory(cls, num_records: int) -> Self:
+        """Return a table that nobody else sees and that ends with the process."""
+        return cls(bytearray(table_size_bytes(num_records)), num_records)
+
+    @classmethod
+    def create(cls, path: Path, num_records: int, pool_size_bytes: int, pool_id: bytes) -> Self:
+        """Make a new, empty table file, all of it allocated.
+
+        Raises:
+            PoolError: no room.
+        """
+        size = table_size_bytes(num_records)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            memory = mmap.mmap(fd, size)
+        except OSError as error:
+            raise PoolError(f"no room for the index table of {size} bytes in {path}: {error}") from error
+        finally:
+            os.close(fd)
+        fields = _FILE_HEADER.pack(_MAGIC, TABLE_VERSION, RECORD_BYTES, num_records, pool_size_bytes, pool_id, 0)
+        memory[: len(fields)] = fields[:-4] + _U32.pack(zlib.crc32(fields[:-4]))
+        return cls(memory, num_records)
+
+    @classmethod
+    def open(cls, path: Path, pool_size_bytes: int, pool_id: bytes) -> Self:
+        """Open the table of an earlier server.
+
+        Raises:
+            PoolError: it is not one that fits this pool and this version; the text says how.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            fields = os.pread(fd, _FILE_HEADER.size, 0)
+            if len(fields) < _FILE_HEADER.size or fields[:8] != _MAGIC:
+                raise PoolError(f"{path} is not an index table")
+            _, version, record_bytes, num_records, pool_bytes, table_pool_id, crc = _FILE_HEADER.unpack(fields)
+            if crc != zlib.crc32(fields[:-4]):
+                raise PoolError(f"{path}: its header is damaged")
+            if (version, record_bytes) != (TABLE_VERSION, RECORD_BYTES):
+                raise PoolError(f"{path} has table format {version}, this version writes {TABLE_VERSION}")
+            if size != table_size_bytes(num_records):
+                raise PoolError(f"{path} has {size} bytes instead of {table_size_bytes(num_records)}")
+            if (pool_bytes, table_pool_id) != (pool_size_bytes, pool_id):
+                raise PoolError(f"{path} belongs to another pool (of {pool_bytes} bytes)")
+            return cls(mmap.mmap(fd, size), num_records)
+        finally:
+            os.close(fd)
+
+    def write(
+        self,
+        record: int,
+        *,
+        space: int,
+        group: int,
+        shard: int,
+        offset: int,
+        num_bytes: int,
+        key: bytes,
+        parent_record: int,
+        depth: int,
+        layout: int,
+        tenant: int,
+        writer: Writer,
+    ) -> int:
+        """Fill a free record and put it into the state WRITING; return its header once sealed."""
+        place = record * (RECORD_BYTES // 8)
+        sealed = ((self._words[place] >> 8) + 1) << 8 | SEALED
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
+        _BODY.pack_into(
+            self._view, base, space, group, shard, offset, num_bytes, key, parent_record, depth, layout, b"",
+            writer.pid, tenant, writer.start_time, 0, 0, 0,
+        )  # fmt: skip
+        header = sealed - SEALED + WRITING
+        self._write_crc(base, header)
+        self._words[place] = header
+        return sealed
+
+    def seal(self, record: int, last_use: int) -> None:
+        """Say that the bytes are all there."""
+        place = record * (RECORD_BYTES // 8)
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
+        header = self._words[place] >> 8 << 8 | SEALED
+        _U64.pack_into(self._view, base + _CHECKED_BYTES, last_use)
+        self._write_crc(base, header)
+        self._words[place] = header
+
+    def free(self, record: int) -> None:
+        """Take the record back: readers see the change before the extent is given to somebody else."""
+        place = record * (RECORD_BYTES // 8)
+        self._words[place] = ((self._words[place] >> 8) + 1) << 8 | FREE
+
+    def header(self, record: int) -> int:
+        """Return the header word now."""
+        return self._words[record * (RECORD_BYTES // 8)]
+
+    def extent(self, record: int) -> tuple[int, int]:
+        """Return offset and payload bytes of a record in use."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8 + _EXTENT_OFFSET
+        return _EXTENT.unpack_from(self._view, base)
+
+    def layout_of(self, record: int) -> int:
+        """Return the layout hash under which the bytes were written."""
+        return _U64.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + 72)[0]
+
+    def writer_of(self, record: int) -> Writer:
+        """Return the process that began a record in use."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES
+        return Writer(_U32.unpack_from(self._view, base + 96)[0], _U64.unpack_from(self._view, base + 104)[0])
+
+    def place_of(self, record: int) -> tuple[int, int]:
+        """Return group and shard of a record in use."""
+        fields = _U32.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + 12)[0]
+        return fields & 0xFFFF, fields >> 16
+
+    def records(self) -> Iterator[Record]:
+        """Read back every record that is in use and verifies."""
+        for number in range(self.num_records):
+            header = self._words[number * (RECORD_BYTES // 8)]
+            if header & 0xFF in (WRITING, SEALED):
+                record = self._read(number, header)
+                if record is not None:
+                    yield record
+
+    def _read(self, number: int, header: int) -> Record | None:
+        base = HEADER_PAGE_BYTES + number * RECORD_BYTES + 8
+        fields = _BODY.unpack_from(self._view, base)
+        if fields[-1] != self._crc(base, header):
+            return None
+        space, group, shard, offset, num_bytes, key, parent, depth, layout, _, pid, tenant, start, last_use, _, _ = (
+            fields
+        )
+        return Record(
+            number, header & 0xFF, space, group, shard, offset, num_bytes, key, parent, depth, layout, tenant,
+            Writer(pid, start), last_use,
+        )  # fmt: skip
+
+    def _crc(self, base: int, header: int) -> int:
+        return zlib.crc32(_U64.pack(header), zlib.crc32(self._view[base : base + _CHECKED_BYTES]))
+
+    def _write_crc(self, base: int, header: int) -> None:
+        _U32.pack_into(self._view, base + _CRC_OFFSET, self._crc(base, header))
+
+    def close(self) -> None:
+        """Unmap the file. Twice is harmless."""
+        self._words.release()
+        self._view.release()
+        if isinstance(self._memory, mmap.mmap):
+            self._memory.close()

@@ -1,0 +1,471 @@
+"""The conformance suite of accelerator backends.
+
+A backend's tests inherit `BackendSuite` and say how a worker is made and how the test can reach its device memory:
+
+    class TestMyBackend(BackendSuite):
+        def make_worker(self, url, plan, **options):
+            return MyWorker(url, plan, **options)
+
+The oracle is `PagePattern`: bytes that follow from the chunk's key, so that a retrieve that mixes anything up cannot
+pass. Right bytes or a miss is what every test ends with. Runs against a real depot in a process of its own.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.errors import LayoutError
+from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.messages import CacheSpec
+from kvdepot.protocols import TransferContext
+from kvdepot.testing.pattern import PagePattern
+from kvdepot.testing.processes import DepotProcess, wait_until
+
+FULL: Final = GroupKind.FULL_ATTENTION
+WINDOW: Final = GroupKind.SLIDING_WINDOW
+STATE: Final = GroupKind.RECURRENT
+
+_WAIT_SECONDS: Final = 20.0
+_FILL: Final = 0xA5  # what blocks hold before a retrieve
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One layer group of a worker under test: pages are opaque bytes, multiples of 8."""
+
+    kind: GroupKind = FULL
+    block_tokens: int = 16
+    page_sizes_bytes: tuple[int, ...] = (1024,) * 4  # one tensor each
+    padding_bytes: int = 0  # behind each block
+    window_tokens: int = 0
+    shard: int = 0
+    num_shards: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """A worker under test."""
+
+    groups: tuple[GroupPlan, ...] = (GroupPlan(),)
+    num_blocks: int = 64  # of every group
+    chunk_tokens: int = 64
+    instance: str = "engine"
+    rank: int = 0
+    world_size: int = 1
+    format: str = "test"
+
+    def blocks_per_chunk(self, group: int) -> int:
+        """Return the blocks of one chunk."""
+        plan = self.groups[group]
+        return 1 if plan.kind is STATE else self.chunk_tokens // plan.block_tokens
+
+
+class Worker(Protocol):
+    """What a backend's tests provide: a context, and a way into its device memory."""
+
+    @property
+    def context(self) -> TransferContext:
+        """The context under test."""
+        ...
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What it registered."""
+        ...
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        """Wait for the depot."""
+        ...
+
+    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
+        """Put bytes into one block of one tensor."""
+        ...
+
+    def read_block(self, group: int, page: int, block: int) -> bytes:
+        """Return the bytes of one block of one tensor."""
+        ...
+
+
+PLANS: Final = {
+    "one group": WorkerPlan(),
+    "one block a chunk": WorkerPlan((GroupPlan(block_tokens=64),)),
+    "one layer": WorkerPlan((GroupPlan(page_sizes_bytes=(4096,)),)),
+    "odd page sizes": WorkerPlan((GroupPlan(page_sizes_bytes=(1000, 8, 4104)),)),
+    "large pages": WorkerPlan((GroupPlan(page_sizes_bytes=(65536, 65536)),)),
+    "padded pages": WorkerPlan((GroupPlan(page_sizes_bytes=(1000, 1000), padding_bytes=24),)),
+    "several block sizes": WorkerPlan((GroupPlan(), GroupPlan(block_tokens=32, page_sizes_bytes=(2048,)))),
+    "window and full": WorkerPlan((GroupPlan(), GroupPlan(WINDOW, window_tokens=128))),
+    "recurrent and full": WorkerPlan((GroupPlan(), GroupPlan(STATE, page_sizes_bytes=(3000, 720), padding_bytes=376))),
+    "only a window": WorkerPlan((GroupPlan(WINDOW, window_tokens=100),)),
+    "only states": WorkerPlan((GroupPlan(STATE),)),
+}  # fmt: skip
+
+
+def prompt(num_chunks: int, *, salt: int = 0, chunk_tokens: int = 64) -> KeyRun:
+    """Return the key of a prompt; prompts of one salt are prefixes of each other."""
+    return hash_prefix(Namespace("test", tenant_salt=str(salt)), chunk_tokens, range(num_chunks * chunk_tokens))
+
+
+class Cache:
+    """A worker with the oracle beside it."""
+
+    def __init__(self, worker: Worker, plan: WorkerPlan) -> None:
+        self.worker = worker
+        self.plan = plan
+        self.context = worker.context
+        self._pattern = PagePattern(max(max(group.page_sizes_bytes) for group in plan.groups))
+
+    def blocks(self, run: KeyRun, *, rotate: int = 0, covered: Sequence[int] | None = None) -> list[list[int]]:
+        """Return distinct blocks for a run, one list a group, different for each `rotate`."""
+        found: list[list[int]] = []
+        for group in range(len(self.plan.groups)):
+            count = (run.num_chunks if covered is None else covered[group]) * self.plan.blocks_per_chunk(group)
+            assert count <= self.plan.num_blocks, "the plan has too few blocks"
+            order = random.Random(rotate * 31 + group).sample(range(self.plan.num_blocks), count)
+            found.append(order)
+        return found
+
+    def fill(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> None:
+        """Write what belongs to the run into its blocks."""
+        for group, page, block, data in self._expected(run, block_ids):
+            self.worker.write_block(group, page, block, data)
+
+    def wipe(self) -> None:
+        """Make every block hold nothing of use."""
+        for group, plan in enumerate(self.plan.groups):
+            for page, size in enumerate(plan.page_sizes_bytes):
+                for block in range(self.plan.num_blocks):
+                    self.worker.write_block(group, page, block, bytes([_FILL]) * size)
+
+    def holds(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> bool:
+        """Return whether the blocks hold exactly what belongs to the run."""
+        return all(
+            self.worker.read_block(group, page, block) == data
+            for group, page, block, data in self._expected(run, block_ids)
+        )
+
+    def untouched(self, but: Sequence[Sequence[int]]) -> bool:
+        """Return whether every block not named is as `wipe` left it."""
+        return all(
+            self.worker.read_block(group, page, block) == bytes([_FILL]) * size
+            for group, plan in enumerate(self.plan.groups)
+            for page, size in enumerate(plan.page_sizes_bytes)
+            for block in set(range(self.plan.num_blocks)) - set(but[group])
+        )
+
+    def store(self, run: KeyRun, *, rotate: int = 0, request_id: str = "request") -> bool:
+        """Fill blocks and store them."""
+        block_ids = self.blocks(run, rotate=rotate)
+        self.fill(run, block_ids)
+        return self.context.submit_store(request_id, run, block_ids).result(_WAIT_SECONDS)
+
+    def retrieve(self, run: KeyRun, *, rotate: int = 1) -> int:
+        """Retrieve into wiped blocks, check every byte, and return the chunks that came."""
+        block_ids = self.blocks(run, rotate=rotate)
+        self.wipe()
+        future = self.context.submit_retrieve("request", run, block_ids)
+        complete = future.result(_WAIT_SECONDS)
+        assert complete == (future.num_chunks == run.num_chunks)
+        count = future.num_chunks
+        kept = [ids[: count * self.plan.blocks_per_chunk(group)] for group, ids in enumerate(block_ids)]
+        assert self.holds(run.slice(0, count), kept), "wrong bytes were served"
+        assert self.untouched(block_ids), "blocks that nobody named were written"
+        return count
+
+    def _expected(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, bytes]]:
+        for group, plan in enumerate(self.plan.groups):
+            step = self.plan.blocks_per_chunk(group)
+            first = run.num_chunks - len(block_ids[group]) // step
+            for chunk in range(first, run.num_chunks):
+                key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+                seeds = self._pattern.seeds(key, len(plan.page_sizes_bytes), step, tag=group * 64 + plan.shard)
+                for page, size in enumerate(plan.page_sizes_bytes):
+                    for place in range(step):
+                        words: npt.NDArray[Any] = np.empty((1, size // 8), np.uint64)
+                        self._pattern.write(words, seeds[page, place : place + 1])
+                        yield group, page, block_ids[group][(chunk - first) * step + place], words.tobytes()
+
+
+MakeCache = Callable[..., Cache]
+
+
+class BackendSuite:
+    """Inherit it, name the class `Test...`, and implement `make_worker`."""
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> Worker:
+        """Return a worker with zeroed memory; `options` are `synchronous`, `batch_bytes` and `deadline_seconds`.
+
+        Its context is closed by the suite.
+        """
+        raise NotImplementedError
+
+    @pytest.fixture
+    def depot(self) -> Iterator[DepotProcess]:
+        """A depot with a pool of 64 MiB."""
+        with DepotProcess() as depot:
+            yield depot
+
+    @pytest.fixture
+    def cache(self, depot: DepotProcess) -> Iterator[MakeCache]:
+        """Makes connected workers of a depot."""
+        made: list[Cache] = []
+
+        def make(plan: WorkerPlan = PLANS["one group"], *, url: str | None = None, **options: Any) -> Cache:
+            worker = self.make_worker(depot.url if url is None else url, plan, **options)
+            made.append(Cache(worker, plan))
+            if url is None:
+                worker.wait_until_connected(_WAIT_SECONDS)
+            return made[-1]
+
+        yield make
+        for cache in made:
+            cache.context.close()
+
+    # --- bytes ----------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("name", PLANS)
+    def test_what_was_stored_comes_back_into_other_blocks(self, name: str, cache: MakeCache) -> None:
+        """Every layout, byte for byte, through another worker."""
+        writer, reader = cache(PLANS[name]), cache(replace(PLANS[name], instance="other"))
+        run = prompt(5)
+        assert writer.store(run)
+        assert reader.retrieve(run) == 5
+
+    @pytest.mark.parametrize("name", ["one group", "window and full", "padded pages"])
+    def test_a_synchronous_context_returns_finished_futures(self, name: str, cache: MakeCache) -> None:
+        """The same bytes, on the caller's thread."""
+        plan = PLANS[name]
+        writer = cache(plan, synchronous=True)
+        run = prompt(3)
+        block_ids = writer.blocks(run)
+        writer.fill(run, block_ids)
+        assert writer.context.submit_store("request", run, block_ids).query()
+        assert writer.retrieve(run) == 3
+
+    def test_a_long_run_is_moved_in_batches(self, cache: MakeCache) -> None:
+        """Batches of two chunks each."""
+        worker = cache(PLANS["one group"], batch_bytes=2 * 4 * 4 * 1024)
+        run = prompt(15)
+        assert worker.store(run)
+        assert worker.retrieve(run) == 15
+
+    def test_a_window_stores_and_fills_only_the_end_of_a_run(self, cache: MakeCache) -> None:
+        """Groups may cover less than the run, always its last chunks."""
+        plan = PLANS["window and full"]
+        writer, reader = cache(plan), cache(replace(plan, instance="other"))
+        run = prompt(6)
+        stored = writer.blocks(run, covered=(6, 2))
+        writer.fill(run, stored)
+        assert writer.context.submit_store("request", run, stored).result(_WAIT_SECONDS)
+        reader.wipe()
+        wanted = reader.blocks(run, rotate=1, covered=(6, 2))
+        assert reader.context.submit_retrieve("request", run, wanted).result(_WAIT_SECONDS)
+        assert reader.holds(run, wanted)
+        assert reader.untouched(wanted)
+
+    @pytest.mark.parametrize("skip_tokens", [16, 48, 64, 80, 320])
+    def test_tokens_that_are_skipped_keep_their_blocks(self, skip_tokens: int, cache: MakeCache) -> None:
+        """A local prefix that ends within a chunk is not overwritten."""
+        worker = cache()
+        run = prompt(5)
+        assert worker.store(run)
+        block_ids = worker.blocks(run, rotate=1)
+        worker.wipe()
+        future = worker.context.submit_retrieve("request", run, block_ids, skip_tokens=skip_tokens)
+        assert future.result(_WAIT_SECONDS)
+        first = -(-skip_tokens // 64)
+        assert worker.holds(run.slice(first), [block_ids[0][first * 4 :]])
+        assert worker.untouched([block_ids[0][skip_tokens // 16 :]])
+
+    def test_what_is_missing_costs_only_itself_and_what_follows(self, cache: MakeCache) -> None:
+        """A prefix of the run comes."""
+        worker = cache()
+        assert worker.store(prompt(3))
+        assert worker.retrieve(prompt(5)) == 3
+
+    def test_nothing_comes_from_another_prompt(self, cache: MakeCache) -> None:
+        """Another salt is another key."""
+        worker = cache()
+        assert worker.store(prompt(3))
+        assert worker.retrieve(prompt(3, salt=1)) == 0
+
+    def test_a_run_that_starts_later_is_stored_below_what_is_there(self, cache: MakeCache) -> None:
+        """Chunked prefill: each step stores what it added."""
+        worker = cache()
+        run = prompt(6)
+        for start in (0, 2, 4):
+            assert worker.store(run.slice(start, start + 2))
+        assert worker.retrieve(run) == 6
+
+    def test_a_run_without_what_comes_before_it_is_not_kept(self, cache: MakeCache) -> None:
+        """Nothing could ever find it."""
+        worker = cache()
+        assert not worker.store(prompt(6).slice(3))
+        assert worker.retrieve(prompt(6)) == 0
+
+    def test_chunks_that_are_there_are_not_copied_again(self, cache: MakeCache, depot: DepotProcess) -> None:
+        """Two workers, one copy."""
+        first, second = cache(), cache(replace(PLANS["one group"], instance="other"))
+        assert first.store(prompt(4))
+        assert second.store(prompt(4))
+        assert depot.status().counters["entries_stored"] == 4
+        assert second.retrieve(prompt(4)) == 4
+
+    def test_another_layout_is_a_miss(self, cache: MakeCache) -> None:
+        """Page sizes, block sizes and formats keep caches apart."""
+        base = PLANS["one group"]
+        writer = cache(base)
+        assert writer.store(prompt(3))
+        for number, other in enumerate(
+            (replace(base, format="other"), replace(base, groups=(GroupPlan(block_tokens=32),)))
+        ):
+            assert cache(replace(other, instance=f"other-{number}")).retrieve(prompt(3)) == 0
+
+    def test_shards_are_found_together_or_not_at_all(self, cache: MakeCache, depot: DepotProcess) -> None:
+        """A chunk is sealed when every rank has stored its part."""
+        plans = [WorkerPlan((GroupPlan(shard=rank, num_shards=2),), rank=rank, world_size=2) for rank in range(2)]
+        ranks = [cache(plan) for plan in plans]
+        with SchedulerClient(ranks[0].worker.spec, "engine", url=depot.url) as scheduler:
+            scheduler.wait_until_connected(_WAIT_SECONDS)
+            assert ranks[0].store(prompt(3))
+            assert scheduler.lookup("request", prompt(3)).num_chunks == 0
+            assert ranks[1].store(prompt(3))
+            assert scheduler.lookup("request", prompt(3)).num_chunks == 3
+        assert [rank.retrieve(prompt(3)) for rank in ranks] == [3, 3]
+
+    def test_what_ranks_hold_alike_is_stored_once_and_read_by_all(self, cache: MakeCache, depot: DepotProcess) -> None:
+        """Replicated caches (MLA) have one shard."""
+        ranks = [cache(WorkerPlan(rank=rank, world_size=2)) for rank in range(2)]
+        assert all(rank.store(prompt(3)) for rank in ranks)
+        assert depot.status().num_entries == 3
+        assert [rank.retrieve(prompt(3)) for rank in ranks] == [3, 3]
+
+    def test_random_traffic_is_right_bytes_or_a_miss(self, cache: MakeCache) -> None:
+        """More than the pool holds, so that eviction is part of it."""
+        plan = replace(PLANS["large pages"], num_blocks=64)
+        workers = [cache(replace(plan, instance=f"engine-{number}")) for number in range(2)]
+        rng = random.Random(7)
+        hits = 0
+        for step in range(40):
+            run = prompt(rng.randint(1, 12), salt=rng.randrange(14))
+            worker = rng.choice(workers)
+            if rng.random() < 0.5:
+                worker.store(run, rotate=step)
+            else:
+                hits += worker.retrieve(run, rotate=step)
+        assert hits > 0
+
+    # --- futures --------------------------------------------------------------------------------------------------
+
+    def test_several_stores_of_one_request_are_several_futures(self, cache: MakeCache) -> None:
+        """None replaces another; each ends."""
+        worker = cache()
+        run = prompt(12)
+        block_ids = worker.blocks(run)
+        worker.fill(run, block_ids)
+        futures = [
+            worker.context.submit_store(
+                "request", run.slice(start, start + 3), [block_ids[0][start * 4 : start * 4 + 12]]
+            )
+            for start in range(0, 12, 3)
+        ]
+        assert all(future.result(_WAIT_SECONDS) for future in futures)
+        assert all(future.query() for future in futures)
+        assert worker.retrieve(run) == 12
+
+    def test_a_store_waits_until_its_blocks_are_ready(self, cache: MakeCache) -> None:
+        """The event is waited for before a byte is read."""
+        worker = cache()
+        run = prompt(2)
+        block_ids = worker.blocks(run)
+
+        class Ready:
+            def synchronize(self) -> None:
+                worker.fill(run, block_ids)
+
+        assert worker.context.submit_store("request", run, block_ids, ready=Ready()).result(_WAIT_SECONDS)
+        assert worker.retrieve(run) == 2
+
+    @pytest.mark.parametrize(
+        ("block_ids", "skip_tokens"),
+        [([[0, 1, 2]], 0), ([[0] * 4], 0), ([list(range(60, 68))], 0), ([[-1] * 8], 0), ([], 0),
+         ([list(range(8))] * 2, 0),  ([list(range(8))], 8), ([list(range(8))], 129 * 16), ([list(range(8))], -16)],
+    )  # fmt: skip
+    def test_blocks_that_do_not_fit_are_refused(
+        self, block_ids: list[list[int]], skip_tokens: int, cache: MakeCache
+    ) -> None:
+        """Before anything is touched."""
+        worker = cache()
+        with pytest.raises(LayoutError):
+            worker.context.submit_retrieve("request", prompt(2), block_ids, skip_tokens=skip_tokens)
+        if not skip_tokens:
+            with pytest.raises(LayoutError):
+                worker.context.submit_store("request", prompt(2), block_ids)
+
+    def test_closing_twice_is_harmless_and_what_comes_after_is_a_miss(self, cache: MakeCache) -> None:
+        """No exception, no hang."""
+        worker = cache()
+        worker.context.close()
+        worker.context.close()
+        assert worker.context.submit_store("request", prompt(1), [[0, 1, 2, 3]]).result(1.0) is False
+
+    # --- faults ---------------------------------------------------------------------------------------------------
+
+    def test_without_a_depot_everything_is_a_miss_at_once(self, cache: MakeCache, tmp_path: Any) -> None:
+        """Construction does not fail either."""
+        worker = cache(url=str(tmp_path))
+        run = prompt(2)
+        for future in (
+            worker.context.submit_store("request", run, worker.blocks(run)),
+            worker.context.submit_retrieve("request", run, worker.blocks(run)),
+        ):
+            assert future.query()
+            assert future.result(0.0) is False
+
+    def test_a_killed_depot_is_a_miss_and_its_successor_has_the_cache(
+        self, cache: MakeCache, depot: DepotProcess
+    ) -> None:
+        """The worker comes back by itself."""
+        worker = cache()
+        assert worker.store(prompt(4))
+        depot.kill()
+        assert worker.retrieve(prompt(4)) == 0
+        depot.start()
+        worker.worker.wait_until_connected(_WAIT_SECONDS)
+        wait_until(lambda: not depot.status().recovering)
+        assert worker.retrieve(prompt(4)) == 4
+
+    def test_a_pool_full_of_leased_chunks_declines(self, cache: MakeCache, depot: DepotProcess) -> None:
+        """The store is counted and not waited for; what is leased stays."""
+        plan = replace(PLANS["large pages"], num_blocks=64)
+        worker = cache(plan)
+        chunk_bytes = 4 * 2 * 65536
+        fits = (64 << 20) // chunk_bytes
+        with SchedulerClient(worker.worker.spec, "engine", url=depot.url) as scheduler:
+            scheduler.wait_until_connected(_WAIT_SECONDS)
+            for salt in range(fits // 8):
+                assert worker.store(prompt(8, salt=salt))
+                assert scheduler.lookup(f"request-{salt}", prompt(8, salt=salt)).num_chunks == 8
+            assert not worker.store(prompt(8, salt=1000))
+            assert depot.status().counters["store_entries_declined"] == 8
+            assert worker.retrieve(prompt(8)) == 8
+        wait_until(lambda: depot.status().num_leases == 0)
+        assert worker.store(prompt(8, salt=1000))
+
+    def test_nothing_is_left_over(self, cache: MakeCache, depot: DepotProcess) -> None:
+        """No lease, no ticket, no quarantine after ordinary work."""
+        worker = cache()
+        for length, salt in itertools.product((1, 4), range(3)):
+            worker.store(prompt(length, salt=salt))
+            worker.retrieve(prompt(length, salt=salt))
+        wait_until(lambda: depot.status().num_leases == 0)
+        status = depot.status()
+        assert (status.num_tickets, status.quarantined_bytes) == (0, 0)

@@ -1,0 +1,130 @@
+"""Depots as real processes that can be stopped, killed and started again, and ways to wait for something."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvdepot import messages as m
+from kvdepot.client.connection import ask_depot
+from kvdepot.errors import DepotUnavailable
+
+
+def wait_until(condition: Callable[[], object], timeout_seconds: float = 10.0, what: str = "") -> None:
+    """Wait for `condition` to become true.
+
+    Raises:
+        AssertionError: it is not within `timeout_seconds`.
+    """
+    end = time.monotonic() + timeout_seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {timeout_seconds} s: {what or condition}")
+        time.sleep(0.005)
+
+
+class DepotProcess:
+    """A depot in a process of its own, by default in a new directory, with a pool that goes with it.
+
+    Args:
+        arguments: further flags of `kvdepot serve`.
+        pool_size: as in `--pool-size`.
+        directory: where; None for a temporary one.
+    """
+
+    def __init__(
+        self, *arguments: str, pool_size: str = "64MiB", directory: Path | None = None, log_level: str = "warning"
+    ) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="kvdepot-") if directory is None else None
+        self.directory = Path(self._temporary.name) if self._temporary else directory or Path()
+        self.url = str(self.directory)
+        self.pool_directory = Path(tempfile.mkdtemp(prefix="kvdepot-pool-", dir="/dev/shm"))
+        self._arguments = [
+            sys.executable, "-m", "kvdepot", "serve", "--dir", self.url, "--pool-size", pool_size,
+            "--pool-dir", str(self.pool_directory), "--log-level", log_level, *arguments,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, timeout_seconds: float = 20.0) -> None:
+        """Start the server and wait until it answers."""
+        self._process = subprocess.Popen(self._arguments, stdin=subprocess.DEVNULL)
+        end = time.monotonic() + timeout_seconds
+        while True:
+            if self._process.poll() is not None:
+                raise AssertionError(f"the server ended with {self._process.returncode}")
+            try:
+                ask_depot(m.Hello(m.PROTOCOL_VERSION, "test"), self.url, 1.0)
+            except DepotUnavailable:
+                if time.monotonic() > end:
+                    self.kill()
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
+    def status(self) -> m.DepotStatus:
+        """Ask for the server's status."""
+        reply = ask_depot(m.Status(), self.url)
+        assert isinstance(reply, m.StatusReply)
+        return reply.status
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, SIGSTOP and SIGCONT for example."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the server as a crash would; its pool stays."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
+
+    def terminate(self, timeout_seconds: float = 10.0) -> int:
+        """End the server as an operator would; returns its exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(timeout_seconds)
+
+    def close(self) -> None:
+        """End the server if it runs and remove everything."""
+        self.kill()
+        remove_tree(self.pool_directory)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a folder of plain files."""
+    for path in directory.glob("*"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        directory.rmdir()
+
+
+def spawn_python(module: str, arguments: Sequence[str] = ()) -> "subprocess.Popen[str]":
+    """Start `python -m module` with text pipes for its input and output."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )

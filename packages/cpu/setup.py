@@ -1,0 +1,20 @@
+"""Builds the copy kernel; everything else is in pyproject.toml.
+
+The library has no Python in it (it is called through ctypes), so one build serves every Python 3. It is optional: where
+there is no compiler the package is installed without it.
+"""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "kvdepot_cpu.kernels._copy_runs",
+            ["src/kvdepot_cpu/kernels/copy_runs.c"],
+            extra_compile_args=["-O3"],
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -1,0 +1,43 @@
+"""kvdepot on CPUs: engines whose KV cache lies in host memory attach to a depot.
+
+`backend` is what the entry point names; it imports nothing heavy. `CpuTransferContext` is in `kvdepot_cpu.context`.
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from kvdepot.errors import BackendUnavailable
+from kvdepot.protocols import Capability
+
+if TYPE_CHECKING:
+    from kvdepot_cpu.context import CpuTransferContext
+
+
+class CpuBackend:
+    """See `kvdepot.protocols.Backend`."""
+
+    name = "cpu"
+    device_type = "cpu"
+    capabilities = frozenset({Capability.ASYNCHRONOUS})
+
+    def why_unavailable(self) -> str | None:
+        """Return None if it can be used here, else a sentence with the way out."""
+        if importlib.util.find_spec("numpy") is None:
+            return "numpy is not installed: pip install 'kvdepot[cpu]'"
+        return None
+
+    def create_context(self, *args: Any, **kwargs: Any) -> "CpuTransferContext":
+        """Return a `CpuTransferContext`; the arguments are its own.
+
+        Raises:
+            BackendUnavailable: numpy is missing.
+        """
+        reason = self.why_unavailable()
+        if reason is not None:
+            raise BackendUnavailable(reason)
+        from kvdepot_cpu.context import CpuTransferContext
+
+        return CpuTransferContext(*args, **kwargs)
+
+
+backend = CpuBackend()

@@ -1,0 +1,21 @@
+"""Finding backends."""
+
+import pytest
+
+from kvdepot import get_backend, list_backends
+from kvdepot.errors import BackendUnavailable
+
+
+def test_every_known_backend_is_listed_installed_or_not() -> None:
+    assert {"cpu", "cuda", "xpu", "hpu"} <= {backend.name for backend in list_backends()}
+
+
+def test_an_unknown_backend_is_an_error_that_names_the_installed_ones() -> None:
+    with pytest.raises(BackendUnavailable, match="installed are"):
+        get_backend("abacus")
+
+
+def test_a_backend_that_is_not_installed_is_an_error_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.registry.entry_points", lambda group: ())
+    with pytest.raises(BackendUnavailable, match=r"pip install 'kvdepot\[cpu\]'"):
+        get_backend("cpu")

@@ -1,0 +1,61 @@
+"""The CPU backend passes the suite of every backend, with the compiled copy and with memcpy."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvdepot.testing.backend import BackendSuite, GroupPlan, WorkerPlan
+from kvdepot_cpu.context import CacheGroup, CpuTransferContext
+from kvdepot_cpu.kernels import copy as kernels
+
+
+class NumpyWorker:
+    def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
+        self.pages = [
+            [_padded(plan.num_blocks, size, g.padding_bytes) for size in g.page_sizes_bytes] for g in plan.groups
+        ]
+        groups = [_cache_group(group, pages) for group, pages in zip(plan.groups, self.pages, strict=True)]
+        self.context = CpuTransferContext(
+            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
+            chunk_tokens=plan.chunk_tokens, url=url, **options,
+        )  # fmt: skip
+        self.spec = self.context.spec
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        self.context.wait_until_connected(timeout_seconds)
+
+    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
+        self.pages[group][page][block] = np.frombuffer(data, np.uint8)
+
+    def read_block(self, group: int, page: int, block: int) -> bytes:
+        return self.pages[group][page][block].tobytes()
+
+
+def _padded(num_blocks: int, page_size_bytes: int, padding_bytes: int) -> npt.NDArray[np.uint8]:
+    return np.zeros((num_blocks, page_size_bytes + padding_bytes), np.uint8)[:, :page_size_bytes]
+
+
+def _cache_group(group: GroupPlan, pages: list[npt.NDArray[np.uint8]]) -> CacheGroup:
+    return CacheGroup(pages, group.block_tokens, group.kind, group.window_tokens, group.shard, group.num_shards)
+
+
+class TestWithTheCompiledCopy(BackendSuite):
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> NumpyWorker:
+        assert kernels.native_copy_runs() is not None, "the copy kernel was not built: is there a C compiler?"
+        return NumpyWorker(url, plan, **options)
+
+
+class TestWithMemcpy(BackendSuite):
+    @pytest.fixture(autouse=True)
+    def _without_the_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "native_copy_runs", lambda: None)
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> NumpyWorker:
+        return NumpyWorker(url, plan, **options)
+
+
+class TestWithSeveralCopyThreads(BackendSuite):
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> NumpyWorker:
+        return NumpyWorker(url, plan, copy_threads=3, **options)

@@ -1,0 +1,108 @@
+"""What users install: five wheels that agree with each other and bring nothing heavy."""
+
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+MODULES = {
+    "kvdepot": "kvdepot", "kvdepot-cpu": "kvdepot_cpu", "kvdepot-cuda": "kvdepot_cuda", "kvdepot-hpu": "kvdepot_hpu",
+    "kvdepot-vllm": "kvdepot_vllm",
+}  # fmt: skip
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def requirements(wheel: Path, extra: str = "") -> dict[str, Requirement]:
+    """Return what a wheel asks for, without an extra or with one."""
+    found = [Requirement(text) for text in metadata(wheel).get_all("Requires-Dist", [])]
+    return {r.name: r for r in found if r.marker is None or r.marker.evaluate({"extra": extra})}
+
+
+def install(wheels: set[Path], environment: Path) -> Path:
+    """Make an environment that holds these wheels and what they ask for, and return its Python."""
+    subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(environment)], check=True)
+    python = environment / "bin" / "python"
+    subprocess.run(["uv", "pip", "install", "--quiet", "--python", str(python), *map(str, wheels)], check=True)
+    return python
+
+
+def test_all_five_are_built(wheels: dict[str, Path]) -> None:
+    assert set(wheels) == set(MODULES)
+
+
+def test_versions_and_pins_between_them_agree(wheels: dict[str, Path]) -> None:
+    versions = {Version(metadata(wheel)["Version"]) for wheel in wheels.values()}
+    assert len(versions) == 1
+    (version,) = versions
+    for name, wheel in wheels.items():
+        extras = metadata(wheel).get_all("Provides-Extra", [])
+        for extra in ["", *extras]:
+            for requirement in requirements(wheel, extra).values():
+                if requirement.name in MODULES:
+                    assert requirement.specifier.contains(version), f"{name}[{extra}] asks for {requirement}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_none_brings_torch_or_an_engine_by_itself(name: str, wheels: dict[str, Path]) -> None:
+    assert not {"torch", "vllm", "intel-extension-for-pytorch", "habana-torch-plugin"} & set(requirements(wheels[name]))
+
+
+def test_no_requirement_has_an_upper_bound_that_could_downgrade_an_engine(wheels: dict[str, Path]) -> None:
+    for wheel in wheels.values():
+        for requirement in requirements(wheel).values():
+            if requirement.name not in MODULES:
+                assert all(part.operator == ">=" for part in requirement.specifier), str(requirement)
+
+
+def test_the_extras_of_the_core_name_the_backends(wheels: dict[str, Path]) -> None:
+    for extra in ("cpu", "cuda", "hpu", "vllm"):
+        assert f"kvdepot-{extra}" in requirements(wheels["kvdepot"], extra)
+    assert requirements(wheels["kvdepot"], "xpu")["kvdepot-cpu"].extras == {"xpu"}
+
+
+def test_optional_device_libraries_stay_in_the_metadata(wheels: dict[str, Path]) -> None:
+    assert "habana-torch-plugin" in requirements(wheels["kvdepot-hpu"], "gaudi")
+    assert "vllm" in requirements(wheels["kvdepot-vllm"], "vllm")
+    assert {"torch", "intel-extension-for-pytorch"} <= set(requirements(wheels["kvdepot-cpu"], "ipex"))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_carries_types_and_its_licence(name: str, wheels: dict[str, Path]) -> None:
+    with zipfile.ZipFile(wheels[name]) as archive:
+        assert f"{MODULES[name]}/py.typed" in archive.namelist()
+    assert metadata(wheels[name])["License-Expression"] == "Apache-2.0"
+
+
+def test_the_cpu_wheel_carries_the_compiled_copy(wheels: dict[str, Path]) -> None:
+    with zipfile.ZipFile(wheels["kvdepot-cpu"]) as archive:
+        assert any("_copy_runs" in name for name in archive.namelist()), "was there a C compiler?"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_installs_with_the_core_alone_and_imports(name: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+    python = install({wheels["kvdepot"], wheels[name]}, tmp_path / "venv")
+    heavy = "{'torch', 'vllm', 'numpy', 'zmq', 'kvdepot.server', 'habana_frameworks', 'cuda'}"
+    code = f"import sys, {MODULES[name]}; found = {heavy} & set(sys.modules); sys.exit(str(found) if found else 0)"
+    subprocess.run([str(python), "-c", code], check=True)
+
+
+def test_from_wheels_alone_a_depot_and_its_cpu_backend_work(wheels: dict[str, Path], tmp_path: Path) -> None:
+    python = install({wheels["kvdepot"], wheels["kvdepot-cpu"]}, tmp_path / "venv")
+    backends = subprocess.run(
+        [str(python.with_name("kvdepot")), "backends"], check=True, capture_output=True, text=True
+    )
+    cpu = next(line for line in backends.stdout.splitlines() if line.startswith("cpu"))
+    assert "usable" in cpu
+    code = "import sys, kvdepot.server.loop, kvdepot_cpu; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([str(python), "-c", code], check=False).returncode == 0
