@@ -29,8 +29,16 @@ _HOMES = {
     "list_backends": "kvdepot.registry",
 }
 
-__all__ = [  # noqa: PLE0604
-    *sorted(_HOMES)
+__all__ = [
+    "KVDepotError",
+    "KeyRun",
+    "Lease",
+    "Namespace",
+    "PrefixHasher",
+    "SchedulerClient",
+    "get_backend",
+    "hash_prefix",
+    "list_backends",
 ]
 
 

@@ -81,6 +81,25 @@ def _parser() -> argparse.ArgumentParser:
 
     backends = commands.add_parser("backends", parents=[common, json_output], help="list accelerator backends")
     backends.set_defaults(run=_backends)
+
+    demo = commands.add_parser("demo", parents=[common, json_output], help="watch two engines share a depot")
+    demo.set_defaults(run=_demo)
+
+    replay = commands.add_parser("replay", parents=[common, json_output], help="replay a trace in Mooncake's format")
+    replay.set_defaults(run=_replay)
+    replay.add_argument("trace", type=Path, help="JSON lines: timestamp, input_length, output_length, hash_ids")
+    replay.add_argument("--requests", type=int, help="only the first so many (default 500; all with --simulate)")
+    replay.add_argument("--simulate", action="store_true", help="index and policies only: hit rate by pool size")
+    replay.add_argument("--pool-size", help="of the depot (default 1GiB); with --simulate a list, as in 64GiB,256GiB")
+    replay.add_argument("--policy", choices=sorted(POLICIES), help="with --simulate only this one (default: all)")
+    replay.add_argument(
+        "--bytes-per-token", type=_size, default=128 << 10, help="with --simulate (default 128KiB: an 8B model in bf16)"
+    )
+
+    bench = commands.add_parser("bench", parents=[common, json_output], help="measure, as ratios within one run")
+    bench.set_defaults(run=_bench)
+    bench.add_argument("what", choices=("transfer", "lookup", "server"))
+    bench.add_argument("--entries", type=int, default=1_000_000, help="of bench server (default %(default)s)")
     return parser
 
 
@@ -201,6 +220,65 @@ def _backends(options: argparse.Namespace) -> int:
     for backend in found:
         state = "usable" if backend.why_unavailable is None else backend.why_unavailable
         print(f"{backend.name:6} {backend.distribution or '-':20} {state}")
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from kvdepot.demo import run_demo
+
+    summary = run_demo(quiet=options.json)
+    if options.json:
+        print(json.dumps(summary, indent=2))
+    return 1 if summary["wrong_bytes"] or summary["restart"]["wrong_bytes"] else 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from kvdepot.trace import read_trace
+
+    if options.simulate:
+        from kvdepot.simulate import parse_pool_sizes, simulate
+
+        table = simulate(
+            read_trace(options.trace, options.requests),
+            parse_pool_sizes(options.pool_size) if options.pool_size else (),
+            (options.policy,) if options.policy else tuple(POLICIES),
+            options.bytes_per_token,
+            on_row=lambda row: print(
+                f"{row.policy} {format_size(row.pool_bytes)}: {row.hit_rate:.1%}", file=sys.stderr
+            ),
+        )
+        print(json.dumps(table.as_dict(), indent=2) if options.json else table.describe())
+        return 0
+    from kvdepot.replay import run_replay
+
+    summary = run_replay(
+        read_trace(options.trace, options.requests or 500),
+        pool_bytes=parse_size(options.pool_size or "1GiB"),
+        policy=options.policy or "lru",
+        quiet=options.json,
+    )
+    if options.json:
+        print(json.dumps(summary, indent=2))
+    return 1 if summary["wrong_bytes"] else 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from kvdepot import bench
+
+    def say(line: str) -> None:
+        if not options.json:
+            print(line, flush=True)
+
+    say(bench.describe_machine())
+    match options.what:
+        case "transfer":
+            result = bench.bench_transfer(say=say)
+        case "lookup":
+            result = bench.bench_lookup(say=say)
+        case _:
+            result = bench.bench_server(num_entries=options.entries, say=say)
+    if options.json:
+        print(json.dumps(result, indent=2))
     return 0
 
 

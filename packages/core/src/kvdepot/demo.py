@@ -12,13 +12,14 @@ from typing import Any, Final
 from kvdepot.config import available_memory_bytes, format_size
 from kvdepot.engine_model import GEOMETRY_8B, Geometry, RequestReport
 from kvdepot.fleet import Fleet, Prompt
+from kvdepot.testing.processes import wait_until
 from kvdepot.totals import Totals, live_view
 
 _SEED: Final = 20261121
 _NUM_ENGINES: Final = 2
 _NUM_SYSTEM_PROMPTS: Final = 3
 _SYSTEM_TOKENS: Final = 1024
-_NUM_TURNS: Final = 5
+_NUM_TURNS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ def plan_demo(memory_bytes: int) -> DemoPlan:
     pool_bytes = max(256 << 20, min(2 << 30, memory_bytes // 8))
     geometry = replace(GEOMETRY_8B, name="8B GQA, 8 of 32 layers", num_layers=8)
     tokens = pool_bytes // geometry.bytes_per_token
-    conversations = max(2, int(tokens * 0.7) // 4096)
+    conversations = max(2, int(tokens * 0.85) // 4096)
     return DemoPlan(geometry, pool_bytes, pool_bytes // 5, conversations)
 
 
@@ -71,7 +72,8 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
             f"One depot with a pool of {format_size(plan.pool_bytes)}, two engines with a KV cache of"
             f" {format_size(plan.engine_cache_bytes)} each,\n{plan.geometry.name}"
             f" ({format_size(plan.geometry.bytes_per_token)} a token); {len(conversations)} conversations of"
-            f" {_NUM_TURNS} turns.\n"
+            f" {_NUM_TURNS} turns.\n",
+            flush=True,
         )
     with Fleet(
         plan.geometry, num_engines=_NUM_ENGINES, pool_bytes=plan.pool_bytes, engine_cache_bytes=plan.engine_cache_bytes
@@ -113,18 +115,23 @@ def _restart(fleet: Fleet, conversations: list[list[Prompt]], quiet: bool) -> di
     started = time.monotonic()
     fleet.depot.start()
     seconds = time.monotonic() - started
+    # Each engine comes back by itself, with its scheduler and its worker.
+    wait_until(lambda: fleet.depot.status().num_sessions == 2 * len(fleet.engines), what="engines to come back")
+    back_seconds = time.monotonic() - started
     last_turns = [conversation[-1:] for conversation in conversations]
     totals = _serve(fleet, last_turns, len(last_turns), "after kill -9 of the depot", quiet)
     after = fleet.depot.status()
     if not quiet:
         print(
             f"\nThe depot was killed (SIGKILL) and started again: it answered after {seconds * 1000:.0f} ms with"
-            f" {after.num_entries:,} of {before.num_entries:,} entries;\nno engine was restarted,"
+            f" {after.num_entries:,} of {before.num_entries:,} entries;\nno engine was restarted, both were back after"
+            f" {back_seconds * 1000:.0f} ms; now"
             f" {totals.hit_rate:.1%} of the tokens of every last turn were not computed,"
             f" {format_size(totals.verified_bytes)} verified, {totals.wrong_bytes} bytes wrong."
         )
     return {
         "seconds": round(seconds, 3),
+        "seconds_until_engines_are_back": round(back_seconds, 3),
         "entries_before": before.num_entries,
         "entries_after": after.num_entries,
         **{name: totals.as_dict()[name] for name in ("hit_rate", "verified_bytes", "wrong_bytes")},

@@ -19,7 +19,7 @@ NO_NODE: Final = 0xFFFFFFFF
 class ChunkTree:
     """What policies see of the index: columns by node number."""
 
-    keys: list[bytes | None] = field(default_factory=list)  # None: the number is not in use
+    keys: list[bytes | None] = field(default_factory=list[bytes | None])  # None: the number is not in use
     parent: "array[int]" = field(default_factory=lambda: array("I"))
     num_children: "array[int]" = field(default_factory=lambda: array("I"))
     holds: "array[int]" = field(default_factory=lambda: array("I"))  # leases and unfinished writes

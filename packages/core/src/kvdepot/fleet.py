@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import logging
 import os
 import queue
 import subprocess
@@ -216,6 +217,7 @@ class Fleet:
 
 def main() -> None:
     """Be one engine until the input ends."""
+    logging.getLogger("kvdepot").setLevel(logging.ERROR)  # the terminal belongs to whoever started the fleet
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
     try:
         engine = EngineModel(

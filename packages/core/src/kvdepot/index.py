@@ -41,8 +41,10 @@ class Space:
     number: int
     spec: CacheSpec
     full_mask: int = 0  # bit g: group g is full attention
-    windows: list[tuple[int, int]] = field(default_factory=list)  # (bit, chunks needed before a boundary)
-    nodes: dict[bytes, int] = field(default_factory=dict)
+    windows: list[tuple[int, int]] = field(
+        default_factory=list[tuple[int, int]]
+    )  # (bit, chunks needed before a boundary)
+    nodes: dict[bytes, int] = field(default_factory=dict[bytes, int])
 
     def __post_init__(self) -> None:
         for number, group in enumerate(self.spec.groups):

@@ -435,10 +435,10 @@ def decode_request(frame: bytes) -> Request:
 
 def _tag_of(body: memoryview) -> object:
     try:
-        fields = msgspec.msgpack.decode(body)
+        fields = msgspec.msgpack.decode(body, type=list[object])
     except (ValueError, RecursionError):
         return None
-    return fields[0] if isinstance(fields, list) and fields else None
+    return fields[0] if fields else None
 
 
 def decode_reply(frame: bytes) -> Reply:

@@ -3,7 +3,7 @@
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +32,8 @@ class Totals:
     wrong_bytes: int = 0
     store_seconds: float = 0.0
     retrieve_seconds: float = 0.0
-    lookups: list[float] = field(default_factory=list)
-    retrieves: list[float] = field(default_factory=list)
+    lookups: list[float] = field(default_factory=list[float])
+    retrieves: list[float] = field(default_factory=list[float])
 
     def add(self, report: RequestReport) -> None:
         """Count one request."""
@@ -113,7 +113,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 @contextmanager
-def live_view(title: str, total: int, totals: Totals, quiet: bool) -> Iterator[Callable[[], None]]:
+def live_view(title: str, total: int, totals: Totals, quiet: bool) -> Generator[Callable[[], None]]:
     """Show progress while requests are served; yields what to call after each.
 
     A live table on a terminal with rich (`kvdepot[cli]`), else a line every second, nothing if `quiet`.

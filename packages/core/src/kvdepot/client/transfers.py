@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -231,7 +231,7 @@ class WorkerTransfers:
         return covered
 
     @contextlib.contextmanager
-    def _no_copy_running(self) -> Iterator[None]:
+    def _no_copy_running(self) -> Generator[None]:
         with self._copy_locks[0], self._copy_locks[1]:
             yield
 

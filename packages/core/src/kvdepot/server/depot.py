@@ -8,7 +8,7 @@ has changed nothing.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec.structs
@@ -76,7 +76,7 @@ class Quarantine:
     """Entries whose writer is gone for us but may still be writing."""
 
     fence: tuple[Writer, str, int]
-    records: list[int] = field(default_factory=list)
+    records: list[int]
 
 
 class Depot:
