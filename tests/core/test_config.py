@@ -1,0 +1,81 @@
+"""Settings, and errors that name the flag."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdepot.config import (
+    ServerConfig,
+    default_directory,
+    default_pool_directory,
+    directory_of_url,
+    format_size,
+    parse_size,
+    resolve_pool_size,
+)
+from kvdepot.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4GiB", 4 << 30),
+        ("512M", 512 << 20),
+        ("1.5g", 3 << 29),
+        ("4096", 4096),
+        ("1 KiB", 1024),
+        ("2TB", 2 << 40),
+        ("0", 0),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 apples", "4GiBi", "1e9", "0x10"])
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_size_is_written_so_that_it_can_be_read(size: int) -> None:
+    assert abs(parse_size(format_size(size)) - size) <= size * 0.06
+
+
+def test_the_default_directory_is_below_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert default_directory() == Path("/run/user/7/kvdepot")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert str(default_directory()).startswith("/tmp/kvdepot-")
+
+
+@pytest.mark.parametrize("url", ["/some/where", "ipc:///some/where", "ipc:///some/where/control.sock"])
+def test_a_depot_is_named_by_its_directory(url: str) -> None:
+    assert directory_of_url(url) == Path("/some/where")
+
+
+def test_a_depot_elsewhere_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shared memory"):
+        directory_of_url("tcp://somewhere:1")
+
+
+def test_the_pool_of_a_directory_is_always_in_the_same_place() -> None:
+    assert default_pool_directory(Path("/a")) == default_pool_directory(Path("/a"))
+    assert default_pool_directory(Path("/a")) != default_pool_directory(Path("/b"))
+
+
+def test_a_pool_that_does_not_fit_is_an_error_that_names_size_flag_and_way_out(tmp_path: Path) -> None:
+    config = ServerConfig(tmp_path, pool_directory=tmp_path / "pool", pool_size_bytes=1 << 60)
+    with pytest.raises(ConfigError, match=r"--pool-size 1048576\.0 TiB .* lower --pool-size"):
+        resolve_pool_size(config)
+    with pytest.raises(ConfigError, match="at least 1 MiB"):
+        resolve_pool_size(replace(config, pool_size_bytes=1000))
+
+
+def test_an_earlier_pool_in_the_same_place_counts_as_room(tmp_path: Path) -> None:
+    config = ServerConfig(tmp_path, pool_directory=tmp_path, pool_size_bytes=(4 << 20) + 5)
+    assert resolve_pool_size(config) == 4 << 20

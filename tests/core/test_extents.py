@@ -1,0 +1,89 @@
+"""Space of the pool, beside a model that looks at every 4 KiB."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from kvdepot.extents import ExtentAllocator, extent_size
+
+PAGE = 4096
+CAPACITY = 64 * PAGE
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    extents = Bundle("extents")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = ExtentAllocator(CAPACITY, CAPACITY // 2)
+        self.used: set[int] = set()
+
+    def pages(self, offset: int, num_bytes: int) -> set[int]:
+        assert offset % PAGE == 0
+        return set(range(offset // PAGE, (offset + extent_size(num_bytes)) // PAGE))
+
+    @rule(target=extents, num_bytes=st.integers(1, 20 * PAGE))
+    def allocate(self, num_bytes: int) -> tuple[int, int] | None:
+        offset = self.allocator.allocate(num_bytes)
+        if offset is None:
+            needed = extent_size(num_bytes)
+            assert all(size < needed for _, size in self.allocator.holes())
+            return None
+        pages = self.pages(offset, num_bytes)
+        assert not pages & self.used
+        assert max(pages) < self.allocator.ready_bytes // PAGE
+        self.used |= pages
+        return offset, num_bytes
+
+    @rule(extent=consumes(extents))
+    def free(self, extent: tuple[int, int] | None) -> None:
+        if extent is not None:
+            self.allocator.free(*extent)
+            self.used -= self.pages(*extent)
+
+    @rule(pages=st.integers(0, 70))
+    def grow(self, pages: int) -> None:
+        self.allocator.grow(pages * PAGE)
+
+    @invariant()
+    def holes_are_what_is_not_used_and_never_touch(self) -> None:
+        holes = self.allocator.holes()
+        free = {page for start, size in holes for page in self.pages(start, size)}
+        assert free == set(range(self.allocator.ready_bytes // PAGE)) - self.used
+        assert all(a + size < b for (a, size), (b, _) in zip(holes, holes[1:], strict=False))
+        assert self.allocator.used_bytes == len(self.used) * PAGE
+        assert self.allocator.free_bytes == len(free) * PAGE
+
+
+AllocatorMachine.TestCase.settings = settings(max_examples=60, deadline=None)
+TestAllocator = AllocatorMachine.TestCase
+
+
+def test_a_full_pool_of_one_size_reuses_exactly_what_was_freed() -> None:
+    allocator = ExtentAllocator(CAPACITY)
+    offsets = [allocator.allocate(3 * PAGE) for _ in range(CAPACITY // (3 * PAGE))]
+    assert allocator.allocate(3 * PAGE) is None
+    assert offsets[5] is not None
+    allocator.free(offsets[5], 3 * PAGE)
+    assert allocator.allocate(3 * PAGE) == offsets[5]
+
+
+@given(st.lists(st.tuples(st.integers(-1, 70).map(lambda p: p * PAGE // 2), st.integers(0, 10 * PAGE)), max_size=12))
+def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[int, int]]) -> None:
+    allocator = ExtentAllocator(CAPACITY)
+    taken = allocator.restore(wanted)
+    used: set[int] = set()
+    for (offset, num_bytes), is_taken in zip(wanted, taken, strict=True):
+        if is_taken:
+            pages = set(range(offset // PAGE, (offset + extent_size(num_bytes)) // PAGE))
+            assert offset % PAGE == 0
+            assert pages
+            assert not pages & used
+            assert 0 <= min(pages)
+            assert max(pages) < CAPACITY // PAGE
+            used |= pages
+    assert allocator.used_bytes == len(used) * PAGE
+    for (offset, num_bytes), is_taken in zip(wanted, taken, strict=True):
+        if is_taken:
+            allocator.free(offset, num_bytes)
+    assert allocator.holes() == [(0, CAPACITY)]

@@ -1,0 +1,103 @@
+"""The index table: what does not verify is not believed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvdepot.errors import PoolError
+from kvdepot.table import FREE, RECORD_BYTES, SEALED, WRITING, IndexTable, Writer, table_size_bytes
+
+POOL_ID = bytes(range(16))
+
+fields = st.fixed_dictionaries(
+    {
+        "space": st.integers(0, 2**32 - 1), "group": st.integers(0, 63), "shard": st.integers(0, 4095),
+        "offset": st.integers(0, 2**50), "num_bytes": st.integers(1, 2**40), "key": st.binary(min_size=32, max_size=32),
+        "parent_record": st.integers(0, 2**32 - 1), "depth": st.integers(0, 2**32 - 1),
+        "layout": st.integers(0, 2**64 - 1), "tenant": st.integers(0, 2**32 - 1),
+        "writer": st.builds(Writer, st.integers(0, 2**22), st.integers(0, 2**63)),
+    }
+)  # fmt: skip
+SOME: dict[str, Any] = {
+    "space": 1, "group": 2, "shard": 3, "offset": 4096, "num_bytes": 5000, "key": bytes(range(32)), "parent_record": 7,
+    "depth": 8, "layout": 9, "tenant": 10, "writer": Writer(11, 12),
+}  # fmt: skip
+
+
+@given(fields, st.booleans())
+def test_a_record_is_read_back_as_it_was_written(values: dict[str, Any], sealed: bool) -> None:
+    table = IndexTable.in_memory(4)
+    header = table.write(2, **values)
+    if sealed:
+        table.seal(2, 99)
+        assert table.header(2) == header
+    (record,) = table.records()
+    assert record.state == (SEALED if sealed else WRITING)
+    assert {name: getattr(record, name) for name in values} == values
+    assert table.extent(2) == (values["offset"], values["num_bytes"])
+    assert table.place_of(2) == (values["group"], values["shard"])
+    assert table.writer_of(2) == values["writer"]
+    assert table.layout_of(2) == values["layout"]
+
+
+def test_each_use_of_a_record_has_a_generation_of_its_own() -> None:
+    table = IndexTable.in_memory(1)
+    seen: set[int] = set()
+    for _ in range(5):
+        seen.add(table.write(0, **SOME))
+        seen.add(table.header(0))
+        table.free(0)
+        assert table.header(0) & 0xFF == FREE
+        seen.add(table.header(0))
+    assert len(seen) == 15
+
+
+@given(st.integers(0, 112 * 8 - 1))
+def test_a_flipped_bit_in_a_sealed_record_is_noticed(bit: int) -> None:
+    memory = bytearray(table_size_bytes(1))
+    table = IndexTable(memory, 1)
+    table.write(0, **SOME)
+    table.seal(0, 1)
+    memory[4096 + bit // 8] ^= 1 << bit % 8
+    assert list(table.records()) == []
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    table = IndexTable.create(tmp_path / "index", 8, 1 << 20, POOL_ID)
+    table.write(3, **SOME)
+    table.seal(3, 5)
+    table.close()
+    return tmp_path / "index"
+
+
+def test_a_table_outlives_who_wrote_it(path: Path) -> None:
+    table = IndexTable.open(path, 1 << 20, POOL_ID)
+    assert [record.number for record in table.records()] == [3]
+    table.close()
+
+
+@pytest.mark.parametrize(("pool_size", "pool_id"), [(2 << 20, POOL_ID), (1 << 20, bytes(16))])
+def test_the_table_of_another_pool_is_refused(pool_size: int, pool_id: bytes, path: Path) -> None:
+    with pytest.raises(PoolError, match="another pool"):
+        IndexTable.open(path, pool_size, pool_id)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 51))
+def test_a_damaged_table_header_is_refused(place: int, path: Path) -> None:
+    good = path.read_bytes()
+    path.write_bytes(good[:place] + bytes([good[place] ^ 0x40]) + good[place + 1 :])
+    with pytest.raises(PoolError):
+        IndexTable.open(path, 1 << 20, POOL_ID)
+    path.write_bytes(good)
+
+
+@pytest.mark.parametrize("size", [0, 10, 4096, 4096 + RECORD_BYTES])
+def test_a_truncated_table_is_refused(size: int, path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(PoolError):
+        IndexTable.open(path, 1 << 20, POOL_ID)
