@@ -1,0 +1,302 @@
+"""The whole cache beside a plain dict: whatever happens, right entries or a miss, and nothing is lost."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvdepot import messages as m
+from kvdepot.errors import ErrorCode
+from kvdepot.extents import ExtentAllocator, extent_size
+from kvdepot.index import ChunkIndex
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.server.depot import Depot, Refused
+from kvdepot.table import SEALED, IndexTable, Writer, table_size_bytes
+
+PAGE = 4096
+NUM_RECORDS = 48
+LEASE_SECONDS = 10.0
+FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
+
+SPECS = {
+    "plain": (m.GroupShape(FULL, 1),),
+    "two shards": (m.GroupShape(FULL, 1, num_shards=2),),
+    "hybrid": (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1)),
+    "only a window": (m.GroupShape(WINDOW, 1, window_tokens=3),),
+}
+WINDOWS = {FULL: 10**6, WINDOW: 2, STATE: 1}
+PROMPTS = [
+    hash_prefix(Namespace("model", tenant=f"tenant-{n % 2}"), 1, [n // 2 * (i > 2) + i for i in range(8)])
+    for n in range(4)
+]
+
+
+@dataclass
+class Worker:
+    session: int
+    writer: Writer
+    context: int
+    shards: tuple[int, ...]
+    tickets: dict[int, list[tuple[bytes, int, int]]] = field(default_factory=dict[int, list[tuple[bytes, int, int]]])
+    leases: dict[int, tuple[str, float]] = field(default_factory=dict[int, tuple[str, float]])
+
+
+class DepotMachine(RuleBasedStateMachine):
+    """Entries are named (digest, group, shard)."""
+
+    @initialize(name=st.sampled_from(sorted(SPECS)), policy=st.sampled_from(["lru", "arc"]), pages=st.integers(4, 40))
+    def start(self, name: str, policy: str, pages: int) -> None:
+        self.groups = SPECS[name]
+        self.spec = m.CacheSpec(1, self.groups, name)
+        self.memory = bytearray(table_size_bytes(NUM_RECORDS))
+        self.index = ChunkIndex(ExtentAllocator(pages * PAGE), IndexTable(self.memory, NUM_RECORDS), policy)
+        self.now = 0.0
+        self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
+        self.sealed: set[tuple[bytes, int, int]] = set()
+        self.writing: set[tuple[bytes, int, int]] = set()
+        self.quarantined: list[tuple[Writer, list[tuple[bytes, int, int]]]] = []
+        self.evictions = 0
+        self.workers: list[Worker] = []
+        self.sessions = 0
+        for _ in range(2):
+            self.join()
+
+    def join(self) -> None:
+        self.sessions += 1
+        writer = Writer(1000 + self.sessions, 1)
+        rank = self.sessions % 2
+        shards = tuple(rank if group.num_shards > 1 else 0 for group in self.groups)
+        details = tuple(m.GroupDetail((PAGE * (2 if g else 1),), 8, shard=s) for g, s in enumerate(shards))
+        request = m.RegisterKVCache(1, f"engine-{self.sessions}", rank, 2, "none", "none", "model", self.spec, details)
+        reply = self.depot.handle(self.sessions, writer, request)
+        assert isinstance(reply, m.Registered)
+        self.workers.append(Worker(self.sessions, writer, reply.context, shards))
+
+    def ask(self, worker: Worker, request: m.Request) -> Any:
+        return self.depot.handle(worker.session, worker.writer, request)
+
+    def worker(self, number: int) -> Worker:
+        return self.workers[number % len(self.workers)]
+
+    # --- what the model believes ----------------------------------------------------------------------------------
+
+    def digest(self, run: KeyRun, chunk: int) -> bytes:
+        return run.digests[chunk * 32 : chunk * 32 + 32]
+
+    def whole(self, run: KeyRun, chunk: int, group: int) -> bool:
+        digest = self.digest(run, chunk)
+        return all((digest, group, shard) in self.sealed for shard in range(self.groups[group].num_shards))
+
+    def usable(self, run: KeyRun, length: int) -> bool:
+        """Whether a prefix of that many chunks has everything that comes after it needs."""
+        return all(
+            self.whole(run, chunk, number)
+            for number, group in enumerate(self.groups)
+            for chunk in range(max(0, length - WINDOWS[group.kind]), length)
+        )
+
+    def longest(self, run: KeyRun) -> int:
+        return next(length for length in range(run.num_chunks, -1, -1) if self.usable(run, length))
+
+    def learn_evictions(self) -> None:
+        """Take the index's word for what left; the invariants check that nothing else changed."""
+        if self.index.num_evicted != self.evictions:
+            self.evictions = self.index.num_evicted
+            here = {(record.key, record.group, record.shard) for record in self.index.table.records()}
+            self.sealed &= here
+
+    # --- what workers do ------------------------------------------------------------------------------------------
+
+    @rule(
+        who=st.integers(0, 9),
+        prompt=st.sampled_from(PROMPTS),
+        start=st.integers(0, 6),
+        length=st.integers(1, 8),
+        data=st.data(),
+    )
+    def prepare(self, who: int, prompt: KeyRun, start: int, length: int, data: st.DataObject) -> None:
+        worker, run = self.worker(who), prompt.slice(start, min(8, start + length))
+        covered = tuple(
+            run.num_chunks if group.kind is FULL else data.draw(st.integers(0, run.num_chunks)) for group in self.groups
+        )
+        plan = self.ask(
+            worker, m.PrepareStore(worker.context, "r", run.tenant, run.digests, run.first_chunk, run.parent, covered)
+        )
+        assert isinstance(plan, m.StorePlan)
+        self.learn_evictions()
+        entries = [
+            (self.digest(run, chunk), group, worker.shards[group])
+            for chunk, group, _, _, _, _, _, _ in m.EXTENT.iter_unpack(plan.extents)
+        ]
+        assert not set(entries) & (self.sealed | self.writing), "an entry was given to two writers"
+        assert len(entries) + plan.num_present + plan.num_declined == sum(covered)
+        self.writing.update(entries)
+        if plan.ticket:
+            worker.tickets[plan.ticket] = entries
+
+    @rule(who=st.integers(0, 9), which=st.integers(0, 9))
+    def commit(self, who: int, which: int) -> None:
+        worker = self.worker(who)
+        if worker.tickets:
+            ticket = sorted(worker.tickets)[which % len(worker.tickets)]
+            entries = worker.tickets.pop(ticket)
+            assert self.ask(worker, m.CommitStore(worker.context, ticket)).count == len(entries)
+            self.writing -= set(entries)
+            self.sealed |= set(entries)
+            self.refused(worker, m.CommitStore(worker.context, ticket), ErrorCode.UNKNOWN_TICKET)
+
+    @rule(who=st.integers(0, 9), which=st.integers(0, 9))
+    def abort(self, who: int, which: int) -> None:
+        worker = self.worker(who)
+        if worker.tickets:
+            ticket = sorted(worker.tickets)[which % len(worker.tickets)]
+            entries = worker.tickets.pop(ticket)
+            assert self.ask(worker, m.AbortStore(worker.context, ticket)).count == len(entries)
+            assert self.ask(worker, m.AbortStore(worker.context, ticket)).count == 0
+            self.writing -= set(entries)
+
+    @rule(
+        who=st.integers(0, 9), prompt=st.sampled_from(PROMPTS), length=st.integers(0, 8), request=st.sampled_from("ab")
+    )
+    def lookup(self, who: int, prompt: KeyRun, length: int, request: str) -> None:
+        worker, run = self.worker(who), prompt.slice(0, length)
+        reply = self.ask(worker, m.Lookup(worker.context, request, run.digests))
+        assert reply.num_chunks == self.longest(run)
+        if reply.num_chunks:
+            worker.leases[reply.lease] = (request, self.now + LEASE_SECONDS)
+
+    @rule(who=st.integers(0, 9), prompt=st.sampled_from(PROMPTS), start=st.integers(0, 7), length=st.integers(1, 8))
+    def retrieve(self, who: int, prompt: KeyRun, start: int, length: int) -> None:
+        worker, run = self.worker(who), prompt.slice(start, min(8, start + length))
+        covered = tuple(min(run.num_chunks, WINDOWS[group.kind]) for group in self.groups)
+        plan = self.ask(worker, m.PrepareRetrieve(worker.context, "r", run.digests, run.first_chunk, covered))
+        for chunk, group, _, record, _, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
+            assert (self.digest(run, chunk), group, worker.shards[group]) in self.sealed
+            assert self.index.table.header(record) == header
+            assert self.index.table.extent(record) == (offset, num_bytes)
+        if plan.lease:
+            worker.leases[plan.lease] = ("r", self.now + LEASE_SECONDS)
+
+    @rule(who=st.integers(0, 9), which=st.integers(0, 9))
+    def release(self, who: int, which: int) -> None:
+        worker = self.worker(who)
+        if worker.leases:
+            lease = sorted(worker.leases)[which % len(worker.leases)]
+            del worker.leases[lease]
+            assert self.ask(worker, m.Release(worker.context, (lease, lease))).count == 1
+
+    @rule(who=st.integers(0, 9), request=st.sampled_from("abr"))
+    def end_request(self, who: int, request: str) -> None:
+        worker = self.worker(who)
+        ended = [lease for lease, (owner, _) in worker.leases.items() if owner == request]
+        assert self.ask(worker, m.EndRequest(worker.context, request)).count == len(ended)
+        for lease in ended:
+            del worker.leases[lease]
+
+    @rule(seconds=st.floats(0, 6))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.depot.expire()
+        for worker in self.workers:
+            worker.leases = {n: (r, expiry) for n, (r, expiry) in worker.leases.items() if expiry > self.now}
+
+    @rule(tenant=st.sampled_from([None, "tenant-0", "nobody"]))
+    def clear(self, tenant: str | None) -> None:
+        self.depot.clear(tenant)
+        here = {(record.key, record.group, record.shard) for record in self.index.table.records()}
+        if tenant == "nobody":
+            assert here == self.sealed | self.writing
+        self.sealed &= here
+
+    # --- what happens to workers ----------------------------------------------------------------------------------
+
+    @rule(who=st.integers(0, 9))
+    def connection_closes(self, who: int) -> None:
+        worker = self.worker(who)
+        self.workers.remove(worker)
+        self.depot.end_session(worker.session)
+        self.quarantined.append((worker.writer, [entry for entries in worker.tickets.values() for entry in entries]))
+        self.refused(worker, m.Lookup(worker.context, "r", b""), ErrorCode.UNKNOWN_CONTEXT)
+        self.join()
+
+    @precondition(lambda self: self.quarantined)
+    @rule(which=st.integers(0, 9))
+    def process_dies(self, which: int) -> None:
+        writer, entries = self.quarantined.pop(which % len(self.quarantined))
+        self.depot.end_process(writer)
+        self.writing -= set(entries)
+
+    @rule(who=st.integers(0, 9))
+    def unregisters(self, who: int) -> None:
+        worker = self.worker(who)
+        self.workers.remove(worker)
+        self.ask(worker, m.Unregister(worker.context))
+        self.writing -= {entry for entries in worker.tickets.values() for entry in entries}
+        self.join()
+
+    def refused(self, worker: Worker, request: m.Request, code: ErrorCode) -> None:
+        try:
+            self.ask(worker, request)
+        except Refused as error:
+            assert error.code is code
+        else:
+            raise AssertionError("not refused")
+
+    # --- what always holds ----------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_table_holds_exactly_what_was_stored(self) -> None:
+        records = list(self.index.table.records())
+        sealed = {(record.key, record.group, record.shard) for record in records if record.state == SEALED}
+        assert sealed == self.sealed
+        assert {(r.key, r.group, r.shard) for r in records if r.state != SEALED} == self.writing
+        assert self.index.num_entries == len(self.sealed)
+
+    @invariant()
+    def space_adds_up_and_never_overlaps(self) -> None:
+        spans = sorted((r.offset, r.offset + extent_size(r.num_bytes), r.num_bytes) for r in self.index.table.records())
+        assert all(a_end <= b for (_, a_end, _), (b, _, _) in zip(spans, spans[1:], strict=False))
+        used = sum(end - start for start, end, _ in spans)
+        assert used == self.index.extents.used_bytes == sum(self.index.tenant_bytes.values())
+
+    @invariant()
+    def leases_are_what_their_owners_have_and_pin(self) -> None:
+        assert len(self.depot.leases) == sum(len(worker.leases) for worker in self.workers)
+
+    @invariant()
+    def a_successor_finds_what_is_sealed(self) -> None:
+        """Every prefix that can be found now can be found by a server that reads the table as it is at this moment."""
+        again = ChunkIndex(
+            ExtentAllocator(self.index.extents.capacity_bytes), IndexTable(bytearray(self.memory), NUM_RECORDS)
+        )
+        unfinished = [record for record in again.restore([self.spec]) if record is not None]
+        space = again.spaces[0]
+        for prompt in PROMPTS:
+            found, _ = again.longest_prefix(space, prompt.digests)
+            assert found == self.longest(prompt)
+        assert len(unfinished) <= len(self.writing)
+        for record in unfinished:
+            again.discard_entry(record)
+        again.clear(lambda _tenant, _space: True)
+        assert (again.extents.used_bytes, again.num_entries, again.num_chunks) == (0, 0, 0)
+
+    def teardown(self) -> None:
+        """Everything comes back."""
+        if not hasattr(self, "depot"):
+            return
+        for worker in self.workers:
+            self.depot.end_session(worker.session)
+            self.depot.end_process(worker.writer)
+        for writer, _ in self.quarantined:
+            self.depot.end_process(writer)
+        self.depot.clear(None)
+        assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
+        assert (len(self.depot.leases), len(self.depot.tickets), len(self.depot.quarantines)) == (0, 0, 0)
+        assert set(self.index.tenant_bytes.values()) <= {0}
+
+
+DepotMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestDepot = DepotMachine.TestCase

@@ -1,0 +1,134 @@
+"""Policies beside naive models."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdepot.eviction import NO_NODE, POLICIES, ChunkTree
+from kvdepot.protocols import EvictionPolicy
+
+
+class Forest:
+    """A tree of chunks driven as the index does it, with the order in which a naive LRU would touch them."""
+
+    def __init__(self, policy: str) -> None:
+        self.tree = ChunkTree()
+        self.policy: EvictionPolicy = POLICIES[policy](self.tree)
+        self.last_touch: dict[int, int] = {}
+        self.tick = 0
+
+    def add(self, parent: int) -> int:
+        node = len(self.tree.keys)
+        self.tree.keys.append(node.to_bytes(32, "little"))
+        for column in (self.tree.parent, self.tree.num_children, self.tree.holds):
+            column.append(0)
+        self.tree.parent[node] = parent
+        if parent != NO_NODE:
+            self.tree.num_children[parent] += 1
+        self.policy.added(node)
+        self.touch(node)
+        return node
+
+    def use(self, node: int) -> None:
+        self.policy.used(node)
+        self.touch(node)
+
+    def touch(self, node: int) -> None:
+        """Touch the chunk and every ancestor, deepest first."""
+        while node != NO_NODE:
+            self.tick += 1
+            self.last_touch[node] = self.tick
+            node = self.tree.parent[node]
+
+    def hold(self, node: int) -> None:
+        self.tree.holds[node] += 1
+
+    def let_go(self, node: int) -> None:
+        self.tree.holds[node] -= 1
+        if self.tree.evictable(node):
+            self.policy.unpinned(node)
+
+    def remove(self, node: int) -> None:
+        parent = self.tree.parent[node]
+        self.policy.removed(node)
+        self.tree.keys[node] = None
+        del self.last_touch[node]
+        if parent != NO_NODE:
+            self.tree.num_children[parent] -= 1
+            if self.tree.evictable(parent):
+                self.policy.unpinned(parent)
+
+    @property
+    def here(self) -> list[int]:
+        return sorted(self.last_touch)
+
+    @property
+    def evictable(self) -> list[int]:
+        return [node for node in self.here if self.tree.evictable(node)]
+
+
+def drive(forest: Forest, seed: int, num_steps: int) -> list[tuple[int | None, list[int]]]:
+    """Do random things; return each victim with what was evictable then, coldest first."""
+    rng = random.Random(seed)
+    held: list[int] = []
+    chosen: list[tuple[int | None, list[int]]] = []
+    for _ in range(num_steps):
+        action = rng.random()
+        if action < 0.35 or not forest.here:
+            forest.add(rng.choice([NO_NODE, *forest.here]))
+        elif action < 0.55:
+            forest.use(rng.choice(forest.here))
+        elif action < 0.65:
+            held.append(rng.choice(forest.here))
+            forest.hold(held[-1])
+        elif action < 0.75 and held:
+            forest.let_go(held.pop(rng.randrange(len(held))))
+        else:
+            victim = forest.policy.victim()
+            chosen.append((victim, sorted(forest.evictable, key=forest.last_touch.__getitem__)))
+            if victim is not None:
+                forest.remove(victim)
+    return chosen
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_lru_evicts_what_touching_every_ancestor_would_have_left_coldest(seed: int) -> None:
+    for victim, coldest_first in drive(Forest("lru"), seed, 120):
+        assert victim == (coldest_first[0] if coldest_first else None)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_only_what_nothing_needs_is_ever_proposed(policy: str, seed: int) -> None:
+    for victim, evictable in drive(Forest(policy), seed, 150):
+        assert victim in evictable if evictable else victim is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_everything_can_be_evicted_in_the_end(policy: str) -> None:
+    forest = Forest(policy)
+    drive(forest, 3, 300)
+    for node in forest.here:
+        while forest.tree.holds[node]:
+            forest.let_go(node)
+    while (victim := forest.policy.victim()) is not None:
+        forest.remove(victim)
+    assert forest.here == []
+
+
+def test_arc_keeps_what_was_used_twice_through_a_scan() -> None:
+    forest = Forest("arc")
+    popular = [forest.add(NO_NODE) for _ in range(5)]
+    for node in popular:
+        forest.use(node)
+    for _ in range(50):
+        forest.add(NO_NODE)
+        if len(forest.here) > 10:
+            victim = forest.policy.victim()
+            assert victim is not None
+            forest.remove(victim)
+    assert set(popular) <= set(forest.here)
