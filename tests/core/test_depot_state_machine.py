@@ -1,5 +1,6 @@
 """The whole cache beside a plain dict: whatever happens, right entries or a miss, and nothing is lost."""
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvdepot.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.server.depot import Depot, Refused
-from kvdepot.table import SEALED, IndexTable, Writer, table_size_bytes
+from kvdepot.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
 
 PAGE = 4096
 NUM_RECORDS = 48
@@ -101,12 +102,14 @@ class DepotMachine(RuleBasedStateMachine):
     def longest(self, run: KeyRun) -> int:
         return next(length for length in range(run.num_chunks, -1, -1) if self.usable(run, length))
 
+    def in_table(self, state: int) -> set[tuple[bytes, int, int]]:
+        return {(r.key, r.group, r.shard) for r in self.index.table.records() if r.state == state}
+
     def learn_evictions(self) -> None:
         """Take the index's word for what left; the invariants check that nothing else changed."""
         if self.index.num_evicted != self.evictions:
             self.evictions = self.index.num_evicted
-            here = {(record.key, record.group, record.shard) for record in self.index.table.records()}
-            self.sealed &= here
+            self.sealed &= self.in_table(SEALED)
 
     # --- what workers do ------------------------------------------------------------------------------------------
 
@@ -206,10 +209,9 @@ class DepotMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from([None, "tenant-0", "nobody"]))
     def clear(self, tenant: str | None) -> None:
         self.depot.clear(tenant)
-        here = {(record.key, record.group, record.shard) for record in self.index.table.records()}
         if tenant == "nobody":
-            assert here == self.sealed | self.writing
-        self.sealed &= here
+            assert self.in_table(SEALED) == self.sealed
+        self.sealed &= self.in_table(SEALED)
 
     # --- what happens to workers ----------------------------------------------------------------------------------
 
@@ -249,16 +251,14 @@ class DepotMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_table_holds_exactly_what_was_stored(self) -> None:
-        records = list(self.index.table.records())
-        sealed = {(record.key, record.group, record.shard) for record in records if record.state == SEALED}
-        assert sealed == self.sealed
-        assert {(r.key, r.group, r.shard) for r in records if r.state != SEALED} == self.writing
+        assert self.in_table(SEALED) == self.sealed
+        assert self.in_table(WRITING) == self.writing
         assert self.index.num_entries == len(self.sealed)
 
     @invariant()
     def space_adds_up_and_never_overlaps(self) -> None:
         spans = sorted((r.offset, r.offset + extent_size(r.num_bytes), r.num_bytes) for r in self.index.table.records())
-        assert all(a_end <= b for (_, a_end, _), (b, _, _) in zip(spans, spans[1:], strict=False))
+        assert all(a_end <= b for (_, a_end, _), (b, _, _) in itertools.pairwise(spans))
         used = sum(end - start for start, end, _ in spans)
         assert used == self.index.extents.used_bytes == sum(self.index.tenant_bytes.values())
 
@@ -298,5 +298,5 @@ class DepotMachine(RuleBasedStateMachine):
         assert set(self.index.tenant_bytes.values()) <= {0}
 
 
-DepotMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+DepotMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 TestDepot = DepotMachine.TestCase

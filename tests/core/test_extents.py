@@ -1,5 +1,7 @@
 """Space of the pool, beside a model that looks at every 4 KiB."""
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -50,7 +52,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         holes = self.allocator.holes()
         free = {page for start, size in holes for page in self.pages(start, size)}
         assert free == set(range(self.allocator.ready_bytes // PAGE)) - self.used
-        assert all(a + size < b for (a, size), (b, _) in zip(holes, holes[1:], strict=False))
+        assert all(a + size < b for (a, size), (b, _) in itertools.pairwise(holes))
         assert self.allocator.used_bytes == len(self.used) * PAGE
         assert self.allocator.free_bytes == len(free) * PAGE
 
@@ -79,7 +81,7 @@ def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[
             assert offset % PAGE == 0
             assert pages
             assert not pages & used
-            assert 0 <= min(pages)
+            assert min(pages) >= 0
             assert max(pages) < CAPACITY // PAGE
             used |= pages
     assert allocator.used_bytes == len(used) * PAGE

@@ -1,5 +1,6 @@
 """Arithmetic on blocks, pages and chunks."""
 
+import itertools
 import math
 
 import pytest
@@ -41,7 +42,7 @@ def test_a_window_needs_exactly_the_chunks_that_its_next_token_sees(window: int,
 def test_blocks_of_a_sound_layout_never_overlap(address: int, num_blocks: int, page: int, padding: int) -> None:
     layout = PageLayout(address, num_blocks, page, page + padding)
     spans = [layout.span(block) for block in range(num_blocks)]
-    assert all(a + size <= b for (a, size), (b, _) in zip(spans, spans[1:], strict=False))
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("values", [(0, 8, 64, 63), (0, 0, 64, 64), (0, 8, 0, 64), (-1, 8, 64, 64)])

@@ -22,8 +22,15 @@ SPEC = m.CacheSpec(64, (m.GroupShape(FULL, 16),), "bytes", "test")
 DETAIL = m.GroupDetail(page_sizes_bytes=(64,), num_blocks=8)
 
 
-def registration(spec: m.CacheSpec = SPEC, *, version: int = m.PROTOCOL_VERSION, rank: int = 0, world_size: int = 1,
-                 details: tuple[m.GroupDetail, ...] = (DETAIL,), instance: str = "engine") -> m.RegisterKVCache:  # fmt: skip
+def registration(
+    spec: m.CacheSpec = SPEC,
+    *,
+    version: int = m.PROTOCOL_VERSION,
+    rank: int = 0,
+    world_size: int = 1,
+    details: tuple[m.GroupDetail, ...] = (DETAIL,),
+    instance: str = "engine",
+) -> m.RegisterKVCache:
     return m.RegisterKVCache(version, instance, rank, world_size, "none", "none", "model", spec, details)
 
 
@@ -365,3 +372,22 @@ def test_a_session_hands_over_pool_and_table(depot: DepotProcess) -> None:
     assert mapping.size_bytes == opened.pool_size_bytes == 64 << 20
     with pytest.raises(TypeError):
         mapping.headers[0] = 1  # the table is the server's alone
+
+
+def test_a_chunk_is_not_found_before_what_comes_before_it(peer: Peer, bystander: Peer) -> None:
+    first = peer.prepare(prompt(2))
+    rest = bystander.prepare(prompt(5))
+    assert rest.num_present == 2
+    bystander.ask(m.CommitStore(bystander.context, rest.ticket))
+    assert bystander.find(prompt(5)).num_chunks == 0
+    peer.ask(m.CommitStore(peer.context, first.ticket))
+    assert bystander.find(prompt(5)).num_chunks == 5
+
+
+def test_chunks_below_a_store_that_was_given_up_are_found_once_it_is_made_up_for(peer: Peer, bystander: Peer) -> None:
+    first = peer.prepare(prompt(2))
+    bystander.ask(m.CommitStore(bystander.context, bystander.prepare(prompt(5)).ticket))
+    peer.ask(m.AbortStore(peer.context, first.ticket))
+    assert bystander.find(prompt(5)).num_chunks == 0
+    assert bystander.store(prompt(2)) == 2
+    assert bystander.find(prompt(5)).num_chunks == 5

@@ -15,14 +15,15 @@ POOL_ID = bytes(range(16))
 fields = st.fixed_dictionaries(
     {
         "space": st.integers(0, 2**32 - 1), "group": st.integers(0, 63), "shard": st.integers(0, 4095),
-        "offset": st.integers(0, 2**50), "num_bytes": st.integers(1, 2**40), "key": st.binary(min_size=32, max_size=32),
-        "parent_record": st.integers(0, 2**32 - 1), "depth": st.integers(0, 2**32 - 1),
+        "offset": st.integers(0, 2**32 - 1).map(lambda page: page * 4096), "num_bytes": st.integers(1, 2**32 - 1),
+        "key": st.binary(min_size=32, max_size=32),
+        "parent": st.binary(min_size=16, max_size=16), "depth": st.integers(0, 2**32 - 1),
         "layout": st.integers(0, 2**64 - 1), "tenant": st.integers(0, 2**32 - 1),
         "writer": st.builds(Writer, st.integers(0, 2**22), st.integers(0, 2**63)),
     }
 )  # fmt: skip
 SOME: dict[str, Any] = {
-    "space": 1, "group": 2, "shard": 3, "offset": 4096, "num_bytes": 5000, "key": bytes(range(32)), "parent_record": 7,
+    "space": 1, "group": 2, "shard": 3, "offset": 4096, "num_bytes": 5000, "key": bytes(range(32)), "parent": bytes(16),
     "depth": 8, "layout": 9, "tenant": 10, "writer": Writer(11, 12),
 }  # fmt: skip
 
@@ -55,7 +56,7 @@ def test_each_use_of_a_record_has_a_generation_of_its_own() -> None:
     assert len(seen) == 15
 
 
-@given(st.integers(0, 112 * 8 - 1))
+@given(st.integers(0, 120 * 8 - 1))
 def test_a_flipped_bit_in_a_sealed_record_is_noticed(bit: int) -> None:
     memory = bytearray(table_size_bytes(1))
     table = IndexTable(memory, 1)

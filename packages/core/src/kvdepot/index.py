@@ -24,9 +24,12 @@ from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind, window_chunks
 from kvdepot.messages import EXTENT, CacheSpec
-from kvdepot.table import NO_RECORD, SEALED, IndexTable, Record, Writer
+from kvdepot.table import NO_RECORD, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 
 _RESTORE_STEP: Final = 2000  # records between two pauses: a few milliseconds
+
+
+_Place = tuple[int, int, bytes]  # space, depth and the start of a key
 
 
 def digest_of(value: object) -> bytes:
@@ -263,10 +266,10 @@ class ChunkIndex:
                 self.extents.free(offset, place.num_bytes)
             self._release_hold(node)
             return None
-        parent_record = self._first_entry[place.parent] if place.parent != NO_NODE else NO_RECORD
+        parent_key = self._tree.keys[place.parent] if place.parent != NO_NODE else None
         self.table.write(
             record, space=place.space.number, group=place.group, shard=place.shard, offset=offset,
-            num_bytes=place.num_bytes, key=place.key, parent_record=parent_record, depth=place.depth,
+            num_bytes=place.num_bytes, key=place.key, parent=(parent_key or b"")[:PARENT_BYTES], depth=place.depth,
             layout=place.layout, tenant=place.tenant, writer=place.writer,
         )  # fmt: skip
         self._link(record, node)
@@ -353,11 +356,11 @@ class ChunkIndex:
                 yield None
         taken = self.extents.restore((record.offset, record.num_bytes) for record in found)
         used = bytearray(self.table.num_records)
-        node_by_record: dict[int, int] = {}
+        by_place: dict[_Place, int] = {}
         unfinished: list[int] = []
         for count, place in enumerate(sorted(range(len(found)), key=lambda place: found[place].depth)):
             record = found[place]
-            if taken[place] and self._restore_entry(record, node_by_record):
+            if taken[place] and self._restore_entry(record, by_place):
                 used[record.number] = 1
                 if record.state != SEALED:
                     unfinished.append(record.number)
@@ -369,8 +372,8 @@ class ChunkIndex:
             if not used[number] and self.table.header(number) & 0xFF:
                 self.table.free(number)
         self._free_records = [number for number in range(len(self._node_of) - 1, -1, -1) if not used[number]]
-        nodes = sorted(set(node_by_record.values()), key=self._depth.__getitem__)
-        last_use = {node_by_record[record.number]: record.last_use for record in found if used[record.number]}
+        nodes = sorted(by_place.values(), key=self._depth.__getitem__)
+        last_use = {self._node_of[record.number]: record.last_use for record in found if used[record.number]}
         for node in sorted(nodes, key=last_use.__getitem__):
             if any(self._is_sealed(record) for record in self._entries(node)):
                 self._policy.added(node)
@@ -378,14 +381,12 @@ class ChunkIndex:
             self._reveal(node)
         yield from unfinished
 
-    def _restore_entry(self, record: Record, node_by_record: dict[int, int]) -> bool:
+    def _restore_entry(self, record: Record, by_place: dict[_Place, int]) -> bool:
         space = self.spaces[record.space]
         if record.group >= len(space.spec.groups) or record.shard >= space.spec.groups[record.group].num_shards:
             return False
-        parent = node_by_record.get(record.parent_record, NO_NODE)
+        parent = by_place.get((space.number, record.depth - 1, record.parent), NO_NODE)
         if space.full_mask and record.depth and parent == NO_NODE:
-            return False
-        if parent != NO_NODE and (self._depth[parent] + 1, self._space_of[parent]) != (record.depth, space.number):
             return False
         node = space.nodes.get(record.key)
         if node is None:
@@ -400,7 +401,7 @@ class ChunkIndex:
             self._node_of.append(NO_NODE)
             self._next_entry.append(NO_RECORD)
         self._link(record.number, node)
-        node_by_record[record.number] = node
+        by_place[space.number, record.depth, record.key[:PARENT_BYTES]] = node
         self._account(node, extent_size(record.num_bytes))
         if record.state == SEALED:
             self.num_entries += 1

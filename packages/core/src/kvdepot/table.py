@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from kvdepot.config import EXTENT_ALIGNMENT_BYTES
 from kvdepot.errors import PoolError
 
 RECORD_BYTES: Final = 128
 HEADER_PAGE_BYTES: Final = 4096
 TABLE_VERSION: Final = 1
 NO_RECORD: Final = 0xFFFFFFFF
+PARENT_BYTES: Final = 16  # of the parent's key: enough to find it among the chunks of one depth
+MAXIMUM_ENTRY_BYTES: Final = (1 << 32) - 1
 
 FREE: Final = 0
 WRITING: Final = 1
@@ -28,13 +31,17 @@ SEALED: Final = 2
 
 _MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
-# space, group, shard, offset, bytes, key, parent record, depth, layout, checksum, writer pid, tenant, writer start,
-# last use, flags, crc
-_BODY: Final = struct.Struct("<IHHQQ32sIIQ16sIIQQII")
-_CHECKED_BYTES: Final = 104  # of the body: all but last use, flags and crc
-_CRC_OFFSET: Final = 116
-_EXTENT: Final = struct.Struct("<QQ")  # within the body, after space, group and shard
-_EXTENT_OFFSET: Final = 8
+# space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, tenant, layout, checksum,
+# writer start, writer pid, crc, last use
+_BODY: Final = struct.Struct("<IHHII32s16sIIQ16sQIIQ")
+_CHECKED_BYTES: Final = 108  # of the body: all but crc and last use
+_CRC: Final = 116  # within a record, as the next ones
+_LAST_USE: Final = 120
+_EXTENT_OFFSET: Final = 16
+_LAYOUT_OFFSET: Final = 80
+_WRITER_OFFSET: Final = 104
+_EXTENT: Final = struct.Struct("<II")
+_WRITER: Final = struct.Struct("<QI")
 _U64: Final = struct.Struct("<Q")
 _U32: Final = struct.Struct("<I")
 
@@ -59,7 +66,7 @@ class Record:
     offset: int
     num_bytes: int
     key: bytes
-    parent_record: int
+    parent: bytes  # the first 16 bytes of the parent's key, zeros without one
     depth: int
     layout: int
     tenant: int
@@ -142,7 +149,7 @@ class IndexTable:
         offset: int,
         num_bytes: int,
         key: bytes,
-        parent_record: int,
+        parent: bytes,
         depth: int,
         layout: int,
         tenant: int,
@@ -153,8 +160,8 @@ class IndexTable:
         sealed = ((self._words[place] >> 8) + 1) << 8 | SEALED
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         _BODY.pack_into(
-            self._view, base, space, group, shard, offset, num_bytes, key, parent_record, depth, layout, b"",
-            writer.pid, tenant, writer.start_time, 0, 0, 0,
+            self._view, base, space, group, shard, offset // EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
+            tenant, layout, b"", writer.start_time, writer.pid, 0, 0,
         )  # fmt: skip
         header = sealed - SEALED + WRITING
         self._write_crc(base, header)
@@ -166,7 +173,7 @@ class IndexTable:
         place = record * (RECORD_BYTES // 8)
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         header = self._words[place] >> 8 << 8 | SEALED
-        _U64.pack_into(self._view, base + _CHECKED_BYTES, last_use)
+        _U64.pack_into(self._view, base - 8 + _LAST_USE, last_use)
         self._write_crc(base, header)
         self._words[place] = header
 
@@ -181,17 +188,19 @@ class IndexTable:
 
     def extent(self, record: int) -> tuple[int, int]:
         """Return offset and payload bytes of a record in use."""
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8 + _EXTENT_OFFSET
-        return _EXTENT.unpack_from(self._view, base)
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES
+        page, num_bytes = _EXTENT.unpack_from(self._view, base + _EXTENT_OFFSET)
+        return page * EXTENT_ALIGNMENT_BYTES, num_bytes
 
     def layout_of(self, record: int) -> int:
         """Return the layout hash under which the bytes were written."""
-        return _U64.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + 72)[0]
+        return _U64.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _LAYOUT_OFFSET)[0]
 
     def writer_of(self, record: int) -> Writer:
         """Return the process that began a record in use."""
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES
-        return Writer(_U32.unpack_from(self._view, base + 96)[0], _U64.unpack_from(self._view, base + 104)[0])
+        start_time, pid = _WRITER.unpack_from(self._view, base + _WRITER_OFFSET)
+        return Writer(pid, start_time)
 
     def place_of(self, record: int) -> tuple[int, int]:
         """Return group and shard of a record in use."""
@@ -210,21 +219,19 @@ class IndexTable:
     def _read(self, number: int, header: int) -> Record | None:
         base = HEADER_PAGE_BYTES + number * RECORD_BYTES + 8
         fields = _BODY.unpack_from(self._view, base)
-        if fields[-1] != self._crc(base, header):
+        space, group, shard, page, num_bytes, key, parent, depth, tenant, layout, _, start, pid, crc, last_use = fields
+        if crc != self._crc(base, header):
             return None
-        space, group, shard, offset, num_bytes, key, parent, depth, layout, _, pid, tenant, start, last_use, _, _ = (
-            fields
-        )
         return Record(
-            number, header & 0xFF, space, group, shard, offset, num_bytes, key, parent, depth, layout, tenant,
-            Writer(pid, start), last_use,
+            number, header & 0xFF, space, group, shard, page * EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
+            layout, tenant, Writer(pid, start), last_use,
         )  # fmt: skip
 
     def _crc(self, base: int, header: int) -> int:
         return zlib.crc32(_U64.pack(header), zlib.crc32(self._view[base : base + _CHECKED_BYTES]))
 
     def _write_crc(self, base: int, header: int) -> None:
-        _U32.pack_into(self._view, base + _CRC_OFFSET, self._crc(base, header))
+        _U32.pack_into(self._view, base - 8 + _CRC, self._crc(base, header))
 
     def close(self) -> None:
         """Unmap the file. Twice is harmless."""

@@ -20,7 +20,7 @@ from kvdepot.index import ChunkIndex, EntryPlace, Space, digest_of, pack_extent
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.leases import LeaseTable
-from kvdepot.table import Writer
+from kvdepot.table import MAXIMUM_ENTRY_BYTES, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,10 @@ class Depot:
             if detail.shard >= shape.num_shards:
                 raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: shard {detail.shard} of {shape.num_shards}")
             blocks = 1 if shape.kind is GroupKind.RECURRENT else spec.chunk_tokens // shape.block_tokens
+            if blocks * sum(detail.page_sizes_bytes) > MAXIMUM_ENTRY_BYTES:
+                raise Refused(
+                    ErrorCode.BAD_LAYOUT, f"group {number}: a chunk has {blocks * sum(detail.page_sizes_bytes)} bytes"
+                )
             layout = int.from_bytes(digest_of((blocks, detail.page_sizes_bytes))[:8], "little")
             groups.append(GroupOnWorker(detail.shard, blocks * sum(detail.page_sizes_bytes), layout))
         if request.rank >= request.world_size:
