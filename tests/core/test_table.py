@@ -19,12 +19,13 @@ fields = st.fixed_dictionaries(
         "key": st.binary(min_size=32, max_size=32),
         "parent": st.binary(min_size=16, max_size=16), "depth": st.integers(0, 2**32 - 1),
         "layout": st.integers(0, 2**64 - 1), "tenant": st.integers(0, 2**32 - 1),
+        "owner": st.binary(min_size=16, max_size=16),
         "writer": st.builds(Writer, st.integers(0, 2**22), st.integers(0, 2**63)),
     }
 )  # fmt: skip
 SOME: dict[str, Any] = {
     "space": 1, "group": 2, "shard": 3, "offset": 4096, "num_bytes": 5000, "key": bytes(range(32)), "parent": bytes(16),
-    "depth": 8, "layout": 9, "tenant": 10, "writer": Writer(11, 12),
+    "depth": 8, "layout": 9, "tenant": 10, "owner": bytes(16), "writer": Writer(11, 12),
 }  # fmt: skip
 
 
@@ -41,6 +42,7 @@ def test_a_record_is_read_back_as_it_was_written(values: dict[str, Any], sealed:
     assert table.extent(2) == (values["offset"], values["num_bytes"])
     assert table.place_of(2) == (values["group"], values["shard"])
     assert table.writer_of(2) == values["writer"]
+    assert table.owner_of(2) == values["owner"]
     assert table.layout_of(2) == values["layout"]
 
 

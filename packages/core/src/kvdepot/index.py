@@ -24,7 +24,7 @@ from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind, window_chunks
 from kvdepot.messages import EXTENT, CacheSpec
-from kvdepot.table import NO_RECORD, PARENT_BYTES, SEALED, IndexTable, Record, Writer
+from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 
 _RESTORE_STEP: Final = 2000  # records between two pauses: a few milliseconds
 
@@ -73,6 +73,7 @@ class EntryPlace:
     layout: int
     tenant: int
     writer: Writer
+    owner: bytes = bytes(OWNER_BYTES)
 
 
 class ChunkIndex:
@@ -270,7 +271,7 @@ class ChunkIndex:
         self.table.write(
             record, space=place.space.number, group=place.group, shard=place.shard, offset=offset,
             num_bytes=place.num_bytes, key=place.key, parent=(parent_key or b"")[:PARENT_BYTES], depth=place.depth,
-            layout=place.layout, tenant=place.tenant, writer=place.writer,
+            layout=place.layout, tenant=place.tenant, writer=place.writer, owner=place.owner,
         )  # fmt: skip
         self._link(record, node)
         self._account(node, extent_size(place.num_bytes))

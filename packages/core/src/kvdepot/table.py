@@ -23,6 +23,7 @@ HEADER_PAGE_BYTES: Final = 4096
 TABLE_VERSION: Final = 1
 NO_RECORD: Final = 0xFFFFFFFF
 PARENT_BYTES: Final = 16  # of the parent's key: enough to find it among the chunks of one depth
+OWNER_BYTES: Final = 16
 MAXIMUM_ENTRY_BYTES: Final = (1 << 32) - 1
 
 FREE: Final = 0
@@ -31,14 +32,15 @@ SEALED: Final = 2
 
 _MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
-# space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, tenant, layout, checksum,
-# writer start, writer pid, crc, last use
+# space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, tenant, layout, owner (16 bytes
+# that name the worker within its process), writer start, writer pid, crc, last use
 _BODY: Final = struct.Struct("<IHHII32s16sIIQ16sQIIQ")
 _CHECKED_BYTES: Final = 108  # of the body: all but crc and last use
 _CRC: Final = 116  # within a record, as the next ones
 _LAST_USE: Final = 120
 _EXTENT_OFFSET: Final = 16
 _LAYOUT_OFFSET: Final = 80
+_OWNER_OFFSET: Final = 88
 _WRITER_OFFSET: Final = 104
 _EXTENT: Final = struct.Struct("<II")
 _WRITER: Final = struct.Struct("<QI")
@@ -71,6 +73,7 @@ class Record:
     layout: int
     tenant: int
     writer: Writer
+    owner: bytes
     last_use: int
 
 
@@ -154,6 +157,7 @@ class IndexTable:
         layout: int,
         tenant: int,
         writer: Writer,
+        owner: bytes,
     ) -> int:
         """Fill a free record and put it into the state WRITING; return its header once sealed."""
         place = record * (RECORD_BYTES // 8)
@@ -161,7 +165,7 @@ class IndexTable:
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         _BODY.pack_into(
             self._view, base, space, group, shard, offset // EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
-            tenant, layout, b"", writer.start_time, writer.pid, 0, 0,
+            tenant, layout, owner, writer.start_time, writer.pid, 0, 0,
         )  # fmt: skip
         header = sealed - SEALED + WRITING
         self._write_crc(base, header)
@@ -202,6 +206,11 @@ class IndexTable:
         start_time, pid = _WRITER.unpack_from(self._view, base + _WRITER_OFFSET)
         return Writer(pid, start_time)
 
+    def owner_of(self, record: int) -> bytes:
+        """Return the worker, within its process, that began a record in use."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _OWNER_OFFSET
+        return bytes(self._view[base : base + OWNER_BYTES])
+
     def place_of(self, record: int) -> tuple[int, int]:
         """Return group and shard of a record in use."""
         fields = _U32.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + 12)[0]
@@ -219,12 +228,14 @@ class IndexTable:
     def _read(self, number: int, header: int) -> Record | None:
         base = HEADER_PAGE_BYTES + number * RECORD_BYTES + 8
         fields = _BODY.unpack_from(self._view, base)
-        space, group, shard, page, num_bytes, key, parent, depth, tenant, layout, _, start, pid, crc, last_use = fields
+        space, group, shard, page, num_bytes, key, parent, depth, tenant, layout, owner, start, pid, crc, last_use = (
+            fields
+        )
         if crc != self._crc(base, header):
             return None
         return Record(
             number, header & 0xFF, space, group, shard, page * EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
-            layout, tenant, Writer(pid, start), last_use,
+            layout, tenant, Writer(pid, start), owner, last_use,
         )  # fmt: skip
 
     def _crc(self, base: int, header: int) -> int:

@@ -20,9 +20,11 @@ from kvdepot.index import ChunkIndex, EntryPlace, Space, digest_of, pack_extent
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.leases import LeaseTable
-from kvdepot.table import MAXIMUM_ENTRY_BYTES, Writer
+from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, Writer
 
 logger = logging.getLogger(__name__)
+
+Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
 
 class Refused(Exception):
@@ -56,9 +58,14 @@ class Context:
     groups: tuple[GroupOnWorker, ...] = ()
 
     @property
-    def fence(self) -> tuple[Writer, str, int]:
+    def owner(self) -> bytes:
+        """Which worker of its process this is."""
+        return digest_of((self.instance, self.registration.rank if self.registration else -1))[:OWNER_BYTES]
+
+    @property
+    def fence(self) -> Fence:
         """Who this is across sessions: a registration under the same name says that no old copy is running."""
-        return self.writer, self.instance, self.registration.rank if self.registration else 0
+        return self.writer, self.owner
 
 
 @dataclass(slots=True)
@@ -75,7 +82,7 @@ class Ticket:
 class Quarantine:
     """Entries whose writer is gone for us but may still be writing."""
 
-    fence: tuple[Writer, str, int]
+    fence: Fence
     records: list[int]
 
 
@@ -303,7 +310,7 @@ class Depot:
                     full = True  # the same digest at another depth: only a forged chain comes here
                 place = EntryPlace(
                     space, key, parent, depth, number, group.shard, group.chunk_size_bytes, group.layout, tenant,
-                    context.writer,
+                    context.writer, context.owner,
                 )  # fmt: skip
                 record = None if full else index.begin_entry(place)
                 if record is None:
@@ -418,9 +425,9 @@ class Depot:
         """A process is dead: nothing writes for it any more."""
         self._lift_quarantine(lambda quarantine: quarantine.fence[0] == writer)
 
-    def quarantine(self, writer: Writer, records: list[int]) -> None:
-        """Hold unfinished entries of an earlier server's life until their writer is dead."""
-        self.quarantines.append(Quarantine((writer, "", 0), records))
+    def quarantine(self, fence: Fence, records: list[int]) -> None:
+        """Hold unfinished entries of an earlier server's life until their worker is back or its process dead."""
+        self.quarantines.append(Quarantine(fence, records))
 
     def _lift_quarantine(self, over: Callable[[Quarantine], bool]) -> None:
         for quarantine in self.quarantines:

@@ -23,9 +23,9 @@ from kvdepot.errors import ConfigError, DepotBusy, ErrorCode
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.pool import Names, allocate_first, allocate_in_background, open_pool
-from kvdepot.server.depot import Depot, Refused
+from kvdepot.server.depot import Depot, Fence, Refused
 from kvdepot.server.sessions import SessionTable
-from kvdepot.table import Writer, table_size_bytes
+from kvdepot.table import table_size_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -301,12 +301,14 @@ class DepotServer:
                 return
         self._restoring = None
         index = self._depot.index
-        by_writer: dict[Writer, list[int]] = {}
+        by_fence: dict[Fence, list[int]] = {}
         for record in self._unfinished:
-            by_writer.setdefault(index.table.writer_of(record), []).append(record)
-        for writer, records in by_writer.items():
-            if self._sessions.await_death(writer):
-                self._depot.quarantine(writer, records)
+            fence = index.table.writer_of(record), index.table.owner_of(record)
+            by_fence.setdefault(fence, []).append(record)
+        registered = {context.fence for context in self._depot.contexts.values()}
+        for fence, records in by_fence.items():
+            if fence not in registered and self._sessions.await_death(fence[0]):
+                self._depot.quarantine(fence, records)
             else:
                 self._depot.discard_records(records)
         self._depot.accepts_stores = self._stopping_at is None

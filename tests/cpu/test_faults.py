@@ -1,0 +1,297 @@
+"""Workers, schedulers and servers that are killed or stopped: right bytes or a miss, and everything comes back."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvdepot.client.transfers import CopyBatch
+from kvdepot.testing.backend import prompt
+from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot_cpu.context import CacheGroup, CpuTransferContext
+
+CHUNK = 4 * 4 * 16384
+
+
+class Engine:
+    """An engine process that obeys."""
+
+    def __init__(self, depot: DepotProcess, instance: str) -> None:
+        script = str(Path(__file__).with_name("engine_child.py"))
+        self.process = subprocess.Popen(
+            [sys.executable, script, depot.url, instance], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.listen() == ["ready"]
+
+    def say(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def listen(self) -> list[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().split()
+
+    def ask(self, command: str) -> list[str]:
+        self.say(command)
+        return self.listen()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    with DepotProcess() as depot:
+        yield depot
+
+
+@pytest.fixture
+def spawn(depot: DepotProcess) -> Iterator[Callable[[str], Engine]]:
+    engines: list[Engine] = []
+
+    def spawn(instance: str) -> Engine:
+        engines.append(Engine(depot, instance))
+        return engines[-1]
+
+    yield spawn
+    for engine in engines:
+        engine.close()
+
+
+Spawn = Callable[[str], Engine]
+
+
+def test_what_a_killed_worker_had_prepared_is_never_found_and_its_space_comes_back(
+    depot: DepotProcess, spawn: Spawn
+) -> None:
+    victim, other = spawn("victim"), spawn("other")
+    assert victim.ask("prepare 1 3") == ["3"]
+    assert depot.status().pool_used_bytes == 3 * CHUNK
+    victim.kill()
+    wait_until(lambda: depot.status().pool_used_bytes == 0, 2.0)
+    assert other.ask("lookup 1 3") == ["0"]
+    assert other.ask("store 1 3") == ["True", "3"]
+    assert other.ask("retrieve 1 3") == ["3", "0"]
+
+
+def test_a_stopped_worker_keeps_its_space_until_it_is_dead(depot: DepotProcess, spawn: Spawn) -> None:
+    victim, other = spawn("victim"), spawn("other")
+    victim.ask("prepare 1 3")
+    os.kill(victim.process.pid, signal.SIGSTOP)
+    assert other.ask("store 2 3") == ["True", "3"]
+    assert other.ask("retrieve 2 3") == ["3", "0"]
+    assert depot.status().num_tickets == 1
+    victim.kill()
+    wait_until(lambda: depot.status().pool_used_bytes == 3 * CHUNK, 2.0)
+    assert other.ask("retrieve 2 3") == ["3", "0"]
+
+
+def test_leases_of_a_killed_scheduler_end_at_once(depot: DepotProcess, spawn: Spawn) -> None:
+    victim = spawn("victim")
+    victim.ask("store 1 3")
+    assert victim.ask("lookup 1 3") == ["3"]
+    assert depot.status().num_leases == 1
+    victim.kill()
+    wait_until(lambda: depot.status().num_leases == 0, 1.0)
+    wait_until(lambda: depot.status().num_sessions == 0, 1.0)
+
+
+def test_two_engines_that_store_the_same_at_once_make_one_copy(depot: DepotProcess, spawn: Spawn) -> None:
+    engines = [spawn("one"), spawn("two")]
+    for engine in engines:
+        engine.say("store 1 16")
+    assert [engine.listen()[0] for engine in engines] == ["True", "True"]
+    wait_until(lambda: depot.status().num_tickets == 0)
+    assert depot.status().pool_used_bytes == 16 * CHUNK
+    assert [engine.ask("retrieve 1 16") for engine in engines] == [["16", "0"]] * 2
+
+
+def test_half_written_chunks_of_a_killed_server_are_gone_and_sealed_ones_are_there(
+    depot: DepotProcess, spawn: Spawn
+) -> None:
+    writer, victim = spawn("writer"), spawn("victim")
+    writer.ask("store 1 20")
+    victim.ask("prepare 2 3")
+    depot.kill()
+    victim.kill()
+    depot.start()
+    wait_until(lambda: depot.status().num_sessions == 2 and not depot.status().recovering)
+    assert writer.ask("lookup 2 3") == ["0"]
+    assert depot.status().pool_used_bytes == 20 * CHUNK
+    assert writer.ask("retrieve 1 20") == ["20", "0"]
+
+
+def test_unfinished_chunks_of_a_live_writer_wait_until_it_comes_back_or_dies(depot: DepotProcess, spawn: Spawn) -> None:
+    victim, other = spawn("victim"), spawn("other")
+    victim.ask("prepare 2 3")
+    os.kill(victim.process.pid, signal.SIGSTOP)
+    depot.kill()
+    depot.start()
+    wait_until(lambda: not depot.status().recovering)
+    assert depot.status().quarantined_bytes == 3 * CHUNK
+    wait_until(lambda: other.ask("store 1 3") == ["True", "3"])
+    victim.kill()
+    wait_until(lambda: depot.status().quarantined_bytes == 0, 2.0)
+    assert other.ask("lookup 2 3") == ["0"]
+    assert other.ask("retrieve 1 3") == ["3", "0"]
+
+
+def test_killing_the_server_over_and_over_under_load_serves_no_wrong_byte(depot: DepotProcess, spawn: Spawn) -> None:
+    engines = [spawn("one"), spawn("two")]
+    for number in range(5):
+        for engine in engines:
+            engine.say(f"store {number} 12")
+        depot.kill()
+        for engine in engines:
+            engine.listen()
+            engine.say(f"retrieve {number} 12")
+        depot.start()
+        for engine in engines:
+            assert engine.listen()[1] == "0", "wrong bytes"
+    wait_until(lambda: depot.status().num_sessions == 4)
+    for engine in engines:
+        wait_until(lambda engine=engine: engine.ask("store 9 12")[0] == "True")
+        assert engine.ask("retrieve 9 12") == ["12", "0"]
+
+
+# --- in this process: gates in the copy -----------------------------------------------------------------------------
+
+
+class Gate:
+    """Stops a copier before it copies, until it is opened."""
+
+    def __init__(self, context: CpuTransferContext, name: str) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self._copy = getattr(context._copier, name)
+        setattr(context._copier, name, self)
+
+    def __call__(self, batch: CopyBatch) -> None:
+        self.reached.set()
+        assert self.opened.wait(20)
+        self._copy(batch)
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., CpuTransferContext]]:
+    made: list[CpuTransferContext] = []
+
+    def make(depot: DepotProcess, instance: str = "engine", fill: int = 0) -> CpuTransferContext:
+        cache = np.full((1, 64, 65536), fill, np.uint8)
+        made.append(CpuTransferContext([CacheGroup(list(cache), 16)], instance, dtype="bytes", url=depot.url))
+        made[-1].cache = cache  # type: ignore[attr-defined]
+        made[-1].wait_until_connected(10)
+        return made[-1]
+
+    yield make
+    for context in made:
+        context.close()
+
+
+def test_a_lease_that_expires_during_a_retrieve_makes_it_a_miss(make: Callable[..., CpuTransferContext]) -> None:
+    with DepotProcess("--lease-seconds", "0.2", pool_size="2MiB") as depot:
+        reader, writer = make(depot, "reader", fill=1), make(depot, "writer", fill=2)
+        assert reader.submit_store("r", prompt(8), [list(range(32))]).result(10)
+        gate = Gate(reader, "retrieve")
+        future = reader.submit_retrieve("r", prompt(8), [list(range(32))])
+        assert gate.reached.wait(10)
+        wait_until(lambda: depot.status().num_leases == 0, 5.0)
+        assert writer.submit_store("r", prompt(8, salt=1), [list(range(32))]).result(10)
+        gate.opened.set()
+        assert future.result(10) is False
+        assert future.num_chunks == 0
+
+
+def test_without_room_for_everything_only_what_stayed_counts(make: Callable[..., CpuTransferContext]) -> None:
+    with DepotProcess("--lease-seconds", "0.2", pool_size="2MiB") as depot:
+        reader, writer = make(depot, "reader", fill=1), make(depot, "writer", fill=2)
+        assert reader.submit_store("r", prompt(8), [list(range(32))]).result(10)
+        gate = Gate(reader, "retrieve")
+        future = reader.submit_retrieve("r", prompt(8), [list(range(32))])
+        assert gate.reached.wait(10)
+        wait_until(lambda: depot.status().num_leases == 0, 5.0)
+        assert writer.submit_store("r", prompt(3, salt=1), [list(range(12))]).result(10)
+        gate.opened.set()
+        assert future.result(10) is False
+        assert future.num_chunks == 5
+        assert (reader.cache[0, :20] == 1).all()  # type: ignore[attr-defined]
+
+
+def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
+    depot: DepotProcess, make: Callable[..., CpuTransferContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = make(depot)
+
+    def fail(_batch: CopyBatch) -> None:
+        raise OSError("the device is on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(context._copier, "store", fail)
+        assert context.submit_store("r", prompt(4), [list(range(16))]).result(10) is False
+    wait_until(lambda: depot.status().pool_used_bytes == 0)
+    assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)
+
+
+def test_a_server_killed_during_a_store_makes_it_a_miss(
+    depot: DepotProcess, make: Callable[..., CpuTransferContext]
+) -> None:
+    context = make(depot, fill=3)
+    gate = Gate(context, "store")
+    future = context.submit_store("r", prompt(4), [list(range(16))])
+    assert gate.reached.wait(10)
+    depot.kill()
+    depot.start()
+    assert depot.status().quarantined_bytes or depot.status().recovering
+    gate.opened.set()
+    assert future.result(10) is False
+    context.wait_until_connected(10)
+    wait_until(lambda: depot.status().quarantined_bytes == 0, what="registering again to free what was half written")
+    assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)
+    assert context.submit_retrieve("r", prompt(4), [list(range(16))]).result(10)
+    assert (context.cache[0, :16] == 3).all()  # type: ignore[attr-defined]
+
+
+def test_ten_restarts_leave_no_descriptor_mapping_or_thread_in_a_worker(
+    depot: DepotProcess, make: Callable[..., CpuTransferContext]
+) -> None:
+    context = make(depot)
+    assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)
+
+    def restart() -> None:
+        depot.kill()
+        depot.start()
+        wait_until(lambda: context.submit_retrieve("r", prompt(4), [list(range(16))]).result(10))
+
+    def count() -> tuple[int, int, int]:
+        maps = Path("/proc/self/maps").read_text()
+        return (
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            maps.count(str(depot.pool_directory)),
+        )
+
+    for _ in range(2):
+        restart()
+    before = count()
+    for _ in range(10):
+        restart()
+    wait_until(
+        lambda: all(now <= then for now, then in zip(count(), before, strict=True)), what=f"{before} from {count()}"
+    )
