@@ -130,7 +130,7 @@ class DepotMachine(RuleBasedStateMachine):
         )
         assert isinstance(plan, m.StorePlan)
         self.learn_evictions()
-        entries = [
+        entries: list[tuple[bytes, int, int]] = [
             (self.digest(run, chunk), group, worker.shards[group])
             for chunk, group, _, _, _, _, _, _ in m.EXTENT.iter_unpack(plan.extents)
         ]

@@ -103,7 +103,7 @@ def test_two_processes_with_different_hash_seeds_agree() -> None:
 
 
 def test_the_format_of_a_digest_is_fixed() -> None:
-    fields = ("model", "main", "default", "salt", "", [], 4)
+    fields: tuple[object, ...] = ("model", "main", "default", "salt", "", [], 4)
     root = blake3(msgspec.msgpack.encode(fields), derive_key_context="kvdepot 2026-11 namespace").digest()
     first = blake3(root + struct.pack("<4I", 0, 1, 2, 3)).digest()
     second = blake3(first + struct.pack("<4I", 4, 5, 6, 7)).digest()

@@ -33,7 +33,8 @@ def main() -> None:
         command, *numbers = line.split()
         if command == "exit":
             break
-        print(*answer(command, *map(int, numbers), cache, context, scheduler), flush=True)
+        salt, num_chunks = map(int, numbers)
+        print(*answer(command, salt, num_chunks, cache, context, scheduler), flush=True)
     context.close()
     scheduler.close()
 

@@ -15,6 +15,7 @@ from kvdepot.client.transfers import CopyBatch
 from kvdepot.testing.backend import prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cpu.context import CacheGroup, CpuTransferContext
+from kvdepot_cpu.kernels.copy import PageCopier
 
 CHUNK = 4 * 4 * 16384
 
@@ -180,8 +181,9 @@ class Gate:
 
     def __init__(self, context: CpuTransferContext, name: str) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        self._copy = getattr(context._copier, name)
-        setattr(context._copier, name, self)
+        copier = context._copier  # pyright: ignore[reportPrivateUsage]
+        self._copy = getattr(copier, name)
+        setattr(copier, name, self)
 
     def __call__(self, batch: CopyBatch) -> None:
         self.reached.set()
@@ -239,11 +241,11 @@ def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
 ) -> None:
     context = make(depot)
 
-    def fail(_batch: CopyBatch) -> None:
+    def fail(_copier: PageCopier, _batch: CopyBatch) -> None:
         raise OSError("the device is on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(context._copier, "store", fail)
+        patch.setattr(PageCopier, "store", fail)
         assert context.submit_store("r", prompt(4), [list(range(16))]).result(10) is False
     wait_until(lambda: depot.status().pool_used_bytes == 0)
     assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)

@@ -43,17 +43,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvdepot", description="One server a node that keeps the KV caches of every inference engine there."
     )
     parser.add_argument("--version", action="version", version=f"kvdepot {version('kvdepot')}")
-    common = argparse.ArgumentParser(add_help=False)
-    levels = ("debug", "info", "warning", "error")
-    common.add_argument("--log-level", choices=levels, default="warning", help="what goes to standard error")
+    common = _log_options("warning")
     client = argparse.ArgumentParser(add_help=False, parents=[common])
     client.add_argument("--url", help=f"the depot: its directory or ipc://DIR (default {default_directory()})")
     json_output = argparse.ArgumentParser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print JSON")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", parents=[common], help="run a depot", description="Run a depot.")
-    serve.set_defaults(run=_serve, log_level="info")
+    serve = commands.add_parser("serve", parents=[_log_options("info")], help="run a depot", description="Run a depot.")
+    serve.set_defaults(run=_serve)
     serve.add_argument(
         "--dir", type=Path, default=default_directory(), help="where its sockets are (default %(default)s)"
     )
@@ -101,6 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("what", choices=("transfer", "lookup", "server"))
     bench.add_argument("--entries", type=int, default=1_000_000, help="of bench server (default %(default)s)")
     return parser
+
+
+def _log_options(default: str) -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    levels = ("debug", "info", "warning", "error")
+    options.add_argument("--log-level", choices=levels, default=default, help="what goes to standard error")
+    return options
 
 
 def _size(text: str) -> int:

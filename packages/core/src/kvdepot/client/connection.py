@@ -104,10 +104,7 @@ class Channel:
         """
         if sequence not in self._replies:
             self.drain()
-        reply = self._replies.pop(sequence, None)
-        if isinstance(reply, m.ErrorReply):
-            raise RemoteError(reply.code, reply.message)
-        return reply
+        return self._take(sequence)
 
     def wait(self, sequence: int, deadline_seconds: float) -> m.Reply:
         """Return the reply, waiting at most `deadline_seconds`.
@@ -118,14 +115,18 @@ class Channel:
             DepotUnavailable: the connection was lost.
         """
         end = time.monotonic() + deadline_seconds
-        while (reply := self.poll(sequence)) is None:
+        while sequence not in self._replies:
             rest = end - time.monotonic()
-            if rest <= 0:
+            ready = [polled for polled, _ in self._poller.poll(max(0, int(rest * 1000)))]
+            if self._socket in ready:
+                self._receive()
+            elif ready:
+                raise DepotUnavailable("the connection to the depot was lost")
+            elif rest <= 0:
                 self.abandon(sequence)
                 raise DepotTimeout(f"no answer within {deadline_seconds} s")
-            ready = dict(self._poller.poll(max(1, int(rest * 1000))))
-            if self.link.lost_fd in ready and self._socket not in ready:
-                raise DepotUnavailable("the connection to the depot was lost")
+        reply = self._take(sequence)
+        assert reply is not None
         return reply
 
     def call(self, request: m.Request, deadline_seconds: float) -> m.Reply:
@@ -146,24 +147,34 @@ class Channel:
         Raises:
             DepotUnavailable: the channel is closed, or what came is no reply.
         """
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            except zmq.ZMQError as error:
-                raise DepotUnavailable(f"the channel is closed: {error}") from error
-            sequence = m.sequence_of(frame)
-            try:
-                reply = m.decode_reply(frame)
-            except m.FrameError as error:
-                raise DepotUnavailable(f"the depot speaks another language: {error}") from error
-            if sequence in self._ignored:
-                on_reply = self._ignored.pop(sequence)
-                if on_reply is not None:
-                    on_reply(reply)
-            else:
-                self._replies[sequence] = reply
+        while self._receive():
+            pass
+
+    def _receive(self) -> bool:
+        try:
+            frame = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            raise DepotUnavailable(f"the channel is closed: {error}") from error
+        sequence = m.sequence_of(frame)
+        try:
+            reply = m.decode_reply(frame)
+        except m.FrameError as error:
+            raise DepotUnavailable(f"the depot speaks another language: {error}") from error
+        if sequence in self._ignored:
+            on_reply = self._ignored.pop(sequence)
+            if on_reply is not None:
+                on_reply(reply)
+        else:
+            self._replies[sequence] = reply
+        return True
+
+    def _take(self, sequence: int) -> m.Reply | None:
+        reply = self._replies.pop(sequence, None)
+        if isinstance(reply, m.ErrorReply):
+            raise RemoteError(reply.code, reply.message)
+        return reply
 
     def close(self) -> None:
         """Close the socket. Twice is harmless."""
