@@ -223,7 +223,7 @@ def _backends(options: argparse.Namespace) -> int:
         print(json.dumps([_as_dict(backend) for backend in found], indent=2))
         return 0
     for backend in found:
-        state = "usable" if backend.why_unavailable is None else backend.why_unavailable
+        state = backend.why_unavailable or f"usable ({', '.join(backend.capabilities)})"
         print(f"{backend.name:6} {backend.distribution or '-':20} {state}")
     return 0
 

@@ -91,6 +91,7 @@ class Capability(enum.StrEnum):
     """What a backend can do beyond store and retrieve."""
 
     ASYNCHRONOUS = "asynchronous"  # transfers run beside the caller
+    COMPILED_COPY = "compiled_copy"  # the backend's own copy was built; without it copies are slower
     DEPOT_DRIVEN = "depot_driven"  # a mover of the depot can copy
 
 

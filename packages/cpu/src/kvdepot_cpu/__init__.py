@@ -18,7 +18,12 @@ class CpuBackend:
 
     name = "cpu"
     device_type = "cpu"
-    capabilities = frozenset({Capability.ASYNCHRONOUS})
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """See `Backend`; the compiled copy is there if there was a C compiler when the package was installed."""
+        is_built = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs") is not None
+        return frozenset({Capability.ASYNCHRONOUS} | ({Capability.COMPILED_COPY} if is_built else set()))
 
     def why_unavailable(self) -> str | None:
         """Return None if it can be used here, else a sentence with the way out."""
