@@ -1,0 +1,100 @@
+"""The commands as a user runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.testing.processes import DepotProcess
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kvdepot", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def run_json(*arguments: str) -> Any:
+    result = run(*arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Conversations of three turns each, that share a system prompt."""
+    lines: list[str] = []
+    for turn in range(1, 4):
+        for conversation in range(20):
+            ids = [0, 1, *(1000 * conversation + 10 + place for place in range(turn * 3))]
+            request = {"timestamp": len(lines), "input_length": 512 * len(ids), "output_length": 10, "hash_ids": ids}
+            lines.append(json.dumps(request))
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_the_demo_verifies_what_two_engines_share_and_survives_a_killed_depot() -> None:
+    summary = run_json("demo")
+    assert summary["wrong_bytes"] == summary["restart"]["wrong_bytes"] == 0
+    assert summary["verified_bytes"] == summary["retrieved_bytes"] > 0
+    assert summary["hit_rate_by_source"]["shared"] > 0
+    assert summary["restart"]["entries_after"] == summary["restart"]["entries_before"] == summary["num_entries"]
+    assert summary["restart"]["hit_rate"] > 0.9
+    assert summary["num_leases"] == 0
+
+
+def test_a_trace_is_replayed_with_real_bytes(trace: Path) -> None:
+    summary = run_json("replay", str(trace), "--pool-size", "64MiB", "--policy", "arc")
+    assert summary["num_requests"] == 60
+    assert summary["wrong_bytes"] == 0
+    assert summary["verified_bytes"] > 0
+    assert summary["hit_rate"] > 0.4
+
+
+def test_a_simulation_tells_hit_rate_by_pool_size_for_each_policy(trace: Path) -> None:
+    table = run_json("replay", str(trace), "--simulate", "--pool-size", "1GiB,64GiB")
+    assert {row["policy"] for row in table["rows"]} >= {"lru", "arc", "belady", "unlimited"}
+    assert all(0 <= row["hit_rate"] <= 1 for row in table["rows"])
+
+
+def test_a_trace_that_is_none_is_an_error_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("no trace\n")
+    result = run("replay", str(path), "--simulate")
+    assert result.returncode == 1
+    assert "line 1" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_status_is_for_people_and_for_machines() -> None:
+    with DepotProcess() as depot:
+        fields = run_json("status", "--url", depot.url)
+        assert {"num_entries", "pool_used_bytes", "num_leases", "epoch", "contexts"} <= set(fields)
+        assert "entries  0 of" in run("status", "--url", depot.url).stdout
+        assert run("clear", "--url", depot.url).stdout == "0 entries forgotten\n"
+
+
+def test_without_a_depot_status_says_what_to_do(tmp_path: Path) -> None:
+    result = run("status", "--url", str(tmp_path))
+    assert result.returncode == 1
+    assert "kvdepot serve" in result.stderr
+
+
+def test_a_hung_depot_is_unhealthy_within_its_deadline() -> None:
+    import signal
+
+    with DepotProcess() as depot:
+        depot.signal(signal.SIGSTOP)
+        result = run("status", "--url", depot.url)
+        depot.signal(signal.SIGCONT)
+    assert result.returncode == 1
+    assert "does not answer" in result.stderr
+
+
+def test_backends_are_listed_with_their_reasons() -> None:
+    backends = {backend["name"]: backend for backend in run_json("backends")}
+    assert backends["cpu"]["why_unavailable"] is None
+    assert backends["cuda"]["why_unavailable"]
