@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec.structs
 
@@ -25,6 +25,8 @@ from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, Writer
 logger = logging.getLogger(__name__)
 
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
+
+MAXIMUM_TENANTS: Final = 65_536  # names are kept as long as the pool
 
 
 class Refused(Exception):
@@ -456,6 +458,8 @@ class Depot:
     def _tenant(self, name: str) -> int:
         number = self._tenant_numbers.get(name)
         if number is None:
+            if len(self.tenants) >= MAXIMUM_TENANTS:
+                raise Refused(ErrorCode.MALFORMED, f"more than {MAXIMUM_TENANTS} tenants: {name!r} is one too many")
             number = self._tenant_numbers[name] = len(self.tenants)
             self.tenants.append(name)
             self.on_names_changed()
