@@ -436,7 +436,7 @@ def decode_request(frame: bytes) -> Request:
 def _tag_of(body: memoryview) -> object:
     try:
         fields = msgspec.msgpack.decode(body, type=list[object])
-    except (ValueError, RecursionError):
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
     return fields[0] if fields else None
 
