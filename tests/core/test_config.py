@@ -74,6 +74,7 @@ def test_a_pool_that_does_not_fit_is_an_error_that_names_size_flag_and_way_out(t
         resolve_pool_size(config)
     with pytest.raises(ConfigError, match="at least 1 MiB"):
         resolve_pool_size(replace(config, pool_size_bytes=1000))
+    assert not (tmp_path / "pool").exists()
 
 
 def test_an_earlier_pool_in_the_same_place_counts_as_room(tmp_path: Path) -> None:

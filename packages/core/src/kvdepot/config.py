@@ -114,9 +114,8 @@ def resolve_pool_size(config: ServerConfig) -> int:
         ConfigError: the size is too small, or the file system has no room for it.
     """
     folder = config.pool_path
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    stat = os.statvfs(folder)
-    earlier = sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file())
+    stat = os.statvfs(next(place for place in (folder, *folder.absolute().parents) if place.exists()))
+    earlier = sum(path.stat().st_blocks * 512 for path in folder.glob("*") if path.is_file())
     room = stat.f_bavail * stat.f_frsize + earlier
     if config.pool_size_bytes is None:
         size = int(min((available_memory_bytes() + earlier) * POOL_SHARE_OF_FREE_MEMORY, room * 0.8))
