@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.eviction import NO_NODE, POLICIES, ChunkTree
+from kvdepot.eviction import NO_NODE, POLICIES, AdaptiveReplacement, ChunkTree
 from kvdepot.protocols import EvictionPolicy
 
 
@@ -132,3 +132,24 @@ def test_arc_keeps_what_was_used_twice_through_a_scan() -> None:
             assert victim is not None
             forest.remove(victim)
     assert set(popular) <= set(forest.here)
+
+
+def test_arc_makes_room_for_what_is_new_when_it_misses_what_it_evicted() -> None:
+    forest = Forest("arc")
+    once, _, popular = (forest.add(NO_NODE) for _ in range(3))
+    forest.use(popular)
+    assert forest.policy.victim() == once
+    forest.remove(once)
+    forest.tree.keys[once] = once.to_bytes(32, "little")  # the evicted chunk is stored again
+    forest.policy.added(once)
+    assert forest.policy.victim() == popular
+
+
+def test_arc_remembers_no_more_than_it_holds() -> None:
+    forest = Forest("arc")
+    forest.policy = policy = AdaptiveReplacement(forest.tree)
+    for _ in range(100):
+        forest.add(NO_NODE)
+        if len(forest.here) > 10:
+            forest.remove(forest.here[0])
+    assert len(policy._ghosts_once) <= 11  # pyright: ignore[reportPrivateUsage]

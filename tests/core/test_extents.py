@@ -89,3 +89,12 @@ def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[
         if is_taken:
             allocator.free(offset, num_bytes)
     assert allocator.holes() == [(0, CAPACITY)]
+
+
+def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
+    allocator = ExtentAllocator(CAPACITY)
+    extents = [(allocator.allocate(pages * PAGE) or 0, pages * PAGE) for pages in (8, 1, 3, 1, 51)]
+    for offset, num_bytes in extents[0:3:2]:
+        allocator.free(offset, num_bytes)
+    assert allocator.allocate(2 * PAGE) == extents[2][0]
+    assert allocator.allocate(4 * PAGE) == extents[0][0]

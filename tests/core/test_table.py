@@ -1,5 +1,6 @@
 """The index table: what does not verify is not believed."""
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvdepot.errors import PoolError
-from kvdepot.table import FREE, RECORD_BYTES, SEALED, WRITING, IndexTable, Writer, table_size_bytes
+from kvdepot.table import FREE, RECORD_BYTES, SEALED, TABLE_VERSION, WRITING, IndexTable, Writer, table_size_bytes
 
 POOL_ID = bytes(range(16))
 
@@ -103,4 +104,27 @@ def test_a_damaged_table_header_is_refused(place: int, path: Path) -> None:
 def test_a_truncated_table_is_refused(size: int, path: Path) -> None:
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(PoolError):
+        IndexTable.open(path, 1 << 20, POOL_ID)
+
+
+def test_the_header_of_a_record_only_ever_grows() -> None:
+    table = IndexTable.in_memory(1)
+    seen = [table.header(0)]
+    for _ in range(5):
+        sealed = table.write(0, **SOME)
+        seen.append(table.header(0))
+        table.seal(0, 1)
+        assert table.header(0) == sealed
+        seen.append(sealed)
+        table.free(0)
+        seen.append(table.header(0))
+    assert seen == sorted(set(seen))
+
+
+def test_a_table_of_another_format_is_refused_by_its_number(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[8] += 1
+    content[48:52] = zlib.crc32(content[:48]).to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(PoolError, match=f"table format {TABLE_VERSION + 1}"):
         IndexTable.open(path, 1 << 20, POOL_ID)

@@ -69,6 +69,8 @@ class LeastRecentlyUsed:
         parent = self._tree.parent[node]
         if node < len(self._last_use) and parent < len(self._last_use):
             self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
+        if node < len(self._last_use):
+            self._last_use[node] = 0  # the number may go to a chunk that leaves unfinished, never `added`
 
     def victim(self) -> int | None:
         """See `EvictionPolicy`."""

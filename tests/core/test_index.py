@@ -1,0 +1,585 @@
+"""What the index finds, keeps, evicts and reads back, asked through the depot as workers ask it."""
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from kvdepot import messages as m
+from kvdepot.errors import ErrorCode
+from kvdepot.extents import ExtentAllocator, extent_size
+from kvdepot.index import ChunkIndex
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.server.depot import Depot, Refused
+from kvdepot.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer, table_size_bytes
+
+PAGE = 4096
+LEASE_SECONDS = 10.0
+FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
+PLAIN = (m.GroupShape(FULL, 1),)
+SHARDED = (m.GroupShape(FULL, 1, num_shards=2),)
+ONLY_WINDOW = (m.GroupShape(WINDOW, 1, window_tokens=3),)
+HYBRID = (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1))
+REACH = {FULL: 10**6, WINDOW: 2, STATE: 1}  # chunks that a group needs before a boundary
+
+
+class WatchfulAllocator(ExtentAllocator):
+    """Fails when an extent is freed while a record still says that it is in use."""
+
+    table: IndexTable
+
+    def free(self, offset: int, num_bytes: int) -> None:
+        assert all(record.offset != offset for record in self.table.records()), "the header must change first"
+        super().free(offset, num_bytes)
+
+
+@dataclass
+class Worker:
+    bench: "Bench"
+    session: int
+    writer: Writer
+    context: int
+    shard: int
+
+    def ask(self, request: m.Request) -> Any:
+        return self.bench.depot.handle(self.session, self.writer, request)
+
+    def prepare(self, run: KeyRun, *covered: int) -> m.StorePlan:
+        covered = covered or (run.num_chunks,) * len(self.bench.spec.groups)
+        return self.ask(
+            m.PrepareStore(self.context, "r", run.tenant, run.digests, run.first_chunk, run.parent, covered)
+        )
+
+    def commit(self, plan: m.StorePlan) -> int:
+        return self.ask(m.CommitStore(self.context, plan.ticket)).count
+
+    def store(self, run: KeyRun, *covered: int) -> m.StorePlan:
+        plan = self.prepare(run, *covered)
+        if plan.ticket:
+            self.commit(plan)
+        return plan
+
+    def lookup(self, run: KeyRun) -> m.LookupReply:
+        return self.ask(m.Lookup(self.context, "r", run.digests))
+
+    def retrieve(self, run: KeyRun, *covered: int) -> m.RetrievePlan:
+        covered = covered or (run.num_chunks,) * len(self.bench.spec.groups)
+        return self.ask(m.PrepareRetrieve(self.context, "r", run.digests, run.first_chunk, covered))
+
+    def release(self, lease: int) -> int:
+        return self.ask(m.Release(self.context, (lease,))).count
+
+    def refusal(self, request: m.Request) -> ErrorCode:
+        with pytest.raises(Refused) as caught:
+            self.ask(request)
+        return caught.value.code
+
+
+@dataclass
+class Bench:
+    """A depot with a small pool and a clock to turn."""
+
+    groups: tuple[m.GroupShape, ...] = PLAIN
+    pages: int = 64
+    num_records: int = 64
+    policy: str = "lru"
+    now: float = 0.0
+    sessions: int = 0
+    memory: bytearray = field(init=False)
+    unfinished: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        self.spec = m.CacheSpec(1, self.groups, "bytes")
+        self.memory = bytearray(table_size_bytes(self.num_records))
+        extents = WatchfulAllocator(self.pages * PAGE)
+        extents.table = IndexTable(self.memory, self.num_records)
+        self.index = ChunkIndex(extents, extents.table, self.policy)
+        self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
+
+    def worker(self, shard: int = 0, *, writer: Writer | None = None, page: int = PAGE, name: str = "") -> Worker:
+        self.sessions += 1
+        writer = writer or Writer(1000 + self.sessions, 1)
+        shards = [shard if group.num_shards > 1 else 0 for group in self.groups]
+        details = tuple(m.GroupDetail((page,), 8, shard=own) for own in shards)
+        name = name or f"engine-{self.sessions}"
+        request = m.RegisterKVCache(1, name, shard, 2, "none", "none", "model", self.spec, details)
+        reply = self.depot.handle(self.sessions, writer, request)
+        assert isinstance(reply, m.Registered)
+        return Worker(self, self.sessions, writer, reply.context, shard)
+
+    def successor(self, memory: bytearray | None = None, specs: list[m.CacheSpec] | None = None) -> ChunkIndex:
+        """Return what a server that starts on the table as it is now makes of it."""
+        table = IndexTable(bytearray(self.memory if memory is None else memory), self.num_records)
+        index = ChunkIndex(ExtentAllocator(self.pages * PAGE), table)
+        restored = index.restore([self.spec] if specs is None else specs)
+        self.unfinished = [record for record in restored if record is not None]
+        return index
+
+    def drain(self) -> None:
+        for quarantine in [*self.depot.quarantines]:
+            self.depot.end_process(quarantine.fence[0])
+        self.depot.clear(None)
+        assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
+        assert (len(self.depot.leases), len(self.depot.tickets), len(self.depot.quarantines)) == (0, 0, 0)
+        assert self.index.extents.holes() == [(0, self.pages * PAGE)]
+
+
+def prompt(num_chunks: int, name: int = 0, tenant: str = "default") -> KeyRun:
+    return hash_prefix(Namespace("model", tenant=tenant), 1, [name * 100 + i for i in range(num_chunks)])
+
+
+def found(index: ChunkIndex, run: KeyRun) -> int:
+    return index.longest_prefix(index.spaces[0], run.digests)[0]
+
+
+# --- finding --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_prepared_and_not_committed_is_never_found() -> None:
+    worker = Bench().worker()
+    plan = worker.prepare(prompt(3))
+    assert worker.lookup(prompt(3)).num_chunks == 0
+    assert worker.retrieve(prompt(3)) == m.RetrievePlan(1, 0, 0, b"")
+    worker.commit(plan)
+    assert worker.lookup(prompt(3)).num_chunks == worker.retrieve(prompt(3)).num_chunks == 3
+
+
+def test_a_chunk_waits_to_be_found_for_those_before_it() -> None:
+    worker = Bench().worker()
+    before, after = worker.prepare(prompt(2)), worker.prepare(prompt(4).slice(2))
+    worker.commit(after)
+    assert worker.lookup(prompt(4)).num_chunks == 0
+    assert worker.retrieve(prompt(4).slice(2)).num_chunks == 0
+    worker.commit(before)
+    assert worker.lookup(prompt(4)).num_chunks == 4
+
+
+def test_a_chunk_is_found_when_every_shard_of_it_is_stored() -> None:
+    bench = Bench(SHARDED)
+    first, second = bench.worker(0), bench.worker(1)
+    first.store(prompt(3))
+    assert first.lookup(prompt(3)).num_chunks == 0
+    second.store(prompt(2))
+    assert first.lookup(prompt(3)).num_chunks == second.retrieve(prompt(3)).num_chunks == 2
+
+
+def test_a_digest_is_found_at_its_own_depth_only() -> None:
+    worker = Bench().worker()
+    worker.store(prompt(2))
+    moved = KeyRun(prompt(1).digests, 1, prompt(2).parent)
+    assert worker.retrieve(moved).num_chunks == 0
+    forged = KeyRun(prompt(1).digests, 2, prompt(2).digests[32:])
+    assert (worker.prepare(forged).ticket, worker.prepare(forged).num_declined) == (0, 1)
+    assert worker.lookup(prompt(2)).num_chunks == 2
+
+
+def test_bytes_of_another_layout_are_a_miss() -> None:
+    bench = Bench()
+    writer = bench.worker()
+    writer.store(prompt(2))
+    writer.ask(m.Unregister(writer.context))
+    other = bench.worker(page=2 * PAGE)
+    assert other.retrieve(prompt(2)).num_chunks == 0
+
+
+def test_two_workers_of_one_spec_write_the_same_pages() -> None:
+    bench = Bench()
+    bench.worker()
+    with pytest.raises(Refused, match=r"CacheSpec\.format"):
+        bench.worker(page=2 * PAGE)
+
+
+def test_a_retrieve_ends_at_the_first_chunk_that_lacks_a_group() -> None:
+    worker = Bench(HYBRID).worker()
+    worker.store(prompt(4), 4, 4, 0)
+    assert worker.retrieve(prompt(4), 4, 2, 0).num_chunks == 4
+    assert worker.retrieve(prompt(4), 4, 2, 2).num_chunks == 2
+    assert worker.lookup(prompt(4)).num_chunks == 0
+
+
+# --- room -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("find", ["lookup", "retrieve"])
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_leased_chunks_are_never_evicted(policy: str, find: str) -> None:
+    worker = Bench(pages=4, policy=policy).worker()
+    worker.store(prompt(4))
+    lease = getattr(worker, find)(prompt(4)).lease
+    assert worker.store(prompt(2, 1)).num_declined == 2
+    assert worker.lookup(prompt(4)).num_chunks == 4
+    worker.ask(m.EndRequest(worker.context, "r"))
+    assert worker.release(lease) == 0
+    assert worker.store(prompt(2, 1)).num_declined == 0
+    assert worker.lookup(prompt(4)).num_chunks == 2
+
+
+@pytest.mark.parametrize("find", ["lookup", "retrieve"])
+def test_a_lease_on_a_window_holds_every_chunk_in_it(find: str) -> None:
+    worker = Bench(ONLY_WINDOW, pages=2).worker()
+    worker.store(prompt(2).slice(1))  # the later chunk first, so that the tree does not hold the earlier one
+    worker.store(prompt(1))
+    getattr(worker, find)(prompt(2))
+    assert worker.store(prompt(1, 1)).num_declined == 1
+    assert worker.lookup(prompt(2)).num_chunks == 2
+
+
+def test_what_was_looked_up_last_leaves_last() -> None:
+    worker = Bench(pages=2).worker()
+    worker.store(prompt(1, 1))
+    worker.store(prompt(1, 2))
+    worker.release(worker.lookup(prompt(1, 1)).lease)
+    worker.store(prompt(1, 3))
+    assert [worker.lookup(prompt(1, name)).num_chunks for name in (1, 2, 3)] == [1, 0, 1]
+
+
+def test_an_aborted_chunk_does_not_make_the_one_before_it_seem_used() -> None:
+    """Regression: its node number had belonged to a chunk that was used later, and passed that use on."""
+    bench = Bench(pages=4)
+    worker = bench.worker()
+    for name, tenant in ((1, "a"), (2, "a"), (3, "b")):
+        worker.store(prompt(1, name, tenant))
+    bench.depot.clear("b")
+    plan = worker.prepare(hash_prefix(Namespace("model", tenant="a"), 1, [100, 101]).slice(1))
+    worker.ask(m.AbortStore(worker.context, plan.ticket))
+    assert worker.store(prompt(3, 4)).num_declined == 0
+    here = [worker.lookup(prompt(1, name, "a")).num_chunks for name in (1, 2)]
+    assert here == [0, 1]
+
+
+def test_a_store_that_can_never_fit_evicts_nothing() -> None:
+    bench = Bench(pages=4)
+    small = bench.worker()
+    small.store(prompt(3))
+    small.ask(m.Unregister(small.context))
+    large = bench.worker(page=5 * PAGE)
+    assert large.store(prompt(1, 1)).num_declined == 1
+    assert (bench.index.num_entries, bench.index.num_evicted) == (3, 0)
+
+
+def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
+    bench = Bench(pages=8, num_records=2)
+    worker = bench.worker()
+    worker.store(prompt(2))
+    worker.lookup(prompt(2))
+    assert worker.store(prompt(1, 1)).num_declined == 1
+    assert bench.index.extents.used_bytes == 2 * PAGE
+
+
+def test_each_tenant_is_charged_for_its_own() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    worker.store(prompt(3, tenant="a"))
+    worker.store(prompt(1, tenant="b"))
+    used = {name: fields["used_bytes"] for name, fields in bench.depot.status_fields()["tenants"].items()}
+    assert used == {"a": 3 * PAGE, "b": PAGE}
+    assert bench.depot.clear("a") == 3
+    assert worker.lookup(prompt(1, tenant="b")).num_chunks == 1
+
+
+# --- owners ---------------------------------------------------------------------------------------------------------
+
+
+def test_tickets_and_contexts_belong_to_one_session() -> None:
+    bench = Bench()
+    owner, thief = bench.worker(), bench.worker()
+    plan = owner.prepare(prompt(1))
+    assert thief.refusal(m.CommitStore(thief.context, plan.ticket)) is ErrorCode.UNKNOWN_TICKET
+    assert thief.ask(m.AbortStore(thief.context, plan.ticket)).count == 0
+    assert thief.refusal(m.CommitStore(owner.context, plan.ticket)) is ErrorCode.UNKNOWN_CONTEXT
+    assert owner.commit(plan) == 1
+    assert owner.refusal(m.CommitStore(owner.context, plan.ticket)) is ErrorCode.UNKNOWN_TICKET
+
+
+def test_extents_of_a_lost_session_wait_for_its_process_or_its_return() -> None:
+    bench = Bench(pages=2)
+    for returns in (True, False):
+        lost = bench.worker(name="engine")
+        lost.prepare(prompt(2))
+        bench.depot.end_session(lost.session)
+        assert bench.depot.status_fields()["quarantined_bytes"] == 2 * PAGE
+        bench.depot.end_process(Writer(1, 1))
+        assert bench.worker().store(prompt(1, 1)).num_declined == 1
+        if returns:
+            bench.worker(writer=lost.writer, name="engine")
+        else:
+            bench.depot.end_process(lost.writer)
+        assert bench.index.extents.used_bytes == 0
+
+
+def test_a_draining_depot_declines_stores_and_goes_on_serving() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    worker.store(prompt(2))
+    bench.depot.accepts_stores = False
+    assert worker.store(prompt(2, 1)) == m.StorePlan(1, 0, b"", 0, 2)
+    assert worker.retrieve(prompt(2)).num_chunks == 2
+
+
+# --- a server that starts again -------------------------------------------------------------------------------------
+
+
+def test_a_successor_evicts_what_was_stored_longest_ago() -> None:
+    bench = Bench(pages=3)
+    worker = bench.worker()
+    for name in (1, 2, 3):
+        bench.now = 100.0 - name
+        worker.store(prompt(1, name))
+    again = bench.successor()
+    again.evict_one()
+    assert [found(again, prompt(1, name)) for name in (1, 2, 3)] == [1, 1, 0]
+
+
+def test_what_lost_its_parent_to_damage_is_freed_with_it() -> None:
+    bench = Bench()
+    bench.worker().store(prompt(3))
+    record = next(record for record in bench.index.table.records() if record.depth == 1)
+    damaged = bytearray(bench.memory)
+    damaged[HEADER_PAGE_BYTES + record.number * RECORD_BYTES + 40] ^= 1
+    again = bench.successor(damaged)
+    assert found(again, prompt(3)) == again.num_entries == again.num_chunks == 1
+    assert again.extents.used_bytes == PAGE
+    assert [record.depth for record in again.table.records()] == [0]
+
+
+@pytest.mark.parametrize("groups", [(), PLAIN, SHARDED])
+def test_records_that_fit_no_known_space_are_freed(groups: tuple[m.GroupShape, ...]) -> None:
+    bench = Bench((m.GroupShape(FULL, 1), *SHARDED))
+    workers = [bench.worker(0), bench.worker(1)]
+    for worker in workers:
+        worker.store(prompt(2))
+    again = bench.successor(specs=[m.CacheSpec(1, groups, "bytes")] if groups else [])
+    kept = list(again.table.records())
+    assert all(record.group == 0 for record in kept)
+    assert len(kept) == again.num_entries == (2 if groups else 0)
+    assert again.extents.used_bytes == len(kept) * PAGE
+
+
+def test_a_record_that_is_there_twice_counts_once() -> None:
+    bench, other = Bench(), Bench()
+    bench.worker().store(prompt(1))
+    worker = other.worker()
+    worker.store(prompt(1, 1))
+    worker.store(prompt(1))  # the same chunk, in the second extent and the second record
+    second = slice(HEADER_PAGE_BYTES + RECORD_BYTES, HEADER_PAGE_BYTES + 2 * RECORD_BYTES)
+    memory = bytearray(bench.memory)
+    memory[second] = other.memory[second]
+    again = bench.successor(memory)
+    assert (again.num_entries, again.extents.used_bytes, len(list(again.table.records()))) == (1, PAGE, 1)
+
+
+def test_a_child_stored_before_its_parent_was_aborted_and_stored_again_survives_a_restart() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    first, after = worker.prepare(prompt(1)), worker.prepare(prompt(2).slice(1))
+    worker.commit(after)
+    worker.ask(m.AbortStore(worker.context, first.ticket))
+    worker.store(prompt(1, 1))  # takes the record that the aborted chunk had
+    assert found(bench.successor(), prompt(2)) == 0
+    worker.store(prompt(1))
+    assert found(bench.successor(), prompt(2)) == worker.lookup(prompt(2)).num_chunks == 2
+
+
+# --- everything at once ---------------------------------------------------------------------------------------------
+
+
+class Life:
+    """Random work of several workers beside a plain set of what is sealed; `reached` says what came about.
+
+    Actions are weighted: with equal weights nearly nothing is ever found, as workers leave before they commit.
+    """
+
+    def __init__(self, rng: random.Random, groups: tuple[m.GroupShape, ...], policy: str, pages: int) -> None:
+        self.rng, self.reached = rng, Counter[str]()
+        self.bench = Bench(groups, pages, 40, policy)
+        self.workers = [self.bench.worker(shard) for shard in (0, 1)]
+        self.tickets: list[tuple[Worker, int, set[tuple[bytes, int, int]]]] = []
+        self.leases: list[tuple[Worker, int, float, set[tuple[bytes, int, int]]]] = []
+        self.sealed: set[tuple[bytes, int, int]] = set()
+        self.orphans: list[tuple[Writer, set[tuple[bytes, int, int]]]] = []
+
+    def some_run(self) -> KeyRun:
+        number = self.rng.randrange(4)
+        whole = hash_prefix(
+            Namespace("m", tenant=f"tenant-{number % 2}"), 1, [i + 50 * (i > 2) * (number // 2) for i in range(6)]
+        )
+        return whole.slice(0, self.rng.randint(1, 6))
+
+    def in_table(self, *, sealed: bool) -> set[tuple[bytes, int, int]]:
+        records = self.bench.index.table.records()
+        return {(r.key, r.group, r.shard) for r in records if (r.state == SEALED) == sealed}
+
+    def needed(self, run: KeyRun, length: int) -> set[tuple[bytes, int, int]]:
+        return {
+            (run.digests[32 * chunk : 32 * chunk + 32], number, shard)
+            for number, group in enumerate(self.bench.groups)
+            for chunk in range(max(0, length - REACH[group.kind]), length)
+            for shard in range(group.num_shards)
+        }
+
+    def longest(self, run: KeyRun) -> int:
+        return next(length for length in range(run.num_chunks, -1, -1) if self.needed(run, length) <= self.sealed)
+
+    def step(self) -> None:
+        actions = {self.prepare: 6, self.commit: 6, self.lookup: 6, self.end: 3, self.wait: 1, self.abort: 1,
+                   self.leave: 1, self.die: 1, self.clear: 0.2}  # fmt: skip
+        self.rng.choices([*actions], [*actions.values()])[0]()
+        self.check()
+
+    def prepare(self) -> None:
+        worker, run = self.rng.choice(self.workers), self.some_run()
+        if self.rng.random() < 0.3:
+            run = run.slice(self.rng.randrange(run.num_chunks))
+        before = self.bench.index.num_evicted
+        covered = [
+            run.num_chunks if group.kind is FULL or self.rng.random() < 0.8 else self.rng.randint(0, run.num_chunks)
+            for group in self.bench.groups
+        ]
+        plan = worker.prepare(run, *covered)
+        self.reached["evicted"] += self.bench.index.num_evicted - before
+        self.reached["declined"] += bool(plan.num_declined)
+        if self.bench.index.num_evicted == before:
+            assert self.in_table(sealed=True) == self.sealed
+        self.sealed &= self.in_table(sealed=True)
+        shards = [worker.shard if group.num_shards > 1 else 0 for group in self.bench.groups]
+        entries: set[tuple[bytes, int, int]] = {
+            (run.digests[32 * chunk : 32 * chunk + 32], group, shards[group])
+            for chunk, group, *_ in m.EXTENT.iter_unpack(plan.extents)
+        }
+        assert len(entries) + plan.num_present + plan.num_declined == sum(covered)
+        assert not entries & self.sealed
+        if plan.ticket:
+            self.tickets.append((worker, plan.ticket, entries))
+
+    def commit(self) -> None:
+        if self.tickets:
+            worker, ticket, entries = self.tickets.pop(self.rng.randrange(len(self.tickets)))
+            assert worker.ask(m.CommitStore(worker.context, ticket)).count == len(entries)
+            assert worker.refusal(m.CommitStore(worker.context, ticket)) is ErrorCode.UNKNOWN_TICKET
+            self.sealed |= entries
+
+    def abort(self) -> None:
+        if self.tickets:
+            worker, ticket, entries = self.tickets.pop(self.rng.randrange(len(self.tickets)))
+            assert worker.ask(m.AbortStore(worker.context, ticket)).count == len(entries)
+
+    def lookup(self) -> None:
+        worker, run = self.rng.choice(self.workers), self.some_run()
+        if self.rng.random() < 0.5:
+            reply = worker.lookup(run)
+            assert reply.num_chunks == self.longest(run)
+        else:
+            usable = self.longest(run)
+            covered = [min(usable, REACH[group.kind]) for group in self.bench.groups]
+            run = run.slice(0, usable)
+            reply = worker.retrieve(run, *covered)
+            assert reply.num_chunks == usable
+            for chunk, group, _, record, _, header, *_ in m.EXTENT.iter_unpack(reply.extents):
+                assert self.bench.index.table.header(record) == header
+                assert (run.digests[32 * chunk : 32 * chunk + 32], group) in {entry[:2] for entry in self.sealed}
+        if reply.lease:
+            self.reached["hit"] += 1
+            pinned = self.needed(run, reply.num_chunks)
+            self.leases.append((worker, reply.lease, self.bench.now + LEASE_SECONDS, pinned))
+
+    def end(self) -> None:
+        if self.leases:
+            worker, lease, _, _ = self.leases.pop(self.rng.randrange(len(self.leases)))
+            assert worker.release(lease) == 1
+            assert worker.release(lease) == 0
+
+    def wait(self) -> None:
+        self.bench.now += self.rng.choice([1.0, 4.0, LEASE_SECONDS])
+        self.bench.depot.expire()
+        alive = [lease for lease in self.leases if lease[2] > self.bench.now]
+        self.reached["expired"] += len(self.leases) - len(alive)
+        self.leases = alive
+
+    def leave(self) -> None:
+        worker = self.workers.pop(self.rng.randrange(2))
+        orphaned = set[tuple[bytes, int, int]]().union(*(t[2] for t in self.tickets if t[0] is worker))
+        if self.rng.random() < 0.5:
+            worker.ask(m.Unregister(worker.context))
+        else:
+            self.bench.depot.end_session(worker.session)
+            self.orphans.append((worker.writer, orphaned))
+            self.reached["quarantined"] += bool(orphaned)
+        self.tickets = [ticket for ticket in self.tickets if ticket[0] is not worker]
+        self.leases = [lease for lease in self.leases if lease[0] is not worker]
+        self.workers.append(self.bench.worker(worker.shard))
+
+    def die(self) -> None:
+        if self.orphans:
+            self.bench.depot.end_process(self.orphans.pop(self.rng.randrange(len(self.orphans)))[0])
+
+    def clear(self) -> None:
+        self.bench.depot.clear(self.rng.choice([None, "tenant-0", "nobody"]))
+        self.sealed &= self.in_table(sealed=True)
+
+    def check(self) -> None:
+        index, records = self.bench.index, list(self.bench.index.table.records())
+        assert self.in_table(sealed=True) == self.sealed
+        writing = [*(ticket[2] for ticket in self.tickets), *(orphan[1] for orphan in self.orphans)]
+        assert self.in_table(sealed=False) == set[tuple[bytes, int, int]]().union(*writing)
+        assert sum(map(len, writing)) == len(set[tuple[bytes, int, int]]().union(*writing)), "two writers of one entry"
+        for _, _, _, pinned in self.leases:
+            assert pinned <= self.sealed, "leased chunks left"
+        spans = sorted((record.offset, record.offset + extent_size(record.num_bytes)) for record in records)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        used = sum(end - start for start, end in spans)
+        assert used == index.extents.used_bytes == sum(index.tenant_bytes.values())
+        assert (index.num_entries, len(self.bench.depot.leases)) == (len(self.sealed), len(self.leases))
+
+    def restart(self) -> None:
+        again = self.bench.successor()
+        extents = {(r.key, r.group, r.shard): (r.offset, r.num_bytes) for r in self.bench.index.table.records()}
+        for number in range(4):
+            run = hash_prefix(
+                Namespace("m", tenant=f"tenant-{number % 2}"), 1, [i + 50 * (i > 2) * (number // 2) for i in range(6)]
+            )
+            assert found(again, run) == self.longest(run)
+            self.reached["found after a restart"] += found(again, run)
+        for record in again.table.records():
+            assert extents[record.key, record.group, record.shard] == (record.offset, record.num_bytes)
+        for record in self.bench.unfinished:
+            again.discard_entry(record)
+        again.clear(lambda _tenant, _space: True)
+        assert (again.extents.used_bytes, again.num_entries, again.num_chunks) == (0, 0, 0)
+
+    def finish(self) -> None:
+        for worker in self.workers:
+            self.bench.depot.end_session(worker.session)
+        self.bench.drain()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID, ONLY_WINDOW], ids=["plain", "shards", "hybrid", "window"])
+def test_whatever_happens_a_depot_agrees_with_a_plain_set(groups: tuple[m.GroupShape, ...], policy: str) -> None:
+    reached = Counter[str]()
+
+    @seed(1)
+    @settings(
+        max_examples=60,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(st.randoms(use_true_random=True), st.integers(6, 24))
+    def live(rng: random.Random, pages: int) -> None:
+        life = Life(rng, groups, policy, pages)
+        for number in range(80):
+            life.step()
+            if number % 8 == 0:
+                life.restart()
+        life.finish()
+        reached.update(life.reached)
+
+    live()
+    for what in ("hit", "evicted", "declined", "expired", "quarantined", "found after a restart"):
+        assert reached[what] >= 10, f"{what} came about {reached[what]} times: the test above shows little"
