@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from kvdepot.client.transfers import CopyBatch
+from kvdepot.protocols import CacheGroup
 from kvdepot.testing.backend import prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
-from kvdepot_cpu.context import CacheGroup, CpuTransferContext
+from kvdepot_cpu.context import CpuTransferContext
 from kvdepot_cpu.kernels.copy import PageCopier
 
 CHUNK = 4 * 4 * 16384

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from kvdepot.keys import Namespace as Namespace
     from kvdepot.keys import PrefixHasher as PrefixHasher
     from kvdepot.keys import hash_prefix as hash_prefix
+    from kvdepot.protocols import CacheGroup as CacheGroup
     from kvdepot.registry import get_backend as get_backend
     from kvdepot.registry import list_backends as list_backends
 
 _HOMES = {
+    "CacheGroup": "kvdepot.protocols",
     "KVDepotError": "kvdepot.errors",
     "KeyRun": "kvdepot.keys",
     "Lease": "kvdepot.client.scheduler",
@@ -30,6 +32,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CacheGroup",
     "KVDepotError",
     "KeyRun",
     "Lease",

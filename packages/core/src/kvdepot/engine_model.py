@@ -17,6 +17,7 @@ from kvdepot.client.scheduler import Lease, SchedulerClient
 from kvdepot.errors import BackendUnavailable, ConfigError
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import default_chunk_tokens
+from kvdepot.protocols import CacheGroup
 from kvdepot.registry import get_backend
 
 CACHE_ALIGNMENT_BYTES: Final = 4096
@@ -102,7 +103,6 @@ class EngineModel:
             import numpy as np
 
             from kvdepot.testing.pattern import PagePattern
-            from kvdepot_cpu.context import CacheGroup
         except ImportError as error:
             raise BackendUnavailable(
                 f"the built-in engine needs the CPU backend: pip install 'kvdepot[cpu]' ({error})"

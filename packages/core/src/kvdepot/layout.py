@@ -146,8 +146,12 @@ def window_chunks(window_tokens: int, chunk_tokens: int) -> int:
     return max(1, -(-(window_tokens - 1) // chunk_tokens))
 
 
-def check_block_ids(group: LayerGroup, block_ids: Sequence[int], chunk_tokens: int, num_chunks: int) -> int:
-    """Return how many of the last chunks of a run `block_ids` covers (the convention of `TransferContext`).
+def check_block_ids(
+    group: LayerGroup, block_ids: Sequence[int], chunk_tokens: int, num_chunks: int, *, may_skip: bool = False
+) -> int:
+    """Return how many of the last chunks of a run `block_ids` covers (the convention of `BlockIds`).
+
+    `may_skip` allows -1 for blocks that are not wanted.
 
     Raises:
         LayoutError: not a whole number of chunks, more than the run has, or an id that the worker does not have.
@@ -156,7 +160,7 @@ def check_block_ids(group: LayerGroup, block_ids: Sequence[int], chunk_tokens: i
     covered, rest = divmod(len(block_ids), per_chunk)
     if rest or covered > num_chunks:
         raise LayoutError(f"{len(block_ids)} block ids for {num_chunks} chunks of {per_chunk} blocks")
-    if covered and not (min(block_ids) >= 0 and max(block_ids) < group.num_blocks):
+    if covered and not (min(block_ids) >= (-1 if may_skip else 0) and max(block_ids) < group.num_blocks):
         raise LayoutError(
             f"block ids from {min(block_ids)} to {max(block_ids)}, the cache has {group.num_blocks} blocks"
         )

@@ -2,9 +2,12 @@
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from kvdepot.keys import KeyRun
+from kvdepot.layout import GroupKind
+from kvdepot.messages import CacheSpec
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -12,7 +15,34 @@ BlockIds = Sequence[Sequence[int]]
 """Block ids of a run of chunks, one sequence for each layer group, in token order.
 
 A sequence may cover fewer chunks than the run: then it covers the run's *last* chunks (a sliding window holds only the
-end of a prefix, a recurrent group one state for its last chunks). Always whole chunks."""
+end of a prefix, a recurrent group one state for its last chunks). Always whole chunks. In a retrieve `NO_BLOCK` stands
+for a block that is not wanted (before the window, in the first chunk that it reaches)."""
+
+NO_BLOCK: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One layer group of an engine's KV cache, as a backend gets it.
+
+    `tensors` has one tensor for each layer (or two, keys and values), each `(num_blocks, ...)` with the blocks as first
+    dimension, on the backend's device: anything with `data_ptr`, `stride`, `element_size` and `shape`, in host memory
+    also with `__array_interface__`. Blocks may be padded or interleaved with other layers', but the bytes of one block
+    of one tensor are contiguous. The rest describes the group to the depot and its operator.
+    """
+
+    tensors: Sequence[Any]
+    block_tokens: int
+    kind: GroupKind = GroupKind.FULL_ATTENTION
+    window_tokens: int = 0
+    shard: int = 0
+    num_shards: int = 1
+    num_layers: int = 0  # 0: one a tensor
+    physical_block_tokens: int = 0  # 0: the same as the logical block
+    compress_ratio: int = 1
+    hidden_dims: tuple[int, ...] = ()
+    is_mla: bool = False
+    attention_backend: str = ""
 
 
 @runtime_checkable
@@ -25,6 +55,16 @@ class TransferFuture(Protocol[T_co]):
     @property
     def num_chunks(self) -> int:
         """Once done: leading chunks of the run that are in place (retrieve) or in the depot (store)."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Once done: bytes that this transfer moved."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Once done: how long it took, waiting in the queue left out."""
         ...
 
     def query(self) -> bool:
@@ -56,6 +96,24 @@ class TransferContext(Protocol):
     Submitting never waits for the device or the depot. A context keeps no list of what is pending: the caller owns the
     futures. Several transfers of one request are several futures.
     """
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What decides who can share; the scheduler of the same engine looks up with an equal one."""
+        ...
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a depot is there now."""
+        ...
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        """Wait for the depot.
+
+        Raises:
+            DepotUnavailable: none within `timeout_seconds`; the text says why.
+        """
+        ...
 
     def submit_store(
         self, request_id: str, key: KeyRun, block_ids: BlockIds, ready: ReadyEvent | None = None
@@ -117,11 +175,39 @@ class Backend(Protocol):
         """Return None if it can be used here, else a sentence with the way out."""
         ...
 
-    def create_context(self, *args: Any, **kwargs: Any) -> TransferContext:
-        """Return a context; the arguments are the backend's own.
+    def create_context(
+        self,
+        groups: Sequence[CacheGroup],
+        instance: str,
+        *,
+        dtype: str,
+        rank: int = 0,
+        world_size: int = 1,
+        model: str = "",
+        format: str = "",  # noqa: A002  # the field's word
+        chunk_tokens: int | None = None,
+        url: str | None = None,
+        deadline_seconds: float = 2.0,
+        **options: Any,
+    ) -> TransferContext:
+        """Return a context for one worker.
+
+        Args:
+            groups: the cache; its tensors are kept alive until `close`.
+            instance: the engine's name.
+            dtype: of the cache, for example "bfloat16".
+            rank: of this worker.
+            world_size: workers of the engine.
+            model: for the operator.
+            format: how the bytes inside a block are arranged; caches that differ in it never share.
+            chunk_tokens: None for the default (`default_chunk_tokens`). All workers and the scheduler say the same.
+            url: the depot, None for the one in the default directory.
+            deadline_seconds: of each request to the depot.
+            options: the backend's own.
 
         Raises:
             BackendUnavailable: `why_unavailable` is not None.
+            LayoutError: the tensors are not what they are said to be.
         """
         ...
 

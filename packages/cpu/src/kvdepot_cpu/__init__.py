@@ -4,10 +4,11 @@
 """
 
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.errors import BackendUnavailable
-from kvdepot.protocols import Capability
+from kvdepot.protocols import CacheGroup, Capability
 
 if TYPE_CHECKING:
     from kvdepot_cpu.context import CpuTransferContext
@@ -31,8 +32,10 @@ class CpuBackend:
             return "numpy is not installed: pip install 'kvdepot[cpu]'"
         return None
 
-    def create_context(self, *args: Any, **kwargs: Any) -> "CpuTransferContext":
-        """Return a `CpuTransferContext`; the arguments are its own.
+    def create_context(
+        self, groups: Sequence[CacheGroup], instance: str, *, dtype: str, **options: Any
+    ) -> "CpuTransferContext":
+        """Return a `CpuTransferContext`; see `Backend`.
 
         Raises:
             BackendUnavailable: numpy is missing.
@@ -42,7 +45,7 @@ class CpuBackend:
             raise BackendUnavailable(reason)
         from kvdepot_cpu.context import CpuTransferContext
 
-        return CpuTransferContext(*args, **kwargs)
+        return CpuTransferContext(groups, instance, dtype=dtype, **options)
 
 
 backend = CpuBackend()

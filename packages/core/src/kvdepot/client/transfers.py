@@ -34,7 +34,7 @@ class CopyBatch:
 
     `extents` are packed `EXTENT` records. Chunk `c` of group `g` lies in the engine's blocks
     `block_ids[g][(c - first_covered[g]) * blocks_per_chunk:]`; the first `skip_blocks[g]` blocks of chunk 0 are left
-    alone (retrieves only).
+    alone, and so are those named `NO_BLOCK` (retrieves only).
     """
 
     mapping: PoolMapping
@@ -124,6 +124,7 @@ class WorkerTransfers:
         synchronous: bool = False,
         batch_bytes: int = BATCH_BYTES,
     ) -> None:
+        self.spec: Final = registration.spec
         self._layout = layout
         self._copier = copier
         self._deadline_seconds = deadline_seconds
@@ -202,7 +203,7 @@ class WorkerTransfers:
         ready: ReadyEvent | None,
         skip_tokens: int,
     ) -> Transfer:
-        covered = self._covered(key, block_ids)
+        covered = self._covered(key, block_ids, may_skip=lane == 1)
         transfer = Transfer()
         link = self._connection.link
         if link is None or self._closed:
@@ -215,13 +216,14 @@ class WorkerTransfers:
             self._lanes[lane].put(job)
         return transfer
 
-    def _covered(self, key: KeyRun, block_ids: BlockIds) -> tuple[int, ...]:
+    def _covered(self, key: KeyRun, block_ids: BlockIds, *, may_skip: bool) -> tuple[int, ...]:
         groups = self._layout.groups
         if len(block_ids) != len(groups):
             raise LayoutError(f"block ids for {len(block_ids)} layer groups, the cache has {len(groups)}")
         chunk_tokens, num_chunks = self._layout.chunk_tokens, key.num_chunks
         covered = tuple(
-            check_block_ids(group, ids, chunk_tokens, num_chunks) for group, ids in zip(groups, block_ids, strict=True)
+            check_block_ids(group, ids, chunk_tokens, num_chunks, may_skip=may_skip)
+            for group, ids in zip(groups, block_ids, strict=True)
         )
         for number, group in enumerate(groups):
             if group.kind is GroupKind.FULL_ATTENTION and covered[number] != num_chunks:

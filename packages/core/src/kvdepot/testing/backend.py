@@ -25,7 +25,7 @@ from kvdepot.errors import LayoutError
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.messages import CacheSpec
-from kvdepot.protocols import TransferContext
+from kvdepot.protocols import NO_BLOCK, TransferContext
 from kvdepot.testing.pattern import PagePattern
 from kvdepot.testing.processes import DepotProcess, wait_until
 
@@ -271,6 +271,21 @@ class BackendSuite:
         assert reader.holds(run, wanted)
         assert reader.untouched(wanted)
 
+    def test_blocks_before_the_window_are_left_out(self, cache: MakeCache) -> None:
+        """`NO_BLOCK` in the first chunk that a window reaches: its other blocks are filled, nothing else is written."""
+        plan = PLANS["window and full"]
+        writer, reader = cache(plan), cache(replace(plan, instance="other"))
+        run = prompt(6)
+        assert writer.store(run)
+        reader.wipe()
+        wanted = reader.blocks(run, rotate=1, covered=(6, 2))
+        left_out = [wanted[0], [NO_BLOCK, NO_BLOCK, *wanted[1][2:]]]
+        assert reader.context.submit_retrieve("request", run, left_out).result(_WAIT_SECONDS)
+        assert reader.untouched(left_out)
+        assert reader.holds(run.slice(5), [wanted[0][20:], wanted[1][4:]])
+        for block in wanted[1][2:4]:
+            assert reader.worker.read_block(1, 0, block) != bytes([_FILL]) * plan.groups[1].page_sizes_bytes[0]
+
     @pytest.mark.parametrize("skip_tokens", [16, 48, 64, 80, 320])
     def test_tokens_that_are_skipped_keep_their_blocks(self, skip_tokens: int, cache: MakeCache) -> None:
         """A local prefix that ends within a chunk is not overwritten."""
@@ -396,7 +411,7 @@ class BackendSuite:
 
     @pytest.mark.parametrize(
         ("block_ids", "skip_tokens"),
-        [([[0, 1, 2]], 0), ([[0] * 4], 0), ([list(range(60, 68))], 0), ([[-1] * 8], 0), ([], 0),
+        [([[0, 1, 2]], 0), ([[0] * 4], 0), ([list(range(60, 68))], 0), ([[-2] * 8], 0), ([], 0),
          ([list(range(8))] * 2, 0),  ([list(range(8))], 8), ([list(range(8))], 129 * 16), ([list(range(8))], -16)],
     )  # fmt: skip
     def test_blocks_that_do_not_fit_are_refused(
@@ -409,6 +424,8 @@ class BackendSuite:
         if not skip_tokens:
             with pytest.raises(LayoutError):
                 worker.context.submit_store("request", prompt(2), block_ids)
+            with pytest.raises(LayoutError):
+                worker.context.submit_store("request", prompt(2), [[NO_BLOCK] * 8])
 
     def test_closing_twice_is_harmless_and_what_comes_after_is_a_miss(self, cache: MakeCache) -> None:
         """No exception, no hang."""

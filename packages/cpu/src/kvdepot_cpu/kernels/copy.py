@@ -109,11 +109,14 @@ class PageCopier:
             mine = records[records["group"] == number]
             if len(mine):
                 chunks = mine["chunk"].astype(np.int64)
-                block_ids = np.asarray(batch.block_ids[number], np.uint64)
+                block_ids = np.asarray(batch.block_ids[number], np.int64)
                 rows = (chunks - batch.first_covered[number])[:, None] * group.blocks_per_chunk
                 ids = block_ids[rows + np.arange(group.blocks_per_chunk)]
                 wanted = (chunks > 0)[:, None] | (np.arange(group.blocks_per_chunk) >= batch.skip_blocks[number])
-                parts.append(group.runs(ids, mine["offset"] + np.uint64(batch.mapping.address), wanted))
+                wanted &= ids >= 0  # not NO_BLOCK
+                parts.append(
+                    group.runs(ids.astype(np.uint64), mine["offset"] + np.uint64(batch.mapping.address), wanted)
+                )
         blocks, extents, sizes = zip(*parts, strict=True)
         return np.concatenate(blocks), np.concatenate(extents), np.concatenate(sizes)
 
