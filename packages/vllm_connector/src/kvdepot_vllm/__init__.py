@@ -1,6 +1,1 @@
-"""kvdepot's connector for vLLM: planned, not built yet. Importing it does not load vLLM."""
-
-
-def why_unavailable() -> str:
-    """Return why vLLM cannot use a depot with this version."""
-    return "the vLLM connector is not built yet in this version of kvdepot-vllm: vLLM runs without a depot"
+"""kvdepot's connector for vLLM. Importing it loads neither vLLM nor torch; `connector` is what vLLM loads by name."""

@@ -1,0 +1,408 @@
+# pyright: basic, reportMissingImports=false
+"""`KVDepotConnector`: what vLLM constructs, once in the scheduler and once in each worker (`KVConnectorBase_V1`).
+
+It adapts vLLM's hooks to `SchedulerSide` and `WorkerSide`. An exception in a hook would end the engine, so each is
+caught and logged, and costs a miss. Every load is asynchronous, as only those can fail and be recomputed.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import vllm
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvdepot.errors import KVDepotError
+from kvdepot.layout import GroupKind
+from kvdepot.registry import get_backend
+from kvdepot_vllm.engine import StepPlan, WorkerReport
+from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, worker_groups
+from kvdepot_vllm.identity import engine_namespace
+from kvdepot_vllm.scheduler import SchedulerSide
+from kvdepot_vllm.settings import Settings
+from kvdepot_vllm.stats import KVDepotPromMetrics, KVDepotStats
+from kvdepot_vllm.worker import LoadResults, WorkerSide
+
+logger = logging.getLogger(__name__)
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """What goes to the workers with a step."""
+
+    plan: StepPlan
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """What comes back from them."""
+
+    report: WorkerReport = field(default_factory=WorkerReport)
+
+    def aggregate(self, other: "KVConnectorWorkerMetadata") -> "KVConnectorWorkerMetadata":
+        """Join the reports of two workers."""
+        assert isinstance(other, ReportMetadata)
+        return ReportMetadata(self.report.merge(other.report))
+
+
+def _never_raises(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
+    """Make a hook log what it would raise and return `default()` instead."""
+
+    def decorate(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception:
+                logger.exception("%s failed; the engine goes on without the depot here", hook.__name__)
+                return default()
+
+        return guarded  # type: ignore[return-value]
+
+    return decorate
+
+
+def _nothing() -> None:
+    return None
+
+
+class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the engine's KV cache in a kvdepot server. See `docs/vllm.md`."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
+        transfer = vllm_config.kv_transfer_config
+        self._settings = Settings.parse(transfer.kv_connector_extra_config)
+        self._instance = f"vllm {transfer.engine_id}"[:256]
+        self._cache: EngineCache | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._plan = StepPlan()
+        self._results = LoadResults()
+        self._events: list[BlockStored] = []
+        try:
+            self._cache = engine_cache(
+                vllm_config, kv_cache_config, _kind_of, self._settings.chunk_tokens, vllm.__version__
+            )
+        except Unsupported as reason:
+            logger.error("kvdepot is not used: %s", reason)
+            return
+        if role is KVConnectorRole.SCHEDULER:
+            self._set_failure_policy()
+            events = vllm_config.kv_events_config
+            self._scheduler = SchedulerSide(
+                self._cache,
+                engine_namespace(vllm_config, self._settings),
+                self._settings,
+                self._instance,
+                vllm_config.parallel_config.world_size,
+                on_stored=self._on_stored if events is not None and events.enable_kv_cache_events else None,
+            )
+
+    def _set_failure_policy(self) -> None:
+        transfer = self._kv_transfer_config
+        if transfer.kv_load_failure_policy == "recompute":
+            return
+        if self._settings.keep_load_failure_policy:
+            logger.warning(
+                "kv_load_failure_policy is %r: a request whose load from the depot fails ends with an error. Set"
+                ' "kv_load_failure_policy": "recompute" in --kv-transfer-config to have it computed instead.',
+                transfer.kv_load_failure_policy,
+            )
+            return
+        logger.warning(
+            "kv_load_failure_policy was %r (vLLM's default) and is set to 'recompute', so that a load that fails costs"
+            " time and no request. Say so yourself in --kv-transfer-config, or keep vLLM's with"
+            ' "kvdepot.keep_load_failure_policy": true.',
+            transfer.kv_load_failure_policy,
+        )
+        transfer.kv_load_failure_policy = "recompute"
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what it loses is a miss."""
+        return False
+
+    def shutdown(self) -> None:
+        """Leave the depot."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    # --- worker ---------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Offer this worker's KV cache to the depot.
+
+        Raises:
+            BackendUnavailable: no backend for the device; the text says what to install.
+        """
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+        from vllm.platforms import current_platform
+
+        cache = self._cache
+        if cache is None:
+            self._worker = WorkerSide(None, 1, 0)
+            return
+        parallel = self._vllm_config.parallel_config
+        tp_rank, pp_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
+        shards_a_stage = cache.num_shards // parallel.pipeline_parallel_size
+        replicas = parallel.tensor_parallel_size // shards_a_stage
+        context = None
+        device = current_platform.device_type
+        backend = get_backend(device)
+        options = {} if self._settings.copy_threads is None else {"copy_threads": self._settings.copy_threads}
+        try:
+            groups = worker_groups(
+                cache, kv_caches, self._kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
+            )
+            context = backend.create_context(
+                groups,
+                self._instance,
+                dtype=cache.dtype,
+                rank=pp_rank * parallel.tensor_parallel_size + tp_rank,
+                world_size=parallel.world_size,
+                model=str(self._vllm_config.model_config.model),
+                format=cache.format,
+                chunk_tokens=cache.chunk_tokens,
+                url=self._settings.url,
+                deadline_seconds=self._settings.deadline_seconds,
+                **options,
+            )
+        except KVDepotError as reason:
+            logger.error("kvdepot is not used by this worker: %s", reason)
+        only = cache.groups[0] if cache.num_groups == 1 else None
+        block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
+        self._worker = WorkerSide(context, cache.chunk_tokens, block_tokens)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the step's plan and start its loads: they run beside the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self._plan = connector_metadata.plan if isinstance(connector_metadata, StepMetadata) else StepPlan()
+        if self._plan.loads:
+            self._start_loads()
+
+    @_never_raises(_nothing)
+    def _start_loads(self) -> None:
+        if self._worker is not None:
+            self._worker.start_loads(self._plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do nothing: loads began when the step was bound."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: loads are awaited by the scheduler."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: whole blocks are stored after the step."""
+
+    @_never_raises(_nothing)
+    def wait_for_save(self) -> None:
+        """Start the step's stores, once what was computed is in place; wait for nothing."""
+        plan, self._plan = self._plan, StepPlan()
+        if self._worker is not None and plan.stores:
+            self._worker.start_stores(plan, _recorded_event())
+
+    @_never_raises(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Report the loads that ended."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        self._results = self._worker.poll_loads()
+        return KVConnectorTransferResults(finished_recving=self._results.finished, failed_recving=self._results.failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Report the blocks that loads left unfilled, for models with one KV cache group."""
+        return self._results.invalid_blocks
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Report the stores that ended."""
+        report = self._worker.take_report() if self._worker is not None else None
+        return ReportMetadata(report) if report is not None else None
+
+    # --- scheduler ------------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the pool whose blocks stores hold."""
+        if self._scheduler is not None:
+            self._scheduler.bind_block_pool(gpu_block_pool)
+
+    @_never_raises(_nothing)
+    def on_new_request(self, request: Any) -> None:
+        """Send the request's lookup."""
+        if self._scheduler is not None:
+            self._scheduler.begin(request)
+
+    @_never_raises(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Say how many tokens a load would bring."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    @_never_raises(_nothing)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plan the load."""
+        if self._scheduler is not None:
+            table = blocks.get_block_ids() if num_external_tokens else ()
+            self._scheduler.allocated(request, table, num_external_tokens)
+
+    @_never_raises(lambda: StepMetadata(StepPlan()))
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Plan the step."""
+        return StepMetadata(self._scheduler.plan_step(scheduler_output) if self._scheduler is not None else StepPlan())
+
+    @_never_raises(_nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the workers report."""
+        if self._scheduler is None:
+            return
+        meta = connector_output.kv_connector_worker_meta
+        report = meta.report if isinstance(meta, ReportMetadata) else WorkerReport()
+        finished = connector_output.finished_recving or set()
+        failed = finished if connector_output.invalid_block_ids else (connector_output.failed_recving or set())
+        self._scheduler.workers_reported(report, finished, failed)
+
+    @_never_raises(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Pin and plan what the request filled last; its blocks may go at once, references hold those."""
+        if self._scheduler is not None:
+            reason = request.get_finished_reason()
+            self._scheduler.finished(request, block_ids, has_failed=str(reason) == "error")
+        return False, None
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `request_finished_all_groups`."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping until held blocks are given back."""
+        return self._scheduler is not None and self._scheduler.has_pending_stores
+
+    def has_pending_block_frees(self) -> bool:
+        """Let a request that lacks blocks wait for stores that are about to end."""
+        return self._scheduler is not None and self._scheduler.can_free_blocks_soon
+
+    @_never_raises(_nothing)
+    def reset_cache(self) -> bool | None:
+        """Begin a new generation of keys: other engines keep what they have."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    # --- metrics, events ------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVDepotStats | None:
+        """Return the counts since the last call, None if nothing happened."""
+        side = self._scheduler or self._worker
+        if side is None or not side.counters:
+            return None
+        counters, side.counters = side.counters, {}
+        return KVDepotStats(data=dict(counters))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVDepotStats | None:
+        """Return stats from what crossed a process boundary."""
+        return KVDepotStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> KVDepotPromMetrics:
+        """Return the Prometheus counters."""
+        return KVDepotPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def take_events(self) -> Iterable[Any]:
+        """Return an event for each store that came into the depot, under vLLM's own block hashes."""
+        events, self._events = self._events, []
+        return events
+
+    @_never_raises(_nothing)
+    def _on_stored(self, request: Any, first_chunk: int, num_chunks: int, covered: tuple[int, ...]) -> None:
+        assert self._cache is not None
+        hash_block_size = self._kv_cache_config.hash_block_size
+        stop = (first_chunk + num_chunks) * self._cache.chunk_tokens
+        for group, count in zip(self._cache.groups, covered, strict=True):
+            spec = self._kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
+            hashes = resolve_block_hashes(request.block_hashes, hash_block_size, group.block_tokens)
+            start = stop - count * self._cache.chunk_tokens
+            if group.kind is GroupKind.RECURRENT:
+                start = stop - group.block_tokens if count else stop
+            first, last = start // group.block_tokens, min(stop // group.block_tokens, len(hashes))
+            if first >= last:
+                continue
+            adapter, item, extra_keys = request.lora_request, 0, []
+            for block in range(first, last):
+                begin = block * group.block_tokens
+                keys, item = generate_block_hash_extra_keys(request, begin, begin + group.block_tokens, item)
+                extra_keys.append(keys)
+            self._events.append(
+                BlockStored(
+                    block_hashes=[maybe_convert_block_hash(hashes[block]) for block in range(first, last)],
+                    parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
+                    token_ids=list(request.all_token_ids[first * group.block_tokens : last * group.block_tokens]),
+                    block_size=group.block_tokens,
+                    lora_id=adapter.adapter_id if adapter else None,
+                    lora_name=adapter.name if adapter else None,
+                    medium=MEDIUM_CPU,
+                    extra_keys=to_event_extra_keys(extra_keys),
+                    group_idx=group.number,
+                    kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+                    kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+                    locality="LOCAL",
+                )
+            )
+
+
+def _kind_of(spec: Any) -> str:
+    return get_kv_cache_spec_kind(spec).value
+
+
+def _recorded_event() -> Any:
+    """Return an event after what the device has been given so far, None where the forward pass has returned by now."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type == "cpu":
+        return None
+    import torch
+
+    event = torch.Event()
+    event.record()
+    return event
+
+
+def _log_like_vllm() -> None:
+    """Give our loggers vLLM's handlers: nobody else configures logging in its processes."""
+    theirs = logging.getLogger("vllm")
+    for name in ("kvdepot", "kvdepot_vllm", "kvdepot_cpu", "kvdepot_cuda", "kvdepot_hpu"):
+        ours = logging.getLogger(name)
+        if not ours.handlers and not logging.getLogger().handlers:
+            ours.handlers = theirs.handlers
+            ours.setLevel(theirs.level)
+            ours.propagate = False

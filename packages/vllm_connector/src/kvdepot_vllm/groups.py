@@ -1,0 +1,211 @@
+"""vLLM's KV cache groups as layer groups of a depot: both sides of the connector derive the same from one config."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvdepot.errors import LayoutError
+from kvdepot.layout import GroupKind, default_chunk_tokens
+from kvdepot.messages import CacheSpec, GroupShape
+from kvdepot.protocols import CacheGroup
+
+
+class Unsupported(LayoutError):
+    """This engine cannot use a depot; the text says why and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """One of vLLM's KV cache groups that a depot keeps."""
+
+    number: int  # among vLLM's groups
+    kind: GroupKind
+    block_tokens: int
+    window_tokens: int
+    layer_names: tuple[str, ...]
+    is_mla: bool
+    states_by_position: bool  # recurrent: whether the block table holds a state for every boundary
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCache:
+    """The KV cache of one engine as a depot sees it."""
+
+    groups: tuple[EngineGroup, ...]
+    num_groups: int  # of vLLM
+    chunk_tokens: int
+    num_shards: int
+    dtype: str
+    format: str
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What workers and scheduler register."""
+        shapes = tuple(GroupShape(g.kind, g.block_tokens, g.window_tokens, self.num_shards) for g in self.groups)
+        return CacheSpec(self.chunk_tokens, shapes, self.dtype, self.format)
+
+
+def engine_cache(
+    vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], chunk_tokens: int | None, version: str
+) -> EngineCache:
+    """Return the cache of an engine.
+
+    Args:
+        vllm_config: `VllmConfig`.
+        kv_cache_config: `KVCacheConfig`, of the scheduler or of any worker.
+        kind_of: vLLM's name for the kind of a KV cache spec.
+        chunk_tokens: None for the finest that all groups can share.
+        version: of vLLM; another minor version may arrange blocks otherwise.
+
+    Raises:
+        Unsupported: with the reason.
+    """
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise Unsupported(f"{name} is {getattr(parallel, name)}: context parallelism is not supported")
+    groups = [
+        _engine_group(number, group, kind_of)
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+        if group.enable_kv_transfer
+    ]
+    if not groups:
+        raise Unsupported("no KV cache group of this model can be transferred")
+    block_tokens = [group.block_tokens for group in groups]
+    step = math.lcm(*block_tokens, kv_cache_config.cache_hit_alignment_tokens or 1)
+    chunk_tokens = chunk_tokens or default_chunk_tokens([step], minimum=1)
+    if chunk_tokens % step:
+        raise Unsupported(f"kvdepot.chunk_tokens is {chunk_tokens}: give a multiple of {step}, or leave it out")
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
+    return EngineCache(
+        groups=tuple(groups),
+        num_groups=len(kv_cache_config.kv_cache_groups),
+        chunk_tokens=chunk_tokens,
+        num_shards=parallel.pipeline_parallel_size * (parallel.tensor_parallel_size // replicas),
+        dtype=_dtype(vllm_config),
+        format=_format(vllm_config, kv_cache_config, version),
+    )
+
+
+def _engine_group(number: int, group: Any, kind_of: Callable[[Any], str]) -> EngineGroup:
+    spec = group.kv_cache_spec
+    name, kind = type(spec).__name__, kind_of(spec)
+    window, states_by_position = 0, False
+    if name in ("RSWASpec", "HiddenStateCacheSpec") or not spec.prefix_cacheable or group.host_resident:
+        raise Unsupported(f"KV cache group {number} ({name}) keeps no prefix that could be reused")
+    if kind in ("full_attention", "mla_attention"):
+        ours = GroupKind.FULL_ATTENTION
+    elif kind in ("sliding_window", "sliding_window_mla"):
+        ours = GroupKind.SLIDING_WINDOW
+        window = _common(spec, "sliding_window") + getattr(spec, "extra_retained_tokens", 0)
+    elif kind == "chunked_local_attention":
+        ours = GroupKind.SLIDING_WINDOW
+        window = _common(spec, "attention_chunk_size") + 1  # at most one attention chunk back
+    elif kind == "mamba":
+        ours = GroupKind.RECURRENT
+        mode = _common(spec, "mamba_cache_mode")
+        states_by_position = mode == "all"
+        if mode not in ("all", "align"):
+            raise Unsupported(
+                f"KV cache group {number} keeps recurrent states only at a request's end (mamba_cache_mode {mode!r}):"
+                " start vLLM with prefix caching, --mamba-cache-mode align"
+            )
+    else:
+        raise Unsupported(f"KV cache group {number} is {kind} ({name}), which is not supported")
+    return EngineGroup(
+        number, ours, spec.block_size, window, tuple(group.layer_names), "mla" in kind, states_by_position
+    )
+
+
+def _common(spec: Any, name: str) -> Any:
+    """Return an attribute of a spec, or of the specs of its layers if they agree."""
+    inner: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
+    values = {getattr(layer, name) for layer in (inner.values() if inner else [spec])}
+    if len(values) != 1:
+        raise Unsupported(f"layers of one KV cache group differ in {name}: {sorted(map(str, values))}")
+    return values.pop()
+
+
+def _dtype(vllm_config: Any) -> str:
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    return str(vllm_config.model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
+
+
+def _format(vllm_config: Any, kv_cache_config: Any, version: str) -> str:
+    """Name what decides how bytes lie within a block: engines that differ in it never share."""
+    parallel = vllm_config.parallel_config
+    attention = getattr(vllm_config, "attention_config", None)
+    parts = [
+        "vllm " + ".".join(version.split(".")[:2]),
+        str(kv_cache_config.kv_cache_layout),
+        str(getattr(attention, "backend", None)),
+        f"tp{parallel.tensor_parallel_size}",
+        f"pp{parallel.pipeline_parallel_size}",
+    ]
+    return " ".join(parts)
+
+
+def worker_groups(
+    cache: EngineCache, kv_caches: Mapping[str, Any], num_blocks: int, shard: int, attention_backend: str = ""
+) -> list[CacheGroup]:
+    """Return what a backend needs of one worker's KV cache.
+
+    Args:
+        cache: the engine's.
+        kv_caches: layer name to tensor, as vLLM registers them.
+        num_blocks: blocks of the engine's block table.
+        shard: which part of every layer this worker holds.
+        attention_backend: for the operator.
+
+    Raises:
+        Unsupported: a layer has no tensor here, or its blocks cannot be told apart.
+    """
+    result: list[CacheGroup] = []
+    for group in cache.groups:
+        tensors = _tensors(group, kv_caches)
+        physical = {int(tensor.shape[0]) for tensor in tensors}
+        if len(physical) != 1 or min(physical) % num_blocks:
+            raise Unsupported(f"KV cache group {group.number}: {num_blocks} blocks in tensors of {sorted(physical)}")
+        ratio = physical.pop() // num_blocks
+        result.append(
+            CacheGroup(
+                [_by_logical_block(tensor, ratio) for tensor in tensors],
+                group.block_tokens,
+                group.kind,
+                group.window_tokens,
+                shard,
+                cache.num_shards,
+                num_layers=len(group.layer_names),
+                physical_block_tokens=group.block_tokens // ratio,
+                hidden_dims=tuple(int(size) for size in tensors[0].shape[1:])[:8],
+                is_mla=group.is_mla,
+                attention_backend=attention_backend,
+            )
+        )
+    return result
+
+
+def _tensors(group: EngineGroup, kv_caches: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the tensors of a group, one for each place in memory (layers may share one)."""
+    found: dict[int, Any] = {}
+    for name in group.layer_names:
+        if name not in kv_caches:
+            raise Unsupported(f"KV cache group {group.number}: vLLM registered no tensor for layer {name}")
+        tensor = kv_caches[name]
+        if isinstance(tensor, list | tuple):
+            raise Unsupported(f"KV cache group {group.number}: layer {name} has several tensors")
+        found.setdefault(tensor.data_ptr(), tensor)
+    if not found:
+        raise Unsupported(f"KV cache group {group.number} has no layer on this worker")
+    return list(found.values())
+
+
+def _by_logical_block(tensor: Any, ratio: int) -> Any:
+    """Return the tensor with blocks of the block table as its first dimension."""
+    if ratio == 1:
+        return tensor
+    try:
+        return tensor.view(tensor.shape[0] // ratio, ratio, *tensor.shape[1:])
+    except RuntimeError as error:
+        raise Unsupported(f"kernel blocks of {tuple(tensor.shape)} do not join to blocks: {error}") from error

@@ -1,0 +1,132 @@
+"""A worker's side: starts transfers, polls their futures, reports each exactly once.
+
+vLLM calls it within every step, so nothing here waits for a copy or the depot.
+"""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdepot.errors import LayoutError
+from kvdepot.protocols import ReadyEvent, TransferContext, TransferFuture
+from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob, WorkerReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResults:
+    """Loads that ended since the last poll; `failed` are among them.
+
+    `invalid_blocks` names the blocks that were not filled, for engines that can recompute from there.
+    """
+
+    finished: set[str] = field(default_factory=set[str])
+    failed: set[str] = field(default_factory=set[str])
+    invalid_blocks: set[int] = field(default_factory=set[int])
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    job: LoadJob
+    future: TransferFuture[bool] | None
+
+
+class WorkerSide:
+    """One worker and the depot.
+
+    Args:
+        context: moves the bytes, None if this worker can use no depot: then every load fails and every store ends.
+        chunk_tokens: of the key.
+        block_tokens: of the only layer group, 0 if there are several: then failures are told by request.
+    """
+
+    def __init__(self, context: TransferContext | None, chunk_tokens: int, block_tokens: int) -> None:
+        self._context = context
+        self._chunk_tokens = chunk_tokens
+        self._block_tokens = block_tokens
+        self._loads: dict[str, _Load] = {}
+        self._stores: dict[int, TransferFuture[bool]] = {}
+        self._ended: dict[int, tuple[int, int]] = {}
+        self.counters: dict[str, float] = {}
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Start the step's retrieves."""
+        for job in plan.loads:
+            future = None
+            if self._context is not None and job.key.num_chunks:
+                try:
+                    future = self._context.submit_retrieve(job.request_id, job.key, job.block_ids, job.skip_tokens)
+                except LayoutError as error:
+                    logger.error("load of request %s was refused, it is recomputed: %s", job.request_id, error)
+            if job.request_id in self._loads:
+                logger.error("request %s is being loaded already", job.request_id)
+            self._loads[job.request_id] = _Load(job, future)
+
+    def start_stores(self, plan: StepPlan, ready: ReadyEvent | None = None) -> None:
+        """Start the step's stores; their blocks are read once `ready` has happened."""
+        for job in plan.stores:
+            self._start_store(job, ready)
+
+    def _start_store(self, job: StoreJob, ready: ReadyEvent | None) -> None:
+        if self._context is None:
+            self._ended[job.number] = (1, 0)
+            return
+        try:
+            self._stores[job.number] = self._context.submit_store(job.request_id, job.key, job.block_ids, ready)
+        except LayoutError as error:
+            logger.error("store %d of request %s was refused: %s", job.number, job.request_id, error)
+            self._ended[job.number] = (1, 0)
+
+    def poll_loads(self) -> LoadResults:
+        """Return the loads that ended. Every load ends, also without a depot, and only when nothing is written."""
+        results = LoadResults()
+        for load in [load for load in self._loads.values() if load.future is None or load.future.query()]:
+            request_id = load.job.request_id
+            del self._loads[request_id]
+            results.finished.add(request_id)
+            if load.future is not None:
+                self._count("load", load.future)
+                if load.future.result():
+                    continue
+            if self._block_tokens and load.job.key.num_chunks:
+                results.invalid_blocks.update(self._unfilled(load))
+            else:
+                results.failed.add(request_id)
+            self._add("failed_loads", 1)
+        return results
+
+    def _unfilled(self, load: _Load) -> Collection[int]:
+        filled = load.future.num_chunks if load.future is not None else 0
+        first = max(filled * self._chunk_tokens, load.job.skip_tokens) // self._block_tokens
+        return load.job.block_ids[0][first:]
+
+    def take_report(self) -> WorkerReport | None:
+        """Return the stores that ended since the last report, None if there are none."""
+        for number in [number for number, future in self._stores.items() if future.query()]:
+            future = self._stores.pop(number)
+            self._count("store", future)
+            self._ended[number] = (1, future.num_chunks)
+        if not self._ended:
+            return None
+        report, self._ended = WorkerReport(self._ended), {}
+        return report
+
+    @property
+    def num_pending(self) -> int:
+        """Transfers under way."""
+        return len(self._loads) + len(self._stores)
+
+    def close(self) -> None:
+        """Finish what is being copied, bounded by the depot's deadline, and leave. Twice is harmless."""
+        if self._context is not None:
+            self._context.close()
+
+    def _count(self, kind: str, future: TransferFuture[Any]) -> None:
+        self._add(f"{kind}_bytes", future.num_bytes)
+        self._add(f"{kind}_seconds", future.seconds)
+        self._add(f"{kind}s", 1)
+
+    def _add(self, name: str, amount: float) -> None:
+        self.counters[name] = self.counters.get(name, 0) + amount

@@ -1,0 +1,128 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+"""An engine in a process of its own: takes one JSON command a line, answers with one JSON line.
+
+The engine core runs in this process, so that a test can step it. `start` first serves the reference: the same model
+without a connector, before the connector's engine exists.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+class Child:
+    def __init__(self) -> None:
+        self.llm: Any = None
+
+    def start(
+        self, connector: dict[str, Any] | None, reference: list[list[int]], max_tokens: int, **options: Any
+    ) -> Any:
+        from vllm.config import KVTransferConfig
+
+        from vllm import LLM
+
+        options = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "max_num_seqs": 4,
+                   "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": False, **options}  # fmt: skip
+        outputs = []
+        if reference:
+            self.llm = LLM(**options)
+            outputs = self.generate(reference, max_tokens)["outputs"]
+            del self.llm
+            gc.collect()
+        if connector is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**connector)
+        self.llm = LLM(**options)
+        self._wait_for_the_depot()
+        return {"outputs": outputs}
+
+    def _wait_for_the_depot(self) -> None:
+        scheduler = self._connector_side("_scheduler")
+        if scheduler is not None and self.expects_depot:
+            scheduler.wait_until_connected(20)
+            self._connector_side("_worker")._context.wait_until_connected(20)
+
+    expects_depot = True
+
+    def _connector_side(self, name: str) -> Any:
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        connector = core.scheduler.connector if core is not None else None
+        if connector is None:
+            return None
+        if name == "_scheduler":
+            return connector._scheduler
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return getattr(get_kv_transfer_group(), name)
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 16, *, together: bool = True, salt: str | None = None,
+        adapter: list[str] | None = None, params: dict[str, Any] | None = None, logprobs: int | None = None,
+    ) -> Any:  # fmt: skip
+        from vllm.lora.request import LoRARequest
+
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )  # fmt: skip
+        lora = LoRARequest(adapter[0], int(adapter[2]), adapter[1]) if adapter else None
+        inputs = [{"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})} for tokens in prompts]
+        batches = [inputs] if together else [[one] for one in inputs]
+        started = time.perf_counter()
+        outputs = []
+        for batch in batches:
+            for output in self.llm.generate(batch, sampling, use_tqdm=False, lora_request=lora):
+                best = output.outputs[0]
+                outputs.append({
+                    "tokens": list(best.token_ids), "cached": output.num_cached_tokens, "reason": best.finish_reason,
+                    "logprobs": [max(p.logprob for p in places.values()) for places in best.logprobs or []],
+                })  # fmt: skip
+        seconds = time.perf_counter() - started
+        self.drain()
+        return {"outputs": outputs, "seconds": seconds}
+
+    def drain(self, seconds: float = 20.0) -> Any:
+        """Step until nothing is held for stores any more."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        end = time.monotonic() + seconds
+        while core is not None and core.scheduler.has_requests():
+            assert time.monotonic() < end, "the engine does not come to rest"
+            self.llm.llm_engine.step()
+        return {}
+
+    def reset(self, *, connector: bool = False) -> Any:
+        return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
+
+    def metrics(self) -> Any:
+        return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
+
+    def execute(self, code: str) -> Any:
+        """Run test code in here; what it leaves in `result` is the answer."""
+        scope: dict[str, Any] = {"child": self, "llm": self.llm, "result": None}
+        exec(code, scope)  # noqa: S102
+        return {"result": scope["result"]}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what the engine prints goes to the log
+    child = Child()
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = getattr(child, command.pop("op"))(**command)
+        except BaseException as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers)
+    os._exit(0)  # the engine's own end takes seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Real engines for tests: each vLLM in a child process, with a bounded wait for every answer."""
+
+import json
+import os
+import random
+import select
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any, Self
+
+Prompt = list[int]
+
+
+def prompts(count: int, num_tokens: int = 700, seed: int = 0, shared: int = 0) -> list[Prompt]:
+    """Return random prompts of which the first `shared` tokens are the same."""
+    source = random.Random(seed)
+    start = [source.randrange(5, 2000) for _ in range(shared)]
+    return [start + [source.randrange(5, 2000) for _ in range(num_tokens - shared)] for _ in range(count)]
+
+
+def connector(url: str, *, by_module: bool = False, **settings: Any) -> dict[str, Any]:
+    """Return a `--kv-transfer-config`."""
+    return {
+        "kv_connector": "KVDepotConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvdepot.url": url, **{f"kvdepot.{key}": v for key, v in settings.items()}},
+        **({"kv_connector_module_path": "kvdepot_vllm.connector"} if by_module else {}),
+    }
+
+
+class Engine:
+    """A vLLM with the connector.
+
+    Args:
+        model: directory of the model.
+        config: the `--kv-transfer-config`, None for no connector.
+        reference: prompts that the same model serves without a connector first; the answers are in `reference`.
+        environment: further environment variables.
+        multiprocessing: whether the engine core has its own process.
+        options: of `vllm.LLM`.
+    """
+
+    def __init__(
+        self, model: Path, config: dict[str, Any] | None, *, reference: list[Prompt] | None = None,
+        max_tokens: int = 16, environment: dict[str, str] | None = None, multiprocessing: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the engine
+        variables = {
+            **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)), "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(environment or {}),
+        }  # fmt: skip
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("engine_child.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=variables, start_new_session=True,
+        )  # fmt: skip
+        self.max_tokens = max_tokens
+        answer = self.ask(
+            "start",
+            300,
+            model=str(model),
+            connector=config,
+            reference=reference or [],
+            max_tokens=max_tokens,
+            **options,
+        )
+        self.reference: list[list[int]] = [output["tokens"] for output in answer["outputs"]]
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def ask(self, op: str, timeout_seconds: float = 120, **arguments: Any) -> Any:
+        """Send a command and return its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
+        self._process.stdin.flush()
+        return self.answer(timeout_seconds)
+
+    def send(self, op: str, **arguments: Any) -> None:
+        """Send a command whose answer is taken later."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self, timeout_seconds: float = 120) -> Any:
+        """Return the next answer."""
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], timeout_seconds)
+        line = self._process.stdout.readline() if ready else b""
+        if not line:
+            what = "ended" if ready else f"did not answer within {timeout_seconds} s"
+            log = self.log()
+            self.close()
+            raise AssertionError(f"the engine {what}:\n{log[-6000:]}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise AssertionError(f"{answer['error']}\n{self.log()[-6000:]}")
+        return answer
+
+    def generate(self, wanted: list[Prompt], **options: Any) -> list[dict[str, Any]]:
+        """Return tokens and the number of cached tokens for each prompt; afterwards all stores have ended."""
+        return self.ask("generate", prompts=wanted, max_tokens=self.max_tokens, **options)["outputs"]
+
+    def execute(self, code: str) -> Any:
+        """Run test code in the engine's process and return what it leaves in `result`."""
+        return self.ask("execute", code=code)["result"]
+
+    def reset(self, *, connector: bool = False) -> None:
+        """Empty vLLM's own prefix cache."""
+        assert self.ask("reset", connector=connector)["done"], "vLLM's cache could not be reset: blocks are held"
+
+    def log(self) -> str:
+        """What the engine printed so far."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def close(self) -> None:
+        """Kill it with its children."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, 9)
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            if stream is not None:
+                stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def tokens(outputs: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the tokens of each output."""
+    return [output["tokens"] for output in outputs]
+
+
+def cached(outputs: list[dict[str, Any]]) -> list[int]:
+    """Return how many prompt tokens of each output were not computed."""
+    return [output["cached"] for output in outputs]

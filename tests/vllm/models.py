@@ -1,0 +1,119 @@
+# pyright: basic, reportMissingImports=false
+"""Tiny models with random weights, made on the spot: `python models.py DIRECTORY NAME...`; prompts are token ids."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 2048
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": VOCABULARY - 2,
+    "eos_token_id": VOCABULARY - 1,
+    "pad_token_id": VOCABULARY - 1,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+_SMALL: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, **_COMMON}
+
+
+def _configurations() -> dict[str, Any]:
+    import transformers as t
+
+    return {
+        "gqa": lambda: t.LlamaConfig(intermediate_size=512, num_hidden_layers=4, head_dim=64, **_SMALL),
+        # 128 KiB of float32 KV a token and little computation: what a benchmark of a cache needs
+        "large-kv": lambda: t.LlamaConfig(
+            hidden_size=256, intermediate_size=256, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
+            head_dim=128, **_COMMON,
+        ),
+        "mla": lambda: t.DeepseekV2Config(
+            hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
+            qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+            first_k_dense_replace=1, topk_method="greedy", n_group=1, topk_group=1, **_COMMON,
+        ),
+        "windows": lambda: t.Gemma3TextConfig(
+            intermediate_size=512, num_hidden_layers=6, head_dim=64, sliding_window=512, query_pre_attn_scalar=64,
+            layer_types=["sliding_attention"] * 5 + ["full_attention"], **_SMALL,
+        ),
+        "short-windows": lambda: t.GptOssConfig(
+            intermediate_size=256, num_hidden_layers=4, head_dim=64, sliding_window=128, num_local_experts=4,
+            num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"] * 2, **_SMALL,
+        ),
+        "recurrent": lambda: t.Qwen3NextConfig(
+            intermediate_size=512, num_hidden_layers=4, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=64, linear_value_head_dim=64, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=128, layer_types=["linear_attention"] * 3 + ["full_attention"], **_SMALL,
+        ),
+        "mamba": lambda: t.FalconH1Config(
+            intermediate_size=512, num_hidden_layers=4, head_dim=64, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64,
+            mamba_d_state=64, mamba_n_groups=1, **_SMALL,
+        ),
+    }  # fmt: skip
+
+
+def make_model(directory: Path, name: str, seed: int = 0) -> Path:
+    """Write a model with its tokenizer into `directory/NAME-SEED` unless it is there, and return the path."""
+    path = directory / f"{name}-{seed}"
+    if (path / "tokenizer.json").exists():
+        return path
+    import torch
+    import transformers as t
+
+    torch.manual_seed(seed)
+    model = t.AutoModelForCausalLM.from_config(_configurations()[name](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and "norm" not in parameter_name and "A_log" not in parameter_name:
+                parameter.normal_(0, 0.06)  # spreads the logits, so that wrong KV shows in the tokens
+    model.save_pretrained(path, safe_serialization=True)
+    _tokenizer().save_pretrained(path)
+    return path
+
+
+def make_adapter(directory: Path, model: Path, seed: int) -> Path:
+    """Write a LoRA adapter of the attention's projections with random weights, and return its path."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    path = directory / f"{model.name}-adapter-{seed}"
+    path.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    hidden, rank = config["hidden_size"], 8
+    widths = {
+        "q_proj": config["num_attention_heads"] * config["head_dim"],
+        "v_proj": config["num_key_value_heads"] * config["head_dim"],
+    }
+    weights: dict[str, Any] = {}
+    for layer in range(config["num_hidden_layers"]):
+        for projection, width in widths.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) * 0.2
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(width, rank, generator=generator) * 0.2
+    save_file(weights, str(path / "adapter_model.safetensors"))
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model), "bias": "none",
+        "r": rank, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": sorted(widths),
+    }  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def _tokenizer() -> Any:
+    import transformers as t
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"t{number}": number for number in range(VOCABULARY - 3)}
+    words["<unk>"], words["<s>"], words["</s>"] = VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return t.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[2:]:
+        print(make_model(Path(sys.argv[1]), wanted))
