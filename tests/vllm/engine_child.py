@@ -85,6 +85,31 @@ class Child:
         self.drain()
         return {"outputs": outputs, "seconds": seconds}
 
+    def first_token(self, prompt: list[int], max_tokens: int) -> Any:
+        """Serve one request and tell when its first token came, in seconds since it was submitted."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        self.num_requests += 1
+        first = 0.0
+        last: Any = None
+        started = time.perf_counter()
+        engine.add_request(f"request-{self.num_requests}", {"prompt_token_ids": prompt}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                first = first or (time.perf_counter() - started if output.outputs[0].token_ids else 0.0)
+                last = output
+        finished = time.perf_counter() - started
+        self.drain()
+        settled = time.perf_counter() - started
+        return {
+            "first_token_seconds": first, "finished_seconds": finished, "settled_seconds": settled,
+            "cached": last.num_cached_tokens, "tokens": list(last.outputs[0].token_ids),
+        }  # fmt: skip
+
+    num_requests = 0
+
     def drain(self, seconds: float = 20.0) -> Any:
         """Step until nothing is held for stores any more."""
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)

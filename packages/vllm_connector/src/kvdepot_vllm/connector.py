@@ -206,6 +206,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._plan.loads:
             self._start_loads()
 
+    def clear_connector_metadata(self) -> None:
+        """Forget the step's plan."""
+        super().clear_connector_metadata()
+        self._plan = StepPlan()
+
     @_never_raises(_nothing)
     def _start_loads(self) -> None:
         if self._worker is not None:
@@ -223,15 +228,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     @_never_raises(_nothing)
     def wait_for_save(self) -> None:
         """Start the step's stores, once what was computed is in place; wait for nothing."""
-        plan, self._plan = self._plan, StepPlan()
-        if self._worker is not None and plan.stores:
-            self._worker.start_stores(plan, _recorded_event())
+        if self._worker is not None and self._plan.stores:
+            self._worker.start_stores(self._plan, _recorded_event())
 
     @_never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report the loads that ended."""
         if self._worker is None:
             return KVConnectorTransferResults()
+        if self._plan.is_idle:
+            self._worker.wait_a_little()
         self._results = self._worker.poll_loads()
         return KVConnectorTransferResults(finished_recving=self._results.finished, failed_recving=self._results.failed)
 

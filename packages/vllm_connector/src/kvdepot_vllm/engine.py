@@ -96,6 +96,7 @@ class StepPlan:
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
+    is_idle: bool = False  # nothing is computed in this step
 
 
 @dataclass(slots=True)

@@ -316,7 +316,7 @@ class SchedulerSide:
                 except Exception:
                     logger.exception("request %s is not stored any further", request_id)
                     state.may_store = False
-        plan = StepPlan(tuple(self._loads), tuple(self._stores))
+        plan = StepPlan(tuple(self._loads), tuple(self._stores), is_idle=not step.num_scheduled_tokens)
         self._loads, self._stores = [], []
         return plan
 

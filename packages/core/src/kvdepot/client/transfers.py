@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 64 << 20  # of one prepare: long enough to hide a round trip, short enough to share the depot
 _BATCH_CHUNKS: Final = 512
+_GIVE_BACK_SECONDS: Final = 0.1  # waited for a lease that nobody wants any more, before it is left to a later reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,26 +280,60 @@ class WorkerTransfers:
         transfer = job.transfer
         first = job.skip_tokens // self._layout.chunk_tokens
         transfer.num_chunks = first
-        for start, run, covered in self._batches(job, first):
-            request = m.PrepareRetrieve(channel.link.context, job.request_id, run.digests, run.first_chunk, covered)
-            plan = self._ask(channel, request, _release)
-            if not isinstance(plan, m.RetrievePlan):
-                raise DepotUnavailable(f"it answered a retrieve with {type(plan).__name__}")
-            if plan.num_chunks and plan.lease:
-                try:
-                    if not self._copy(1, channel, job, start, run, plan.extents):
+        with contextlib.ExitStack() as asked_ahead:
+            for (start, run, _), sequence in self._ask_ahead(channel, job, first, asked_ahead):
+                plan = self._wait(channel, sequence, _release)
+                if not isinstance(plan, m.RetrievePlan):
+                    raise DepotUnavailable(f"it answered a retrieve with {type(plan).__name__}")
+                if plan.num_chunks and plan.lease:
+                    try:
+                        if not self._copy(1, channel, job, start, run, plan.extents):
+                            return False
+                        valid = self._valid_chunks(channel.link, plan)
+                    finally:
+                        _release(channel, plan)
+                    transfer.num_chunks = start + valid
+                    if valid < run.num_chunks:
                         return False
-                    valid = self._valid_chunks(channel.link, plan)
-                finally:
-                    _release(channel, plan)
-                transfer.num_chunks = start + valid
-                if valid < run.num_chunks:
+                elif plan.num_chunks < run.num_chunks:
                     return False
-            elif plan.num_chunks < run.num_chunks:
-                return False
-            else:
-                transfer.num_chunks = start + run.num_chunks
+                else:
+                    transfer.num_chunks = start + run.num_chunks
         return True
+
+    def _ask_ahead(
+        self, channel: Channel, job: _Job, first: int, undo: contextlib.ExitStack
+    ) -> Iterator[tuple[tuple[int, KeyRun, tuple[int, ...]], int]]:
+        """Yield the batches of a retrieve with the number of their request; the next one is always under way.
+
+        What is still under way when `undo` closes is given back.
+        """
+        batches = self._batches(job, first)
+        pending: list[int] = []
+
+        def ask() -> tuple[tuple[int, KeyRun, tuple[int, ...]], int] | None:
+            batch = next(batches, None)
+            if batch is None:
+                return None
+            _, run, covered = batch
+            request = m.PrepareRetrieve(channel.link.context, job.request_id, run.digests, run.first_chunk, covered)
+            pending.append(channel.submit(request))
+            return batch, pending[-1]
+
+        def give_back() -> None:
+            for sequence in pending:
+                try:
+                    _release(channel, channel.wait(sequence, _GIVE_BACK_SECONDS))
+                except KVDepotError:
+                    channel.abandon(sequence, lambda reply: _release(channel, reply))
+
+        undo.callback(give_back)
+        current = ask()
+        while current is not None:
+            following = ask()
+            pending.remove(current[1])
+            yield current
+            current = following
 
     def _valid_chunks(self, link: Link, plan: m.RetrievePlan) -> int:
         """Return how many leading chunks were still the same after the copy: the seqlock's second look."""
@@ -314,7 +349,9 @@ class WorkerTransfers:
 
     def _ask(self, channel: Channel, request: m.Request, undo: Callable[[Channel, m.Reply], None]) -> m.Reply:
         """Call the depot; what it grants after the deadline is given back when its answer comes."""
-        sequence = channel.submit(request)
+        return self._wait(channel, channel.submit(request), undo)
+
+    def _wait(self, channel: Channel, sequence: int, undo: Callable[[Channel, m.Reply], None]) -> m.Reply:
         try:
             return channel.wait(sequence, self._deadline_seconds)
         except DepotTimeout:

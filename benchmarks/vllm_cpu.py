@@ -1,0 +1,117 @@
+"""What a depot costs and brings to a real vLLM on CPU: `python benchmarks/vllm_cpu.py` in tox's environment `vllm`.
+
+A small model with KV of a realistic size (128 KiB of float32 a token). Four engines are up at the same time and serve
+one request at a time, turn and turn about, so that what else the machine does hits all alike:
+
+- `alone` has no connector: a prompt computed, then again out of vLLM's own prefix cache;
+- `depot` stores a prompt, then has it again after its own prefix cache was emptied;
+- `other` has what `depot` stored;
+- `useless` is attached, finds nothing and stores nothing.
+
+Prints medians of the time to the first token, and the medians of the ratios within each prompt.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kvdepot.testing.processes import DepotProcess, wait_until
+from tests.vllm.engines import Engine, connector, prompts
+from tests.vllm.models import make_model
+
+BOUNDS = {"storing": 1.05, "useless": 1.01, "hit": 1.15, "hit of the other's": 1.15}
+
+
+def serve(engines: dict[str, Engine], prompt: list[int], turn: int, max_tokens: int) -> Any:
+    """Serve one prompt in every way; return the times to the first token in seconds, and what was reused."""
+    row: dict[str, Any] = {}
+
+    def ask(name: str, engine: str) -> None:
+        row[name] = engines[engine].ask("first_token", prompt=prompt, max_tokens=max_tokens)
+
+    computing = [("no cache", "alone"), ("storing", "depot"), ("useless", "useless")]
+    reusing = [("own prefix cache", "alone"), ("hit", "depot"), ("hit of the other's", "other")]
+    for ways in (computing, reusing):
+        for name, engine in ways[turn % 3 :] + ways[: turn % 3]:
+            if name != "own prefix cache":
+                engines[engine].reset()
+            ask(name, engine)
+    return row
+
+
+def summary(rows: list[Any]) -> dict[str, Any]:
+    """Return medians, and medians of ratios within a prompt."""
+    first = {name: [row[name]["first_token_seconds"] for row in rows] for name in rows[0]}
+    bases = {
+        "storing": "no cache", "useless": "no cache",
+        "hit": "own prefix cache", "hit of the other's": "own prefix cache",
+    }  # fmt: skip
+    ratios = {
+        f"{name} / {base}": statistics.median(a / b for a, b in zip(first[name], first[base], strict=True))
+        for name, base in bases.items()
+    }
+    wrong = sum(row[name]["tokens"] != row["no cache"]["tokens"] for row in rows for name in row)
+    return {
+        "first_token_ms": {name: round(1e3 * statistics.median(values), 1) for name, values in first.items()},
+        "ratios": {name: round(value, 3) for name, value in ratios.items()},
+        "tokens_reused": {name: sorted({row[name]["cached"] for row in rows}) for name in rows[0]},
+        "outputs_that_differ": wrong,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=1500)
+    parser.add_argument("--output-tokens", type=int, default=8)
+    parser.add_argument("--pool-size", default="6GiB")
+    parser.add_argument("--json", type=Path, help="write every measurement here")
+    arguments = parser.parse_args()
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 2048}
+    with tempfile.TemporaryDirectory() as directory, DepotProcess(pool_size=arguments.pool_size) as depot:
+        model = make_model(Path(directory), "large-kv")
+        configs = {
+            "alone": None,
+            "depot": connector(depot.url),
+            "other": connector(depot.url),
+            "useless": connector(depot.url, namespace="nobody else's", store="none"),
+        }
+        engines: dict[str, Engine] = {}
+        try:
+            for name, config in configs.items():
+                engines[name] = Engine(model, config, **options)
+            wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120, "the pool")
+            print(f"{len(engines)} engines are up, the pool is ready", flush=True)
+            warm_up = prompts(2, arguments.tokens, seed=99)
+            wanted = prompts(arguments.prompts, arguments.tokens, seed=7)
+            for turn, prompt in enumerate(warm_up):
+                serve(engines, prompt, turn, arguments.output_tokens)
+            rows: list[Any] = []
+            for turn, prompt in enumerate(wanted):
+                rows.append(serve(engines, prompt, turn, arguments.output_tokens))
+                print(
+                    turn,
+                    {name: round(1e3 * cell["first_token_seconds"]) for name, cell in rows[-1].items()},
+                    flush=True,
+                )
+            metrics = {name: engines[name].ask("metrics") for name in ("depot", "other")}
+        finally:
+            for engine in engines.values():
+                engine.close()
+    result = summary(rows)
+    for name, values in metrics.items():
+        result[f"metrics of {name}"] = {key: value for key, value in values.items() if "kvdepot" in key}
+    print(json.dumps(result, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"summary": result, "rows": rows}))
+    return 1 if result["outputs_that_differ"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
