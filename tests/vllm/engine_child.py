@@ -125,6 +125,63 @@ class Child:
     def metrics(self) -> Any:
         return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
 
+    def watch(self) -> Any:
+        """From now on remember a digest of every block at its store, by key, and compare at each load."""
+        from blake3 import blake3
+
+        from kvdepot.layout import GroupKind
+        from kvdepot_vllm.worker import WorkerSide
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = get_kv_transfer_group()
+        cache, context = connector._cache, connector._worker._context
+        seen: dict[tuple[bytes, int], bytes] = {}
+        self.watched = {"stored": 0, "loaded": 0, "wrong": 0, "unknown": 0}
+
+        def entries(job: Any, num_chunks: int) -> Any:
+            for number, (group, ids) in enumerate(zip(cache.groups, job.block_ids, strict=True)):
+                step = 1 if group.kind is GroupKind.RECURRENT else cache.chunk_tokens // group.block_tokens
+                covered = len(ids) // step
+                for place in range(covered):
+                    chunk = job.key.num_chunks - covered + place
+                    blocks = ids[place * step : (place + 1) * step]
+                    if chunk < num_chunks and -1 not in blocks:
+                        yield (job.key.digests[32 * chunk : 32 * chunk + 32], number), self._bytes_of(number, blocks)
+
+        def start_stores(side: Any, plan: Any, ready: Any = None) -> None:
+            for job in plan.stores:
+                for key, data in entries(job, job.key.num_chunks):
+                    seen.setdefault(key, blake3(data).digest())
+                    self.watched["stored"] += 1
+            started(side, plan, ready)
+
+        def poll_loads(side: Any) -> Any:
+            jobs = {request_id: load.job for request_id, load in side._loads.items()}
+            futures = {request_id: load.future for request_id, load in side._loads.items()}
+            results = polled(side)
+            for request_id in results.finished:
+                job, future = jobs[request_id], futures[request_id]
+                for key, data in entries(job, future.num_chunks if future is not None else 0):
+                    self.watched["loaded"] += 1
+                    self.watched["unknown"] += key not in seen
+                    self.watched["wrong"] += seen.get(key, blake3(data).digest()) != blake3(data).digest()
+            return results
+
+        self._groups = context._copier._keep_alive
+        started, polled = WorkerSide.start_stores, WorkerSide.poll_loads
+        WorkerSide.start_stores, WorkerSide.poll_loads = start_stores, poll_loads
+        return {}
+
+    watched: dict[str, int] = {}
+
+    def _bytes_of(self, group: int, blocks: list[int]) -> bytes:
+        import torch
+
+        return b"".join(
+            tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
+            for tensor in self._groups[group] for block in blocks
+        )  # fmt: skip
+
     def execute(self, code: str) -> Any:
         """Run test code in here; what it leaves in `result` is the answer."""
         scope: dict[str, Any] = {"child": self, "llm": self.llm, "result": None}
