@@ -16,10 +16,14 @@ from typing import Any
 class Child:
     def __init__(self) -> None:
         self.llm: Any = None
+        self.watched: dict[str, int] = {}
+        self.num_requests = 0
+        self.released = False
 
     def start(
-        self, connector: dict[str, Any] | None, reference: list[list[int]], max_tokens: int, **options: Any
-    ) -> Any:
+        self, connector: dict[str, Any] | None, reference: list[list[int]], max_tokens: int, *,
+        expects_depot: bool = True, **options: Any,
+    ) -> Any:  # fmt: skip
         from vllm.config import KVTransferConfig
 
         from vllm import LLM
@@ -35,16 +39,15 @@ class Child:
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
         self.llm = LLM(**options)
-        self._wait_for_the_depot()
+        if expects_depot:
+            self._wait_for_the_depot()
         return {"outputs": outputs}
 
     def _wait_for_the_depot(self) -> None:
         scheduler = self._connector_side("_scheduler")
-        if scheduler is not None and self.expects_depot:
+        if scheduler is not None:
             scheduler.wait_until_connected(20)
             self._connector_side("_worker")._context.wait_until_connected(20)
-
-    expects_depot = True
 
     def _connector_side(self, name: str) -> Any:
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
@@ -108,8 +111,6 @@ class Child:
             "cached": last.num_cached_tokens, "tokens": list(last.outputs[0].token_ids),
         }  # fmt: skip
 
-    num_requests = 0
-
     def drain(self, seconds: float = 20.0) -> Any:
         """Step until nothing is held for stores any more."""
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
@@ -128,10 +129,10 @@ class Child:
     def watch(self) -> Any:
         """From now on remember a digest of every block at its store, by key, and compare at each load."""
         from blake3 import blake3
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         from kvdepot.layout import GroupKind
         from kvdepot_vllm.worker import WorkerSide
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
         cache, context = connector._cache, connector._worker._context
@@ -167,12 +168,93 @@ class Child:
                     self.watched["wrong"] += seen.get(key, blake3(data).digest()) != blake3(data).digest()
             return results
 
-        self._groups = context._copier._keep_alive
+        self._groups = self._groups_of(context)
         started, polled = WorkerSide.start_stores, WorkerSide.poll_loads
         WorkerSide.start_stores, WorkerSide.poll_loads = start_stores, poll_loads
         return {}
 
-    watched: dict[str, int] = {}
+    def fault(self, kind: str, num_chunks: int = 0) -> Any:
+        """From now on loads do not end until `release` ("hold"), or fail behind their first chunks ("fail").
+
+        A failed load leaves nonsense in the blocks that it did not fill; finite, as vLLM multiplies masked rows by 0.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = get_kv_transfer_group()
+        context = connector._worker._context
+        submit = type(context).submit_retrieve.__get__(context)
+        child = self
+
+        class Faulty:
+            num_bytes, seconds = 0, 0.0
+
+            def __init__(self, future: Any, key: Any, block_ids: Any) -> None:
+                self.future, self.key, self.block_ids = future, key, block_ids
+
+            @property
+            def num_chunks(self) -> int:
+                return min(num_chunks, self.future.num_chunks) if kind == "fail" else self.future.num_chunks
+
+            def query(self) -> bool:
+                return self.future.query() and (kind == "fail" or child.released)
+
+            def result(self, timeout_seconds: float | None = None) -> bool:
+                if not self.query():
+                    raise TimeoutError
+                whole = self.future.result()
+                if kind != "fail":
+                    return whole
+                for number, (group, ids) in enumerate(zip(connector._cache.groups, self.block_ids, strict=True)):
+                    step = max(1, connector._cache.chunk_tokens // group.block_tokens)
+                    first = max(0, len(ids) - (self.key.num_chunks - self.num_chunks) * step)
+                    for tensor in child._groups_of(context)[number]:
+                        for block in ids[first:]:
+                            if block >= 0 and tensor.dtype.is_floating_point:
+                                tensor[block] = 777.0
+                return False
+
+        context.submit_retrieve = lambda request_id, key, ids, skip=0: Faulty(
+            submit(request_id, key, ids, skip), key, ids
+        )
+        self.released = False
+        return {}
+
+    def release(self) -> Any:
+        self.released = True
+        return {}
+
+    @staticmethod
+    def _groups_of(context: Any) -> Any:
+        return context._copier._keep_alive
+
+    def submit(self, requests: dict[str, list[int]], max_tokens: int, steps: int = 0) -> Any:
+        """Add requests and step a few times."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for request_id, prompt in requests.items():
+            self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+        for _ in range(steps):
+            self.llm.llm_engine.step()
+        return {}
+
+    def abort(self, requests: list[str], steps: int = 0) -> Any:
+        self.llm.llm_engine.abort_request(requests)
+        for _ in range(steps):
+            self.llm.llm_engine.step()
+        return {}
+
+    def state(self) -> Any:
+        """What the engine and the connector hold."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        ours, worker = scheduler.connector._scheduler, get_kv_transfer_group()._worker
+        return {
+            "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "requests": len(scheduler.requests), "tracked": len(ours._requests), "pinned": ours._num_pinned_blocks,
+            "jobs": len(ours._pinned), "transfers": worker.num_pending, "loads": len(worker._loads),
+        }  # fmt: skip
 
     def _bytes_of(self, group: int, blocks: list[int]) -> bytes:
         import torch

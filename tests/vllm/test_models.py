@@ -26,9 +26,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_cold_warm_and_batched(case: str, depot: DepotProcess, model: MakeModel) -> None:
     name, options, whole_long, whole_short = CASES[case]
-    options = {"kv_cache_memory_bytes": 128 << 20, **options}
-    settings = options.pop("kvdepot", {})
-    with Engine(model(name), connector(depot.url, **settings), reference=PROMPTS, **options) as engine:
+    all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, **options}
+    settings: dict[str, Any] = all_options.pop("kvdepot", {})
+    with Engine(model(name), connector(depot.url, **settings), reference=PROMPTS, **all_options) as engine:
         engine.ask("watch")
         assert tokens(engine.generate(PROMPTS, together=False)) == engine.reference
         engine.reset()

@@ -289,9 +289,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             return
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, ReportMetadata) else WorkerReport()
-        finished = connector_output.finished_recving or set()
-        failed = finished if connector_output.invalid_block_ids else (connector_output.failed_recving or set())
-        self._scheduler.workers_reported(report, finished, failed)
+        self._scheduler.workers_reported(
+            report,
+            connector_output.finished_recving or (),
+            connector_output.failed_recving or (),
+            connector_output.invalid_block_ids or set(),
+        )
 
     @_never_raises(lambda: (False, None))
     def request_finished_all_groups(

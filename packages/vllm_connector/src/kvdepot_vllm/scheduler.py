@@ -45,7 +45,8 @@ class _Request:
     asked_at: float = 0.0
     local_tokens: int = 0  # what vLLM had itself when it asked last
     loaded_at: int = -1  # the preemption count at which a load was planned: one load for each admission
-    is_loading: bool = False
+    load: LoadJob | None = None  # under way
+    has_failed: bool = False  # that load
     num_stored: int = 0  # chunks that are in the depot or on their way
     num_computed: int = 0  # tokens whose KV is known to be computed once the steps sent so far have run
 
@@ -211,11 +212,10 @@ class SchedulerSide:
         if state is None:
             return
         if not external_tokens:
-            if not state.is_loading:
+            if state.load is None:
                 self._drop_lease(state)
             return
         state.loaded_at = request.num_preemptions
-        state.is_loading = True
         stop_tokens = state.local_tokens + external_tokens
         first, skip_tokens = divmod(state.local_tokens, self._cache.chunk_tokens)
         stop, rest = divmod(stop_tokens, self._cache.chunk_tokens)
@@ -230,10 +230,11 @@ class SchedulerSide:
                 request.request_id, state.local_tokens, stop_tokens,
                 state.lease.num_chunks if state.lease else 0, self._cache.chunk_tokens,
             )  # fmt: skip
-            self._loads.append(LoadJob(request.request_id, _NO_CHUNKS, (), 0))
-            return
-        self._loads.append(LoadJob(request.request_id, state.hasher.run(first, stop), block_ids, skip_tokens))
-        self._count("hit_tokens", external_tokens)
+            state.load = LoadJob(request.request_id, _NO_CHUNKS, (), 0)
+        else:
+            state.load = LoadJob(request.request_id, state.hasher.run(first, stop), block_ids, skip_tokens)
+        state.has_failed = False
+        self._loads.append(state.load)
 
     # --- block tables ---------------------------------------------------------------------------------------------
 
@@ -388,8 +389,17 @@ class SchedulerSide:
     def _blocks_per_chunk(self, group: EngineGroup) -> int:
         return 1 if group.kind is GroupKind.RECURRENT else self._cache.chunk_tokens // group.block_tokens
 
-    def workers_reported(self, report: WorkerReport, finished: Collection[str], failed: Collection[str]) -> None:
-        """Take what the workers say: stores that ended, requests whose load ended, and those whose load failed."""
+    def workers_reported(
+        self, report: WorkerReport, finished: Collection[str], failed: Collection[str], invalid_blocks: set[int]
+    ) -> None:
+        """Take what the workers say.
+
+        Args:
+            report: stores that ended.
+            finished: requests whose load ended on all workers.
+            failed: those of them that failed, told by request (several KV cache groups).
+            invalid_blocks: blocks that loads, ended or not, left unfilled (one group).
+        """
         for number, (count, num_stored) in report.ended.items():
             store = self._pinned.get(number)
             if store is None:
@@ -400,16 +410,22 @@ class SchedulerSide:
             if store.num_reports >= self._num_workers:
                 del self._pinned[number]
                 self._end_store(store)
+        if invalid_blocks:
+            for state in self._requests.values():
+                if state.load is not None and state.load.block_ids:
+                    state.has_failed |= not invalid_blocks.isdisjoint(state.load.block_ids[0])
         for request_id in finished:
             state = self._requests.get(request_id)
-            if state is None:
+            if state is None or state.load is None:
                 continue
-            state.is_loading = False
+            load, state.load = state.load, None
             self._drop_lease(state)
-            if request_id in failed:
+            if state.has_failed or request_id in failed:
                 self._count("failed_loads")
                 state.num_stored = 0
                 state.num_computed = 0
+            else:
+                self._count("hit_tokens", load.key.num_chunks * self._cache.chunk_tokens - load.skip_tokens)
 
     def _end_store(self, store: _PinnedStore) -> None:
         assert self._pool is not None
@@ -443,7 +459,7 @@ class SchedulerSide:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return
-        if state.may_store and not has_failed and not state.is_loading:
+        if state.may_store and not has_failed and state.load is None:
             computed = min(request.num_computed_tokens - request.num_in_flight_tokens, state.num_computed)
             self._plan_stores(state, lambda: table, (), num_ready=computed)
         self._forget(state)

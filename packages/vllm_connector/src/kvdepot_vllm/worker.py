@@ -108,7 +108,6 @@ class WorkerSide:
                 results.invalid_blocks.update(self._unfilled(load))
             else:
                 results.failed.add(request_id)
-            self._add("failed_loads", 1)
         return results
 
     def _unfilled(self, load: _Load) -> Collection[int]:

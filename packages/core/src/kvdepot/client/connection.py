@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS: Final = 0.05
 _LAST_RETRY_SECONDS: Final = 1.0
 _REFUSED_RETRY_SECONDS: Final = 10.0
+_FIRST_TIDY_SECONDS: Final = 0.005
+_LAST_TIDY_SECONDS: Final = 0.5
 
 
 class Link:
@@ -76,6 +78,7 @@ class Channel:
         self._sequence = 0
         self._replies: dict[int, m.Reply] = {}
         self._ignored: dict[int, Callable[[m.Reply], None] | None] = {}
+        self._num_owed = 0
 
     def submit(self, request: m.Request) -> int:
         """Send a request and return the number under which `poll` and `wait` know its reply.
@@ -138,8 +141,14 @@ class Channel:
         reply = self._replies.pop(sequence, None)
         if reply is None:
             self._ignored[sequence] = on_reply
+            self._num_owed += on_reply is not None
         elif on_reply is not None:
             on_reply(reply)
+
+    @property
+    def num_owed(self) -> int:
+        """Abandoned requests whose reply will have to be given back when it comes."""
+        return self._num_owed if self.link.mark_lost.alive else 0
 
     def drain(self) -> None:
         """Take in what has come.
@@ -165,6 +174,7 @@ class Channel:
         if sequence in self._ignored:
             on_reply = self._ignored.pop(sequence)
             if on_reply is not None:
+                self._num_owed -= 1
                 on_reply(reply)
         else:
             self._replies[sequence] = reply
@@ -192,6 +202,8 @@ class Connection:
         deadline_seconds: of each call.
         fence: entered while registering; it holds off copies into the pool and waits for those that run.
         on_open: called on the connection's thread with a link that can be used now: new, or no longer suspended.
+        on_tidy: called on the connection's thread again and again after `tidy_soon`, until it returns True: takes in
+            replies to abandoned requests, which nobody else may come to read.
     """
 
     def __init__(
@@ -204,6 +216,7 @@ class Connection:
         deadline_seconds: float = 2.0,
         fence: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         on_open: Callable[[Link], None] = lambda _link: None,
+        on_tidy: Callable[[], bool] = lambda: True,
     ) -> None:
         if deadline_seconds <= 0:
             raise KVDepotError(f"a deadline of {deadline_seconds} s: above 0")
@@ -215,6 +228,8 @@ class Connection:
         self._maps_pool = maps_pool
         self._fence = fence
         self._on_open = on_open
+        self._on_tidy = on_tidy
+        self._tidy_seconds = 0.0  # until the next try, 0 if there is nothing to do
         self._zmq = zmq.Context()
         self._link: Link | None = None
         self._changed = threading.Condition()
@@ -253,6 +268,11 @@ class Connection:
             self.why_away = f"it did not answer within {self.deadline_seconds} s"
             logger.warning("the depot in %s %s; requests are misses until it does", self.directory, self.why_away)
             self._wake()
+
+    def tidy_soon(self) -> None:
+        """Something was abandoned: have its reply taken in even if nothing else happens here."""
+        self._tidy_seconds = _FIRST_TIDY_SECONDS
+        self._wake()
 
     def close(self) -> None:
         """Close the session. Twice is harmless; calls under way fail as misses."""
@@ -337,7 +357,12 @@ class Connection:
         poller.register(self._wake_reader, select.POLLIN)
         pinged = False
         while not self._closing.is_set():
-            ready = {fd for fd, _ in poller.poll()}
+            ready = {fd for fd, _ in poller.poll(self._tidy_seconds * 1000 or None)}
+            if self._tidy_seconds and not ready:
+                following = min(2 * self._tidy_seconds, _LAST_TIDY_SECONDS)
+                self._tidy_seconds = 0.0  # others may set it while we tidy
+                if not self._on_tidy():
+                    self._tidy_seconds = self._tidy_seconds or following
             if self._wake_reader.fileno() in ready:
                 self._wake_reader.recv(4096)
             if link.suspended and not pinged:
@@ -355,6 +380,8 @@ class Connection:
                     link.suspended = False
                     self._changed.notify_all()
                 logger.info("the depot in %s answers again", self.directory)
+                if self._tidy_seconds:
+                    self._tidy_seconds = _FIRST_TIDY_SECONDS
                 self._on_open(link)
 
 

@@ -85,11 +85,12 @@ class SchedulerClient:
     ) -> None:
         self.deadline_seconds = deadline_seconds
         registration = m.RegisterScheduler(m.PROTOCOL_VERSION, instance, model, spec)
-        self._connection = Connection(
-            url, f"scheduler of {instance}", registration, maps_pool=False, deadline_seconds=deadline_seconds
-        )
         self._channel: Channel | None = None
         self._lock = threading.RLock()
+        self._connection = Connection(
+            url, f"scheduler of {instance}", registration,
+            maps_pool=False, deadline_seconds=deadline_seconds, on_tidy=self._tidy,
+        )  # fmt: skip
 
     @property
     def is_connected(self) -> bool:
@@ -186,6 +187,19 @@ class SchedulerClient:
 
         with self._lock:
             channel.abandon(sequence, give_back)
+            if channel is self._channel and channel.num_owed:
+                self._connection.tidy_soon()
+
+    def _tidy(self) -> bool:
+        with self._lock:
+            channel = self._channel
+            if channel is None:
+                return True
+            try:
+                channel.drain()
+            except DepotUnavailable:
+                return True
+            return not channel.num_owed
 
     def _current(self) -> Channel | None:
         link = self._connection.link

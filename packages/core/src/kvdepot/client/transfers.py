@@ -139,6 +139,7 @@ class WorkerTransfers:
         self._connection = Connection(
             url, f"{registration.instance} rank {registration.rank}", registration,
             maps_pool=True, deadline_seconds=deadline_seconds, fence=self._no_copy_running, on_open=self._on_open,
+            on_tidy=self._tidy,
         )  # fmt: skip
         if not synchronous:
             for lane in self._lanes:
@@ -326,6 +327,7 @@ class WorkerTransfers:
                     _release(channel, channel.wait(sequence, _GIVE_BACK_SECONDS))
                 except KVDepotError:
                     channel.abandon(sequence, lambda reply: _release(channel, reply))
+                    self._connection.tidy_soon()
 
         undo.callback(give_back)
         current = ask()
@@ -412,6 +414,7 @@ class WorkerTransfers:
             ok = work(channel, job)
         except DepotTimeout:
             self._connection.suspend(job.link)
+            self._connection.tidy_soon()
         except DepotUnavailable as error:
             logger.info("a transfer of %s is a miss: %s", job.request_id, error)
         except RemoteError as error:
@@ -424,10 +427,13 @@ class WorkerTransfers:
             job.transfer.resolve(ok)
         return channel
 
+    def _tidy(self) -> bool:
+        for lane in self._lanes:
+            lane.nudge()
+        return not any(lane.num_owed for lane in self._lanes)
+
     def _on_open(self, link: Link) -> None:
         """The link is new, or usable again."""
-        for lane in self._lanes:
-            lane.put(None)
         mapping = link.mapping
         if mapping is not None and mapping is not self._populated:
             self._populated = mapping
@@ -454,10 +460,7 @@ def _release(channel: Channel, reply: m.Reply) -> None:
 
 
 class _Lane:
-    """One direction: a queue and a thread, or the caller's thread.
-
-    In the queue None is a nudge: the depot answers again, so take what it says to requests that were given up.
-    """
+    """One direction: a queue and a thread, or the caller's thread. In the queue None is a nudge."""
 
     def __init__(self, transfers: WorkerTransfers, work: _Work, name: str) -> None:
         self._transfers = transfers
@@ -468,11 +471,26 @@ class _Lane:
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name=f"kvdepot-{name}", daemon=True)
 
+    @property
+    def num_owed(self) -> int:
+        channel = self._channel
+        return 0 if channel is None else channel.num_owed
+
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, job: _Job | None) -> None:
+    def put(self, job: _Job) -> None:
         self._jobs.put(job)
+
+    def nudge(self) -> None:
+        """Take in what the depot says to requests that were given up."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+        elif self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
 
     def run(self, job: _Job) -> None:
         with self._lock:
@@ -494,9 +512,13 @@ class _Lane:
                 self.run(job)
             elif self._stopping and self._jobs.empty():
                 return
-            elif self._channel is not None:
-                with contextlib.suppress(DepotUnavailable):
-                    self._channel.drain()
+            else:
+                self._drain()
+
+    def _drain(self) -> None:
+        if self._channel is not None:
+            with contextlib.suppress(DepotUnavailable):
+                self._channel.drain()
 
 
 def chunk_block_ids(block_ids: Sequence[int], chunk: int, first_covered: int, blocks_per_chunk: int) -> Sequence[int]:
