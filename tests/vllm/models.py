@@ -1,5 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""Tiny models with random weights, made on the spot: `python models.py DIRECTORY NAME...`; prompts are token ids."""
+"""Tiny models with random weights, made on the spot; prompts are token ids.
+
+`python models.py DIRECTORY NAME SEED`, `python models.py DIRECTORY adapter MODEL SEED`; prints the path.
+"""
 
 import sys
 from pathlib import Path
@@ -115,5 +118,8 @@ def _tokenizer() -> Any:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[2:]:
-        print(make_model(Path(sys.argv[1]), wanted))
+    target, what, *rest = sys.argv[1:]
+    if what == "adapter":
+        print(make_adapter(Path(target), Path(rest[0]), int(rest[1])))
+    else:
+        print(make_model(Path(target), what, int(rest[0])))

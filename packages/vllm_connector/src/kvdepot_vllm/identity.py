@@ -52,9 +52,8 @@ def _samples(stream: Any, size: int) -> Iterator[bytes]:
     if size <= _SAMPLES_A_FILE * _SAMPLE_BYTES:
         yield stream.read()
         return
-    step = (size - _SAMPLE_BYTES) // (_SAMPLES_A_FILE - 1)
     for number in range(_SAMPLES_A_FILE):
-        stream.seek(number * step)
+        stream.seek((size - _SAMPLE_BYTES) * number // (_SAMPLES_A_FILE - 1))
         yield stream.read(_SAMPLE_BYTES)
 
 
