@@ -22,7 +22,7 @@ class Child:
 
     def start(
         self, connector: dict[str, Any] | None, reference: list[list[int]], max_tokens: int, *,
-        expects_depot: bool = True, **options: Any,
+        expects_depot: bool = True, kv_events: dict[str, Any] | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         from vllm.config import KVTransferConfig
 
@@ -38,6 +38,10 @@ class Child:
             gc.collect()
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
+        if kv_events is not None:
+            from vllm.config import KVEventsConfig
+
+            options["kv_events_config"] = KVEventsConfig(**kv_events)
         self.llm = LLM(**options)
         if expects_depot:
             self._wait_for_the_depot()
@@ -219,6 +223,30 @@ class Child:
         self.released = False
         return {}
 
+    def hold_stores(self) -> Any:
+        """From now on stores do not end until `release`."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        context = get_kv_transfer_group()._worker._context
+        submit = type(context).submit_store.__get__(context)
+        child = self
+
+        class Held:
+            num_bytes, seconds = 0, 0.0
+
+            def __init__(self, future: Any) -> None:
+                self.future = future
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.future, name)
+
+            def query(self) -> bool:
+                return child.released and self.future.query()
+
+        context.submit_store = lambda *arguments: Held(submit(*arguments))
+        self.released = False
+        return {}
+
     def release(self) -> Any:
         self.released = True
         return {}
@@ -234,9 +262,14 @@ class Child:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         for request_id, prompt in requests.items():
             self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
-        for _ in range(steps):
-            self.llm.llm_engine.step()
-        return {}
+        return self.step(steps)
+
+    def step(self, steps: int) -> Any:
+        """Step, and return the requests that finished."""
+        finished = [
+            output.request_id for _ in range(steps) for output in self.llm.llm_engine.step() if output.finished
+        ]  # fmt: skip
+        return {"finished": finished}
 
     def abort(self, requests: list[str], steps: int = 0) -> Any:
         self.llm.llm_engine.abort_request(requests)

@@ -58,15 +58,14 @@ class Engine:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=variables, start_new_session=True,
         )  # fmt: skip
         self.max_tokens = max_tokens
-        answer = self.ask(
-            "start",
-            300,
-            model=str(model),
-            connector=config,
-            reference=reference or [],
-            max_tokens=max_tokens,
-            **options,
-        )
+        try:
+            answer = self.ask(
+                "start", 300, model=str(model), connector=config, reference=reference or [], max_tokens=max_tokens,
+                **options,
+            )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
         self.reference: list[list[int]] = [output["tokens"] for output in answer["outputs"]]
 
     @property
