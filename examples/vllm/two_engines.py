@@ -1,0 +1,18 @@
+"""Two vLLM processes and one depot: the second reuses what the first has computed.
+
+Start a depot first (`kvdepot serve`), then: python two_engines.py MODEL
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    for title in ("first engine", "second engine"):
+        print(f"--- {title}", flush=True)
+        subprocess.run([sys.executable, str(Path(__file__).with_name("one_engine.py")), *sys.argv[1:]], check=True)
+
+
+if __name__ == "__main__":
+    main()
