@@ -28,6 +28,7 @@ from kvdepot_vllm.settings import Settings
 logger = logging.getLogger(__name__)
 
 _FRESH_SECONDS: Final = 5.0  # an answer older than this is asked for again before it is used
+_IDLE_SECONDS: Final = 0.001  # for an answer while nothing else is computed: less than an empty step takes
 _NO_CHUNKS: Final = KeyRun(b"", 0, bytes(32))
 
 OnStored = Callable[[EngineRequest, int, int, tuple[int, ...]], None]
@@ -100,7 +101,7 @@ class SchedulerSide:
         self._pinned: dict[int, _PinnedStore] = {}
         self._num_pinned_blocks = 0
         self._next_job = 1
-        self._generation = 0
+        self._is_idle = True  # nothing was computed in the last step
         self._pool: BlockPool | None = None
         self.counters: dict[str, int] = {}
         self._client = SchedulerClient(
@@ -167,7 +168,7 @@ class SchedulerSide:
                 self._drop_lease(state)
                 self._ask(state)
             if state.lookup is not None:
-                if not state.lookup.query():
+                if not (state.lookup.wait(_IDLE_SECONDS) if self._is_idle else state.lookup.query()):
                     return None, False
                 state.lease = state.lookup.result()
                 state.lookup = None
@@ -317,7 +318,8 @@ class SchedulerSide:
                 except Exception:
                     logger.exception("request %s is not stored any further", request_id)
                     state.may_store = False
-        plan = StepPlan(tuple(self._loads), tuple(self._stores), is_idle=not step.num_scheduled_tokens)
+        self._is_idle = not step.num_scheduled_tokens
+        plan = StepPlan(tuple(self._loads), tuple(self._stores), self._is_idle)
         self._loads, self._stores = [], []
         return plan
 

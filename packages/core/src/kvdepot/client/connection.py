@@ -12,6 +12,7 @@ Requests go over **channels**, one ZMQ socket for each thread that calls.
 import contextlib
 import itertools
 import logging
+import math
 import os
 import random
 import select
@@ -131,6 +132,10 @@ class Channel:
         reply = self._take(sequence)
         assert reply is not None
         return reply
+
+    def wait_for_any(self, timeout_seconds: float) -> None:
+        """Wait until there is something to receive, at most `timeout_seconds`."""
+        self._poller.poll(max(0, math.ceil(timeout_seconds * 1000)))
 
     def call(self, request: m.Request, deadline_seconds: float) -> m.Reply:
         """Send a request and wait for its reply; raises as `submit` and `wait` do."""

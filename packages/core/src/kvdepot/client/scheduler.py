@@ -50,6 +50,15 @@ class PendingLookup:
             self._lease = self._client.take_answer(self._channel, self._sequence, self._deadline, may_wait=False)
         return self._lease is not None
 
+    def wait(self, timeout_seconds: float) -> bool:
+        """Like `query`, but give the answer `timeout_seconds` to come."""
+        end = time.monotonic() + timeout_seconds
+        while not self.query():
+            if time.monotonic() >= end:
+                return False
+            self._client.wait_for_answers(self._channel, end - time.monotonic())
+        return True
+
     def result(self) -> Lease:
         """Return the lease; a miss if there is no answer within the client's deadline since the lookup."""
         if self._lease is None:
@@ -175,6 +184,12 @@ class SchedulerClient:
             if reply is None:
                 return None
             return _lease_of(reply, link) if isinstance(reply, m.LookupReply) else MISS
+
+    def wait_for_answers(self, channel: Channel | None, timeout_seconds: float) -> None:
+        """Wait until something has come over a channel. For `PendingLookup`."""
+        with self._lock:
+            if channel is not None and channel is self._channel:
+                channel.wait_for_any(timeout_seconds)
 
     def give_up(self, channel: Channel | None, sequence: int) -> None:
         """Forget a lookup, and give back what it may still pin. For `PendingLookup`."""
