@@ -21,7 +21,8 @@ class CpuTransferContext(WorkerTransfers):
 
     Args as in `Backend.create_context`, and:
         synchronous: transfer on the caller's thread.
-        copy_threads: threads that share one large copy; None for half of the cores, at most 4.
+        copy_threads: threads that share one large copy; None for half of the cores to store and all to retrieve, at
+            most 4.
         batch_bytes: how much of a run is asked for at once.
 
     Raises:
@@ -52,7 +53,8 @@ class CpuTransferContext(WorkerTransfers):
             m.PROTOCOL_VERSION, instance, rank, world_size, "cpu", "worker-driven", model, m.spec_of(layout),
             tuple(_detail(group, layer_group, dtype) for group, layer_group in zip(groups, layout.groups, strict=True)),
         )  # fmt: skip
-        threads = max(1, min(4, (os.cpu_count() or 1) // 2)) if copy_threads is None else copy_threads
+        cores = os.cpu_count() or 1
+        threads = (max(1, min(4, cores // 2)), min(4, cores)) if copy_threads is None else (copy_threads, copy_threads)
         super().__init__(
             registration, layout, PageCopier(layout, threads, keep_alive=[list(group.tensors) for group in groups]),
             url=url, deadline_seconds=deadline_seconds, synchronous=synchronous, batch_bytes=batch_bytes,

@@ -70,13 +70,14 @@ class PageCopier:
 
     Args:
         layout: where the blocks are.
-        num_threads: how many threads share a large copy.
+        num_threads: how many threads share a large copy into the pool, and out of it. An engine waits for what it
+            retrieves, and for nothing that it stores.
         keep_alive: what owns the memory of the blocks.
         copy_runs: how bytes are moved; None for the best there is.
     """
 
     def __init__(
-        self, layout: CacheLayout, num_threads: int, keep_alive: object, copy_runs: CopyRuns | None = None
+        self, layout: CacheLayout, num_threads: tuple[int, int], keep_alive: object, copy_runs: CopyRuns | None = None
     ) -> None:
         self._keep_alive = keep_alive
         self._copy_runs = copy_runs or native_copy_runs() or memcpy_runs()
@@ -84,17 +85,17 @@ class PageCopier:
             _GroupAddresses.of(group.pages, group.blocks_per_chunk(layout.chunk_tokens)) for group in layout.groups
         ]
         self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, "kvdepot-copy") if num_threads > 1 else None
+        self._pool = ThreadPoolExecutor(max(num_threads), "kvdepot-copy") if max(num_threads) > 1 else None
 
     def store(self, batch: CopyBatch) -> None:
         """See `Copier`."""
         blocks, extents, sizes = self._addresses(batch)
-        self._copy(blocks, extents, sizes)
+        self._copy(blocks, extents, sizes, self._num_threads[0])
 
     def retrieve(self, batch: CopyBatch) -> None:
         """See `Copier`."""
         blocks, extents, sizes = self._addresses(batch)
-        self._copy(extents, blocks, sizes)
+        self._copy(extents, blocks, sizes, self._num_threads[1])
 
     def close(self) -> None:
         """See `Copier`."""
@@ -120,8 +121,8 @@ class PageCopier:
         blocks, extents, sizes = zip(*parts, strict=True)
         return np.concatenate(blocks), np.concatenate(extents), np.concatenate(sizes)
 
-    def _copy(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> None:
-        parts = min(self._num_threads, len(sizes), 1 + int(sizes.sum()) // _BYTES_WORTH_A_THREAD)
+    def _copy(self, sources: Addresses, targets: Addresses, sizes: Addresses, num_threads: int) -> None:
+        parts = min(num_threads, len(sizes), 1 + int(sizes.sum()) // _BYTES_WORTH_A_THREAD)
         if self._pool is None or parts <= 1:
             self._copy_runs(sources, targets, sizes)
             return
