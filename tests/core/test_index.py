@@ -583,3 +583,72 @@ def test_whatever_happens_a_depot_agrees_with_a_plain_set(groups: tuple[m.GroupS
     live()
     for what in ("hit", "evicted", "declined", "expired", "quarantined", "found after a restart"):
         assert reached[what] >= 10, f"{what} came about {reached[what]} times: the test above shows little"
+
+
+# --- wrong bytes ----------------------------------------------------------------------------------------------------
+
+
+def report(worker: Worker, run: KeyRun, chunk: int) -> int:
+    """Report an entry of a run as corrupt."""
+    extents = [*m.EXTENT.iter_unpack(worker.retrieve(run).extents)]
+    entries = tuple((extent[3], extent[5]) for extent in extents if extent[0] == chunk)
+    return worker.ask(m.ReportCorrupt(worker.context, entries)).count
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("chunk", [0, 2, 3])
+def test_a_corrupt_entry_hides_what_comes_after_it_until_it_is_stored_again(chunk: int, policy: str) -> None:
+    bench = Bench(pages=8, policy=policy)
+    worker = bench.worker()
+    worker.store(prompt(4))
+    assert report(worker, prompt(4), chunk) == 1
+    worker.ask(m.EndRequest(worker.context, "r"))
+    assert worker.lookup(prompt(4)).num_chunks == worker.retrieve(prompt(4)).num_chunks == chunk
+    assert bench.depot.status_fields()["num_entries"] == 3
+    assert worker.store(prompt(4)).num_present == 3
+    assert worker.lookup(prompt(4)).num_chunks == 4
+    worker.ask(m.EndRequest(worker.context, "r"))
+    assert worker.store(prompt(8, 1)).num_declined == 0, "all of it can leave"
+    bench.drain()
+
+
+def test_a_leased_entry_can_be_corrupt_too() -> None:
+    bench = Bench(pages=4)
+    worker = bench.worker()
+    worker.store(prompt(2))
+    lease = worker.lookup(prompt(2)).lease
+    assert report(worker, prompt(2), 1) == 1
+    assert worker.release(lease) == 1
+    worker.ask(m.EndRequest(worker.context, "r"))
+    bench.drain()
+
+
+def test_a_window_s_corrupt_entry_blocks_only_what_needs_it() -> None:
+    bench = Bench(HYBRID)
+    worker = bench.worker()
+    worker.store(prompt(6))
+    extents = [*m.EXTENT.iter_unpack(worker.retrieve(prompt(6)).extents)]
+    window = [(extent[3], extent[5]) for extent in extents if extent[:2] == (3, 1)]
+    worker.ask(m.ReportCorrupt(worker.context, tuple(window)))
+    worker.ask(m.EndRequest(worker.context, "r"))
+    assert [worker.lookup(prompt(n)).num_chunks for n in (3, 4, 5, 6)] == [3, 3, 3, 6]
+    worker.ask(m.EndRequest(worker.context, "r"))
+    bench.drain()
+
+
+def test_what_is_not_a_sealed_entry_of_the_space_is_not_removed() -> None:
+    bench = Bench()
+    worker, other = bench.worker(), bench.worker()
+    worker.store(prompt(2))
+    plan = worker.prepare(prompt(1, 1))
+    (writing,) = ((extent[3], extent[5]) for extent in m.EXTENT.iter_unpack(plan.extents))
+    for entries in (((0, 5),), ((10**6, 2),), (writing,)):
+        assert other.ask(m.ReportCorrupt(other.context, entries)).count == 0
+    assert worker.lookup(prompt(2)).num_chunks == 2
+
+
+def test_checksums_of_another_number_of_entries_are_refused() -> None:
+    worker = Bench().worker()
+    plan = worker.prepare(prompt(2))
+    assert worker.refusal(m.CommitStore(worker.context, plan.ticket, bytes(16))) is ErrorCode.MALFORMED
+    assert worker.commit(plan) == 2

@@ -35,8 +35,9 @@ def test_a_record_is_read_back_as_it_was_written(values: dict[str, Any], sealed:
     table = IndexTable.in_memory(4)
     header = table.write(2, **values)
     if sealed:
-        table.seal(2, 99)
+        table.seal(2, 99, b"the checksum is.")
         assert table.header(2) == header
+        values = {**values, "owner": b"the checksum is."}
     (record,) = table.records()
     assert record.state == (SEALED if sealed else WRITING)
     assert {name: getattr(record, name) for name in values} == values

@@ -71,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", choices=sorted(POLICIES), default="lru", help="which chunks leave first (default lru)"
     )
     serve.add_argument("--lease-seconds", type=float, default=300.0, help="the longest life of a lease (default 300)")
+    serve.add_argument(
+        "--verify", choices=[*m.Verify], default="off",
+        help="checksums of the pool's entries, compared when they are retrieved: one chunk in 16, or all (default off)",
+    )  # fmt: skip
     serve.add_argument("--ephemeral", action="store_true", help="remove the pool at the end instead of keeping it warm")
     serve.add_argument("--fresh", action="store_true", help="forget what an earlier server left")
 
@@ -128,7 +132,7 @@ def _serve(options: argparse.Namespace) -> int:
     config = ServerConfig(
         directory=options.dir, pool_directory=options.pool_dir, pool_size_bytes=options.pool_size,
         max_entries=options.max_entries, listen=tuple(options.listen), policy=options.policy,
-        lease_seconds=options.lease_seconds, ephemeral=options.ephemeral, fresh=options.fresh,
+        lease_seconds=options.lease_seconds, verify=options.verify, ephemeral=options.ephemeral, fresh=options.fresh,
     )  # fmt: skip
     server = DepotServer(config)
     server.stop_on_signals()

@@ -97,6 +97,7 @@ class ServerConfig:
     policy: str = "lru"
     lease_seconds: float = 300.0
     ephemeral: bool = False  # remove the pool's files at the end
+    verify: str = "off"  # checksums of the pool's entries: off, sample or all
     fresh: bool = False  # forget what an earlier server left
 
     @property

@@ -277,14 +277,15 @@ class ChunkIndex:
         self._account(node, extent_size(place.num_bytes))
         return record
 
-    def seal_entries(self, records: Sequence[int], now: int = 0) -> None:
-        """Say that the bytes of entries are in place."""
+    def seal_entries(self, records: Sequence[int], now: int = 0, checksums: bytes = b"") -> None:
+        """Say that the bytes of entries are in place; `checksums` are packed, or none."""
         fresh: list[int] = []
-        for record in records:
+        for place, record in enumerate(records):
             node = self._node_of[record]
             if not any(self._is_sealed(other) for other in self._entries(node)):
                 fresh.append(node)
-            self.table.seal(record, now)
+            checksum = checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES]
+            self.table.seal(record, now, checksum or bytes(OWNER_BYTES))
             self.num_entries += 1
             self._update_group(node, record)
             self._tree.holds[node] -= 1
@@ -302,6 +303,40 @@ class ChunkIndex:
         self._unlink(record, node)
         self._free_entry(record)
         self._release_hold(node)
+
+    def remove_entry(self, record: int) -> None:
+        """Take away a sealed entry, leased or not, because its bytes are wrong.
+
+        Whoever copies it sees its header change. Its chunk and those after it cannot be found until it is stored again.
+        """
+        node = self._node_of[record]
+        group, _ = self.table.place_of(record)
+        self._unlink(record, node)
+        self._free_entry(record)
+        self.num_entries -= 1
+        self._sealed_groups[node] &= ~(1 << group)
+        full_mask = self.spaces[self._space_of[node]].full_mask
+        sealed = self._sealed_groups[node]
+        if self._visible[node] and (not sealed or sealed & full_mask != full_mask):
+            self._hide(node)
+        if self._first_entry[node] != NO_RECORD:
+            return
+        if self._tree.evictable(node):
+            self._drop_node(node)
+        else:
+            self._policy.removed(node)  # a hole: `added` again when it is stored again
+
+    def _hide(self, node: int) -> None:
+        """Make a node invisible, and with full attention all those after it. They wait for it to be complete again."""
+        self._visible[node] = 0
+        if not self.spaces[self._space_of[node]].full_mask:
+            return
+        hidden = {node}
+        for other in sorted(self.spaces[self._space_of[node]].nodes.values(), key=self._depth.__getitem__):
+            if self._visible[other] and self._tree.parent[other] in hidden:
+                self._visible[other] = 0
+                hidden.add(other)
+        self._hidden |= hidden - {node}
 
     # --- leaving --------------------------------------------------------------------------------------------------
 

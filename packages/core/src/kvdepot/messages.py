@@ -8,6 +8,7 @@ it does not know. What becomes of each message when either side dies is in `docs
 KV bytes never travel here. Extents do, as packed `EXTENT` records, no object for each block.
 """
 
+import enum
 import struct
 from typing import Annotated, Final
 
@@ -33,6 +34,18 @@ Count = Annotated[int, Meta(ge=0, le=_U32)]
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class Verify(enum.StrEnum):
+    """Which entries of the pool carry a checksum that is compared when they are retrieved."""
+
+    OFF = "off"  # none are made
+    SAMPLE = "sample"  # all are made, one chunk of `VERIFY_ONE_IN` is compared
+    ALL = "all"
+
+
+VERIFY_ONE_IN: Final = 16
+CHECKSUM_BYTES: Final = 16  # XXH3-128 of an extent's payload; zeros stand for none
 
 
 class GroupShape(Struct, array_like=True, frozen=True):
@@ -157,10 +170,14 @@ class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
 
 
 class CommitStore(Struct, array_like=True, tag="commit_store", frozen=True):
-    """Say that the bytes of a ticket are all in place."""
+    """Say that the bytes of a ticket are all in place.
+
+    `checksums` has `CHECKSUM_BYTES` for each of the plan's extents in their order, or nothing.
+    """
 
     context: Identifier
     ticket: Identifier
+    checksums: Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 16)] = b""
 
 
 class AbortStore(Struct, array_like=True, tag="abort_store", frozen=True):
@@ -181,6 +198,13 @@ class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=Tr
     digests: Digests
     first_chunk: Count
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
+
+
+class ReportCorrupt(Struct, array_like=True, tag="report_corrupt", frozen=True):
+    """Say that entries do not have their checksum: `(record, header)` of each, as its extent named them."""
+
+    context: Identifier
+    entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=4096)]
 
 
 class Status(Struct, array_like=True, tag="status", frozen=True):
@@ -205,6 +229,7 @@ Request = (
     | CommitStore
     | AbortStore
     | PrepareRetrieve
+    | ReportCorrupt
     | Status
     | Clear
 )
@@ -232,10 +257,11 @@ class HelloReply(Struct, array_like=True, tag="hello_reply", frozen=True):
 
 
 class Registered(Struct, array_like=True, tag="registered", frozen=True):
-    """The number under which a context's requests go from now on."""
+    """The number under which a context's requests go from now on, and what its worker has to verify."""
 
     epoch: int
     context: int
+    verify: Verify = Verify.OFF
 
 
 class Done(Struct, array_like=True, tag="done", frozen=True):
@@ -346,6 +372,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     num_tickets: int
     num_sessions: int
     recovering: bool
+    verify: str = "off"
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
     counters: dict[str, int]

@@ -21,7 +21,7 @@ from blake3 import blake3
 from kvdepot.config import format_size
 from kvdepot.errors import PoolError
 from kvdepot.messages import CacheSpec
-from kvdepot.table import IndexTable
+from kvdepot.table import CHECKSUM_OFFSET, HEADER_PAGE_BYTES, OWNER_BYTES, RECORD_BYTES, IndexTable
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +190,11 @@ class PoolMapping:
         self.table = mmap.mmap(table_fd, table_size_bytes, prot=mmap.PROT_READ)
         self.headers = memoryview(self.table).cast("Q")  # of record r: headers[512 + 16 * r]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pool))
+
+    def checksum_of(self, record: int) -> bytes:
+        """Return the checksum of a sealed record's payload, zeros for none; good only while its header is the same."""
+        place = HEADER_PAGE_BYTES + record * RECORD_BYTES + CHECKSUM_OFFSET
+        return self.table[place : place + OWNER_BYTES]
 
     def populate(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Touch every page of the mapping, so that the first copy is as fast as later ones. Releases the GIL."""

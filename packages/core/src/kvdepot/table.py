@@ -20,7 +20,7 @@ from kvdepot.errors import PoolError
 
 RECORD_BYTES: Final = 128
 HEADER_PAGE_BYTES: Final = 4096
-TABLE_VERSION: Final = 1
+TABLE_VERSION: Final = 2
 NO_RECORD: Final = 0xFFFFFFFF
 PARENT_BYTES: Final = 16  # of the parent's key: enough to find it among the chunks of one depth
 OWNER_BYTES: Final = 16
@@ -33,14 +33,14 @@ SEALED: Final = 2
 _MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
 # space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, tenant, layout, owner (16 bytes
-# that name the worker within its process), writer start, writer pid, crc, last use
+# that name the worker within its process; once sealed, the payload's checksum), writer start, writer pid, crc, last use
 _BODY: Final = struct.Struct("<IHHII32s16sIIQ16sQIIQ")
 _CHECKED_BYTES: Final = 108  # of the body: all but crc and last use
 _CRC: Final = 116  # within a record, as the next ones
 _LAST_USE: Final = 120
 _EXTENT_OFFSET: Final = 16
 _LAYOUT_OFFSET: Final = 80
-_OWNER_OFFSET: Final = 88
+CHECKSUM_OFFSET: Final = 88  # until it is sealed: the worker's name
 _WRITER_OFFSET: Final = 104
 _EXTENT: Final = struct.Struct("<II")
 _WRITER: Final = struct.Struct("<QI")
@@ -172,11 +172,12 @@ class IndexTable:
         self._words[place] = header
         return sealed
 
-    def seal(self, record: int, last_use: int) -> None:
-        """Say that the bytes are all there."""
+    def seal(self, record: int, last_use: int, checksum: bytes = bytes(OWNER_BYTES)) -> None:
+        """Say that the bytes are all there. Their checksum (zeros: none) takes the place of the worker's name."""
         place = record * (RECORD_BYTES // 8)
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         header = self._words[place] >> 8 << 8 | SEALED
+        self._view[base - 8 + CHECKSUM_OFFSET : base - 8 + CHECKSUM_OFFSET + OWNER_BYTES] = checksum
         _U64.pack_into(self._view, base - 8 + _LAST_USE, last_use)
         self._write_crc(base, header)
         self._words[place] = header
@@ -208,7 +209,7 @@ class IndexTable:
 
     def owner_of(self, record: int) -> bytes:
         """Return the worker, within its process, that began a record in use."""
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _OWNER_OFFSET
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + CHECKSUM_OFFSET
         return bytes(self._view[base : base + OWNER_BYTES])
 
     def place_of(self, record: int) -> tuple[int, int]:
@@ -216,14 +217,17 @@ class IndexTable:
         fields = _U32.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + 12)[0]
         return fields & 0xFFFF, fields >> 16
 
+    def record(self, number: int) -> Record | None:
+        """Read back one record; None if it is free or does not verify."""
+        header = self._words[number * (RECORD_BYTES // 8)]
+        return self._read(number, header) if header & 0xFF in (WRITING, SEALED) else None
+
     def records(self) -> Iterator[Record]:
         """Read back every record that is in use and verifies."""
         for number in range(self.num_records):
-            header = self._words[number * (RECORD_BYTES // 8)]
-            if header & 0xFF in (WRITING, SEALED):
-                record = self._read(number, header)
-                if record is not None:
-                    yield record
+            record = self.record(number)
+            if record is not None:
+                yield record
 
     def _read(self, number: int, header: int) -> Record | None:
         base = HEADER_PAGE_BYTES + number * RECORD_BYTES + 8

@@ -51,6 +51,7 @@ class Link:
         self.endpoint = endpoint
         self.mapping = mapping
         self.context = 0  # as registered
+        self.verify = m.Verify.OFF
         self.suspended = False
         self.lost_fd, lost_writer = os.pipe()  # readable once the link is lost; open as long as anybody has the link
         weakref.finalize(self, os.close, self.lost_fd)
@@ -347,6 +348,7 @@ class Connection:
             if not isinstance(reply, m.Registered):
                 raise DepotUnavailable(f"it answered a registration with {type(reply).__name__}")
             link.context = reply.context
+            link.verify = reply.verify
             return connection, link
         except BaseException:
             connection.close()

@@ -6,8 +6,10 @@ other; each works through a run in batches.
 """
 
 import contextlib
+import importlib
 import logging
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -132,6 +134,7 @@ class WorkerTransfers:
         self._batch_chunks = max(1, min(_BATCH_CHUNKS, batch_bytes // sum(layout.chunk_sizes_bytes)))
         self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
         self._closed = False
+        self._checksum = _xxh3_128()
         self._copy_locks = (threading.Lock(), threading.Lock())  # store, retrieve: held while the pool is touched
         self._populated: PoolMapping | None = None
         self._synchronous = synchronous
@@ -262,7 +265,8 @@ class WorkerTransfers:
                 if not copied:
                     _abort(channel, plan)
                     return False
-                commits.append((channel.submit(m.CommitStore(channel.link.context, plan.ticket)), start))
+                checksums = self._checksums(channel.link, plan.extents)
+                commits.append((channel.submit(m.CommitStore(channel.link.context, plan.ticket, checksums)), start))
             if plan.num_declined:
                 complete = False
                 break
@@ -290,7 +294,7 @@ class WorkerTransfers:
                     try:
                         if not self._copy(1, channel, job, start, run, plan.extents):
                             return False
-                        valid = self._valid_chunks(channel.link, plan)
+                        valid = min(self._valid_chunks(channel.link, plan), self._intact_chunks(channel, plan))
                     finally:
                         _release(channel, plan)
                     transfer.num_chunks = start + valid
@@ -346,6 +350,40 @@ class WorkerTransfers:
                 logger.warning("chunk %d of a retrieve was evicted under it: a miss", chunk)
                 return chunk
         return plan.num_chunks
+
+    def _intact_chunks(self, channel: Channel, plan: m.RetrievePlan) -> int:
+        """Return how many leading chunks have their checksum, as far as they are to be compared; report the others."""
+        link = channel.link
+        if link.verify is m.Verify.OFF or self._checksum is None:
+            return plan.num_chunks
+        assert link.mapping is not None
+        headers, pool = link.mapping.headers, memoryview(link.mapping.pool)
+        wrong: list[tuple[int, int]] = []
+        intact = plan.num_chunks
+        sample = random.randrange(m.VERIFY_ONE_IN)
+        for chunk, _, _, record, _, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
+            if link.verify is m.Verify.SAMPLE and chunk % m.VERIFY_ONE_IN != sample:
+                continue
+            expected = link.mapping.checksum_of(record)
+            if not any(expected) or self._checksum(pool[offset : offset + num_bytes]) == expected:
+                continue
+            if headers[512 + 16 * record] == header:
+                wrong.append((record, header))
+            intact = min(intact, chunk)
+        if wrong:
+            logger.error("%d entries of the pool do not have their checksum: misses, and reported", len(wrong))
+            with contextlib.suppress(DepotUnavailable):
+                channel.post(m.ReportCorrupt(link.context, tuple(wrong[:4096])))
+        return intact
+
+    def _checksums(self, link: Link, extents: bytes) -> bytes:
+        """Return the packed checksums of what has just been copied into extents, nothing if none are wanted."""
+        if link.verify is m.Verify.OFF or self._checksum is None:
+            return b""
+        assert link.mapping is not None
+        pool = memoryview(link.mapping.pool)
+        places = ((offset, offset + size) for *_, offset, size in m.EXTENT.iter_unpack(extents))
+        return b"".join(self._checksum(pool[start:stop]) for start, stop in places)
 
     # --- both -----------------------------------------------------------------------------------------------------
 
@@ -434,6 +472,8 @@ class WorkerTransfers:
 
     def _on_open(self, link: Link) -> None:
         """The link is new, or usable again."""
+        if link.verify is not m.Verify.OFF and self._checksum is None:
+            logger.error("the depot wants checksums and xxhash is not installed: pip install xxhash; none are made")
         mapping = link.mapping
         if mapping is not None and mapping is not self._populated:
             self._populated = mapping
@@ -441,6 +481,14 @@ class WorkerTransfers:
                 target=mapping.populate, args=(lambda: self._closed,), name="kvdepot-populate", daemon=True
             )
             thread.start()
+
+
+def _xxh3_128() -> Callable[[memoryview], bytes] | None:
+    try:
+        xxhash = importlib.import_module("xxhash")
+    except ImportError:
+        return None
+    return xxhash.xxh3_128_digest
 
 
 class _Work(Protocol):

@@ -20,7 +20,7 @@ from kvdepot.index import ChunkIndex, EntryPlace, Space, digest_of, pack_extent
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.leases import LeaseTable
-from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, Writer
+from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,17 @@ class Quarantine:
 class Depot:
     """The state of a depot, and its answer to each message."""
 
-    def __init__(self, index: ChunkIndex, *, epoch: int, lease_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        index: ChunkIndex,
+        *,
+        epoch: int,
+        lease_seconds: float,
+        clock: Callable[[], float],
+        verify: m.Verify = m.Verify.OFF,
+    ) -> None:
         self.index = index
+        self.verify = verify
         self.epoch = epoch
         self.leases = LeaseTable(index, lease_seconds)
         self.counters: Counter[str] = Counter()
@@ -116,6 +125,7 @@ class Depot:
             m.CommitStore: self._commit_store,
             m.AbortStore: self._abort_store,
             m.PrepareRetrieve: self._prepare_retrieve,
+            m.ReportCorrupt: self._report_corrupt,
         }
 
     def handle(self, session: int, writer: Writer, request: m.Request) -> m.Reply:
@@ -164,7 +174,7 @@ class Depot:
             request.instance, request.rank, request.world_size, request.device, request.transfer_mode, request.model,
             context.number,
         )  # fmt: skip
-        return m.Registered(self.epoch, context.number)
+        return m.Registered(self.epoch, context.number, self.verify)
 
     def _register_scheduler(self, session: int, writer: Writer, request: m.RegisterScheduler) -> m.Reply:
         self._check_version(request.protocol_version)
@@ -347,8 +357,12 @@ class Depot:
             raise Refused(
                 ErrorCode.UNKNOWN_TICKET, f"ticket {request.ticket} was not prepared here, or is committed or aborted"
             )
+        if request.checksums and len(request.checksums) != m.CHECKSUM_BYTES * len(ticket.records):
+            raise Refused(
+                ErrorCode.MALFORMED, f"checksums of {len(request.checksums)} bytes for {len(ticket.records)} entries"
+            )
         del self.tickets[ticket.number]
-        self.index.seal_entries(ticket.records, int(self._clock()))
+        self.index.seal_entries(ticket.records, int(self._clock()), request.checksums)
         self.counters["entries_stored"] += len(ticket.records)
         return m.Done(self.epoch, len(ticket.records))
 
@@ -405,6 +419,23 @@ class Depot:
         lease = self.leases.grant(context.number, request.request_id, pins, self._clock())
         index.used(nodes[-1])
         return m.RetrievePlan(self.epoch, lease, found, b"".join(extents))
+
+    def _report_corrupt(self, session: int, writer: Writer, request: m.ReportCorrupt) -> m.Reply:
+        context = self._context(session, request.context)
+        table, removed = self.index.table, 0
+        for number, header in request.entries:
+            if number < table.num_records and header & 0xFF == SEALED and table.header(number) == header:
+                record = table.record(number)
+                if record is None or record.space != context.space.number:
+                    continue
+                logger.error(
+                    "the bytes of chunk %s (group %d, shard %d, tenant %s) do not have their checksum: removed",
+                    record.key.hex(), record.group, record.shard, self.tenants[record.tenant],
+                )  # fmt: skip
+                self.index.remove_entry(number)
+                removed += 1
+        self.counters["entries_corrupt"] += removed
+        return m.Done(self.epoch, removed)
 
     # --- ends -----------------------------------------------------------------------------------------------------
 

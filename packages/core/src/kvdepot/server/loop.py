@@ -63,6 +63,7 @@ class DepotServer:
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
             clock=time.monotonic,
+            verify=m.Verify(config.verify),
         )
         self._started_at = time.monotonic()
         self._stopping_at: float | None = None
@@ -246,6 +247,7 @@ class DepotServer:
             policy=self.config.policy,
             num_sessions=len(self._sessions),
             recovering=self._restoring is not None,
+            verify=self._depot.verify,
             **self._depot.status_fields(),
         )
 

@@ -25,6 +25,7 @@ from kvdepot.errors import LayoutError
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.messages import CacheSpec
+from kvdepot.pool import POOL_FILE
 from kvdepot.protocols import NO_BLOCK, TransferContext
 from kvdepot.testing.pattern import PagePattern
 from kvdepot.testing.processes import DepotProcess, wait_until
@@ -66,6 +67,10 @@ class WorkerPlan:
         """Return the blocks of one chunk."""
         plan = self.groups[group]
         return 1 if plan.kind is STATE else self.chunk_tokens // plan.block_tokens
+
+    def chunk_size_bytes(self, group: int) -> int:
+        """Return the bytes of one chunk, as they lie in the pool."""
+        return sum(self.groups[group].page_sizes_bytes) * self.blocks_per_chunk(group)
 
 
 class Worker(Protocol):
@@ -195,6 +200,14 @@ class Cache:
 
 
 MakeCache = Callable[..., Cache]
+
+
+def _flip_a_byte(depot: DepotProcess, offset: int) -> None:
+    with (depot.pool_directory / POOL_FILE).open("r+b") as pool:
+        pool.seek(offset)
+        (byte,) = pool.read(1)
+        pool.seek(offset)
+        pool.write(bytes([byte ^ 0x10]))
 
 
 class BackendSuite:
@@ -459,6 +472,44 @@ class BackendSuite:
         worker.worker.wait_until_connected(_WAIT_SECONDS)
         wait_until(lambda: not depot.status().recovering)
         assert worker.retrieve(prompt(4)) == 4
+
+    @pytest.mark.parametrize("verify", ["all", "sample"])
+    def test_bytes_that_changed_in_the_pool_are_a_miss_and_leave(self, verify: str, cache: MakeCache) -> None:
+        """A chunk whose bytes do not have their checksum is never served; the depot says which, and takes it again."""
+        with DepotProcess("--verify", verify) as depot:
+            worker = cache(url=depot.url)
+            worker.worker.wait_until_connected(_WAIT_SECONDS)
+            run = prompt(5)
+            assert worker.store(run)
+            assert worker.retrieve(run) == 5
+            _flip_a_byte(depot, worker.plan.chunk_size_bytes(0) * 2 + 100)  # of the third chunk
+            wait_until(lambda: self._came_of_corrupt(worker, run) == 2, 30, "the wrong chunk to be compared")
+            wait_until(lambda: depot.status().counters["entries_corrupt"] == 1)
+            assert depot.status().num_entries == 4
+            assert worker.retrieve(run) == 2
+            assert worker.store(run)
+            assert worker.retrieve(run) == 5
+
+    def _came_of_corrupt(self, worker: Cache, run: KeyRun) -> int:
+        block_ids = worker.blocks(run)
+        future = worker.context.submit_retrieve("request", run, block_ids)
+        future.result(_WAIT_SECONDS)
+        return future.num_chunks
+
+    def test_checksums_survive_the_depot(self, cache: MakeCache) -> None:
+        """They are in the index table."""
+        with DepotProcess("--verify", "all") as depot:
+            worker = cache(url=depot.url)
+            worker.worker.wait_until_connected(_WAIT_SECONDS)
+            run = prompt(3)
+            assert worker.store(run)
+            depot.kill()
+            _flip_a_byte(depot, 5)
+            depot.start()
+            worker.worker.wait_until_connected(_WAIT_SECONDS)
+            wait_until(lambda: not depot.status().recovering)
+            assert worker.retrieve(run) == 0
+            wait_until(lambda: depot.status().counters["entries_corrupt"] == 1)
 
     def test_a_pool_full_of_leased_chunks_declines(self, cache: MakeCache, depot: DepotProcess) -> None:
         """The store is counted and not waited for; what is leased stays."""
