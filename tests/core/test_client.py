@@ -10,6 +10,7 @@ import pytest
 
 from kvdepot import SchedulerClient
 from kvdepot import messages as m
+from kvdepot.client.connection import Connection
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.testing.processes import DepotProcess, wait_until
 from tests.core.test_protocol import SPEC, Peer, prompt
@@ -94,6 +95,18 @@ def test_a_cancelled_lookup_leaves_no_lease(client: SchedulerClient, depot: Depo
     wait_until(lambda: depot.status().num_leases == 0, 2.0, "the lease to come back, with nothing else to do")
 
 
+def test_a_lease_comes_back_even_while_the_depot_is_left_alone(
+    client: SchedulerClient, depot: DepotProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the answer to a lookup that ran into its deadline came before the answer to the ping."""
+    before = depot.status().counters.get("lookups", 0)
+    pending = client.submit_lookup("r", prompt(3))
+    monkeypatch.setattr(Connection, "link", property(lambda _self: None))
+    pending.cancel()
+    wait_until(lambda: depot.status().counters.get("lookups", 0) > before)
+    wait_until(lambda: depot.status().num_leases == 0, 2.0, "the lease to come back")
+
+
 def test_a_lookup_that_does_not_start_at_the_beginning_is_refused(client: SchedulerClient) -> None:
     with pytest.raises(KVDepotError, match="chunk 0"):
         client.lookup("r", prompt(3).slice(1))
@@ -119,6 +132,20 @@ def test_a_hung_depot_costs_one_deadline_in_all(client: SchedulerClient, depot: 
         depot.signal(signal.SIGCONT)
     wait_until(lambda: depot.status().num_leases == 0, what="the lease that was granted too late to come back")
     wait_until(lambda: client.lookup("again", prompt(3)).num_chunks == 3)
+
+
+def test_what_is_given_back_to_a_hung_depot_arrives_when_it_goes_on(
+    client: SchedulerClient, depot: DepotProcess
+) -> None:
+    leases = [client.lookup(name, prompt(3)) for name in ("released", "ended")]
+    depot.signal(signal.SIGSTOP)
+    try:
+        assert client.lookup("hung", prompt(3)).num_chunks == 0
+        client.release(leases[0])
+        client.end_request("ended")
+    finally:
+        depot.signal(signal.SIGCONT)
+    wait_until(lambda: depot.status().num_leases == 0, 2.0, "all leases to be gone")
 
 
 def test_a_lookup_that_is_only_polled_ends_at_its_deadline_too(client: SchedulerClient, depot: DepotProcess) -> None:

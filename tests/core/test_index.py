@@ -16,6 +16,7 @@ from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
+from kvdepot.quotas import QuotaTable
 from kvdepot.server.depot import Depot, Refused
 from kvdepot.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer, table_size_bytes
 
@@ -89,6 +90,7 @@ class Bench:
     pages: int = 64
     num_records: int = 64
     policy: str = "lru"
+    quotas: dict[str, int] = field(default_factory=dict[str, int])  # pages
     now: float = 0.0
     sessions: int = 0
     memory: bytearray = field(init=False)
@@ -99,7 +101,8 @@ class Bench:
         self.memory = bytearray(table_size_bytes(self.num_records))
         extents = WatchfulAllocator(self.pages * PAGE)
         extents.table = IndexTable(self.memory, self.num_records)
-        self.index = ChunkIndex(extents, extents.table, self.policy)
+        quotas = QuotaTable(self.pages * PAGE, {name: pages * PAGE for name, pages in self.quotas.items()})
+        self.index = ChunkIndex(extents, extents.table, self.policy, quotas)
         self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
 
     def worker(self, shard: int = 0, *, writer: Writer | None = None, page: int = PAGE, name: str = "") -> Worker:

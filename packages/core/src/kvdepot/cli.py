@@ -72,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--lease-seconds", type=float, default=300.0, help="the longest life of a lease (default 300)")
     serve.add_argument(
+        "--quota", action="append", default=[], type=_quota, metavar="TENANT=SIZE",
+        help="bytes that a tenant can keep against others; idle space may be borrowed (several times)",
+    )  # fmt: skip
+    serve.add_argument(
         "--verify", choices=[*m.Verify], default="off",
         help="checksums of the pool's entries, compared when they are retrieved: one chunk in 16, or all (default off)",
     )  # fmt: skip
@@ -102,6 +106,16 @@ def _parser() -> argparse.ArgumentParser:
         "--bytes-per-token", type=_size, default=128 << 10, help="with --simulate (default 128KiB: an 8B model in bf16)"
     )
 
+    soak = commands.add_parser(
+        "soak", parents=[common, json_output], help="load, random kills, and an audit",
+        description="Engines under load, killed and stopped at random with the depot; then an audit.",
+    )  # fmt: skip
+    soak.set_defaults(run=_soak)
+    soak.add_argument("--seconds", type=float, default=60.0, help="how long (default %(default)s)")
+    soak.add_argument("--engines", type=int, default=3, help="engine processes (default %(default)s)")
+    soak.add_argument("--seed", type=int, default=1, help="of prompts and kills (default %(default)s)")
+    soak.add_argument("--verify", choices=[*m.Verify], default="all", help="as in serve (default all)")
+
     bench = commands.add_parser("bench", parents=[common, json_output], help="measure, as ratios within one run")
     bench.set_defaults(run=_bench)
     bench.add_argument("what", choices=("transfer", "lookup", "server"))
@@ -123,6 +137,13 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _quota(text: str) -> tuple[str, int]:
+    name, separator, size = text.rpartition("=")
+    if not separator or not name:
+        raise argparse.ArgumentTypeError(f"{text!r}: give TENANT=SIZE")
+    return name, _size(size)
+
+
 def _serve(options: argparse.Namespace) -> int:
     from kvdepot.server.loop import DepotServer
 
@@ -132,7 +153,8 @@ def _serve(options: argparse.Namespace) -> int:
     config = ServerConfig(
         directory=options.dir, pool_directory=options.pool_dir, pool_size_bytes=options.pool_size,
         max_entries=options.max_entries, listen=tuple(options.listen), policy=options.policy,
-        lease_seconds=options.lease_seconds, verify=options.verify, ephemeral=options.ephemeral, fresh=options.fresh,
+        lease_seconds=options.lease_seconds, verify=options.verify, quotas=dict(options.quota),
+        ephemeral=options.ephemeral, fresh=options.fresh,
     )  # fmt: skip
     server = DepotServer(config)
     server.stop_on_signals()
@@ -174,7 +196,9 @@ def describe_status(status: m.DepotStatus) -> str:
     ]
     if status.recovering:
         lines.append("reading back the entries of an earlier server")
-    lines += [f"tenant   {name}: {format_size(usage['used_bytes'])}" for name, usage in sorted(status.tenants.items())]
+    for name, usage in sorted(status.tenants.items()):
+        quota = f" of a quota of {format_size(usage['quota_bytes'])}" if "quota_bytes" in usage else ""
+        lines.append(f"tenant   {name}: {format_size(usage['used_bytes'])}{quota}")
     for context in status.contexts:
         lines.append("")
         if context.role == "scheduler":
@@ -276,6 +300,21 @@ def _replay(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(summary, indent=2))
     return 1 if summary["wrong_bytes"] else 0
+
+
+def _soak(options: argparse.Namespace) -> int:
+    from kvdepot.soak import Soak
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    result = Soak(options.seconds, options.engines, options.seed, options.verify, say).run()
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        for name, value in result.items():
+            print(f"{name.replace('_', ' '):28} {value}")
+    return 1 if result["failures"] else 0
 
 
 def _bench(options: argparse.Namespace) -> int:

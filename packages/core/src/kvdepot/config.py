@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,6 +99,7 @@ class ServerConfig:
     lease_seconds: float = 300.0
     ephemeral: bool = False  # remove the pool's files at the end
     verify: str = "off"  # checksums of the pool's entries: off, sample or all
+    quotas: Mapping[str, int] = field(default_factory=dict[str, int])  # bytes that a tenant can keep against others
     fresh: bool = False  # forget what an earlier server left
 
     @property

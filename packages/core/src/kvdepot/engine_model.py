@@ -164,6 +164,17 @@ class EngineModel:
             self.scheduler.end_request(request_id)
             self.blocks.unpin(chunks)
 
+    def abandon(self, request_id: str, tokens: Sequence[int]) -> RequestReport:
+        """Look a prompt up and give the request up, without a word to the depot but what the lookup itself says."""
+        hasher = PrefixHasher(self._namespace, self.chunk_tokens)
+        hasher.extend(tokens)
+        started = time.perf_counter()
+        pending = self.scheduler.submit_lookup(request_id, hasher.run())
+        pending.query()
+        pending.cancel()
+        self.scheduler.end_request(request_id)
+        return RequestReport(prompt_tokens=0, lookup_seconds=time.perf_counter() - started)
+
     def _fill(
         self, request_id: str, key: KeyRun, chunks: list[bytes], local: int, lease: Lease, num_tokens: int,
         lookup_seconds: float,

@@ -23,10 +23,26 @@ class ChunkTree:
     parent: "array[int]" = field(default_factory=lambda: array("I"))
     num_children: "array[int]" = field(default_factory=lambda: array("I"))
     holds: "array[int]" = field(default_factory=lambda: array("I"))  # leases and unfinished writes
+    share: "array[int]" = field(default_factory=lambda: array("I"))  # of the pool, which the chunk counts against
 
     def evictable(self, node: int) -> bool:
         """Whether nothing needs the chunk."""
         return not self.num_children[node] and not self.holds[node] and self.keys[node] is not None
+
+    def of_share(self, number: int) -> "ShareTree":
+        """Return the same columns as the policy of one share sees them."""
+        return ShareTree(self.keys, self.parent, self.num_children, self.holds, self.share, number)
+
+
+@dataclass(slots=True)
+class ShareTree(ChunkTree):
+    """A tree of which only the chunks of one share can leave: numbers go from one share to another."""
+
+    number: int = 0
+
+    def evictable(self, node: int) -> bool:
+        """Whether it is of this share and nothing needs it."""
+        return self.share[node] == self.number and ChunkTree.evictable(self, node)
 
 
 class LeastRecentlyUsed:

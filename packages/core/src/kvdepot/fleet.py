@@ -40,6 +40,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     request_id: str
     segments: tuple[tuple[int, int], ...]
+    abandon: bool = False  # give it up after its lookup
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -232,7 +233,8 @@ def main() -> None:
     for line in sys.stdin.buffer:
         prompt = msgspec.json.decode(line, type=Prompt)
         try:
-            answer = Answer(prompt.request_id, engine.serve(prompt.request_id, tokens_of(prompt.segments)))
+            work = engine.abandon if prompt.abandon else engine.serve
+            answer = Answer(prompt.request_id, work(prompt.request_id, tokens_of(prompt.segments)))
         except KVDepotError as error:
             answer = Answer(prompt.request_id, error=str(error))
         _say(answer)

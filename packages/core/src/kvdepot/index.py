@@ -24,6 +24,8 @@ from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind, window_chunks
 from kvdepot.messages import EXTENT, CacheSpec
+from kvdepot.protocols import EvictionPolicy
+from kvdepot.quotas import QuotaTable
 from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 
 _RESTORE_STEP: Final = 2000  # records between two pauses: a few milliseconds
@@ -79,7 +81,9 @@ class EntryPlace:
 class ChunkIndex:
     """Nodes, entries, space and eviction."""
 
-    def __init__(self, extents: ExtentAllocator, table: IndexTable, policy: str = "lru") -> None:
+    def __init__(
+        self, extents: ExtentAllocator, table: IndexTable, policy: str = "lru", quotas: QuotaTable | None = None
+    ) -> None:
         self.extents = extents
         self.table = table
         self.spaces: list[Space] = []
@@ -88,7 +92,8 @@ class ChunkIndex:
         self.tenant_bytes: dict[int, int] = {}
         self._space_by_spec: dict[bytes, Space] = {}
         self._tree = ChunkTree()
-        self._policy = POLICIES[policy](self._tree)
+        self.quotas = quotas or QuotaTable(extents.capacity_bytes)
+        self._policies = [POLICIES[policy](self._tree.of_share(n)) for n in range(self.quotas.num_shares)]
         self._depth = array("I")
         self._space_of = array("I")
         self._tenant_of = array("I")
@@ -235,7 +240,7 @@ class ChunkIndex:
 
     def used(self, node: int) -> None:
         """Tell the policy that a prefix ending here was used."""
-        self._policy.used(node)
+        self._policy_of(node).used(node)
 
     def _release_hold(self, node: int) -> None:
         self._tree.holds[node] -= 1
@@ -243,7 +248,7 @@ class ChunkIndex:
             if self._first_entry[node] == NO_RECORD:
                 self._drop_node(node)
             else:
-                self._policy.unpinned(node)
+                self._policy_of(node).unpinned(node)
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -260,8 +265,9 @@ class ChunkIndex:
             node = self._new_node(place)
         # Held from here on: neither it nor what is before it leaves to make room for it.
         self._tree.holds[node] += 1
-        offset = self._allocate(place.num_bytes)
-        record = self._take_record() if offset is not None else None
+        share = self.quotas.share_of(place.tenant)
+        offset = self._allocate(place.num_bytes, share)
+        record = self._take_record(share) if offset is not None else None
         if offset is None or record is None:
             if offset is not None:
                 self.extents.free(offset, place.num_bytes)
@@ -290,12 +296,12 @@ class ChunkIndex:
             self._update_group(node, record)
             self._tree.holds[node] -= 1
         for node in reversed(fresh):  # deepest first: what leaves first is added first
-            self._policy.added(node)
+            self._policy_of(node).added(node)
         for record in records:
             node = self._node_of[record]
             self._reveal(node)
             if self._tree.evictable(node):
-                self._policy.unpinned(node)
+                self._policy_of(node).unpinned(node)
 
     def discard_entry(self, record: int) -> None:
         """Take back an entry that is not sealed; nothing writes to it any more."""
@@ -324,7 +330,7 @@ class ChunkIndex:
         if self._tree.evictable(node):
             self._drop_node(node)
         else:
-            self._policy.removed(node)  # a hole: `added` again when it is stored again
+            self._policy_of(node).removed(node)  # a hole: `added` again when it is stored again
 
     def _hide(self, node: int) -> None:
         """Make a node invisible, and with full attention all those after it. They wait for it to be complete again."""
@@ -340,14 +346,18 @@ class ChunkIndex:
 
     # --- leaving --------------------------------------------------------------------------------------------------
 
-    def evict_one(self) -> bool:
-        """Evict the policy's next chunk; False if none can leave."""
-        node = self._policy.victim()
-        if node is None:
-            return False
-        self._remove(node)
-        self.num_evicted += 1
-        return True
+    def evict_one(self, share: int = 0) -> bool:
+        """Evict the next chunk to make room for a share of the pool; False if none can leave."""
+        for number in self.quotas.victims(share):
+            node = self._policies[number].victim()
+            if node is not None:
+                self._remove(node)
+                self.num_evicted += 1
+                return True
+        return False
+
+    def _policy_of(self, node: int) -> EvictionPolicy:
+        return self._policies[self._tree.share[node]]
 
     def clear(self, wanted: Callable[[int, Space], bool]) -> int:
         """Remove every chunk for which `wanted(tenant, space)` holds and that nobody uses; return the entries removed.
@@ -412,7 +422,7 @@ class ChunkIndex:
         last_use = {self._node_of[record.number]: record.last_use for record in found if used[record.number]}
         for node in sorted(nodes, key=last_use.__getitem__):
             if any(self._is_sealed(record) for record in self._entries(node)):
-                self._policy.added(node)
+                self._policy_of(node).added(node)
         for node in nodes:
             self._reveal(node)
         yield from unfinished
@@ -455,7 +465,15 @@ class ChunkIndex:
         else:
             node = len(tree.keys)
             tree.keys.append(None)
-            for column in (tree.parent, tree.num_children, tree.holds, self._depth, self._space_of, self._tenant_of):
+            for column in (
+                tree.parent,
+                tree.num_children,
+                tree.holds,
+                tree.share,
+                self._depth,
+                self._space_of,
+                self._tenant_of,
+            ):
                 column.append(0)
             self._sealed_groups.append(0)
             self._first_entry.append(NO_RECORD)
@@ -467,6 +485,7 @@ class ChunkIndex:
         self._depth[node] = place.depth
         self._space_of[node] = place.space.number
         self._tenant_of[node] = place.tenant
+        tree.share[node] = self.quotas.share_of(place.tenant)
         self._sealed_groups[node] = 0
         self._first_entry[node] = NO_RECORD
         self._visible[node] = 0
@@ -479,7 +498,7 @@ class ChunkIndex:
         """Remove a node without entries and children, and the holes above it that nothing needs any more."""
         tree = self._tree
         while True:
-            self._policy.removed(node)
+            self._policy_of(node).removed(node)
             key, parent = tree.keys[node], tree.parent[node]
             assert key is not None
             del self.spaces[self._space_of[node]].nodes[key]
@@ -494,7 +513,7 @@ class ChunkIndex:
             if not tree.evictable(parent):
                 return
             if self._first_entry[parent] != NO_RECORD:
-                self._policy.unpinned(parent)
+                self._policy_of(parent).unpinned(parent)
                 return
             node = parent
 
@@ -562,23 +581,24 @@ class ChunkIndex:
     def _account(self, node: int, num_bytes: int) -> None:
         tenant = self._tenant_of[node]
         self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + num_bytes
+        self.quotas.used_bytes[self._tree.share[node]] += num_bytes
 
-    def _take_record(self) -> int | None:
+    def _take_record(self, share: int) -> int | None:
         while not self._free_records:
             if len(self._node_of) < self.table.num_records:
                 self._node_of.append(NO_NODE)
                 self._next_entry.append(NO_RECORD)
                 return len(self._node_of) - 1
-            if not self.evict_one():
+            if not self.evict_one(share):
                 return None
         return self._free_records.pop()
 
-    def _allocate(self, num_bytes: int) -> int | None:
+    def _allocate(self, num_bytes: int, share: int) -> int | None:
         if extent_size(num_bytes) > self.extents.ready_bytes:
             return None
         offset = self.extents.allocate(num_bytes)
         while offset is None:
-            if not self.evict_one():
+            if not self.evict_one(share):
                 return None
             offset = self.extents.allocate(num_bytes)
         return offset

@@ -1,5 +1,6 @@
 """The scheduler's side: which prefix is in the depot, and leases on it."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -140,7 +141,7 @@ class SchedulerClient:
     def end_request(self, request_id: str) -> None:
         """Give back every lease of a request, lookups still under way included."""
         with self._lock:
-            channel = self._current()
+            channel = self._current() or self._channel
             if channel is not None:
                 self._post(channel.link, m.EndRequest(channel.link.context, request_id))
 
@@ -197,8 +198,10 @@ class SchedulerClient:
             return
 
         def give_back(reply: m.Reply) -> None:
-            if isinstance(reply, m.LookupReply):
-                self.release(_lease_of(reply, channel.link))
+            # over this channel, even while the depot is left alone: it answers again, or there would be no reply
+            if isinstance(reply, m.LookupReply) and reply.lease:
+                with contextlib.suppress(DepotUnavailable):
+                    channel.post(m.Release(channel.link.context, (reply.lease,)))
 
         with self._lock:
             channel.abandon(sequence, give_back)
@@ -227,8 +230,9 @@ class SchedulerClient:
         return self._channel
 
     def _post(self, link: Link, request: m.Request) -> None:
+        """Send over the channel of a link, also while a hung depot is left alone: it has to hear it when it goes on."""
         with self._lock:
-            channel = self._current()
+            channel = self._channel
             if channel is None or channel.link is not link:
                 return
             try:

@@ -493,8 +493,13 @@ class Depot:
                 raise Refused(ErrorCode.MALFORMED, f"more than {MAXIMUM_TENANTS} tenants: {name!r} is one too many")
             number = self._tenant_numbers[name] = len(self.tenants)
             self.tenants.append(name)
+            self.index.quotas.add_tenant(number, name)
             self.on_names_changed()
         return number
+
+    def _usage(self, tenant: int, used_bytes: int) -> dict[str, int]:
+        share = self.index.quotas.share_of(tenant)
+        return {"used_bytes": used_bytes, **({"quota_bytes": self.index.quotas.quota_bytes[share]} if share else {})}
 
     def status_fields(self) -> dict[str, Any]:
         """Return the fields of `DepotStatus` that the depot itself knows."""
@@ -510,7 +515,7 @@ class Depot:
             "num_leases": len(self.leases),
             "num_tickets": len(self.tickets),
             "contexts": [self._context_status(context) for context in self.contexts.values()],
-            "tenants": {self.tenants[number]: {"used_bytes": size} for number, size in index.tenant_bytes.items()},
+            "tenants": {self.tenants[number]: self._usage(number, size) for number, size in index.tenant_bytes.items()},
             "counters": {
                 **self.counters,
                 "chunks_evicted": index.num_evicted,

@@ -23,6 +23,7 @@ from kvdepot.errors import ConfigError, DepotBusy, ErrorCode
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.pool import Names, allocate_first, allocate_in_background, open_pool
+from kvdepot.quotas import QuotaTable
 from kvdepot.server.depot import Depot, Fence, Refused
 from kvdepot.server.sessions import SessionTable
 from kvdepot.table import table_size_bytes
@@ -55,11 +56,12 @@ class DepotServer:
         self._lock = self._take_lock()
         size = resolve_pool_size(config)
         entries = config.max_entries or min(max(size // _BYTES_PER_ENTRY, _MINIMUM_ENTRIES), _MAXIMUM_ENTRIES)
+        quotas = QuotaTable(size, config.quotas)
         self._files = open_pool(config.pool_path, size, entries, fresh=config.fresh)
         ready = allocate_first(self._files.pool_fd, size) if self._files.is_new else size
         extents = ExtentAllocator(size, ready)
         self._depot = Depot(
-            ChunkIndex(extents, self._files.table, config.policy),
+            ChunkIndex(extents, self._files.table, config.policy, quotas),
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
             clock=time.monotonic,

@@ -1,0 +1,105 @@
+"""What a tenant keeps within its quota nobody else can evict; idle space is anybody's."""
+
+import random
+
+import pytest
+
+from kvdepot.errors import ConfigError
+from kvdepot.quotas import QuotaTable
+from tests.core.test_index import PAGE, Bench, Worker, prompt
+
+
+def stored(worker: Worker, tenant: str, names: range) -> int:
+    """Return how many of a tenant's prompts of one chunk are in the depot."""
+    found = 0
+    for name in names:
+        reply = worker.lookup(prompt(1, name, tenant))
+        found += reply.num_chunks
+        worker.release(reply.lease)
+    return found
+
+
+def fill(worker: Worker, tenant: str, names: range) -> int:
+    """Store prompts of one chunk; return how many were declined."""
+    return sum(worker.store(prompt(1, name, tenant)).num_declined for name in names)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_flood_leaves_others_what_their_quota_says(policy: str) -> None:
+    bench = Bench(pages=12, policy=policy, quotas={"a": 4, "b": 4})
+    worker = bench.worker()
+    assert fill(worker, "a", range(4)) == 0
+    assert fill(worker, "b", range(100)) == 0
+    assert fill(worker, "nobody", range(100)) == 0
+    assert stored(worker, "a", range(4)) == 4
+    assert stored(worker, "b", range(100)) == 4
+    assert stored(worker, "nobody", range(100)) == 4
+    bench.drain()
+
+
+def test_idle_space_is_borrowed_and_given_back() -> None:
+    bench = Bench(pages=12, quotas={"a": 8, "b": 4})
+    worker = bench.worker()
+    fill(worker, "b", range(50))
+    assert stored(worker, "b", range(50)) == 12, "nobody else wants it"
+    assert fill(worker, "a", range(8)) == 0
+    assert (stored(worker, "a", range(8)), stored(worker, "b", range(50))) == (8, 4)
+    status = bench.depot.status_fields()["tenants"]
+    assert status["a"] == {"used_bytes": 8 * PAGE, "quota_bytes": 8 * PAGE}
+
+
+def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
+    bench = Bench(pages=8, quotas={"a": 4, "b": 4})
+    worker = bench.worker()
+    for turn in range(200):
+        fill(worker, "ab"[turn % 2], range(turn, turn + 1))
+    before = bench.index.tenant_bytes.copy()
+    fill(worker, "a", range(1000, 1100))
+    assert bench.index.tenant_bytes == before == {0: 4 * PAGE, 1: 4 * PAGE}
+    assert stored(worker, "b", range(200)) == 4
+
+
+def test_leased_chunks_are_not_taken_for_a_quota_either() -> None:
+    bench = Bench(pages=4, quotas={"a": 2})
+    worker = bench.worker()
+    fill(worker, "b", range(4))
+    leases = [worker.lookup(prompt(1, name, "b")).lease for name in range(4)]
+    assert fill(worker, "a", range(2)) == 2
+    for lease in leases:
+        worker.release(lease)
+    assert fill(worker, "a", range(2)) == 0
+
+
+def test_quotas_are_as_before_after_a_restart() -> None:
+    bench = Bench(pages=8, quotas={"a": 4})
+    worker = bench.worker()
+    fill(worker, "a", range(3))
+    fill(worker, "b", range(5))
+    again = Bench(pages=8, quotas={"a": 4})
+    again.depot.restore_tenants(bench.depot.tenants)
+    again.memory[:] = bench.memory
+    assert [record for record in again.index.restore([bench.spec]) if record is not None] == []
+    assert again.index.quotas.used_bytes == [5 * PAGE, 3 * PAGE]
+
+
+@pytest.mark.parametrize("quotas", [{"a": 5, "b": 6}, {"a": 0}, {"a": -1}])
+def test_quotas_that_cannot_be_kept_are_refused(quotas: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="quotas of"):
+        QuotaTable(10, quotas)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> None:
+    rng = random.Random(3)
+    bench = Bench(pages=24, policy=policy, quotas={"a": 10, "b": 6})
+    worker = bench.worker()
+    quota = {"a": 10 * PAGE, "b": 6 * PAGE, "c": 8 * PAGE}
+    for number in range(600):
+        tenant = rng.choice("abc")
+        before = {bench.depot.tenants[t]: used for t, used in bench.index.tenant_bytes.items()}
+        worker.store(prompt(rng.randint(1, 3), number, tenant))
+        after = {bench.depot.tenants[t]: used for t, used in bench.index.tenant_bytes.items()}
+        for other, used in before.items():
+            if other != tenant:
+                assert after[other] >= min(used, quota[other])
+    bench.drain()

@@ -1,0 +1,17 @@
+"""Load, random kills and an audit, for a minute: `kvdepot soak` with another seed each day would find more."""
+
+import json
+import subprocess
+import sys
+
+
+def test_a_minute_of_load_and_kills_leaves_nothing_wrong_late_or_behind() -> None:
+    command = [sys.executable, "-m", "kvdepot", "soak", "--seconds", "60", "--engines", "2", "--seed", "7", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert result["failures"] == []
+    for what in ("kill an engine", "stop an engine", "kill the depot", "stop the depot"):
+        assert result[what] > 0, f"{what}: never, so the run shows little"
+    assert result["requests"] > 100
+    assert result["verified_bytes"] > 10**8
