@@ -38,6 +38,7 @@ class EngineCache:
     num_shards: int
     dtype: str
     format: str
+    volatile_tokens: int = 0  # at the end of what is computed: a draft model may still write their KV again
 
     @property
     def spec(self) -> CacheSpec:
@@ -85,7 +86,15 @@ def engine_cache(
         num_shards=parallel.pipeline_parallel_size * (parallel.tensor_parallel_size // replicas),
         dtype=_dtype(vllm_config),
         format=_format(vllm_config, kv_cache_config, version),
+        volatile_tokens=_volatile_tokens(vllm_config, kv_cache_config),
     )
+
+
+def _volatile_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None or not any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups):
+        return 0
+    return 1 + int(speculative.num_speculative_tokens)
 
 
 def _engine_group(number: int, group: Any, kind_of: Callable[[Any], str]) -> EngineGroup:

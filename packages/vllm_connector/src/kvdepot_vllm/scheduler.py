@@ -168,7 +168,8 @@ class SchedulerSide:
                 self._drop_lease(state)
                 self._ask(state)
             if state.lookup is not None:
-                if not (state.lookup.wait(_IDLE_SECONDS) if self._is_idle else state.lookup.query()):
+                may_wait, self._is_idle = self._is_idle, False  # once a step, however many requests wait
+                if not (state.lookup.wait(_IDLE_SECONDS) if may_wait else state.lookup.query()):
                     return None, False
                 state.lease = state.lookup.result()
                 state.lookup = None
@@ -336,7 +337,7 @@ class SchedulerSide:
         """
         chunk_tokens = self._cache.chunk_tokens
         ready = state.num_computed if num_ready is None else num_ready
-        ready = min(ready, state.request.num_tokens)
+        ready = max(0, min(ready, state.request.num_tokens) - self._cache.volatile_tokens)
         if self._settings.store == "prompt":
             ready = min(ready, state.request.num_prompt_tokens)
         stop = ready // chunk_tokens

@@ -1,0 +1,319 @@
+# pyright: basic
+"""The scheduler's side by itself: what it claims, loads, stores and holds, without an engine."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvdepot.client.scheduler import Lease
+from kvdepot.keys import KeyRun, Namespace
+from kvdepot.layout import GroupKind
+from kvdepot.protocols import NO_BLOCK
+from kvdepot_vllm.engine import StepPlan, WorkerReport
+from kvdepot_vllm.groups import EngineCache, EngineGroup
+from kvdepot_vllm.scheduler import SchedulerSide
+from kvdepot_vllm.settings import Settings
+
+FULL = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a",), False, False)
+WINDOW = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 40, ("b",), False, False)
+STATE = EngineGroup(2, GroupKind.RECURRENT, 16, 0, ("c",), False, False)
+
+
+@dataclass
+class Client:
+    """A depot that has the first chunks of everything."""
+
+    num_chunks: int = 0
+    answers: bool = True
+    asked: list[int] = field(default_factory=list[int])
+    released: list[Lease] = field(default_factory=list[Lease])
+    cancelled: int = 0
+
+    def submit_lookup(self, request_id: str, key: KeyRun) -> Any:
+        self.asked.append(key.num_chunks)
+        lease = Lease(min(self.num_chunks, key.num_chunks), 7)
+        return SimpleNamespace(
+            query=lambda: self.answers, wait=lambda _seconds: self.answers, result=lambda: lease, cancel=self.cancel
+        )
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def release(self, lease: Lease) -> None:
+        self.released.append(lease)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+
+
+class Pool:
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(number) for number in range(num_blocks)]
+        self.null_block = self.blocks[0]
+
+    def touch(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterator[Block]) -> None:
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+
+    def held(self) -> set[int]:
+        return {block.block_id for block in self.blocks if block.ref_cnt}
+
+
+@dataclass
+class Scene:
+    side: SchedulerSide
+    client: Client
+    pool: Pool
+    clock: list[float]
+    stored: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list[tuple[int, int, tuple[int, ...]]])
+
+    def request(self, num_tokens: int, name: str = "r", **changes: Any) -> Any:
+        fields: dict[str, Any] = {
+            "request_id": name, "num_computed_tokens": 0, "num_in_flight_tokens": 0, "num_prompt_tokens": num_tokens,
+            "num_preemptions": 0, "skip_reading_prefix_cache": False, "resumable": False, "kv_transfer_params": None,
+            "cache_salt": None, "lora_request": None, "mm_features": [], "prompt_embeds": None,
+            "num_tokens": num_tokens, "all_token_ids": list(range(num_tokens)),
+        }  # fmt: skip
+        request = SimpleNamespace(**{**fields, **changes})
+        self.side.begin(request)
+        return request
+
+    def step(self, request: Any, num_tokens: int, table: Any, offers: Any = ()) -> StepPlan:
+        tables = SimpleNamespace(
+            boundary_state_offloads={request.request_id: list(offers)}, get_block_ids=lambda _request_id: table
+        )
+        scheduled: dict[str, int] = {request.request_id: num_tokens} if num_tokens else {}
+        plan = self.side.plan_step(SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=tables))
+        request.num_computed_tokens += num_tokens
+        return plan
+
+    def report(self, plan: StepPlan, num_chunks: int | None = None, **told: Any) -> None:
+        ended = {
+            job.number: (1, job.key.num_chunks if num_chunks is None else num_chunks) for job in plan.stores
+        }  # fmt: skip
+        self.side.workers_reported(
+            WorkerReport(ended), told.get("finished", ()), told.get("failed", ()), told.get("invalid", set())
+        )
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
+    sides: list[SchedulerSide] = []
+
+    def make(*groups: EngineGroup, num_chunks: int = 0, workers: int = 1, volatile: int = 0, **settings: Any) -> Scene:
+        groups = groups or (FULL,)
+        cache = EngineCache(groups, len(groups), 16, 1, "bytes", "test", volatile)
+        stored: list[tuple[int, int, tuple[int, ...]]] = []
+        clock = [0.0]
+        side = SchedulerSide(
+            cache, Namespace("m"), Settings(url=str(tmp_path), **settings), "test", workers,
+            on_stored=lambda _request, first, count, covered: stored.append((first, count, covered)),
+            clock=lambda: clock[0],
+        )  # fmt: skip
+        sides.append(side)
+        side._client.close()
+        client, pool = Client(num_chunks), Pool(64)
+        side._client = client  # type: ignore[assignment]
+        side.bind_block_pool(pool)  # type: ignore[arg-type]
+        return Scene(side, client, pool, clock, stored)
+
+    yield make
+    for side in sides:
+        side.close()
+
+
+def blocks(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def test_at_least_one_token_is_left_to_compute(scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=100)
+    for num_tokens, expected in ((16, 0), (17, 16), (64, 48), (65, 64)):
+        request = it.request(num_tokens, f"r{num_tokens}")
+        assert it.side.matched_tokens(request, 0) == (expected, expected > 0)
+    assert it.client.asked == [1, 3, 4]
+
+
+def test_the_scheduler_is_told_to_ask_later_and_no_second_lookup_is_sent(scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=2)
+    it.client.answers = False
+    request = it.request(100)
+    assert [it.side.matched_tokens(request, 0) for _ in range(50)] == [(None, False)] * 50
+    it.client.answers = True
+    assert [it.side.matched_tokens(request, 0) for _ in range(50)] == [(32, True)] * 50
+    assert len(it.client.asked) == 1
+
+
+def test_an_old_answer_is_asked_for_again(scene: Callable[..., Scene]) -> None:
+    it = scene()
+    request = it.request(100)
+    assert it.side.matched_tokens(request, 0) == (0, False)
+    it.client.num_chunks = 3
+    assert it.side.matched_tokens(request, 0) == (0, False)
+    it.clock[0] += 60
+    assert it.side.matched_tokens(request, 0) == (48, True)
+
+
+def test_a_hit_that_vllm_does_not_take_is_given_back(scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=4)
+    request = it.request(100)
+    assert it.side.matched_tokens(request, 16) == (48, True)
+    it.side.allocated(request, (blocks(1, 7),), 0)
+    assert len(it.client.released) == 1
+    assert it.step(request, 0, (blocks(1, 7),)).loads == ()
+
+
+def test_vllm_may_take_fewer_tokens_than_were_offered(scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=4)
+    request = it.request(100)
+    it.side.matched_tokens(request, 16)
+    it.side.allocated(request, (blocks(1, 7),), 32)
+    (load,) = it.step(request, 0, (blocks(1, 7),)).loads
+    assert (load.key.first_chunk, load.key.num_chunks, load.block_ids, load.skip_tokens) == (1, 2, ([2, 3],), 0)
+
+
+def test_a_load_that_does_not_fit_is_reported_as_failed(scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=4)
+    request = it.request(100)
+    it.side.matched_tokens(request, 0)
+    it.side.allocated(request, (blocks(1, 7),), 40)  # not whole chunks
+    (load,) = it.step(request, 0, (blocks(1, 7),)).loads
+    assert load.key.num_chunks == 0
+
+
+def test_a_failed_load_is_not_tried_again_but_after_a_preemption(scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=4)
+    request = it.request(100)
+    it.side.matched_tokens(request, 0)
+    it.side.allocated(request, (blocks(1, 4),), 64)
+    it.report(it.step(request, 0, (blocks(1, 4),)), finished=["r"], failed=["r"])
+    assert it.side.counters["failed_loads"] == 1
+    assert it.side.matched_tokens(request, 0) == (0, False)
+    request.num_preemptions = 1
+    assert it.side.matched_tokens(request, 0) == (64, True)
+
+
+def test_a_window_loads_the_blocks_that_it_has(scene: Callable[..., Scene]) -> None:
+    it = scene(FULL, WINDOW, num_chunks=5)
+    request = it.request(100)
+    it.side.matched_tokens(request, 0)
+    it.side.allocated(request, (blocks(1, 5), [0, 0, 0, 12, 13]), 80)
+    (load,) = it.step(request, 0, ((), ())).loads
+    assert load.block_ids == ([1, 2, 3, 4, 5], [12, 13])
+
+
+def test_a_window_may_begin_within_a_chunk(scene: Callable[..., Scene]) -> None:
+    half = EngineGroup(1, GroupKind.SLIDING_WINDOW, 8, 20, ("b",), False, False)
+    it = scene(FULL, half, num_chunks=3)
+    request = it.request(60)
+    it.side.matched_tokens(request, 0)
+    it.side.allocated(request, (blocks(1, 3), [0, 0, 0, 13, 14, 15]), 48)
+    (load,) = it.step(request, 0, ((), ())).loads
+    assert load.block_ids[1] == [NO_BLOCK, 13, 14, 15]
+
+
+def test_chunks_are_stored_as_they_fill_up_and_held_until_every_worker_is_done(scene: Callable[..., Scene]) -> None:
+    it = scene(workers=2)
+    request = it.request(100)
+    it.side.matched_tokens(request, 0)
+    first = it.step(request, 40, (blocks(1, 3),))
+    assert [job.block_ids for job in first.stores] == [([1, 2],)]
+    second = it.step(request, 60, (blocks(1, 7),))
+    assert [(job.key.first_chunk, job.block_ids) for job in second.stores] == [(2, ([3, 4, 5, 6],))]
+    it.report(first)
+    it.report(second)
+    assert it.pool.held() == {1, 2, 3, 4, 5, 6}, "one of two workers has reported"
+    it.report(first)
+    assert it.pool.held() == {3, 4, 5, 6}
+    it.report(second, num_chunks=1)
+    assert (it.pool.held(), it.side.has_pending_stores) == (set(), False)
+    assert it.stored == [(0, 2, (2,)), (2, 1, (1,))]
+
+
+def test_what_a_draft_model_may_write_again_is_stored_later(scene: Callable[..., Scene]) -> None:
+    it = scene(volatile=3)
+    request = it.request(100)
+    assert it.step(request, 34, (blocks(1, 3),)).stores[0].key.num_chunks == 1
+    assert it.step(request, 1, (blocks(1, 3),)).stores[0].key.first_chunk == 1
+
+
+def test_a_run_ends_where_a_state_is_offered(scene: Callable[..., Scene]) -> None:
+    it = scene(FULL, STATE)
+    request = it.request(100)
+    table = (blocks(1, 7), (), [0, 0, 33, 0, 0, 36, 0])
+    plan = it.step(request, 96, table, [(2, 33, 48), (2, 36, 96), (2, 37, 100)])
+    assert [(job.key.first_chunk, job.key.num_chunks, job.block_ids[1]) for job in plan.stores] == [
+        (0, 3, [33]), (3, 3, [36]),
+    ]  # fmt: skip
+    late = it.step(request, 1, table, [(2, 35, 80)])
+    assert [(job.key.first_chunk, job.block_ids) for job in late.stores] == [(4, ([5], [35]))]
+
+
+def test_nothing_of_a_load_that_has_not_come_is_stored_when_the_request_ends(scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=4)
+    request = it.request(100)
+    it.side.matched_tokens(request, 0)
+    it.side.allocated(request, (blocks(1, 7),), 64)
+    it.step(request, 0, (blocks(1, 7),))
+    request.num_computed_tokens = 64  # vLLM counts what it hopes for
+    it.side.finished(request, (blocks(1, 7),))
+    assert it.pool.held() == set()
+    it.report(StepPlan(), finished=["r"])  # its request is gone by then
+
+
+def test_what_fills_up_last_is_stored_at_the_end(scene: Callable[..., Scene]) -> None:
+    it = scene()
+    request = it.request(20)
+    it.side.matched_tokens(request, 0)
+    it.step(request, 20, (blocks(1, 2),))
+    for token in range(12):  # the ids of tokens under way are not known yet
+        request.num_computed_tokens += 1
+        request.all_token_ids.append(token)
+    request.num_tokens = 32
+    it.side._requests["r"].num_computed = 32
+    it.side.finished(request, (blocks(1, 2),))
+    (job,) = it.side.plan_step(SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=None)).stores
+    assert (job.key.first_chunk, job.block_ids) == (1, ([2],))
+
+
+def test_no_more_blocks_are_held_than_allowed(scene: Callable[..., Scene]) -> None:
+    it = scene(max_pinned_share=0.1)  # of 64
+    request = it.request(200)
+    first = it.step(request, 200, (blocks(1, 13),))
+    assert [job.key.num_chunks for job in first.stores] == [6]
+    assert it.step(request, 1, (blocks(1, 13),)).stores == ()
+    it.report(first)
+    assert [job.key.first_chunk for job in it.step(request, 1, (blocks(1, 13),)).stores] == [6]
+
+
+@pytest.mark.parametrize("wishes", [{"load": False}, {"store": False}, "nonsense", {"load": "no"}])
+def test_a_request_says_what_it_wants(wishes: Any, scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=1)
+    request = it.request(40, kv_transfer_params={"kvdepot": wishes})
+    wants = wishes if isinstance(wishes, dict) else {}
+    assert it.side.matched_tokens(request, 0)[1] == (wants.get("load") is not False)
+    it.side.allocated(request, (blocks(1, 3),), 0)
+    stores = it.step(request, 40, (blocks(1, 3),)).stores
+    assert bool(stores) == (wants.get("store") is not False)
+
+
+def test_a_store_that_goes_wrong_stops_nothing_but_itself(scene: Callable[..., Scene]) -> None:
+    it = scene()
+    request = it.request(40)
+    assert it.step(request, 40, ([1, 999],)).stores == ()
+    assert it.step(request, 1, (blocks(1, 3),)).stores == (), "this request is not stored any further"
+    assert it.step(it.request(40, "other"), 40, (blocks(1, 3),)).stores
