@@ -88,7 +88,7 @@ class Scene:
             "cache_salt": None, "lora_request": None, "mm_features": [], "prompt_embeds": None,
             "num_tokens": num_tokens, "all_token_ids": list(range(num_tokens)),
         }  # fmt: skip
-        request = SimpleNamespace(**{**fields, **changes})
+        request: Any = SimpleNamespace(**{**fields, **changes})
         self.side.begin(request)
         return request
 
@@ -97,7 +97,8 @@ class Scene:
             boundary_state_offloads={request.request_id: list(offers)}, get_block_ids=lambda _request_id: table
         )
         scheduled: dict[str, int] = {request.request_id: num_tokens} if num_tokens else {}
-        plan = self.side.plan_step(SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=tables))
+        step: Any = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=tables)
+        plan = self.side.plan_step(step)
         request.num_computed_tokens += num_tokens
         return plan
 
@@ -286,7 +287,8 @@ def test_what_fills_up_last_is_stored_at_the_end(scene: Callable[..., Scene]) ->
     request.num_tokens = 32
     it.side._requests["r"].num_computed = 32
     it.side.finished(request, (blocks(1, 2),))
-    (job,) = it.side.plan_step(SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=None)).stores
+    empty: Any = SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=None)
+    (job,) = it.side.plan_step(empty).stores
     assert (job.key.first_chunk, job.block_ids) == (1, ([2],))
 
 
