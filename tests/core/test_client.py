@@ -5,13 +5,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvdepot import SchedulerClient
 from kvdepot import messages as m
 from kvdepot.client.connection import Connection
-from kvdepot.errors import DepotUnavailable, KVDepotError
+from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.testing.processes import DepotProcess, wait_until
 from tests.core.test_protocol import SPEC, Peer, prompt
 
@@ -121,6 +122,23 @@ def test_a_killed_depot_costs_less_than_a_deadline_and_comes_back(client: Schedu
     client.wait_until_connected(5)
     assert depot.status().epoch != epoch
     wait_until(lambda: client.lookup("r", prompt(3)).num_chunks == 3, what="the sealed chunks to be found again")
+
+
+def test_a_depot_that_restarts_while_one_connects_is_tried_again_at_once(
+    depot: DepotProcess, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the new server knew nothing of the session, and the client left it alone for ten seconds."""
+    opened = Connection._open  # pyright: ignore[reportPrivateUsage]
+    refusals = [RemoteError(ErrorCode.UNKNOWN_SESSION, "connect first")]
+
+    def open_after_a_refusal(connection: Connection) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return opened(connection)
+
+    monkeypatch.setattr(Connection, "_open", open_after_a_refusal)
+    make_client(depot.url).wait_until_connected(3)
+    assert not refusals
 
 
 def test_a_hung_depot_costs_one_deadline_in_all(client: SchedulerClient, depot: DepotProcess) -> None:

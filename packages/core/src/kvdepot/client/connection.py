@@ -29,7 +29,7 @@ import zmq
 
 from kvdepot import messages as m
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, directory_of_url
-from kvdepot.errors import DepotTimeout, DepotUnavailable, KVDepotError, RemoteError
+from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.pool import PoolMapping
 
 logger = logging.getLogger(__name__)
@@ -302,12 +302,12 @@ class Connection:
         while not self._closing.is_set():
             try:
                 connection, link = self._open()
-            except RemoteError as error:
-                self._say_why(f"it refused: {error}", logging.ERROR)
-                self._closing.wait(_REFUSED_RETRY_SECONDS)
-                continue
             except (OSError, KVDepotError, m.FrameError) as error:
-                self._say_why(str(error), logging.WARNING)
+                if isinstance(error, RemoteError) and error.code is not ErrorCode.UNKNOWN_SESSION:
+                    self._say_why(f"it refused: {error}", logging.ERROR)
+                    self._closing.wait(_REFUSED_RETRY_SECONDS)
+                    continue
+                self._say_why(str(error), logging.WARNING)  # an unknown session: it was restarted meanwhile
                 self._closing.wait(retry * random.uniform(0.5, 1.0))
                 retry = min(retry * 2, _LAST_RETRY_SECONDS)
                 continue

@@ -1,0 +1,44 @@
+"""A full pool of 4 GiB survives `kill -9` of its server."""
+
+import time
+
+import numpy as np
+
+from kvdepot.keys import Namespace, hash_prefix
+from kvdepot.protocols import CacheGroup
+from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot_cpu.context import CpuTransferContext
+
+_LAYERS, _BLOCKS, _PAGE = 8, 128, 65536  # 64 MiB, of which each prompt has its own copy in the pool
+_PROMPTS = 66  # two more than fit
+
+
+def test_four_gibibytes_of_chunks_are_found_again() -> None:
+    cache = [np.empty((_BLOCKS, _PAGE), np.uint8) for _ in range(_LAYERS)]
+    keys = [hash_prefix(Namespace(f"model-{number}"), 64, range(_BLOCKS * 16)) for number in range(_PROMPTS)]
+    with DepotProcess(pool_size="4GiB") as depot:
+        wait_until(lambda: depot.status().pool_ready_bytes == 4 << 30, 60, "the pool")
+        worker = CpuTransferContext([CacheGroup(cache, 16)], "engine", dtype="bytes", url=depot.url)
+        try:
+            worker.wait_until_connected(10)
+            for number, key in enumerate(keys):
+                for layer, pages in enumerate(cache):
+                    pages[:] = (number * 8 + layer) % 251
+                assert worker.submit_store("r", key, [list(range(_BLOCKS))]).result(60)
+            before = depot.status()
+            assert before.pool_used_bytes > 0.99 * (4 << 30)
+            depot.kill()
+            started = time.monotonic()
+            depot.start()
+            answered = time.monotonic() - started
+            wait_until(lambda: not depot.status().recovering, 10, "the table to be read")
+            assert depot.status().num_entries >= 0.99 * before.num_entries
+            worker.wait_until_connected(10)
+            for number, key in enumerate(keys[-60:], start=_PROMPTS - 60):
+                for pages in cache:
+                    pages[:] = 255
+                assert worker.submit_retrieve("r", key, [list(range(_BLOCKS))]).result(60)
+                assert all((pages == (number * 8 + layer) % 251).all() for layer, pages in enumerate(cache))
+        finally:
+            worker.close()
+    print(f"{before.num_entries} entries, answered after {answered:.2f} s")  # noqa: T201  # shown by pytest -s

@@ -1,0 +1,41 @@
+"""Ten kills of the depot under load cost work, not the cache: the hit rate ends where it would have been."""
+
+from kvdepot.demo import make_conversations
+from kvdepot.engine_model import GEOMETRY_8B, Geometry, RequestReport
+from kvdepot.fleet import Fleet, Prompt
+from kvdepot.testing.processes import wait_until
+
+_GEOMETRY = Geometry("8B GQA, 2 of 32 layers", 2, GEOMETRY_8B.num_kv_heads, GEOMETRY_8B.head_dim)
+_CONVERSATIONS = make_conversations(16)
+
+
+def hit_rate_at_the_end(num_kills: int) -> float:
+    """Serve all turns but the last with kills in between; return the share of the last turns that is not computed."""
+    total = sum(len(conversation) - 1 for conversation in _CONVERSATIONS)
+    served = killed = 0
+    reports: list[RequestReport] = []
+    with Fleet(_GEOMETRY, num_engines=2, pool_bytes=768 << 20, engine_cache_bytes=48 << 20) as fleet:
+
+        def on_report(_engine: int, _prompt: Prompt, report: RequestReport) -> None:
+            nonlocal served, killed
+            served += 1
+            assert report.wrong_bytes == 0
+            if killed < num_kills and served * (num_kills + 1) > total * (killed + 1):
+                killed += 1
+                fleet.depot.kill()
+                fleet.depot.start()
+
+        fleet.run([conversation[:-1] for conversation in _CONVERSATIONS], on_report)
+        assert killed == num_kills
+        wait_until(lambda: fleet.depot.status().num_sessions == 4, 20, "the engines to be back")
+        fleet.run([conversation[-1:] for conversation in _CONVERSATIONS], lambda _e, _p, report: reports.append(report))
+    assert sum(report.wrong_bytes for report in reports) == 0
+    computed = sum(report.computed_tokens for report in reports)
+    return 1 - computed / sum(report.prompt_tokens for report in reports)
+
+
+def test_the_hit_rate_ends_within_five_points_of_an_undisturbed_run() -> None:
+    undisturbed, disturbed = hit_rate_at_the_end(0), hit_rate_at_the_end(10)
+    print(f"undisturbed {undisturbed:.3f}, after ten kills {disturbed:.3f}")  # noqa: T201  # shown by pytest -s
+    assert undisturbed > 0.5, "too little is shared: the test shows little"
+    assert disturbed > undisturbed - 0.05
