@@ -91,11 +91,12 @@ def test_after_eviction_of_half_the_chunks(model: MakeModel) -> None:
 
 def test_after_a_restart_of_the_depot(first: Engine, depot: DepotProcess) -> None:
     first.generate(PROMPTS[:4])
+    num_contexts = len(depot.status().contexts)
     depot.kill()
     first.reset()
     assert tokens(first.generate(PROMPTS[:2])) == first.reference[:2]
     depot.start()
-    wait_until(lambda: len(depot.status().contexts) >= 2, what="the engine to come back")
+    wait_until(lambda: len(depot.status().contexts) == num_contexts, 20, "the engines to come back")
     first.reset()
     warm = first.generate(PROMPTS[:4], together=False)
     assert tokens(warm) == first.reference[:4]
