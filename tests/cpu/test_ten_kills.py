@@ -24,10 +24,10 @@ def hit_rate_at_the_end(num_kills: int) -> float:
                 killed += 1
                 fleet.depot.kill()
                 fleet.depot.start()
+                wait_until(lambda: fleet.depot.status().num_sessions == 4, 20, "the engines to be back")
 
         fleet.run([conversation[:-1] for conversation in _CONVERSATIONS], on_report)
         assert killed == num_kills
-        wait_until(lambda: fleet.depot.status().num_sessions == 4, 20, "the engines to be back")
         fleet.run([conversation[-1:] for conversation in _CONVERSATIONS], lambda _e, _p, report: reports.append(report))
     assert sum(report.wrong_bytes for report in reports) == 0
     computed = sum(report.computed_tokens for report in reports)
