@@ -208,7 +208,10 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., CpuTransferCo
         context.close()
 
 
-def test_a_lease_that_expires_during_a_retrieve_makes_it_a_miss(make: Callable[..., CpuTransferContext]) -> None:
+@pytest.mark.parametrize(("num_stored", "num_left"), [(8, 0), (3, 5)])
+def test_what_is_evicted_during_a_retrieve_is_a_miss_and_what_stayed_counts(
+    make: Callable[..., CpuTransferContext], num_stored: int, num_left: int
+) -> None:
     with DepotProcess("--lease-seconds", "0.2", pool_size="2MiB") as depot:
         reader, writer = make(depot, "reader", fill=1), make(depot, "writer", fill=2)
         assert reader.submit_store("r", prompt(8), [list(range(32))]).result(10)
@@ -216,25 +219,12 @@ def test_a_lease_that_expires_during_a_retrieve_makes_it_a_miss(make: Callable[.
         future = reader.submit_retrieve("r", prompt(8), [list(range(32))])
         assert gate.reached.wait(10)
         wait_until(lambda: depot.status().num_leases == 0, 5.0)
-        assert writer.submit_store("r", prompt(8, salt=1), [list(range(32))]).result(10)
+        evicting = writer.submit_store("r", prompt(num_stored, salt=1), [list(range(4 * num_stored))])
+        assert evicting.result(10)
         gate.opened.set()
         assert future.result(10) is False
-        assert future.num_chunks == 0
-
-
-def test_without_room_for_everything_only_what_stayed_counts(make: Callable[..., CpuTransferContext]) -> None:
-    with DepotProcess("--lease-seconds", "0.2", pool_size="2MiB") as depot:
-        reader, writer = make(depot, "reader", fill=1), make(depot, "writer", fill=2)
-        assert reader.submit_store("r", prompt(8), [list(range(32))]).result(10)
-        gate = Gate(reader, "retrieve")
-        future = reader.submit_retrieve("r", prompt(8), [list(range(32))])
-        assert gate.reached.wait(10)
-        wait_until(lambda: depot.status().num_leases == 0, 5.0)
-        assert writer.submit_store("r", prompt(3, salt=1), [list(range(12))]).result(10)
-        gate.opened.set()
-        assert future.result(10) is False
-        assert future.num_chunks == 5
-        assert (reader.cache[0, :20] == 1).all()  # type: ignore[attr-defined]
+        assert future.num_chunks == num_left
+        assert (reader.cache[0, : 4 * num_left] == 1).all()  # type: ignore[attr-defined]
 
 
 def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
