@@ -245,7 +245,7 @@ class Tier(Protocol):
     counted as "corrupt" in `usage().counters`.
 
     A tier is opened by an object under the entry point group `kvdepot.tiers`, named by the URL's scheme:
-    `open_tier(url: kvdepot.tiers.url.TierUrl, pool: TierPool) -> Tier`, which raises `ConfigError` for a URL that cannot
+    `open_tier(url: kvdepot.tiers.url.TierUrl, pool: TierPool) -> Tier`. It raises `ConfigError` for a URL that cannot
     work, and returns within a second even if the storage does not answer.
     """
 

@@ -36,7 +36,7 @@ class Damage(enum.Enum):
 
 
 class TierSuite:
-    """Inherit it, name the class `Test...`, and implement `open_tier`, and `damage` where the storage can be reached."""
+    """Inherit it, name the class `Test...`, and implement `open_tier`, and `damage` where that can be done."""
 
     def open_tier(self, pool: TierPool) -> Tier:
         """Return a tier over the storage of this test: empty the first time, the same storage when called again.
