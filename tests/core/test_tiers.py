@@ -121,7 +121,7 @@ def test_a_call_that_hangs_is_late_once_and_then_nothing_is_taken(bench: Bench) 
     assert not bench.queue.submit(Job(Operation.READ, bench.keys[:1], extents_of(0, [4096])))
     assert bench.let_pass(0.1) == ([], 0)
     assert bench.queue.poll() == [], "its extent is still the storage's"
-    assert "more than 1 s" in bench.queue.why_open
+    assert "overran its deadline (1 s)" in bench.queue.why_open
 
 
 def test_what_waits_behind_a_hung_call_fails_when_the_breaker_opens(bench: Bench) -> None:
@@ -155,7 +155,7 @@ def test_a_probe_brings_a_tier_back_even_while_old_calls_still_hang(bench: Bench
     bench.tier.strand()
     bench.probe()
     assert not bench.queue.is_open
-    assert bench.queue.status()["num_hung_calls"] == 4
+    assert bench.queue.status().num_hung_calls == 4
     assert contains(bench.queue, bench.keys[:2]) == [True, True]
 
 
@@ -220,7 +220,7 @@ def test_writes_never_take_the_last_thread() -> None:
     bench.wait_for_calls(1)
     bench.submit(Operation.READ, 0, 4)
     bench.wait_for_calls(2)
-    assert bench.queue.status()["num_waiting_reads"] == 0
+    assert bench.queue.status().num_waiting_reads == 0
     bench.queue.close()
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
+from kvdepot.messages import TierStatus
 from kvdepot.protocols import Extents, Tier, TierPool
-from kvdepot.tiers.seal import checksum_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ _FIRST_RETRY_SECONDS: Final = 0.5
 _LAST_RETRY_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
 _QUESTIONS_A_CALL: Final = 512
+_PATIENCE: Final = 10  # deadlines that a write or a clear may take
 
 
 class Operation(IntEnum):
@@ -65,6 +66,8 @@ class Part:
     job: Job
     first: int
     outcomes: Sequence[bool]
+    is_last: bool = False  # of its job
+    corrupt: Sequence[int] = ()  # places in `keys` whose bytes lacked their checksum and were not written
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +77,12 @@ class _Call:
     last: int
     started_at: float = 0.0
     is_late: bool = False
+    corrupt: Sequence[int] = ()
+
+    def due_at(self, deadline_seconds: float) -> float:
+        """Nobody waits for a write: it may take longer before it counts as hung."""
+        is_urgent = self.job.operation in (Operation.CONTAINS, Operation.READ)
+        return self.started_at + deadline_seconds * (1 if is_urgent else _PATIENCE)
 
 
 class TierQueue:
@@ -83,7 +92,7 @@ class TierQueue:
         tier: owned by this object from now on.
         pool: the one that the tier was opened with.
         name: for logs and status.
-        deadline_seconds: of one call.
+        deadline_seconds: of one call that somebody waits for; writes have ten times as much.
         num_threads: calls at a time.
         write_bytes: payload bytes of writes that may wait; more are refused.
         wake: called from other threads when `poll` has something.
@@ -166,7 +175,7 @@ class TierQueue:
         now, late = self._clock(), list[Job]()
         with self._changed:
             for call in self._running:
-                if not call.is_late and call.started_at + self.deadline_seconds <= now:
+                if not call.is_late and call.due_at(self.deadline_seconds) <= now:
                     call.is_late = True
                     self._num_hung += 1
                     self._num_writing -= call.job.operation is Operation.WRITE
@@ -175,7 +184,7 @@ class TierQueue:
                         call.job.is_late = True
                         late.append(call.job)
         if late:
-            self._open(f"a {late[0].operation.name.lower()} took more than {self.deadline_seconds:g} s")
+            self.leave_alone(f"a {late[0].operation.name.lower()} overran its deadline ({self.deadline_seconds:g} s)")
         parts = self._fail_waiting() if self.is_open else []
         if self._probe_at is not None and now >= self._probe_at and self._probe_started_at is None:
             self._start_probe(now)
@@ -184,29 +193,29 @@ class TierQueue:
     def next_deadline(self) -> float | None:
         """Return when `expire` has something to do at the latest, of the clock; None for never."""
         with self._changed:
-            times = [call.started_at + self.deadline_seconds for call in self._running if not call.is_late]
+            times = [call.due_at(self.deadline_seconds) for call in self._running if not call.is_late]
         if self._probe_at is not None and self._probe_started_at is None:
             times.append(self._probe_at)
         return min(times, default=None)
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> TierStatus:
         """Return what an operator wants to see."""
         usage = self.tier.usage()
         with self._changed:
             num_waiting = [len(waiting) for waiting in self._waiting]
-        return {
-            "name": self.name,
-            "state": "open" if self.is_open else "closed",
-            "why_open": self.why_open,
-            "num_entries": usage.num_entries,
-            "used_bytes": usage.used_bytes,
-            "capacity_bytes": usage.capacity_bytes,
-            "queued_write_bytes": self.queued_write_bytes,
-            "num_waiting_reads": num_waiting[Operation.READ],
-            "num_waiting_writes": num_waiting[Operation.WRITE],
-            "num_hung_calls": self._num_hung,
-            "counters": {**self.counters, **usage.counters},
-        }
+        return TierStatus(
+            name=self.name,
+            state="open" if self.is_open else "closed",
+            why_open=self.why_open,
+            num_entries=usage.num_entries,
+            used_bytes=usage.used_bytes,
+            capacity_bytes=usage.capacity_bytes,
+            queued_write_bytes=self.queued_write_bytes,
+            num_waiting_reads=num_waiting[Operation.READ],
+            num_waiting_writes=num_waiting[Operation.WRITE],
+            num_hung_calls=self._num_hung,
+            counters={**self.counters, **usage.counters},
+        )
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Stop: give writes that wait `drain_seconds`, then drop them. Bounded, whatever the storage does."""
@@ -229,7 +238,8 @@ class TierQueue:
 
     # --- breaker --------------------------------------------------------------------------------------------------
 
-    def _open(self, why: str) -> None:
+    def leave_alone(self, why: str) -> None:
+        """Open the breaker: use the tier again only after a probe."""
         if not self.is_open:
             logger.error("tier %s is left alone: %s", self.name, why)
             self.counters["breaker_opened"] += 1
@@ -296,8 +306,8 @@ class TierQueue:
             self.counters["read_entries"] += sum(outcomes)
             self.counters["failed_reads"] += num_keys - sum(outcomes)
         if self._num_errors >= ERRORS_TO_OPEN and not self.is_open:
-            self._open(f"{self._num_errors} calls in a row failed")
-        return Part(job, call.first, outcomes)
+            self.leave_alone(f"{self._num_errors} calls in a row failed")
+        return Part(job, call.first, outcomes, not job.num_left, call.corrupt)
 
     # --- threads --------------------------------------------------------------------------------------------------
 
@@ -362,21 +372,25 @@ class TierQueue:
                 case Operation.READ:
                     return self.tier.read(keys, extents)
                 case Operation.WRITE:
-                    return self._write(keys, extents, job.checksums[call.first : call.last])
+                    return self._write(call, keys, extents)
         except Exception as error:
             level = logging.WARNING if self._num_errors < ERRORS_TO_OPEN else logging.DEBUG
             logger.log(level, "tier %s: a %s failed: %r", self.name, job.operation.name.lower(), error)
             self.counters["errors"] += 1
             return None
 
-    def _write(self, keys: Sequence[bytes], extents: Extents, checksums: Sequence[bytes]) -> Sequence[bool]:
+    def _write(self, call: _Call, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        checksums = call.job.checksums[call.first : call.last]
         if not any(map(any, checksums)):
             return self.tier.write(keys, extents)
+        from kvdepot.tiers.seal import checksum_of  # xxhash is not everybody's
+
         intact = [
             not any(checksum) or checksum_of(self._pool.view[offset : offset + size]) == checksum
             for (offset, size), checksum in zip(extents, checksums, strict=True)
         ]
         places = [place for place, is_intact in enumerate(intact) if is_intact]
+        call.corrupt = [call.first + place for place, is_intact in enumerate(intact) if not is_intact]
         written = self.tier.write([keys[place] for place in places], [extents[place] for place in places])
         outcomes = [False] * len(keys)
         for place, ok in zip(places, written, strict=True):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Final, Self
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from kvdepot.config import parse_size
 from kvdepot.errors import ConfigError
@@ -45,9 +45,7 @@ class TierUrl:
             raise ConfigError(
                 f"--tier {_hide(text)}: write a URL, for example disk:///var/cache/kvdepot?capacity=200GiB"
             )
-        return cls(
-            parts.scheme, urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")), host, parts.path, options
-        )
+        return cls(parts.scheme, text.partition("?")[0], host, parts.path, options)
 
     @property
     def name(self) -> str:
