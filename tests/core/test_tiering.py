@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -90,15 +90,14 @@ class Bench:
     def store(self, run: KeyRun, *covered: int) -> None:
         """Store from every rank."""
         covered = covered or (run.num_chunks,) * len(self.spec.groups)
+        shard: int
         for shard, context in enumerate(self.contexts):
             plan = self.ask(m.PrepareStore(context, "r", run.tenant, run.digests, run.first_chunk, run.parent, covered))
             if not plan.ticket:
                 continue
             checksums = b""
             for chunk, group, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
-                data = content(
-                    run, run.first_chunk + chunk, group, shard if self.spec.groups[group].num_shards > 1 else 0
-                )
+                data = content(run, run.first_chunk + chunk, group, self.shard(group, shard))
                 self.pool.view[offset : offset + size] = data
                 if self.verify:
                     checksums += checksum_of(data)
@@ -149,6 +148,7 @@ class Bench:
                  for g in self.spec.groups]  # fmt: skip
         covered = tuple(min(chunks, 2) if g.kind is WINDOW else chunks
                         for g, chunks in zip(self.spec.groups, reach, strict=True))  # fmt: skip
+        shard: int
         for shard, context in enumerate(self.contexts):
             plan = self.ask(m.PrepareRetrieve(context, "r", run.digests, 0, covered))
             assert plan.num_chunks == run.num_chunks
@@ -327,8 +327,8 @@ def test_a_chunk_that_cannot_be_read_costs_itself_and_what_follows(make: Maker) 
     bench = make()
     bench.store(prompt(8))
     bench.forget()
-    entries: dict[bytes, bytes] = bench.tiers[0].inner._entries  # type: ignore[attr-defined]
-    lost = sorted(entries, key=lambda key: prompt(8).digests.index(key[-DIGEST_BYTES:]))[5]
+    entries = cast("dict[bytes, bytes]", vars(bench.tiers[0].inner)["_entries"])
+    lost = sorted(entries.keys(), key=lambda key: prompt(8).digests.index(key[-DIGEST_BYTES:]))[5]
     entries[lost] = b"short"
     assert bench.lookup(prompt(8)) == 5
     assert bench.index.extents.used_bytes == 5 * PAGE
