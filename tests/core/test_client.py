@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -175,6 +176,34 @@ def test_a_lookup_that_is_only_polled_ends_at_its_deadline_too(client: Scheduler
         assert pending.result().num_chunks == 0
     finally:
         depot.signal(signal.SIGCONT)
+
+
+def test_a_depot_that_is_slow_all_the_time_is_left_alone_until_it_is_not(
+    client: SchedulerClient, depot: DepotProcess
+) -> None:
+    over = threading.Event()
+
+    def make_slow() -> None:
+        while not over.is_set():
+            depot.signal(signal.SIGSTOP)
+            over.wait(DEADLINE / 2)
+            depot.signal(signal.SIGCONT)
+            over.wait(0.002)
+
+    slowing = threading.Thread(target=make_slow)
+    slowing.start()
+    try:
+        waits = [seconds_of(lambda: client.lookup("r", prompt(3))) for _ in range(60)]
+    finally:
+        over.set()
+        slowing.join()
+    assert max(waits) < DEADLINE * 2
+    assert sum(waits) < 60 * DEADLINE / 4 / 2, "half of what it would cost to wait each time"
+    assert sum(wait < 0.01 for wait in waits) > 30
+    wait_until(lambda: client.lookup("again", prompt(3)).num_chunks == 3)
+    for request in ("r", "again"):
+        client.end_request(request)
+    wait_until(lambda: depot.status().num_leases == 0, what="the leases that were granted too late to come back")
 
 
 def test_ten_restarts_leave_nothing_behind(client: SchedulerClient, depot: DepotProcess) -> None:
