@@ -1,8 +1,8 @@
 """The protocol of Valkey and Redis (RESP2), as far as a tier needs it, without copies of large values.
 
-Payloads are sent as they lie in the pool, and replies are read into it: eight times faster than clients that build
-`bytes` of them. A connection belongs to one thread at a time; `Connections` lends them. One that raised is closed, as
-what comes next on it may belong to an earlier question.
+Payloads are sent as they lie in the pool, and replies are read into it: about seven times faster than by clients that
+build `bytes` of them. A connection belongs to one thread at a time; `Connections` lends them. One that raised is
+closed, as what comes next on it may belong to an earlier question.
 """
 
 import contextlib
