@@ -84,11 +84,12 @@ class DepotServer:
             on_death=self._depot.end_process,
             is_awaited=lambda writer: any(q.fence[0] == writer for q in self._depot.quarantines),
         )
-        self._restoring = None if self._files.is_new else self._depot.index.restore(self._files.names.spaces)
+        names = self._files.names
+        self._restoring = None if self._files.is_new else self._depot.index.restore(names.spaces, len(names.tenants))
         self._unfinished: list[int] = []
         if self._restoring is not None:
             self._depot.accepts_stores = False
-            self._depot.restore_tenants(self._files.names.tenants)
+            self._depot.restore_tenants(names.tenants)
         self._depot.on_names_changed = self._save_names
 
     def _take_lock(self) -> int:
@@ -109,6 +110,9 @@ class DepotServer:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.MAXMSGSIZE, m.MAXIMUM_FRAME_BYTES)
+        for endpoint in self.config.listen:
+            if not endpoint.startswith("ipc://"):
+                raise ConfigError(f"cannot listen on {endpoint}: only ipc://PATH, which the file system protects")
         control = self.config.directory / CONTROL_SOCKET
         control.unlink(missing_ok=True)
         umask = os.umask(0o177)

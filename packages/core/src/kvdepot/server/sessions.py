@@ -128,7 +128,7 @@ class SessionTable:
             return True  # of another PID namespace: nobody can tell, so its space stays until the pool is made anew
         try:
             pidfd = os.pidfd_open(writer.pid)
-        except OSError:
+        except (OSError, OverflowError):  # the latter: a table that no server wrote
             return False
         if process_start_time(writer.pid) != writer.start_time:
             os.close(pidfd)
