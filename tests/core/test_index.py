@@ -336,13 +336,13 @@ def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
 def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them() -> None:
     """Regression: with a full /dev/shm a tenant's or a layout's name was never saved, and its entries were lost."""
     bench = Bench()
-    saved: list[tuple[int, list[str]]] = []
+    saved: list[tuple[int, list[tuple[str, str]]]] = []
     disk_is_full = True
 
     def save() -> None:
         if disk_is_full:
             raise OSError("no space left on device")
-        saved.append((len(bench.index.spaces), list(bench.depot.tenants)))
+        saved.append((len(bench.index.spaces), list(bench.depot.labels)))
 
     bench.depot.on_names_changed = save
     with pytest.raises(OSError, match="no space"):
@@ -358,7 +358,7 @@ def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them(
     disk_is_full = False
     for _ in range(2):
         worker.store(prompt(1))
-    assert saved == [(1, []), (1, ["default"])]
+    assert saved == [(1, []), (1, [("default", "model")])]
 
 
 def test_each_tenant_is_charged_for_its_own() -> None:
@@ -639,7 +639,7 @@ class Life:
         spans = sorted((record.offset, record.offset + extent_size(record.num_bytes)) for record in records)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         used = sum(end - start for start, end in spans)
-        assert used == index.extents.used_bytes == sum(index.tenant_bytes.values())
+        assert used == index.extents.used_bytes == sum(index.label_bytes.values())
         assert (index.num_entries, len(self.bench.depot.leases)) == (len(self.sealed), len(self.leases))
 
     def restart(self) -> None:

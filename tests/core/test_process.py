@@ -169,7 +169,7 @@ def test_a_record_that_no_server_wrote_stops_no_server(place: int, value: int, d
 @pytest.mark.promise(60)
 @pytest.mark.parametrize(
     "body",
-    [b"\x82\xa6spaces\x90\xa7tenants\x91\xa1\xff", b"\x81\xa1x" + b"\x91" * 5000, b"\x90", b""],
+    [b"\x82\xa6spaces\x90\xa6labels\x91\x92\xa1\xff\xa0", b"\x81\xa1x" + b"\x91" * 5000, b"\x90", b""],
     ids=["text that is none", "nested too deeply", "a list", "nothing"],
 )
 def test_names_that_no_server_wrote_are_a_cold_start(body: bytes, depot: DepotProcess) -> None:
@@ -180,7 +180,7 @@ def test_names_that_no_server_wrote_are_a_cold_start(body: bytes, depot: DepotPr
     depot.kill()
     path = depot.pool_directory / NAMES_FILE
     good = path.read_bytes()
-    assert encode_names(Names([SPEC], ["default"])) == good
+    assert encode_names(Names([SPEC], [("default", "model")])) == good
     path.write_bytes(zlib.crc32(body).to_bytes(4, "little") + body)
     depot.start()
     wait_until(lambda: not depot.status().recovering)

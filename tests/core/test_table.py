@@ -19,14 +19,14 @@ fields = st.fixed_dictionaries(
         "offset": st.integers(0, 2**32 - 1).map(lambda page: page * 4096), "num_bytes": st.integers(1, 2**32 - 1),
         "key": st.binary(min_size=32, max_size=32),
         "parent": st.binary(min_size=16, max_size=16), "depth": st.integers(0, 2**32 - 1),
-        "layout": st.integers(0, 2**64 - 1), "tenant": st.integers(0, 2**32 - 1),
+        "layout": st.integers(0, 2**64 - 1), "label": st.integers(0, 2**32 - 1),
         "owner": st.binary(min_size=16, max_size=16),
         "writer": st.builds(Writer, st.integers(0, 2**22), st.integers(0, 2**63)),
     }
 )  # fmt: skip
 SOME: dict[str, Any] = {
     "space": 1, "group": 2, "shard": 3, "offset": 4096, "num_bytes": 5000, "key": bytes(range(32)), "parent": bytes(16),
-    "depth": 8, "layout": 9, "tenant": 10, "owner": bytes(16), "writer": Writer(11, 12),
+    "depth": 8, "layout": 9, "label": 10, "owner": bytes(16), "writer": Writer(11, 12),
 }  # fmt: skip
 
 

@@ -259,8 +259,7 @@ def test_a_server_killed_during_a_store_makes_it_a_miss(
     assert gate.reached.wait(10)
     depot.kill()
     depot.start()
-    status = depot.status()
-    assert status.quarantined_bytes or status.recovering
+    wait_until(lambda: depot.status().quarantined_bytes, what="the quarantine of what is being written")
     gate.opened.set()
     assert future.result(10) is False
     context.wait_until_connected(10)

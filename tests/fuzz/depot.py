@@ -13,7 +13,7 @@ from kvdepot.index import ChunkIndex, Space
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.quotas import QuotaTable
-from kvdepot.server.depot import Depot, Refused
+from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.table import NO_RECORD, SEALED, WRITING, IndexTable, Writer, table_size_bytes
 
 PAGE = 4096
@@ -40,7 +40,7 @@ def check_index(index: ChunkIndex) -> None:
     spans = sorted((record.offset, record.offset + extent_size(record.num_bytes)) for record in records)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "extents overlap"
     used = sum(end - start for start, end in spans)
-    assert used == index.extents.used_bytes == sum(index.tenant_bytes.values()) == sum(index.quotas.used_bytes)
+    assert used == index.extents.used_bytes == sum(index.label_bytes.values()) == sum(index.quotas.used_bytes)
     assert used + sum(size for _, size in index.extents.holes()) == index.extents.ready_bytes
     children = Counter[int]()
     linked = 0
@@ -172,6 +172,7 @@ class Life:
             assert str(error)
             assert self.state() == before, "a refused request changed something"
             return None
+        assert not isinstance(reply, Deferred), "there is no tier to wait for"
         assert m.decode_reply(bytes(m.encode_frame(0, reply))) == reply
         return reply
 
@@ -179,7 +180,7 @@ class Life:
         depot = self.depot
         return (
             bytes(self.memory), dict(depot.tickets), dict(depot.contexts), list(depot.quarantines),
-            list(depot.tenants), dict(depot.leases._leases), len(depot.index.spaces), list(depot.index._tree.holds),
+            list(depot.labels), dict(depot.leases._leases), len(depot.index.spaces), list(depot.index._tree.holds),
         )  # fmt: skip
 
     # --- what the input can choose from ---------------------------------------------------------------------------
@@ -349,16 +350,16 @@ class Life:
     def restart(self) -> None:
         """The server is killed; the next one reads the table. What was unfinished waits, as its loop does it."""
         specs = [space.spec for space in self.depot.index.spaces]
-        tenants = self.depot.tenants
+        labels = self.depot.labels
         sealed = {r.key: r for r in self.depot.index.table.records() if r.state == SEALED}
         visible = [
             {key for key, node in space.nodes.items() if self.depot.index._visible[node]}
             for space in self.depot.index.spaces
         ]
         self.start()
-        self.depot.restore_tenants(tenants)
+        self.depot.restore_labels(labels)
         index = self.depot.index
-        for record in [record for record in index.restore(specs, len(tenants)) if record is not None]:
+        for record in [record for record in index.restore(specs, len(labels)) if record is not None]:
             self.depot.quarantine((index.table.writer_of(record), index.table.owner_of(record)), [record])
         assert len({r.key for r in index.table.records() if r.state == SEALED}) <= len(sealed)
         for space, before in zip(index.spaces, visible, strict=True):

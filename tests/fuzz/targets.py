@@ -41,7 +41,7 @@ _SEQUENCE: Final = bytes(range(8))
 _POOL_ID: Final = bytes(range(16))
 _CRC: Final = 116  # within a record
 _NUM_RECORDS: Final = 32
-_NUM_TENANTS: Final = 2
+_NUM_LABELS: Final = 2
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def names(data: bytes) -> None:
             continue
         index = ChunkIndex(ExtentAllocator(PAGE), IndexTable.in_memory(4))
         depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
-        depot.restore_tenants(found.tenants)
-        assert not [record for record in index.restore(found.spaces, len(found.tenants)) if record is not None]
+        depot.restore_labels(found.labels)
+        assert not [record for record in index.restore(found.spaces, len(found.labels)) if record is not None]
         check_empty(index)
 
 
@@ -164,8 +164,8 @@ def records(data: bytes) -> None:
     table = IndexTable(memory, _NUM_RECORDS)
     index = ChunkIndex(ExtentAllocator(64 * PAGE), table, ("lru", "arc")[bool(data[:1]) and data[0] >> 1 & 1])
     depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
-    depot.restore_tenants([f"tenant-{number}" for number in range(_NUM_TENANTS)])
-    unfinished = [record for record in index.restore(SPECS, _NUM_TENANTS) if record is not None]
+    depot.restore_labels([(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
+    unfinished = [record for record in index.restore(SPECS, _NUM_LABELS) if record is not None]
     check_index(index)
     for record in table.records():
         node = index.node(index.spaces[record.space], record.key, record.depth)
@@ -194,7 +194,7 @@ def _repair(memory: bytearray, num_records: int) -> None:
 
 def _names_seeds() -> list[bytes]:
     return [
-        msgspec.msgpack.encode(Names(list(SPECS), ["default", "tenant"])),
+        msgspec.msgpack.encode(Names(list(SPECS), [("default", "model"), ("tenant", "")])),
         msgspec.msgpack.encode(Names()),
         b"\x81\xa1x" + b"\x91" * 900,
     ]

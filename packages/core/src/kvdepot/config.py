@@ -1,5 +1,6 @@
 """Settings: parsed once at the edge, then passed in. Only this module and `cli` look at the environment."""
 
+import enum
 import hashlib
 import os
 import re
@@ -87,6 +88,14 @@ def available_memory_bytes() -> int:
     return available if limit == "max" else max(0, min(available, int(limit) - used))
 
 
+class Demotion(enum.StrEnum):
+    """When an entry is written to the tiers."""
+
+    STORE = "store"  # as soon as it is in the pool
+    REUSE = "reuse"  # when it is used for the first time after that
+    EVICT = "evict"  # when it is about to leave the pool
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Everything a server is told; `resolve_pool_size` fills in what was left to it."""
@@ -102,6 +111,10 @@ class ServerConfig:
     verify: str = "off"  # checksums of the pool's entries: off, sample or all
     quotas: Mapping[str, int] = field(default_factory=dict[str, int])  # bytes that a tenant can keep against others
     fresh: bool = False  # forget what an earlier server left
+    tiers: tuple[str, ...] = ()  # URLs of the storage below the pool, fastest first
+    demotion: Demotion = Demotion.STORE
+    demotion_least_tokens: int = 0  # shorter prefixes are not
+    promotion_seconds: float = 1.0  # the most that a lookup waits for tiers
 
     @property
     def pool_path(self) -> Path:

@@ -50,15 +50,19 @@ class Space:
         default_factory=list[tuple[int, int]]
     )  # (bit, chunks needed before a boundary)
     nodes: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    digest: bytes = b""  # names the spec everywhere
+    chunks_needed: list[int] = field(default_factory=list[int])  # by group: before a boundary; 0: all of them
 
     def __post_init__(self) -> None:
+        self.digest = digest_of(self.spec)
         for number, group in enumerate(self.spec.groups):
             if group.kind is GroupKind.FULL_ATTENTION:
                 self.full_mask |= 1 << number
-            elif group.kind is GroupKind.SLIDING_WINDOW:
-                self.windows.append((1 << number, window_chunks(group.window_tokens, self.spec.chunk_tokens)))
-            else:
-                self.windows.append((1 << number, 1))
+                self.chunks_needed.append(0)
+                continue
+            is_window = group.kind is GroupKind.SLIDING_WINDOW
+            self.chunks_needed.append(window_chunks(group.window_tokens, self.spec.chunk_tokens) if is_window else 1)
+            self.windows.append((1 << number, self.chunks_needed[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class EntryPlace:
     shard: int
     num_bytes: int
     layout: int
-    tenant: int
+    label: int  # number of the tenant and model that it belongs to
     writer: Writer
     owner: bytes = bytes(OWNER_BYTES)
 
@@ -89,7 +93,7 @@ class ChunkIndex:
         self.spaces: list[Space] = []
         self.num_entries = 0  # sealed
         self.num_evicted = 0
-        self.tenant_bytes: dict[int, int] = {}
+        self.label_bytes: dict[int, int] = {}
         self._space_by_spec: dict[bytes, Space] = {}
         self._tree = ChunkTree()
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
@@ -97,7 +101,7 @@ class ChunkIndex:
         self._policies = [GuardedPolicy(POLICIES[policy](tree), tree) for tree in trees]
         self._depth = array("I")
         self._space_of = array("I")
-        self._tenant_of = array("I")
+        self._label_of = array("I")
         self._sealed_groups = array("Q")
         self._first_entry = array("I")
         self._visible = bytearray()
@@ -106,6 +110,8 @@ class ChunkIndex:
         self._next_entry = array("I")  # by record
         self._node_of = array("I")  # by record
         self._free_records: list[int] = []
+        self._readers: dict[int, int] = {}  # records whose bytes are being copied for a tier
+        self._lingering: dict[int, tuple[int, int]] = {}  # those that were removed meanwhile
 
     # --- spaces ---------------------------------------------------------------------------------------------------
 
@@ -232,6 +238,39 @@ class ChunkIndex:
             record = self._next_entry[record]
         return record
 
+    def entry(self, node: int, group: int, shard: int) -> int | None:
+        """Return the record of an entry, sealed or being written; None if there is none."""
+        record = self._entry(node, group, shard)
+        return None if record == NO_RECORD else record
+
+    def entries(self, node: int) -> list[int]:
+        """Return the sealed records of a node."""
+        return [record for record in self._entries(node) if self._is_sealed(record)]
+
+    def node_of(self, record: int) -> int:
+        """Return the node of a record in use."""
+        return self._node_of[record]
+
+    def space_of(self, node: int) -> Space:
+        """Return the space of a node."""
+        return self.spaces[self._space_of[node]]
+
+    def label_of(self, node: int) -> int:
+        """Return the number of the tenant and model of a node."""
+        return self._label_of[node]
+
+    def depth_of(self, node: int) -> int:
+        """Return how many chunks are before a node."""
+        return self._depth[node]
+
+    def parent_of(self, node: int) -> int:
+        """Return the node before a node, `NO_NODE` before a first chunk."""
+        return self._tree.parent[node]
+
+    def is_chain(self, node: int) -> bool:
+        """Whether a node has one child, and nothing else needs it."""
+        return self._tree.num_children[node] == 1 and not self._tree.holds[node]
+
     # --- leases ---------------------------------------------------------------------------------------------------
 
     def pin(self, nodes: Iterable[int]) -> None:
@@ -243,6 +282,24 @@ class ChunkIndex:
         """Undo one `pin`."""
         for node in nodes:
             self._release_hold(node)
+
+    def begin_reading(self, record: int) -> int:
+        """Keep a sealed entry and its extent, which are being copied for a tier; return its node."""
+        node = self._node_of[record]
+        self._tree.holds[node] += 1
+        self._readers[record] = self._readers.get(record, 0) + 1
+        return node
+
+    def end_reading(self, record: int, node: int) -> None:
+        """Undo one `begin_reading`; what was removed meanwhile gives its space back now."""
+        self._readers[record] -= 1
+        if not self._readers[record]:
+            del self._readers[record]
+            extent = self._lingering.pop(record, None)
+            if extent is not None:
+                self.extents.free(*extent)
+                self._free_records.append(record)
+        self._release_hold(node)
 
     def used(self, node: int) -> None:
         """Tell the policy that a prefix ending here was used."""
@@ -271,7 +328,7 @@ class ChunkIndex:
             node = self._new_node(place)
         # Held from here on: neither it nor what is before it leaves to make room for it.
         self._tree.holds[node] += 1
-        share = self.quotas.share_of(place.tenant)
+        share = self.quotas.share_of(place.label)
         offset = self._allocate(place.num_bytes, share)
         record = self._take_record(share) if offset is not None else None
         if offset is None or record is None:
@@ -283,7 +340,7 @@ class ChunkIndex:
         self.table.write(
             record, space=place.space.number, group=place.group, shard=place.shard, offset=offset,
             num_bytes=place.num_bytes, key=place.key, parent=(parent_key or b"")[:PARENT_BYTES], depth=place.depth,
-            layout=place.layout, tenant=place.tenant, writer=place.writer, owner=place.owner,
+            layout=place.layout, label=place.label, writer=place.writer, owner=place.owner,
         )  # fmt: skip
         self._link(record, node)
         self._account(node, extent_size(place.num_bytes))
@@ -362,17 +419,33 @@ class ChunkIndex:
                 return True
         return False
 
+    def next_victim(self) -> int | None:
+        """Return the chunk that would leave next to make room for anybody, without removing it."""
+        for number in self.quotas.victims(0):
+            node = self._policies[number].victim()
+            if node is not None:
+                return node
+        return None
+
+    def evict(self, node: int) -> bool:
+        """Evict this very chunk; False if something needs it."""
+        if not self._tree.evictable(node):
+            return False
+        self._remove(node)
+        self.num_evicted += 1
+        return True
+
     def _policy_of(self, node: int) -> EvictionPolicy:
         return self._policies[self._tree.share[node]]
 
     def clear(self, wanted: Callable[[int, Space], bool]) -> int:
-        """Remove every chunk for which `wanted(tenant, space)` holds and that nobody uses; return the entries removed.
+        """Remove every chunk for which `wanted(label, space)` holds and that nobody uses; return the entries removed.
 
         A chunk with a descendant that stays, stays too.
         """
         before = self.num_entries
         for node in sorted(range(len(self._tree.keys)), key=self._depth.__getitem__, reverse=True):
-            if self._tree.evictable(node) and wanted(self._tenant_of[node], self.spaces[self._space_of[node]]):
+            if self._tree.evictable(node) and wanted(self._label_of[node], self.spaces[self._space_of[node]]):
                 self._remove(node)
         return before - self.num_entries
 
@@ -388,10 +461,10 @@ class ChunkIndex:
 
     # --- rebuilding -----------------------------------------------------------------------------------------------
 
-    def restore(self, spaces: Sequence[CacheSpec], num_tenants: int = 1 << 32) -> Iterator[int | None]:
+    def restore(self, spaces: Sequence[CacheSpec], num_labels: int = 1 << 32) -> Iterator[int | None]:
         """Rebuild everything from the table of an earlier server; call once, before any space or entry.
 
-        `spaces` and tenants are what its records refer to by number; a record with another number is freed.
+        `spaces` and labels are what its records refer to by number; a record with another number is freed.
 
         Returns an iterator that does the work. Between steps (None) its caller can do other things, as long as it
         begins no entry. It yields the records of unfinished entries, whose writers may still be writing;
@@ -399,12 +472,12 @@ class ChunkIndex:
         """
         for spec in spaces:
             self.space(spec)
-        return self._restore(num_tenants)
+        return self._restore(num_labels)
 
-    def _restore(self, num_tenants: int) -> Iterator[int | None]:
+    def _restore(self, num_labels: int) -> Iterator[int | None]:
         found: list[Record] = []
         for count, record in enumerate(self.table.records()):
-            if record.space < len(self.spaces) and record.tenant < num_tenants:
+            if record.space < len(self.spaces) and record.label < num_labels:
                 found.append(record)
             if count % _RESTORE_STEP == 0:
                 yield None
@@ -448,7 +521,7 @@ class ChunkIndex:
                 return False  # two keys that begin alike: which of them is whose parent is not told
             place = EntryPlace(
                 space, record.key, parent, record.depth, record.group, record.shard, record.num_bytes, record.layout,
-                record.tenant, record.writer,
+                record.label, record.writer,
             )  # fmt: skip
             node = self._new_node(place)
         elif self._depth[node] != record.depth or self.has_entry(node, record.group, record.shard):
@@ -482,7 +555,7 @@ class ChunkIndex:
                 tree.share,
                 self._depth,
                 self._space_of,
-                self._tenant_of,
+                self._label_of,
             ):
                 column.append(0)
             self._sealed_groups.append(0)
@@ -494,8 +567,8 @@ class ChunkIndex:
         tree.holds[node] = 0
         self._depth[node] = place.depth
         self._space_of[node] = place.space.number
-        self._tenant_of[node] = place.tenant
-        tree.share[node] = self.quotas.share_of(place.tenant)
+        self._label_of[node] = place.label
+        tree.share[node] = self.quotas.share_of(place.label)
         self._sealed_groups[node] = 0
         self._first_entry[node] = NO_RECORD
         self._visible[node] = 0
@@ -584,13 +657,16 @@ class ChunkIndex:
         offset, num_bytes = self.table.extent(record)
         self._account(self._node_of[record], -extent_size(num_bytes))
         self.table.free(record)
-        self.extents.free(offset, num_bytes)
         self._node_of[record] = NO_NODE
+        if record in self._readers:
+            self._lingering[record] = offset, num_bytes
+            return
+        self.extents.free(offset, num_bytes)
         self._free_records.append(record)
 
     def _account(self, node: int, num_bytes: int) -> None:
-        tenant = self._tenant_of[node]
-        self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + num_bytes
+        label = self._label_of[node]
+        self.label_bytes[label] = self.label_bytes.get(label, 0) + num_bytes
         self.quotas.used_bytes[self._tree.share[node]] += num_bytes
 
     def _take_record(self, share: int) -> int | None:

@@ -133,11 +133,16 @@ class Unregister(Struct, array_like=True, tag="unregister", frozen=True):
 
 
 class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
-    """Pin the longest usable prefix of the chunks named, from chunk 0 on, for a request."""
+    """Pin the longest usable prefix of the chunks named, from chunk 0 on, for a request.
+
+    If the pool has less than all of it, tiers are asked for the rest, and the reply may come `wait_seconds` later.
+    """
 
     context: Identifier
     request_id: Label
     digests: Digests
+    tenant: Name = ""
+    wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
 
 
 class Release(Struct, array_like=True, tag="release", frozen=True):
@@ -213,9 +218,10 @@ class Status(Struct, array_like=True, tag="status", frozen=True):
 
 
 class Clear(Struct, array_like=True, tag="clear", frozen=True):
-    """Forget what nobody uses, of one tenant or of all. Needs no session."""
+    """Forget what nobody uses, of one tenant and one model or of all, in the tiers too. Needs no session."""
 
     tenant: Name | None = None
+    model: Label | None = None
 
 
 Request = (
@@ -273,12 +279,16 @@ class Done(Struct, array_like=True, tag="done", frozen=True):
 
 
 class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
-    """`num_chunks` leading chunks are here and pinned under `lease` for `lease_seconds`; 0 chunks have lease 0."""
+    """`num_chunks` leading chunks are here and pinned under `lease` for `lease_seconds`; 0 chunks have lease 0.
+
+    The depot waited `waited_seconds` for tiers.
+    """
 
     epoch: int
     num_chunks: int
     lease: int
     lease_seconds: float = 0.0
+    waited_seconds: float = 0.0
 
 
 class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):
@@ -353,6 +363,22 @@ class ContextStatus(Struct, frozen=True, kw_only=True):
     groups: list[GroupStatus] = []
 
 
+class TierStatus(Struct, frozen=True, kw_only=True):
+    """One tier below the pool. Sizes are bytes, 0 where the storage does not tell."""
+
+    name: str
+    state: str  # of its breaker: "closed" is in use, "open" is left alone
+    why_open: str = ""
+    num_entries: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    queued_write_bytes: int = 0
+    num_waiting_reads: int = 0
+    num_waiting_writes: int = 0
+    num_hung_calls: int = 0
+    counters: dict[str, int] = {}
+
+
 class DepotStatus(Struct, frozen=True, kw_only=True):
     """What `kvdepot status` shows; in JSON under these names. Sizes are bytes."""
 
@@ -376,6 +402,9 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     verify: str = "off"
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
+    tiers: list["TierStatus"] = []
+    loop_longest_seconds: float = 0.0  # the longest that the server's loop was busy in one go
+    loop_slow_turns: int = 0  # how often it was busy for more than 5 ms
     counters: dict[str, int]
 
 

@@ -39,7 +39,7 @@ class Names(msgspec.Struct, frozen=True):
     """What records refer to by number."""
 
     spaces: list[CacheSpec] = []
-    tenants: list[str] = []
+    labels: list[tuple[str, str]] = []  # tenant and model
 
 
 def encode_names(names: Names) -> bytes:

@@ -17,10 +17,11 @@ from typing import Final, Self
 
 from kvdepot.config import EXTENT_ALIGNMENT_BYTES
 from kvdepot.errors import PoolError
+from kvdepot.keys import DIGEST_BYTES
 
 RECORD_BYTES: Final = 128
 HEADER_PAGE_BYTES: Final = 4096
-TABLE_VERSION: Final = 2
+TABLE_VERSION: Final = 3
 NO_RECORD: Final = 0xFFFFFFFF
 PARENT_BYTES: Final = 16  # of the parent's key: enough to find it among the chunks of one depth
 OWNER_BYTES: Final = 16
@@ -33,13 +34,14 @@ SEALED: Final = 2
 _LAST_GENERATION: Final = (1 << 56) - 1
 _MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
-# space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, tenant, layout, owner (16 bytes
+# space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, label, layout, owner (16 bytes
 # that name the worker within its process; once sealed, the payload's checksum), writer start, writer pid, crc, last use
 _BODY: Final = struct.Struct("<IHHII32s16sIIQ16sQIIQ")
 _CHECKED_BYTES: Final = 108  # of the body: all but crc and last use
 _CRC: Final = 116  # within a record, as the next ones
 _LAST_USE: Final = 120
 _EXTENT_OFFSET: Final = 16
+_KEY_OFFSET: Final = 24
 _LAYOUT_OFFSET: Final = 80
 CHECKSUM_OFFSET: Final = 88  # until it is sealed: the worker's name
 _WRITER_OFFSET: Final = 104
@@ -77,7 +79,7 @@ class Record:
     parent: bytes  # the first 16 bytes of the parent's key, zeros without one
     depth: int
     layout: int
-    tenant: int
+    label: int  # number of the tenant and model that it belongs to
     writer: Writer
     owner: bytes
     last_use: int
@@ -161,7 +163,7 @@ class IndexTable:
         parent: bytes,
         depth: int,
         layout: int,
-        tenant: int,
+        label: int,
         writer: Writer,
         owner: bytes,
     ) -> int:
@@ -171,7 +173,7 @@ class IndexTable:
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         _BODY.pack_into(
             self._view, base, space, group, shard, offset // EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
-            tenant, layout, owner, writer.start_time, writer.pid, 0, 0,
+            label, layout, owner, writer.start_time, writer.pid, 0, 0,
         )  # fmt: skip
         header = sealed - SEALED + WRITING
         self._write_crc(base, header)
@@ -207,6 +209,11 @@ class IndexTable:
         """Return the layout hash under which the bytes were written."""
         return _U64.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _LAYOUT_OFFSET)[0]
 
+    def key_of(self, record: int) -> bytes:
+        """Return the chunk's key of a record in use."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _KEY_OFFSET
+        return bytes(self._view[base : base + DIGEST_BYTES])
+
     def writer_of(self, record: int) -> Writer:
         """Return the process that began a record in use."""
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES
@@ -238,14 +245,14 @@ class IndexTable:
     def _read(self, number: int, header: int) -> Record | None:
         base = HEADER_PAGE_BYTES + number * RECORD_BYTES + 8
         fields = _BODY.unpack_from(self._view, base)
-        space, group, shard, page, num_bytes, key, parent, depth, tenant, layout, owner, start, pid, crc, last_use = (
+        space, group, shard, page, num_bytes, key, parent, depth, label, layout, owner, start, pid, crc, last_use = (
             fields
         )
         if crc != self._crc(base, header):
             return None
         return Record(
             number, header & 0xFF, space, group, shard, page * EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
-            layout, tenant, Writer(pid, start), owner, last_use,
+            layout, label, Writer(pid, start), owner, last_use,
         )  # fmt: skip
 
     def _crc(self, base: int, header: int) -> int:

@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kvdepot import messages as m
 from kvdepot.client.connection import Channel, Connection, Link
@@ -15,6 +15,7 @@ from kvdepot.keys import KeyRun
 
 logger = logging.getLogger(__name__)
 
+_SHARE_FOR_TIERS: Final = 0.75  # of a deadline that the depot may wait for its tiers
 _GONE = (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT)  # the connection's thread is registering again
 
 
@@ -128,10 +129,13 @@ class SchedulerClient:
             if channel is None or not key.digests:
                 return PendingLookup(self, None, 0)
             try:
-                sequence = channel.submit(m.Lookup(channel.link.context, request_id, key.digests))
+                sequence = channel.submit(self._lookup(channel.link, request_id, key))
             except DepotUnavailable:
                 return PendingLookup(self, None, 0)
             return PendingLookup(self, channel, sequence)
+
+    def _lookup(self, link: Link, request_id: str, key: KeyRun) -> m.Lookup:
+        return m.Lookup(link.context, request_id, key.digests, key.tenant, self.deadline_seconds * _SHARE_FOR_TIERS)
 
     def release(self, lease: Lease) -> None:
         """Give a lease back. Twice is harmless; one of an earlier server is gone anyway."""

@@ -5,7 +5,10 @@ Whatever a handler raises becomes a typed error reply; nothing a peer sends ends
 """
 
 import fcntl
+import functools
 import logging
+import math
+import mmap
 import os
 import secrets
 import signal
@@ -23,10 +26,14 @@ from kvdepot.errors import ConfigError, DepotBusy, ErrorCode
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.pool import Names, allocate_first, allocate_in_background, open_pool
+from kvdepot.protocols import TierPool
 from kvdepot.quotas import QuotaTable
-from kvdepot.server.depot import Depot, Fence, Refused
+from kvdepot.server.depot import Deferred, Depot, Fence, Refused
 from kvdepot.server.sessions import SessionTable
+from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import table_size_bytes
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.url import TierUrl, open_tier
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +43,9 @@ _MAXIMUM_ENTRIES: Final = 4_194_304
 _MESSAGES_PER_TURN: Final = 256
 _TURN_MILLISECONDS: Final = 500
 _DRAIN_SECONDS: Final = 2.0
-_RESTORE_SECONDS_PER_TURN: Final = 0.02
+_TIER_DEADLINE_SECONDS: Final = 1.0
+_RESTORE_SECONDS_PER_TURN: Final = 0.004
+_SLOW_TURN_SECONDS: Final = 0.005
 
 
 class DepotServer:
@@ -84,13 +93,48 @@ class DepotServer:
             on_death=self._depot.end_process,
             is_awaited=lambda writer: any(q.fence[0] == writer for q in self._depot.quarantines),
         )
+        self._pool_memory: mmap.mmap | None = None
+        if config.tiers:
+            self._depot.tiering = self._open_tiers()
+        self._longest_seconds = 0.0
+        self._slow_turns = 0
         names = self._files.names
-        self._restoring = None if self._files.is_new else self._depot.index.restore(names.spaces, len(names.tenants))
+        self._restoring = None if self._files.is_new else self._depot.index.restore(names.spaces, len(names.labels))
         self._unfinished: list[int] = []
         if self._restoring is not None:
             self._depot.accepts_stores = False
-            self._depot.restore_tenants(names.tenants)
+            self._depot.restore_labels(names.labels)
         self._depot.on_names_changed = self._save_names
+
+    def _open_tiers(self) -> Tiering:
+        """Open the tiers that the settings name; the pool is mapped for them.
+
+        Raises:
+            ConfigError: one of them cannot be; none stays open.
+        """
+        config, depot = self.config, self._depot
+        self._pool_memory = mmap.mmap(self._files.pool_fd, self._files.size_bytes)
+        pool = TierPool(self._files.pool_fd, memoryview(self._pool_memory))
+        queues: list[TierQueue] = []
+        try:
+            for text in config.tiers:
+                url = TierUrl.parse(text)
+                deadline = url.take_number("deadline", _TIER_DEADLINE_SECONDS, 0.01)
+                threads, waiting = int(url.take_number("threads", 4, 2)), url.take_size("queue", 1 << 30)
+                queue = TierQueue(
+                    open_tier(url, pool), pool, url.name, deadline_seconds=deadline, num_threads=threads,
+                    write_bytes=waiting, wake=self._wake,
+                )  # fmt: skip
+                queues.append(queue)
+        except ConfigError:
+            for queue in queues:
+                queue.close()
+            raise
+        settings = TieringSettings(config.demotion, config.demotion_least_tokens, config.promotion_seconds)
+        return Tiering(
+            depot.index, queues, settings, names_of=depot.labels.__getitem__, on_corrupt=depot.remove_corrupt,
+            clock=time.monotonic,
+        )  # fmt: skip
 
     def _take_lock(self) -> int:
         fd = os.open(self.config.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -145,7 +189,8 @@ class DepotServer:
         next_sweep = 0.0
         try:
             while not self._is_over():
-                events = dict(poller.poll(0 if self._restoring is not None else _TURN_MILLISECONDS))
+                events = dict(poller.poll(self._idle_milliseconds()))
+                began = time.monotonic()
                 if self._router in events:
                     self._serve_messages()
                 if self._sessions.fileno() in events:
@@ -159,8 +204,22 @@ class DepotServer:
                     next_sweep = now + _TURN_MILLISECONDS / 1000
                     self._depot.expire()
                     self._sessions.expire_handshakes()
+                if self._depot.tiering is not None:
+                    self._depot.tiering.turn()
+                seconds = time.monotonic() - began
+                self._longest_seconds = max(self._longest_seconds, seconds)
+                self._slow_turns += seconds > _SLOW_TURN_SECONDS
         finally:
             self.close()
+
+    def _idle_milliseconds(self) -> int:
+        """Return how long the loop may sleep if nothing comes."""
+        if self._restoring is not None:
+            return 0
+        due = None if self._depot.tiering is None else self._depot.tiering.next_deadline()
+        if due is None:
+            return _TURN_MILLISECONDS
+        return max(0, min(_TURN_MILLISECONDS, math.ceil((due - time.monotonic()) * 1000)))
 
     def stop(self) -> None:
         """Ask the loop to end, from any thread or a signal handler: no new stores, those under way may finish."""
@@ -177,6 +236,8 @@ class DepotServer:
     def close(self) -> None:
         """Close sockets and files; an ephemeral pool is removed, any other waits for the next server."""
         self._sessions.close()
+        if self._depot.tiering is not None:
+            self._depot.tiering.close(_DRAIN_SECONDS)
         self._context.destroy(linger=0)
         (self.config.directory / CONTROL_SOCKET).unlink(missing_ok=True)
         self._files.close(remove=self.config.ephemeral)
@@ -193,7 +254,7 @@ class DepotServer:
     # --- messages -------------------------------------------------------------------------------------------------
 
     def _serve_messages(self) -> None:
-        receive, router = self._router.recv_multipart, self._router
+        receive = self._router.recv_multipart
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 frames = receive(zmq.NOBLOCK)
@@ -202,12 +263,18 @@ class DepotServer:
             routing_id, *parts = frames
             sequence = m.sequence_of(parts[0]) if parts else 0
             reply = self._answer(routing_id, parts)
-            try:
-                router.send_multipart((routing_id, m.encode_frame(sequence, reply)), zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                logger.debug("a reply found nobody: %s", error)
+            if isinstance(reply, Deferred):
+                reply.on_reply = functools.partial(self._send, routing_id, sequence)
+            else:
+                self._send(routing_id, sequence, reply)
 
-    def _answer(self, routing_id: bytes, parts: list[bytes]) -> m.Reply:
+    def _send(self, routing_id: bytes, sequence: int, reply: m.Reply) -> None:
+        try:
+            self._router.send_multipart((routing_id, m.encode_frame(sequence, reply)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("a reply found nobody: %s", error)
+
+    def _answer(self, routing_id: bytes, parts: list[bytes]) -> m.Reply | Deferred:
         try:
             if len(parts) != 1:
                 raise Refused(ErrorCode.MALFORMED, f"a message has one frame, not {len(parts)}")
@@ -224,7 +291,7 @@ class DepotServer:
             self._depot.counters["requests_failed"] += 1
             return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
-    def _answer_anybody(self, request: m.Request) -> m.Reply:
+    def _answer_anybody(self, request: m.Request) -> m.Reply | Deferred:
         match request:
             case m.Hello():
                 reason = m.check_protocol_version(request.protocol_version)
@@ -239,7 +306,7 @@ class DepotServer:
             case m.Clear():
                 if self._restoring is not None:
                     raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
-                return m.Done(self.epoch, self._depot.clear(request.tenant))
+                return self._depot.clear_everywhere(request.tenant, request.model)
             case _:
                 raise Refused(ErrorCode.UNKNOWN_SESSION, "no open session: connect to the session socket first")
 
@@ -254,6 +321,8 @@ class DepotServer:
             num_sessions=len(self._sessions),
             recovering=self._restoring is not None,
             verify=self._depot.verify,
+            loop_longest_seconds=self._longest_seconds,
+            loop_slow_turns=self._slow_turns,
             **self._depot.status_fields(),
         )
 
@@ -295,7 +364,7 @@ class DepotServer:
             self._allocation_error = None
 
     def _save_names(self) -> None:
-        names = Names([space.spec for space in self._depot.index.spaces], list(self._depot.tenants))
+        names = Names([space.spec for space in self._depot.index.spaces], list(self._depot.labels))
         self._files.save_names(names)
 
     def _restore_some(self) -> None:
