@@ -15,6 +15,7 @@ import msgspec
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.config import Demotion, ServerConfig, default_directory, format_size, parse_size
+from kvdepot.curve import ClientKeys, generate_keys, load_pair, load_public
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
 from kvdepot.registry import list_backends
@@ -46,7 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvdepot {version('kvdepot')}")
     common = _log_options("warning")
     client = argparse.ArgumentParser(add_help=False, parents=[common])
-    client.add_argument("--url", help=f"the depot: its directory or ipc://DIR (default {default_directory()})")
+    client.add_argument(
+        "--url", help=f"the depot: its directory, ipc://DIR or tcp://HOST:PORT (default {default_directory()})"
+    )
+    client.add_argument("--curve-secret", type=Path, metavar="FILE", help="over TCP: this side's keys, *.key_secret")
+    client.add_argument("--curve-server", type=Path, metavar="FILE", help="over TCP: the depot's public key, *.key")
     json_output = argparse.ArgumentParser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print JSON")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -62,7 +67,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--max-entries", type=int, help="entries of the index (default: one for each 64 KiB of pool)")
     serve.add_argument(
-        "--listen", action="append", default=[], metavar="URL", help="a further control endpoint, ipc://PATH"
+        "--listen", action="append", default=[], metavar="URL",
+        help="a further control endpoint: ipc://PATH, or tcp://HOST:PORT with CURVE keys (status and clear only)",
+    )  # fmt: skip
+    serve.add_argument("--curve-secret", type=Path, metavar="FILE", help="over TCP: the depot's keys, *.key_secret")
+    serve.add_argument(
+        "--curve-clients", type=Path, metavar="DIR|FILE", help="over TCP: public keys (*.key) of those who may connect"
+    )
+    serve.add_argument(
+        "--socket-group", metavar="GROUP", help="members of this group may connect, too (default: this user and root)"
     )
     serve.add_argument(
         "--tier", action="append", default=[], metavar="URL",
@@ -101,6 +114,16 @@ def _parser() -> argparse.ArgumentParser:
     clear.set_defaults(run=_clear)
     clear.add_argument("--tenant", help="only this tenant's")
     clear.add_argument("--model", help="only this model's, as its engines registered it")
+
+    keys = commands.add_parser("keys", help="make the CURVE keys that TCP needs")
+    keys_commands = keys.add_subparsers(required=True, metavar="COMMAND")
+    generate = keys_commands.add_parser(
+        "generate", parents=[common], help="make a key pair",
+        description="Make a key pair, for a depot or for a client: NAME.key is public, NAME.key_secret stays here.",
+    )  # fmt: skip
+    generate.set_defaults(run=_generate_keys)
+    generate.add_argument("dir", type=Path, metavar="DIR", help="where the two files go")
+    generate.add_argument("--name", default="kvdepot", help="of the files, and of a client in the list of a depot")
 
     backends = commands.add_parser("backends", parents=[common, json_output], help="list accelerator backends")
     backends.set_defaults(run=_backends)
@@ -158,7 +181,7 @@ def _quota(text: str) -> tuple[str, int]:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from kvdepot.server.loop import DepotServer
+    from kvdepot.server.loop import DepotServer, raise_descriptor_limit
 
     if options.http:
         raise ConfigError("--http is not built yet in this version: start the depot without it")
@@ -171,7 +194,10 @@ def _serve(options: argparse.Namespace) -> int:
         ephemeral=options.ephemeral, fresh=options.fresh, tiers=tuple(options.tier),
         demotion=Demotion(options.demote), demotion_least_tokens=options.demote_min_tokens,
         promotion_seconds=options.promote_seconds,
+        curve_secret=options.curve_secret,
+        curve_clients=options.curve_clients, socket_group=options.socket_group,
     )  # fmt: skip
+    raise_descriptor_limit()
     server = DepotServer(config)
     server.stop_on_signals()
     server.run()
@@ -183,8 +209,30 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def _generate_keys(options: argparse.Namespace) -> int:
+    public, secret = generate_keys(options.dir, options.name)
+    print(f"""secret  {secret}  stays here, readable by its user
+public  {public}  goes to the other side, unchanged
+
+A depot listens with its own secret key and a folder of its clients' public keys:
+    kvdepot serve --listen tcp://HOST:PORT --curve-secret DEPOT.key_secret --curve-clients FOLDER
+A client has its own secret key and the depot's public key:
+    kvdepot status --url tcp://HOST:PORT --curve-secret CLIENT.key_secret --curve-server DEPOT.key""")
+    return 0
+
+
+def _client_keys(options: argparse.Namespace) -> ClientKeys | None:
+    if options.curve_secret is None and options.curve_server is None:
+        return None
+    if options.curve_secret is None or options.curve_server is None:
+        raise ConfigError("give both --curve-secret (this side's keys) and --curve-server (the depot's public key)")
+    return ClientKeys(
+        load_pair(options.curve_secret, "--curve-secret"), load_public(options.curve_server, "--curve-server")
+    )
+
+
 def _status(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Status(), options.url)
+    reply = ask_depot(m.Status(), options.url, keys=_client_keys(options))
     assert isinstance(reply, m.StatusReply)
     if options.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply.status), indent=2).decode() + "\n")
@@ -287,7 +335,7 @@ def _describe_group(number: int, group: m.GroupStatus) -> str:
 
 
 def _clear(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Clear(options.tenant, options.model), options.url)
+    reply = ask_depot(m.Clear(options.tenant, options.model), options.url, keys=_client_keys(options))
     assert isinstance(reply, m.Done)
     print(f"{reply.count:,} entries forgotten")
     return 0

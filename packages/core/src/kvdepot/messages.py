@@ -400,6 +400,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     num_sessions: int
     recovering: bool
     verify: str = "off"
+    endpoints: list[str] = []  # of control sockets, with the ports that were found
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
     tiers: list["TierStatus"] = []

@@ -28,8 +28,9 @@ from typing import Final
 import zmq
 
 from kvdepot import messages as m
-from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, directory_of_url
-from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
+from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, directory_of_url, is_tcp
+from kvdepot.curve import ClientKeys
+from kvdepot.errors import ConfigError, DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.pool import PoolMapping
 
 logger = logging.getLogger(__name__)
@@ -66,14 +67,19 @@ class Link:
 class Channel:
     """Requests and replies of one thread over one link. Not to be used by two threads at a time."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", link: Link, endpoint: str | None = None) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", link: Link, keys: ClientKeys | None = None) -> None:
         self.link = link
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
         if link.token:
             self._socket.setsockopt(zmq.ROUTING_ID, link.channel_id())
-        self._socket.connect(endpoint or link.endpoint)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+        self._socket.setsockopt(zmq.IPV6, int(link.endpoint.startswith("tcp://[")))
+        self._socket.connect(link.endpoint)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(link.lost_fd, zmq.POLLIN)
@@ -427,26 +433,59 @@ def open_session(
             os.close(fd)
 
 
-def ask_depot(request: m.Hello | m.Status | m.Clear, url: str | None = None, deadline_seconds: float = 2.0) -> m.Reply:
-    """Send one request that needs no session, for operators' tools.
+def ask_depot(
+    request: m.Hello | m.Status | m.Clear,
+    url: str | None = None,
+    deadline_seconds: float = 2.0,
+    keys: ClientKeys | None = None,
+) -> m.Reply:
+    """Send one request that needs no session, for operators' tools; over TCP it takes `keys`.
 
     Raises:
+        ConfigError: the URL and the keys do not go together, or the URL is none.
         DepotUnavailable: there is no depot or it does not answer; the text says which.
         RemoteError: it refused.
     """
-    directory = directory_of_url(url)
-    control = directory / CONTROL_SOCKET
-    if not control.exists():
-        raise DepotUnavailable(
-            f"no depot in {directory}: start one with 'kvdepot serve', or name its directory by --url"
+    if is_tcp(url) != (keys is not None):
+        raise ConfigError(
+            f"{url} needs --curve-secret (this side's keys) and --curve-server (the depot's public key):"
+            " make keys with 'kvdepot keys generate DIR'"
+            if keys is None
+            else "keys are for a depot at tcp://HOST:PORT: leave --curve-secret and --curve-server out, or give --url"
         )
+    endpoint = url if url is not None and is_tcp(url) else f"ipc://{_control_socket(url)}"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = Link(m.SessionOpened(0, b"", 0, 0, ""), f"ipc://{control}", None)
-    channel = Channel(context, link)
+    link = Link(m.SessionOpened(0, b"", 0, 0, ""), endpoint, None)
+    try:
+        channel = Channel(context, link, keys)
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise ConfigError(f"cannot connect to {endpoint}: {error}; give tcp://HOST:PORT or a directory") from error
     try:
         return channel.call(request, deadline_seconds)
     except DepotUnavailable as error:
-        raise DepotUnavailable(f"the depot in {directory} does not answer: {error}") from error
+        causes = "" if keys is None else "; is it there, is --curve-server its key, does its --curve-clients list ours?"
+        place = f"at {endpoint}" if keys is not None else f"in {directory_of_url(url)}"
+        raise DepotUnavailable(f"the depot {place} does not answer: {error}{causes}") from error
     finally:
         channel.close()
         context.term()
+
+
+def _control_socket(url: str | None) -> Path:
+    directory = directory_of_url(url)
+    control = directory / CONTROL_SOCKET
+    if os.access(control, os.W_OK):
+        return control
+    try:
+        control.stat()
+    except PermissionError:
+        pass
+    except OSError as error:
+        raise DepotUnavailable(
+            f"no depot in {directory}: start one with 'kvdepot serve', or name its directory by --url"
+        ) from error
+    raise DepotUnavailable(
+        f"the depot in {directory} is not for this user: ask as its user, or serve with --socket-group GROUP and be a"
+        " member of it"
+    )

@@ -10,26 +10,31 @@ import logging
 import math
 import mmap
 import os
+import resource
 import secrets
 import signal
 import socket
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Final
 
 import zmq
 
 from kvdepot import messages as m
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig, format_size, resolve_pool_size
+from kvdepot.curve import ServerKeys, load_allowed, load_pair
 from kvdepot.errors import ConfigError, DepotBusy, ErrorCode
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.pool import Names, allocate_first, allocate_in_background, open_pool
 from kvdepot.protocols import TierPool
 from kvdepot.quotas import QuotaTable
+from kvdepot.server.access import PRIVATE_UMASK, Access
 from kvdepot.server.depot import Deferred, Depot, Fence, Refused
-from kvdepot.server.sessions import SessionTable
+from kvdepot.server.remote import RemoteSocket
+from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import table_size_bytes
 from kvdepot.tiers.queue import TierQueue
@@ -46,6 +51,9 @@ _DRAIN_SECONDS: Final = 2.0
 _TIER_DEADLINE_SECONDS: Final = 1.0
 _RESTORE_SECONDS_PER_TURN: Final = 0.004
 _SLOW_TURN_SECONDS: Final = 0.005
+_MAXIMUM_DESCRIPTORS: Final = 65_536
+
+FindSession = Callable[[bytes], Session | None]
 
 
 class DepotServer:
@@ -61,7 +69,9 @@ class DepotServer:
         """
         self.config = config
         self.epoch = secrets.randbits(62) | 1
-        config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._access = Access.of_group(config.socket_group)
+        keys = _load_keys(config)
+        self._access.prepare_directory(config.directory)
         self._lock = self._take_lock()
         size = resolve_pool_size(config)
         entries = config.max_entries or min(max(size // _BYTES_PER_ENTRY, _MINIMUM_ENTRIES), _MAXIMUM_ENTRIES)
@@ -85,9 +95,11 @@ class DepotServer:
         self._allocation_error: OSError | None = None
         self._context = zmq.Context()
         self._router = self._bind()
+        self._remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
         (config.directory / SESSION_SOCKET).unlink(missing_ok=True)
         self._sessions = SessionTable(
             config.directory / SESSION_SOCKET,
+            self._access,
             welcome=self._welcome,
             on_end=self._depot.end_session,
             on_death=self._depot.end_process,
@@ -154,26 +166,32 @@ class DepotServer:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.MAXMSGSIZE, m.MAXIMUM_FRAME_BYTES)
-        for endpoint in self.config.listen:
-            if not endpoint.startswith("ipc://"):
-                raise ConfigError(f"cannot listen on {endpoint}: only ipc://PATH, which the file system protects")
-        control = self.config.directory / CONTROL_SOCKET
-        control.unlink(missing_ok=True)
-        umask = os.umask(0o177)
+        (self.config.directory / CONTROL_SOCKET).unlink(missing_ok=True)
+        umask = os.umask(PRIVATE_UMASK)
         try:
-            for endpoint in (f"ipc://{control}", *self.config.listen):
+            for endpoint in self._local_endpoints():
                 try:
                     router.bind(endpoint)
                 except zmq.ZMQError as error:
                     raise ConfigError(f"cannot listen on {endpoint}: {error}") from error
+                self._access.open_socket(Path(endpoint.removeprefix("ipc://")))
         finally:
             os.umask(umask)
         return router
+
+    def _local_endpoints(self) -> list[str]:
+        config = self.config
+        control = f"ipc://{config.directory / CONTROL_SOCKET}"
+        return [control, *(endpoint for endpoint in config.listen if endpoint not in config.tcp_endpoints)]
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until told to stop."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
+        if self._remote is not None:
+            poller.register(self._remote.router, zmq.POLLIN)
+            poller.register(self._remote.zap, zmq.POLLIN)
+            logger.info("listening for listed keys on %s", ", ".join(self._remote.endpoints))
         poller.register(self._sessions.fileno(), zmq.POLLIN)
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
         if self._files.is_new:
@@ -192,7 +210,11 @@ class DepotServer:
                 events = dict(poller.poll(self._idle_milliseconds()))
                 began = time.monotonic()
                 if self._router in events:
-                    self._serve_messages()
+                    self._serve_messages(self._router, self._sessions.find)
+                if self._remote is not None and self._remote.zap in events:
+                    self._remote.serve()
+                if self._remote is not None and self._remote.router in events:
+                    self._serve_messages(self._remote.router, _no_session)
                 if self._sessions.fileno() in events:
                     self._sessions.serve()
                 if self._wake_reader.fileno() in events:
@@ -204,13 +226,21 @@ class DepotServer:
                     next_sweep = now + _TURN_MILLISECONDS / 1000
                     self._depot.expire()
                     self._sessions.expire_handshakes()
-                if self._depot.tiering is not None:
-                    self._depot.tiering.turn()
+                self._serve_tiers()
                 seconds = time.monotonic() - began
                 self._longest_seconds = max(self._longest_seconds, seconds)
                 self._slow_turns += seconds > _SLOW_TURN_SECONDS
         finally:
             self.close()
+
+    def _serve_tiers(self) -> None:
+        if self._depot.tiering is None:
+            return
+        try:
+            self._depot.tiering.turn()
+        except Exception:
+            logger.exception("the tiers' turn failed")
+            self._depot.counters["tiers_failed"] += 1
 
     def _idle_milliseconds(self) -> int:
         """Return how long the loop may sleep if nothing comes."""
@@ -253,8 +283,8 @@ class DepotServer:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def _serve_messages(self) -> None:
-        receive = self._router.recv_multipart
+    def _serve_messages(self, router: zmq.Socket[bytes], find_session: FindSession) -> None:
+        receive = router.recv_multipart
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 frames = receive(zmq.NOBLOCK)
@@ -262,27 +292,23 @@ class DepotServer:
                 return
             routing_id, *parts = frames
             sequence = m.sequence_of(parts[0]) if parts else 0
-            reply = self._answer(routing_id, parts)
+            reply = self._answer(routing_id, parts, find_session)
             if isinstance(reply, Deferred):
-                reply.on_reply = functools.partial(self._send, routing_id, sequence)
+                reply.on_reply = functools.partial(_send, router, routing_id, sequence)
             else:
-                self._send(routing_id, sequence, reply)
+                _send(router, routing_id, sequence, reply)
 
-    def _send(self, routing_id: bytes, sequence: int, reply: m.Reply) -> None:
-        try:
-            self._router.send_multipart((routing_id, m.encode_frame(sequence, reply)), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.debug("a reply found nobody: %s", error)
-
-    def _answer(self, routing_id: bytes, parts: list[bytes]) -> m.Reply | Deferred:
+    def _answer(self, routing_id: bytes, parts: list[bytes], find_session: FindSession) -> m.Reply | Deferred:
         try:
             if len(parts) != 1:
                 raise Refused(ErrorCode.MALFORMED, f"a message has one frame, not {len(parts)}")
             request = m.decode_request(parts[0])
-            session = self._sessions.find(routing_id)
-            if session is not None and not isinstance(request, _OPEN_TO_ALL):
-                return self._depot.handle(session.number, session.writer, request)
-            return self._answer_anybody(request)
+            if isinstance(request, _OPEN_TO_ALL):
+                return self._answer_anybody(request)
+            session = find_session(routing_id)
+            if session is None:
+                raise Refused(ErrorCode.UNKNOWN_SESSION, "no open session: connect to the session socket first")
+            return self._depot.handle(session.number, session.writer, request)
         except (Refused, m.FrameError) as error:
             self._depot.counters["requests_refused"] += 1
             return m.ErrorReply(self.epoch, error.code, str(error))
@@ -291,7 +317,7 @@ class DepotServer:
             self._depot.counters["requests_failed"] += 1
             return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
-    def _answer_anybody(self, request: m.Request) -> m.Reply | Deferred:
+    def _answer_anybody(self, request: m.Hello | m.Status | m.Clear) -> m.Reply | Deferred:
         match request:
             case m.Hello():
                 reason = m.check_protocol_version(request.protocol_version)
@@ -307,10 +333,11 @@ class DepotServer:
                 if self._restoring is not None:
                     raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
                 return self._depot.clear_everywhere(request.tenant, request.model)
-            case _:
-                raise Refused(ErrorCode.UNKNOWN_SESSION, "no open session: connect to the session socket first")
 
     def _status(self) -> m.DepotStatus:
+        fields = self._depot.status_fields()
+        if self._remote is not None:
+            fields["counters"]["keys_refused"] = self._remote.num_refused
         return m.DepotStatus(
             server_version=version("kvdepot"),
             protocol_version=m.PROTOCOL_VERSION,
@@ -323,7 +350,8 @@ class DepotServer:
             verify=self._depot.verify,
             loop_longest_seconds=self._longest_seconds,
             loop_slow_turns=self._slow_turns,
-            **self._depot.status_fields(),
+            endpoints=[*self._local_endpoints(), *(self._remote.endpoints if self._remote is not None else ())],
+            **fields,
         )
 
     def _welcome(self, token: bytes) -> tuple[m.SessionOpened, list[int]]:
@@ -392,6 +420,42 @@ class DepotServer:
         logger.info(
             "found %d entries of an earlier server, %d were unfinished", index.num_entries, len(self._unfinished)
         )
+
+
+def raise_descriptor_limit() -> None:
+    """Allow this process as many descriptors as it may have: a session takes two, a stranger on TCP one for a while."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAXIMUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAXIMUM_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _load_keys(config: ServerConfig) -> ServerKeys | None:
+    if config.curve_secret is None or config.curve_clients is None:
+        return None
+    return ServerKeys(
+        load_pair(config.curve_secret, "--curve-secret"), load_allowed(config.curve_clients, "--curve-clients")
+    )
+
+
+def _send(router: "zmq.Socket[bytes]", routing_id: bytes, sequence: int, reply: m.Reply) -> None:
+    try:
+        router.send_multipart((routing_id, m.encode_frame(sequence, reply)), zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        logger.debug("a reply found nobody: %s", error)
+
+
+def _no_session(routing_id: bytes) -> None:
+    """Look a session up for whoever came by TCP: its routing id is its own choice, so it proves nothing.
+
+    Raises:
+        Refused: always.
+    """
+    raise Refused(
+        ErrorCode.UNKNOWN_SESSION,
+        "over TCP only hello, status and clear are served: a session hands over the pool's memory, so engines attach"
+        " on the depot's machine, by its directory",
+    )
 
 
 _OPEN_TO_ALL: Final = (m.Hello, m.Status, m.Clear)
