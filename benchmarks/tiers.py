@@ -35,6 +35,8 @@ class PlainLoop:
         self.view = view
 
     def run(self, move: Callable[[int, list[memoryview], int], int], extents: list[tuple[int, int]], num: int) -> None:
+        """Move every extent once, by `num` threads."""
+
         def work(place: int) -> None:
             offset, size = extents[place]
             fd = os.open(self.paths[place], os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -47,6 +49,7 @@ class PlainLoop:
             list(threads.map(work, range(len(extents))))
 
     def close(self) -> None:
+        """Remove the files."""
         for path in self.paths:
             path.unlink()
 

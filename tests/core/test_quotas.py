@@ -25,6 +25,7 @@ def fill(worker: Worker, tenant: str, names: range) -> int:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.promise(22, 56)
 def test_a_flood_leaves_others_what_their_quota_says(policy: str) -> None:
     bench = Bench(pages=12, policy=policy, quotas={"a": 4, "b": 4})
     worker = bench.worker()
@@ -89,6 +90,7 @@ def test_quotas_that_cannot_be_kept_are_refused(quotas: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.promise(22)
 def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> None:
     rng = random.Random(3)
     bench = Bench(pages=24, policy=policy, quotas={"a": 10, "b": 6})

@@ -235,6 +235,7 @@ def test_a_shorter_and_a_longer_prompt_get_what_they_share(groups: tuple[m.Group
     assert bench.lookup(prompt(5, name=1)) == 0
 
 
+@pytest.mark.promise(50)
 def test_a_pool_hit_asks_no_tier(make: Maker) -> None:
     bench = make()
     bench.store(prompt(4))
@@ -296,6 +297,7 @@ def test_a_lookup_waits_no_longer_than_it_wants_and_what_comes_later_is_kept(mak
     assert bench.tiers[0].num_calls >= before
 
 
+@pytest.mark.promise(31)
 def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing(make: Maker) -> None:
     bench = make()
     bench.store(prompt(8))
@@ -314,6 +316,7 @@ def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing(make: Maker) -> N
     assert at_once.num_chunks == 4
 
 
+@pytest.mark.promise(31)
 def test_a_tier_that_lies_about_existence_gives_its_space_back(make: Maker) -> None:
     bench = make()
     bench.store(prompt(2))
@@ -334,6 +337,7 @@ def test_a_chunk_that_cannot_be_read_costs_itself_and_what_follows(make: Maker) 
     assert bench.index.extents.used_bytes == 5 * PAGE
 
 
+@pytest.mark.promise(31)
 def test_a_tier_that_raises_is_a_miss_and_the_next_tier_is_asked(make: Maker) -> None:
     bench = make(num_tiers=2)
     bench.store(prompt(8))
@@ -508,6 +512,7 @@ def test_clear_reaches_the_tiers(make: Maker) -> None:
     assert bench.lookup(prompt(4, tenant="b")) == 4
 
 
+@pytest.mark.promise(29, 31)
 @pytest.mark.parametrize("demotion", Demotion)
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])
 def test_random_traffic_with_bad_days_is_right_bytes_or_a_miss(

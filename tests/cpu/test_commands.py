@@ -36,6 +36,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.promise(23, 29)
 def test_the_demo_verifies_what_two_engines_share_and_survives_a_killed_depot() -> None:
     summary = run_json("demo")
     assert summary["wrong_bytes"] == summary["restart"]["wrong_bytes"] == 0
@@ -113,6 +114,7 @@ def test_without_a_depot_status_says_what_to_do(tmp_path: Path) -> None:
     assert "kvdepot serve" in result.stderr
 
 
+@pytest.mark.promise(3)
 def test_a_hung_depot_is_unhealthy_within_its_deadline() -> None:
     import signal
 

@@ -116,6 +116,7 @@ def test_every_rule_of_demotion_serves_right_bytes_under_pressure(rule: str, mak
     assert found > 0
 
 
+@pytest.mark.promise(29)
 def test_a_depot_killed_while_it_writes_and_reads_leaves_no_wrong_byte(make: MakeNode, tmp_path: Path) -> None:
     node = make(disk(tmp_path), pool_size="8MiB")
     engines = [node.spawn("one"), node.spawn("two")]
@@ -149,6 +150,7 @@ def test_clear_reaches_the_disk(make: MakeNode, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("tier/*/*/*/*"))
 
 
+@pytest.mark.promise(30)
 def test_damaged_files_are_misses_and_gone(make: MakeNode, tmp_path: Path) -> None:
     node = make(disk(tmp_path))
     engine = node.spawn()
@@ -210,6 +212,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hangs"
 
 
+@pytest.mark.promise(25, 31)
 def test_a_tier_that_hangs_costs_a_lookup_its_deadline_once_and_then_nothing(make: MakeNode, hanging: Path) -> None:
     node = make(f"hanging://{hanging}")
     engine = node.spawn()

@@ -17,7 +17,7 @@ SESSION_SOCKET = "session.sock"  # Unix stream: descriptors, and news of death
 POOL_SHARE_OF_FREE_MEMORY = 0.25
 EXTENT_ALIGNMENT_BYTES = 4096
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
@@ -31,7 +31,8 @@ def parse_size(text: str) -> int:
     match = _SIZE.match(text)
     if match is None:
         raise ConfigError(f"{text!r} is not a size: write for example 512MiB or 4GiB")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+    whole, _, rest = match[1].partition(".")
+    return int(whole + rest) * 1024 ** " kmgt".index(match[2].lower() or " ") // 10 ** len(rest)
 
 
 def format_size(num_bytes: float) -> str:

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 from blake3 import blake3
 
-from kvdepot.eviction import NO_NODE, POLICIES, ChunkTree
+from kvdepot.eviction import NO_NODE, POLICIES, ChunkTree, GuardedPolicy
 from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind, window_chunks
@@ -97,7 +97,8 @@ class ChunkIndex:
         self._space_by_spec: dict[bytes, Space] = {}
         self._tree = ChunkTree()
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
-        self._policies = [POLICIES[policy](self._tree.of_share(n)) for n in range(self.quotas.num_shares)]
+        trees = [self._tree.of_share(number) for number in range(self.quotas.num_shares)]
+        self._policies = [GuardedPolicy(POLICIES[policy](tree), tree) for tree in trees]
         self._depth = array("I")
         self._space_of = array("I")
         self._label_of = array("I")
@@ -128,6 +129,11 @@ class ChunkIndex:
     def num_chunks(self) -> int:
         """Nodes, holes included."""
         return len(self._tree.keys) - len(self._free_nodes)
+
+    @property
+    def num_policy_errors(self) -> int:
+        """Calls of eviction policies that failed."""
+        return sum(policy.num_errors for policy in self._policies)
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -455,8 +461,10 @@ class ChunkIndex:
 
     # --- rebuilding -----------------------------------------------------------------------------------------------
 
-    def restore(self, spaces: Sequence[CacheSpec]) -> Iterator[int | None]:
+    def restore(self, spaces: Sequence[CacheSpec], num_labels: int = 1 << 32) -> Iterator[int | None]:
         """Rebuild everything from the table of an earlier server; call once, before any space or entry.
+
+        `spaces` and labels are what its records refer to by number; a record with another number is freed.
 
         Returns an iterator that does the work. Between steps (None) its caller can do other things, as long as it
         begins no entry. It yields the records of unfinished entries, whose writers may still be writing;
@@ -464,12 +472,12 @@ class ChunkIndex:
         """
         for spec in spaces:
             self.space(spec)
-        return self._restore()
+        return self._restore(num_labels)
 
-    def _restore(self) -> Iterator[int | None]:
+    def _restore(self, num_labels: int) -> Iterator[int | None]:
         found: list[Record] = []
         for count, record in enumerate(self.table.records()):
-            if record.space < len(self.spaces):
+            if record.space < len(self.spaces) and record.label < num_labels:
                 found.append(record)
             if count % _RESTORE_STEP == 0:
                 yield None
@@ -509,6 +517,8 @@ class ChunkIndex:
             return False
         node = space.nodes.get(record.key)
         if node is None:
+            if (space.number, record.depth, record.key[:PARENT_BYTES]) in by_place:
+                return False  # two keys that begin alike: which of them is whose parent is not told
             place = EntryPlace(
                 space, record.key, parent, record.depth, record.group, record.shard, record.num_bytes, record.layout,
                 record.label, record.writer,

@@ -31,6 +31,7 @@ _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
 Label = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=_U32)]
+ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the last of a run is a u32 in the index too
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -169,7 +170,7 @@ class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
     request_id: Label
     tenant: Name
     digests: Digests
-    first_chunk: Count
+    first_chunk: ChunkNumber
     parent: Digest
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
 
@@ -201,7 +202,7 @@ class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=Tr
     context: Identifier
     request_id: Label
     digests: Digests
-    first_chunk: Count
+    first_chunk: ChunkNumber
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 

@@ -31,6 +31,7 @@ FREE: Final = 0
 WRITING: Final = 1
 SEALED: Final = 2
 
+_LAST_GENERATION: Final = (1 << 56) - 1
 _MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
 # space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, label, layout, owner (16 bytes
@@ -48,6 +49,11 @@ _EXTENT: Final = struct.Struct("<II")
 _WRITER: Final = struct.Struct("<QI")
 _U64: Final = struct.Struct("<Q")
 _U32: Final = struct.Struct("<I")
+
+
+def _next_generation(header: int) -> int:
+    """Return the header with the next generation and no state; a damaged header may be at the last of 2**56."""
+    return ((header >> 8) + 1 & _LAST_GENERATION) << 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +169,7 @@ class IndexTable:
     ) -> int:
         """Fill a free record and put it into the state WRITING; return its header once sealed."""
         place = record * (RECORD_BYTES // 8)
-        sealed = ((self._words[place] >> 8) + 1) << 8 | SEALED
+        sealed = _next_generation(self._words[place]) | SEALED
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         _BODY.pack_into(
             self._view, base, space, group, shard, offset // EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
@@ -187,7 +193,7 @@ class IndexTable:
     def free(self, record: int) -> None:
         """Take the record back: readers see the change before the extent is given to somebody else."""
         place = record * (RECORD_BYTES // 8)
-        self._words[place] = ((self._words[place] >> 8) + 1) << 8 | FREE
+        self._words[place] = _next_generation(self._words[place]) | FREE
 
     def header(self, record: int) -> int:
         """Return the header word now."""

@@ -128,6 +128,7 @@ class Depot:
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
         self.on_names_changed: Callable[[], None] = lambda: None
         self._clock = clock
+        self._names_are_saved = True
         self._label_numbers: dict[tuple[str, str], int] = {}
         self._next_number = 1
         self._handlers: dict[type, Callable[[int, Writer, Any], m.Reply | Deferred]] = {
@@ -250,9 +251,15 @@ class Depot:
     def _space(self, spec: m.CacheSpec) -> Space:
         before = len(self.index.spaces)
         space = self.index.space(spec)
-        if len(self.index.spaces) != before:
-            self.on_names_changed()
+        if len(self.index.spaces) != before or not self._names_are_saved:
+            self._save_names()
         return space
+
+    def _save_names(self) -> None:
+        """A name is in the file before any record refers to it: if that fails, the next request tries again."""
+        self._names_are_saved = False
+        self.on_names_changed()
+        self._names_are_saved = True
 
     def _context(self, session: int, number: int) -> Context:
         context = self.contexts.get(number)
@@ -579,7 +586,9 @@ class Depot:
             number = self._label_numbers[tenant, model] = len(self.labels)
             self.labels.append((tenant, model))
             self.index.quotas.add_tenant(number, tenant)
-            self.on_names_changed()
+            self._names_are_saved = False
+        if not self._names_are_saved:
+            self._save_names()
         return number
 
     def _tenant_status(self) -> dict[str, dict[str, int]]:
@@ -613,6 +622,7 @@ class Depot:
                 **self.counters,
                 **(self.tiering.counters if self.tiering else {}),
                 "chunks_evicted": index.num_evicted,
+                "policy_errors": index.num_policy_errors,
                 "leases_expired": self.leases.num_expired,
             },
         }

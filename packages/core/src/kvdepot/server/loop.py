@@ -110,11 +110,12 @@ class DepotServer:
             self._depot.tiering = self._open_tiers()
         self._longest_seconds = 0.0
         self._slow_turns = 0
-        self._restoring = None if self._files.is_new else self._depot.index.restore(self._files.names.spaces)
+        names = self._files.names
+        self._restoring = None if self._files.is_new else self._depot.index.restore(names.spaces, len(names.labels))
         self._unfinished: list[int] = []
         if self._restoring is not None:
             self._depot.accepts_stores = False
-            self._depot.restore_labels(self._files.names.labels)
+            self._depot.restore_labels(names.labels)
         self._depot.on_names_changed = self._save_names
 
     def _open_tiers(self) -> Tiering:

@@ -140,6 +140,8 @@ class SessionTable:
             return True  # of another PID namespace: nobody can tell, so its space stays until the pool is made anew
         try:
             pidfd = os.pidfd_open(writer.pid)
+        except OverflowError:
+            return False  # of a table that no server wrote
         except OSError as error:
             return error.errno in _EXHAUSTED  # then nobody can tell either
         try:

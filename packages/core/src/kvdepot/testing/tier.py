@@ -121,6 +121,7 @@ class TierSuite:
         assert write(queue, [make_key(0), make_key(0)], extents_of(0, [4096]) * 2) == [True, True]
         assert read(queue, [make_key(0)], extents_of(1, [4096])) == [True]
 
+    @pytest.mark.promise(30)
     @pytest.mark.parametrize("how", Damage)
     def test_a_damaged_entry_is_a_miss_counted_and_gone(self, queue: TierQueue, pool: TierPool, how: Damage) -> None:
         """Also with checksums that are right for something else; the others are served."""
