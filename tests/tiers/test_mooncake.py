@@ -20,7 +20,7 @@ import pytest
 
 from kvdepot.errors import ConfigError
 from kvdepot.protocols import TierPool
-from kvdepot.testing.processes import wait_until
+from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import (
     EXTENT_BYTES,
     Damage,
@@ -180,10 +180,16 @@ def join(master: Master, pool: TierPool, options: str) -> MooncakeTier:
 
 
 def is_dead(pid: int) -> bool:
+    return stat_of(str(pid))[1] == "Z"
+
+
+def stat_of(pid: str) -> tuple[str, str, str]:
+    """Return the pid, the state and the parent of a process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return pid, "Z", ""
+    return pid, state, parent
 
 
 def is_back(tier: MooncakeTier) -> bool:
@@ -450,6 +456,61 @@ def test_a_master_that_accepts_and_says_nothing_costs_a_child_and_nothing_else(p
             with pytest.raises(MooncakeUnavailable):
                 tier.contains(KEYS)
             wait_until(lambda: is_dead(pid), what="the end of a child that does not start")
+
+
+class DepotOfCluster:
+    """A depot whose tier is the cluster, and an engine on it."""
+
+    def __init__(self, master: Master, options: str) -> None:
+        pytest.importorskip("kvdepot_cpu", reason="engines need kvdepot-cpu")
+        self.depot = DepotProcess("--tier", f"mooncake://{master.address}?{options}")
+        self._engine: Any = importlib.import_module("tests.cpu.test_faults").Engine(self.depot, "engine")
+
+    def ask(self, command: str) -> list[str]:
+        return self._engine.ask(command)
+
+    def settle(self) -> None:
+        wait_until(lambda: not self.depot.status().tiers[0].queued_write_bytes, what="the end of writes")
+
+    def child_pid(self) -> int:
+        stats = [stat_of(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        return next(int(pid) for pid, _, parent in stats if parent == str(self.depot.pid))
+
+    def close(self) -> None:
+        self._engine.close()
+        self.depot.close()
+
+
+@needs_sdk
+def test_what_an_engine_stored_serves_engines_of_other_nodes_and_a_killed_depot_leaves_nothing(master: Master) -> None:
+    with (
+        closing(DepotOfCluster(master, "segment=256MiB")) as one,
+        closing(DepotOfCluster(master, "segment=0")) as two,
+    ):
+        assert one.ask("store 1 16") == ["True", "16"]
+        one.settle()
+        assert two.ask("lookup 1 16")[0] == "16"
+        assert two.ask("retrieve 1 16") == ["16", "0"]
+        child_pid = one.child_pid()
+        assert "/mooncake/store." not in Path(f"/proc/{one.depot.pid}/maps").read_text()
+        assert "/mooncake/store." in Path(f"/proc/{child_pid}/maps").read_text()
+        assert one.ask("store 2 16") == ["True", "16"]
+        one.settle()
+        one.depot.kill()
+        wait_until(lambda: is_dead(child_pid), what="the end of the child")
+        assert two.ask("lookup 2 16")[0] == "0", "it died with its node"
+        assert two.ask("lookup 1 16")[0] == "16", "it was promoted"
+
+
+@needs_sdk
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
+def test_a_depot_stops_in_time_and_leaves_no_child(master: Master, number: signal.Signals) -> None:
+    with closing(DepotOfCluster(master, "segment=256MiB")) as one:
+        child_pid = one.child_pid()
+        os.kill(child_pid, number)
+        one.ask("store 1 16")
+        assert one.depot.terminate() == 0
+        wait_until(lambda: is_dead(child_pid), what="the end of the child")
 
 
 @pytest.mark.parametrize(
