@@ -404,8 +404,9 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
     tiers: list["TierStatus"] = []
-    loop_longest_seconds: float = 0.0  # the longest that the server's loop was busy in one go
-    loop_slow_turns: int = 0  # how often it was busy for more than 5 ms
+    loop_longest_seconds: float = 0.0  # the longest turn of the server's loop, waiting for a core included
+    loop_longest_work_seconds: float = 0.0  # the most processor time that one turn took
+    loop_slow_turns: int = 0  # turns that took more than 5 ms of processor time
     counters: dict[str, int]
 
 
