@@ -513,6 +513,73 @@ def test_clear_reaches_the_tiers(make: Maker) -> None:
     assert bench.lookup(prompt(4, tenant="b")) == 4
 
 
+def test_lookups_that_do_not_wait_do_not_make_a_tier_slow(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(8))
+    bench.forget()
+    for _ in range(10):
+        bench.wait(bench.begin_lookup(prompt(8), wait_seconds=0.0))
+        bench.finish_promotions()
+        bench.forget()
+    assert not bench.tiering.queues[0].is_open
+
+
+def test_a_tier_that_is_slow_for_every_lookup_is_left_alone(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(8))
+    bench.forget()
+    bench.tiering.queues[0].deadline_seconds = 100.0
+    for _ in range(3):
+        bench.tiers[0].hang = True
+        pending = bench.begin_lookup(prompt(8))
+        bench.clock.now += 1.1
+        assert bench.wait(pending).num_chunks == 0
+        bench.tiers[0].hang = False
+        bench.finish_promotions()
+        bench.forget()
+    assert "in a row" in bench.tiering.queues[0].why_open
+
+
+def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker) -> None:
+    bench = make(pages=12)
+    bench.store(prompt(8))
+    bench.forget()
+    run = prompt(8)
+    assert bench.wait(bench.depot.warm(m.Warm(run.tenant, run.digests, 60.0))).count == 8
+    for name in range(1, 6):
+        bench.store(prompt(4, name=name))
+        bench.settle()
+    before = bench.tiers[0].num_calls
+    assert bench.lookup(run) == 8
+    assert bench.tiers[0].num_calls == before
+    bench.clock.now += 61.0
+    bench.depot.expire()
+    for name in range(6, 10):
+        bench.store(prompt(4, name=name))
+        bench.settle()
+    assert bench.index.longest_prefix(bench.index.spaces[0], run.digests)[0] < 8
+    assert not bench.depot.pins
+
+
+def test_pins_end_when_their_tenant_is_unpinned(make: Maker) -> None:
+    bench = make()
+    for tenant in ("a", "b"):
+        bench.store(prompt(2, tenant=tenant))
+        run = prompt(2, tenant=tenant)
+        assert bench.wait(bench.depot.warm(m.Warm(tenant, run.digests, 60.0))).count == 2
+    assert bench.depot.unpin("a") == 1
+    assert [pin.tenant for pin in bench.depot.pins] == ["b"]
+    assert bench.depot.unpin(None) == 1
+
+
+def test_nothing_is_warmed_without_an_engine(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(2))
+    bench.forget()
+    bench.depot.end_session(1)
+    assert bench.wait(bench.depot.warm(m.Warm("default", prompt(2).digests))).count == 0
+
+
 @pytest.mark.promise(29, 31)
 @pytest.mark.parametrize("demotion", Demotion)
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])

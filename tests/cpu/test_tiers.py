@@ -1,7 +1,10 @@
 """Depots with tiers, as processes, and engines that use them: right bytes or a miss, whatever the storage does."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
+from kvdepot.testing.backend import prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
 from tests.cpu.test_faults import CHUNK, Engine
 
@@ -148,6 +152,26 @@ def test_clear_reaches_the_disk(make: MakeNode, tmp_path: Path) -> None:
     assert reply.count == 8
     assert find(engine, 1, 4) == 0
     assert not list(tmp_path.glob("tier/*/*/*/*"))
+
+
+def test_prefixes_are_warmed_and_pinned_by_command(make: MakeNode, tmp_path: Path) -> None:
+    node = make(disk(tmp_path))
+    engine = node.spawn()
+    engine.ask("store 1 8")
+    node.lose_the_pool()
+    digests = prompt(8, salt=1).digests
+    keys = tmp_path / "keys"
+    line = {"tenant": prompt(8, salt=1).tenant, "digests": [digests[i : i + 32].hex() for i in range(0, 8 * 32, 32)]}
+    keys.write_text(json.dumps(line) + "\n")
+    command = [sys.executable, "-m", "kvdepot", "warm", str(keys), "--pin", "60", "--url", node.depot.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "8 of 8 chunks are in the pool and pinned\n", done.stderr
+    assert node.depot.status().num_pins == 1
+    assert node.depot.status().num_chunks == 8
+    keys.write_text("nonsense")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert str(keys) in done.stderr
 
 
 @pytest.mark.promise(30)

@@ -20,6 +20,8 @@ from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
 from kvdepot.registry import list_backends
 
+_WARM_SECONDS = 90.0  # for one prefix: the depot waits for a minute at most
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; exits with 0, 1 (it failed, one line says why) or 2 (wrong arguments)."""
@@ -68,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-entries", type=int, help="entries of the index (default: one for each 64 KiB of pool)")
     serve.add_argument(
         "--listen", action="append", default=[], metavar="URL",
-        help="a further control endpoint: ipc://PATH, or tcp://HOST:PORT with CURVE keys (status and clear only)",
+        help="a further control endpoint: ipc://PATH, or tcp://HOST:PORT with CURVE keys (operators only)",
     )  # fmt: skip
     serve.add_argument("--curve-secret", type=Path, metavar="FILE", help="over TCP: the depot's keys, *.key_secret")
     serve.add_argument(
@@ -114,6 +116,19 @@ def _parser() -> argparse.ArgumentParser:
     clear.set_defaults(run=_clear)
     clear.add_argument("--tenant", help="only this tenant's")
     clear.add_argument("--model", help="only this model's, as its engines registered it")
+
+    warm = commands.add_parser(
+        "warm", parents=[client], help="bring prefixes up from the tiers, and pin them",
+        description="Bring prefixes up from the tiers. KEYS has one a line, as JSON: an object with the chunks' keys as"
+        ' hex strings and the tenant, {"digests": ["9f..", ..], "tenant": "default"}; - reads standard input.',
+    )  # fmt: skip
+    warm.set_defaults(run=_warm)
+    warm.add_argument("keys", metavar="KEYS", help="a file, or -")
+    warm.add_argument("--pin", type=float, default=0.0, metavar="SECONDS", help="keep them in the pool that long")
+
+    unpin = commands.add_parser("unpin", parents=[client], help="end what warm --pin keeps")
+    unpin.set_defaults(run=_unpin)
+    unpin.add_argument("--tenant", help="only this tenant's")
 
     keys = commands.add_parser("keys", help="make the CURVE keys that TCP needs")
     keys_commands = keys.add_subparsers(required=True, metavar="COMMAND")
@@ -339,6 +354,37 @@ def _clear(options: argparse.Namespace) -> int:
     reply = ask_depot(m.Clear(options.tenant, options.model), options.url, keys=_client_keys(options))
     assert isinstance(reply, m.Done)
     print(f"{reply.count:,} entries forgotten")
+    return 0
+
+
+class _Prefix(msgspec.Struct, forbid_unknown_fields=True):
+    """One line of a file of keys."""
+
+    digests: list[str]
+    tenant: str = "default"
+
+
+def _warm(options: argparse.Namespace) -> int:
+    found = asked = 0
+    try:
+        lines = sys.stdin.readlines() if options.keys == "-" else Path(options.keys).read_text().splitlines()
+        prefixes = [msgspec.json.decode(line, type=_Prefix) for line in lines if line.strip()]
+        digests = [b"".join(map(bytes.fromhex, prefix.digests)) for prefix in prefixes]
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{options.keys}: {error}") from error
+    for prefix, packed in zip(prefixes, digests, strict=True):
+        request = m.Warm(prefix.tenant, packed, options.pin)
+        reply = ask_depot(request, options.url, _WARM_SECONDS, keys=_client_keys(options))
+        assert isinstance(reply, m.Done)
+        found, asked = found + reply.count, asked + len(prefix.digests)
+    print(f"{found:,} of {asked:,} chunks are in the pool{' and pinned' if options.pin else ''}")
+    return 0
+
+
+def _unpin(options: argparse.Namespace) -> int:
+    reply = ask_depot(m.Unpin(options.tenant), options.url, keys=_client_keys(options))
+    assert isinstance(reply, m.Done)
+    print(f"{reply.count:,} pins ended")
     return 0
 
 

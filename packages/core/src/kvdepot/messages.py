@@ -215,6 +215,20 @@ class ReportCorrupt(Struct, array_like=True, tag="report_corrupt", frozen=True):
     entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=4096)]
 
 
+class Warm(Struct, array_like=True, tag="warm", frozen=True):
+    """Have a prefix brought up from tiers, and pinned for `pin_seconds` if that is not 0. Needs no session."""
+
+    tenant: Name
+    digests: Digests
+    pin_seconds: Annotated[float, Meta(ge=0.0, le=30 * 86400.0)] = 0.0
+
+
+class Unpin(Struct, array_like=True, tag="unpin", frozen=True):
+    """End every pin that `Warm` made, of one tenant or of all. Needs no session."""
+
+    tenant: Name | None = None
+
+
 class Status(Struct, array_like=True, tag="status", frozen=True):
     """Ask for everything an operator wants to see. Needs no session."""
 
@@ -241,7 +255,11 @@ Request = (
     | ReportCorrupt
     | Status
     | Clear
+    | Warm
+    | Unpin
 )
+
+OperatorRequest = Hello | Status | Clear | Warm | Unpin
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
@@ -398,6 +416,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     pool_used_bytes: int
     quarantined_bytes: int
     num_leases: int
+    num_pins: int = 0  # prefixes that operators keep
     num_tickets: int
     num_sessions: int
     recovering: bool

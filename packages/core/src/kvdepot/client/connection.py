@@ -468,7 +468,7 @@ def open_session(
 
 
 def ask_depot(
-    request: m.Hello | m.Status | m.Clear,
+    request: m.OperatorRequest,
     url: str | None = None,
     deadline_seconds: float = 2.0,
     keys: ClientKeys | None = None,

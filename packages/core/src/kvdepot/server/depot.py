@@ -25,6 +25,8 @@ from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
 
 logger = logging.getLogger(__name__)
 
+_PATIENT_SECONDS: Final = 60.0  # that an operator's request may wait for tiers
+
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
 MAXIMUM_LABELS: Final = 65_536  # tenants and their models; names are kept as long as the pool
@@ -36,6 +38,15 @@ class Refused(Exception):
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A prefix that an operator keeps in the pool."""
+
+    tenant: str
+    nodes: tuple[int, ...]
+    expiry_seconds: float  # of the server's monotonic clock
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +134,7 @@ class Depot:
         self.contexts: dict[int, Context] = {}
         self.tickets: dict[int, Ticket] = {}
         self.quarantines: list[Quarantine] = []
+        self.pins: list[Pin] = []
         self.labels: list[tuple[str, str]] = []  # tenant and model, by number
         self.tiering: Tiering | None = None
         self._chores: list[Iterator[int]] = []  # what takes long: done in steps
@@ -307,10 +319,10 @@ class Depot:
             found, nodes = self.index.longest_prefix(context.space, request.digests)
             deferred.send(self._found(context, request, found, nodes, self._clock() - began))
 
-        places, model = self._places(context)
+        places, model = self._places(context.space, context.instance)
         is_asking = self.tiering.promote(
             context.space, request.digests, places, self._label(request.tenant, model), found=found, pins=nodes,
-            wait_seconds=request.wait_seconds, on_answer=answer,
+            wait_seconds=min(request.wait_seconds, self.tiering.settings.promotion_seconds), on_answer=answer,
         )  # fmt: skip
         if not is_asking:
             return self._found(context, request, found, nodes)
@@ -328,19 +340,19 @@ class Depot:
             self.tiering.used(nodes[-1])
         return m.LookupReply(self.epoch, found, lease, self.leases.lease_seconds, waited_seconds)
 
-    def _places(self, context: Context) -> tuple[list[ShardPlace], str]:
-        """Return where every shard of the caches of a context goes, as their workers registered it, and their model.
+    def _places(self, space: Space, instance: str = "") -> tuple[list[ShardPlace], str]:
+        """Return where every shard of the caches of a space goes, as their workers registered it, and their model.
 
-        Nothing while one of them has no worker.
+        Those of `instance` are asked first. Nothing while a shard has no worker.
         """
-        workers = [other for other in self.contexts.values() if other.space is context.space and other.registration]
-        workers.sort(key=lambda other: other.instance != context.instance)
+        workers = [context for context in self.contexts.values() if context.space is space and context.registration]
+        workers.sort(key=lambda worker: worker.instance != instance)
         places: dict[tuple[int, int], ShardPlace] = {}
         for worker in workers:
             for number, group in enumerate(worker.groups):
                 place = ShardPlace(number, group.shard, group.chunk_size_bytes, group.layout)
                 places.setdefault((number, group.shard), place)
-        if len(places) < sum(group.num_shards for group in context.space.spec.groups):
+        if len(places) < sum(group.num_shards for group in space.spec.groups):
             return [], ""
         return [places[place] for place in sorted(places)], workers[0].model
 
@@ -542,7 +554,9 @@ class Depot:
 
     def expire(self) -> None:
         """End what has lived too long."""
-        self.leases.expire(self._clock())
+        now = self._clock()
+        self.leases.expire(now)
+        self._end_pins(lambda pin: pin.expiry_seconds <= now)
 
     # --- operators ------------------------------------------------------------------------------------------------
 
@@ -589,6 +603,52 @@ class Depot:
         self._chores.append(chore())
         return deferred
 
+    def warm(self, request: m.Warm) -> m.Reply | Deferred:
+        """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
+
+        The reply counts the chunks that are in the pool then: of the space, among those that engines are registered
+        for, that has the most.
+        """
+        num_chunks = _count_digests(request.digests)
+        deferred = Deferred()
+        spaces = [space for space in self.index.spaces if self._places(space)[0]]
+        num_left = len(spaces)
+
+        def on_answer() -> None:
+            nonlocal num_left
+            num_left -= 1
+            if num_left <= 0:
+                deferred.send(self._warmed(spaces, request))
+
+        for space in spaces:
+            found, nodes = self.index.longest_prefix(space, request.digests)
+            places, model = self._places(space)
+            is_asking = self.tiering is not None and found < num_chunks and self.tiering.promote(
+                space, request.digests, places, self._label(request.tenant, model), found=found, pins=nodes,
+                wait_seconds=_PATIENT_SECONDS, on_answer=on_answer,
+            )  # fmt: skip
+            if not is_asking:
+                on_answer()
+        return deferred.reply or (deferred if spaces else m.Done(self.epoch, 0))
+
+    def _warmed(self, spaces: list[Space], request: m.Warm) -> m.Reply:
+        found, nodes = max(self.index.longest_prefix(space, request.digests) for space in spaces)
+        if found and request.pin_seconds:
+            self.index.pin(nodes)
+            self.pins.append(Pin(request.tenant, nodes, self._clock() + request.pin_seconds))
+        return m.Done(self.epoch, found)
+
+    def unpin(self, tenant: str | None) -> int:
+        """End the pins of a tenant (None: all); return how many there were."""
+        return self._end_pins(lambda pin: tenant in (None, pin.tenant))
+
+    def _end_pins(self, is_over: Callable[[Pin], bool]) -> int:
+        ended = [pin for pin in self.pins if is_over(pin)]
+        self.pins = [pin for pin in self.pins if not is_over(pin)]
+        for pin in ended:
+            self.index.unpin(pin.nodes)
+        return len(ended)
+
     def restore_labels(self, labels: list[tuple[str, str]]) -> None:
         """Number tenants and models as an earlier server did."""
         for tenant, model in labels:
@@ -632,6 +692,7 @@ class Depot:
             "pool_used_bytes": index.extents.used_bytes,
             "quarantined_bytes": sum(index.table.extent(r)[1] for q in self.quarantines for r in q.records),
             "num_leases": len(self.leases),
+            "num_pins": len(self.pins),
             "num_tickets": len(self.tickets),
             "contexts": [self._context_status(context) for context in self.contexts.values()],
             "tenants": self._tenant_status(),

@@ -328,7 +328,7 @@ class DepotServer:
             self._depot.counters["requests_failed"] += 1
             return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
-    def _answer_anybody(self, request: m.Hello | m.Status | m.Clear) -> m.Reply | Deferred:
+    def _answer_anybody(self, request: m.OperatorRequest) -> m.Reply | Deferred:
         match request:
             case m.Hello():
                 reason = m.check_protocol_version(request.protocol_version)
@@ -344,6 +344,12 @@ class DepotServer:
                 if self._restoring is not None:
                     raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
                 return self._depot.clear_everywhere(request.tenant, request.model)
+            case m.Warm():
+                if self._restoring is not None:
+                    raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
+                return self._depot.warm(request)
+            case m.Unpin():
+                return m.Done(self.epoch, self._depot.unpin(request.tenant))
 
     def _status(self) -> m.DepotStatus:
         fields = self._depot.status_fields()
@@ -465,9 +471,9 @@ def _no_session(routing_id: bytes) -> None:
     """
     raise Refused(
         ErrorCode.UNKNOWN_SESSION,
-        "over TCP only hello, status and clear are served: a session hands over the pool's memory, so engines attach"
-        " on the depot's machine, by its directory",
+        "over TCP only operators' requests (status, clear, warm) are served: a session hands over the pool's memory,"
+        " so engines attach on the depot's machine, by its directory",
     )
 
 
-_OPEN_TO_ALL: Final = (m.Hello, m.Status, m.Clear)
+_OPEN_TO_ALL: Final = (m.Hello, m.Status, m.Clear, m.Warm, m.Unpin)

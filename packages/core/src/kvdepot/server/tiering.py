@@ -89,6 +89,7 @@ class Promotion:
     label: int
     found: int  # leading chunks that the pool has
     pins: tuple[int, ...]
+    wait_seconds: float
     deadline: float
     on_answer: Callable[[], None] | None  # None once it is answered
     tier: int = -1
@@ -145,7 +146,7 @@ class Tiering:
         self.queues = queues
         self.counters: Counter[str] = Counter()
         self._index = index
-        self._settings = settings
+        self.settings = settings
         self._names_of = names_of
         self._on_corrupt = on_corrupt
         self._clock = clock
@@ -167,12 +168,12 @@ class Tiering:
 
     def stored(self, records: Sequence[int]) -> None:
         """Entries were sealed, in the order of their chunks."""
-        if self._settings.demotion is Demotion.STORE and records and self._is_long(self._index.node_of(records[-1])):
+        if self.settings.demotion is Demotion.STORE and records and self._is_long(self._index.node_of(records[-1])):
             self._demote(records)
 
     def used(self, node: int) -> None:
         """A prefix that ends with this chunk was found."""
-        if self._settings.demotion is Demotion.EVICT or not self._is_long(node):
+        if self.settings.demotion is Demotion.EVICT or not self._is_long(node):
             return
         records: list[int] = []
         for _ in range(_CHUNKS_UP):
@@ -188,7 +189,7 @@ class Tiering:
 
     def _is_long(self, node: int) -> bool:
         index = self._index
-        return (index.depth_of(node) + 1) * index.space_of(node).spec.chunk_tokens >= self._settings.least_tokens
+        return (index.depth_of(node) + 1) * index.space_of(node).spec.chunk_tokens >= self.settings.least_tokens
 
     def _is_written(self, record: int) -> bool:
         header = self._index.table.header(record)
@@ -300,8 +301,8 @@ class Tiering:
         if not places or all(queue.is_open for queue in self.queues):
             return False
         self._index.pin(pins)
-        deadline = self._clock() + min(wait_seconds, self._settings.promotion_seconds)
-        promotion = Promotion(space, digests, places, label, found, pins, deadline, on_answer)
+        deadline = self._clock() + wait_seconds
+        promotion = Promotion(space, digests, places, label, found, pins, wait_seconds, deadline, on_answer)
         self._promotions.add(promotion)
         self.counters["promotions"] += 1
         self._ask_next(promotion)
@@ -512,7 +513,8 @@ class Tiering:
 
     def _after_tier(self, promotion: Promotion) -> None:
         found, _ = self._index.longest_prefix(promotion.space, promotion.digests)
-        self._num_slow[promotion.tier] = 0
+        if promotion.on_answer is not None:
+            self._num_slow[promotion.tier] = 0
         promotion.found = max(promotion.found, found)
         if found >= promotion.num_chunks or promotion.on_answer is None:
             self._end(promotion)
@@ -576,11 +578,12 @@ class Tiering:
                 self._take(tier, part)
         for promotion in [p for p in self._promotions if p.on_answer is not None and p.deadline <= now]:
             self.counters["promotions_late"] += 1
-            self._note_slow(promotion.tier)
+            if promotion.wait_seconds >= self.settings.promotion_seconds:
+                self._note_slow(promotion.tier)
             self._answer(promotion)
         for promotion in [p for p in self._promotions if p.wanted]:
             self._fetch(promotion)
-        if self._settings.demotion is Demotion.EVICT:
+        if self.settings.demotion is Demotion.EVICT:
             self._make_reserve()
 
     def _take(self, tier: int, part: Part) -> None:
@@ -604,7 +607,7 @@ class Tiering:
         if self._num_slow[tier] >= _SLOW_PROMOTIONS:
             self._num_slow[tier] = 0
             self.queues[tier].leave_alone(
-                f"{_SLOW_PROMOTIONS} lookups in a row waited {self._settings.promotion_seconds:g} s for it"
+                f"{_SLOW_PROMOTIONS} lookups in a row waited {self.settings.promotion_seconds:g} s for it"
             )
 
     def next_deadline(self) -> float | None:
