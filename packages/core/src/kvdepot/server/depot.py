@@ -121,6 +121,7 @@ class Depot:
             m.Lookup: self._lookup,
             m.Release: self._release,
             m.EndRequest: self._end_request,
+            m.Hint: self._hint,
             m.PrepareStore: self._prepare_store,
             m.CommitStore: self._commit_store,
             m.AbortStore: self._abort_store,
@@ -285,6 +286,21 @@ class Depot:
     def _end_request(self, session: int, writer: Writer, request: m.EndRequest) -> m.Reply:
         context = self._context(session, request.context)
         return m.Done(self.epoch, self.leases.end_request(context.number, request.request_id))
+
+    def _hint(self, session: int, writer: Writer, request: m.Hint) -> m.Reply:
+        context = self._context(session, request.context)
+        _count_digests(request.digests)
+        tenant = self._tenant_numbers.get(request.tenant)
+        found, nodes = self.index.longest_prefix(context.space, request.digests)
+        if not found or tenant is None:
+            return m.Done(self.epoch, 0)
+        self.counters["hints"] += 1
+        if request.session_ended:
+            return m.Done(self.epoch, self.index.end_session(nodes[-1], tenant))
+        count = self.index.set_priority(nodes[-1], tenant, request.priority)
+        if request.ttl_seconds:
+            self.index.end_session_at(nodes[-1], tenant, self._clock() + request.ttl_seconds)
+        return m.Done(self.epoch, count)
 
     # --- workers --------------------------------------------------------------------------------------------------
 
@@ -471,6 +487,7 @@ class Depot:
     def expire(self) -> None:
         """End what has lived too long."""
         self.leases.expire(self._clock())
+        self.index.expire(self._clock())
 
     # --- operators ------------------------------------------------------------------------------------------------
 
