@@ -7,17 +7,21 @@ and then reuses one:
 - `alone` has no connector: a prompt computed, then again out of vLLM's own prefix cache;
 - `depot` stores a prompt, then has it again after its own prefix cache was emptied;
 - `other` computes a prompt that nobody knows and stores nothing (the depot is of no use to it), then has what `depot`
-  stored.
+  stored;
+- `disk` (with `--disk FOLDER`) has a depot whose pool holds little more than one prompt, and a tier below it; it
+  stores the prompt, then one that pushes it out of the pool, and then has it from the disk.
 
 Prints medians of the time to the first token, and the medians of the ratios within each prompt.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,14 @@ from tests.vllm.engines import Engine, connector, prompts
 from tests.vllm.models import make_model
 
 
-def serve(engines: dict[str, Engine], prompt: list[int], unknown: list[int], turn: int, max_tokens: int) -> Any:
+def serve(
+    engines: dict[str, Engine],
+    prompt: list[int],
+    unknown: list[int],
+    turn: int,
+    max_tokens: int,
+    settled: Callable[[], bool],
+) -> Any:
     """Serve one prompt in every way; return the times to the first token in seconds, and what was reused."""
     row: dict[str, Any] = {}
 
@@ -38,11 +49,17 @@ def serve(engines: dict[str, Engine], prompt: list[int], unknown: list[int], tur
 
     computing = [("no cache", "alone"), ("storing", "depot"), ("useless", "other")]
     reusing = [("own prefix cache", "alone"), ("hit", "depot"), ("hit of the other's", "other")]
+    if "disk" in engines:
+        computing.append(("storing to disk", "disk"))
+        reusing.append(("hit from disk", "disk"))
     for ways in (computing, reusing):
-        for name, engine in ways[turn % 3 :] + ways[: turn % 3]:
+        for name, engine in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
             if name != "own prefix cache":
                 engines[engine].reset()
             ask(name, engine)
+        if "disk" in engines and ways is computing:
+            engines["disk"].ask("first_token", prompt=unknown, max_tokens=max_tokens)
+            wait_until(settled, 60, "the disk")
     return row
 
 
@@ -50,9 +67,10 @@ def summary(rows: list[Any]) -> dict[str, Any]:
     """Return medians, and medians of ratios within a prompt."""
     first = {name: [row[name]["first_token_seconds"] for row in rows] for name in rows[0]}
     bases = {
-        "storing": "no cache", "useless": "no cache",
+        "storing": "no cache", "useless": "no cache", "storing to disk": "no cache", "hit from disk": "no cache",
         "hit": "own prefix cache", "hit of the other's": "own prefix cache",
     }  # fmt: skip
+    bases = {name: base for name, base in bases.items() if name in first}
     ratios = {
         f"{name} / {base}": statistics.median(a / b for a, b in zip(first[name], first[base], strict=True))
         for name, base in bases.items()
@@ -94,17 +112,29 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--output-tokens", type=int, default=8)
     parser.add_argument("--pool-size", default="6GiB")
+    parser.add_argument("--disk", type=Path, help="measure hits from a tier in this folder, too")
     parser.add_argument("--json", type=Path, help="write every measurement here")
     parser.add_argument("--plot", type=Path, help="draw them here (needs matplotlib)")
     arguments = parser.parse_args()
     options: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 2048}
-    with tempfile.TemporaryDirectory() as directory, DepotProcess(pool_size=arguments.pool_size) as depot:
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        depot = stack.enter_context(DepotProcess(pool_size=arguments.pool_size))
         model = make_model(Path(directory), "large-kv")
         configs = {
             "alone": None,
             "depot": connector(depot.url),
             "other": connector(depot.url, store="none"),
         }
+        small: DepotProcess | None = None
+        if arguments.disk:
+            tier = f"disk://{arguments.disk.absolute()}?capacity=16GiB"
+            small = stack.enter_context(DepotProcess("--tier", tier, pool_size=f"{arguments.tokens * 136}KiB"))
+            configs["disk"] = connector(small.url)
+
+        def settled() -> bool:
+            return small is None or not small.status().tiers[0].queued_write_bytes
+
         engines: dict[str, Engine] = {}
         try:
             for name, config in configs.items():
@@ -115,10 +145,10 @@ def main() -> int:
             wanted = prompts(arguments.prompts, arguments.tokens, seed=7)
             unknown = prompts(arguments.prompts, arguments.tokens, seed=8)
             for turn, prompt in enumerate(warm_up):
-                serve(engines, prompt, prompt[::-1], turn, arguments.output_tokens)
+                serve(engines, prompt, prompt[::-1], turn, arguments.output_tokens, settled)
             rows: list[Any] = []
             for turn, prompt in enumerate(wanted):
-                rows.append(serve(engines, prompt, unknown[turn], turn, arguments.output_tokens))
+                rows.append(serve(engines, prompt, unknown[turn], turn, arguments.output_tokens, settled))
                 print(
                     turn,
                     {name: round(1e3 * cell["first_token_seconds"]) for name, cell in rows[-1].items()},

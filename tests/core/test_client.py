@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +51,7 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.promise(28)
 def test_without_a_depot_a_lookup_is_a_miss_at_once(tmp_path: Path, make_client: MakeClient) -> None:
     client = make_client(str(tmp_path))
     assert client.lookup("r", prompt(3)).num_chunks == 0
@@ -58,6 +60,7 @@ def test_without_a_depot_a_lookup_is_a_miss_at_once(tmp_path: Path, make_client:
         client.wait_until_connected(0.1)
 
 
+@pytest.mark.promise(28)
 def test_a_depot_that_appears_later_is_found(tmp_path: Path, make_client: MakeClient) -> None:
     client = make_client(str(tmp_path))
     assert not client.is_connected
@@ -66,6 +69,7 @@ def test_a_depot_that_appears_later_is_found(tmp_path: Path, make_client: MakeCl
         assert client.is_connected
 
 
+@pytest.mark.promise(10)
 def test_a_lookup_pins_until_the_request_ends(client: SchedulerClient, depot: DepotProcess) -> None:
     lease = client.lookup("r", prompt(5))
     assert lease.num_chunks == 3
@@ -75,6 +79,7 @@ def test_a_lookup_pins_until_the_request_ends(client: SchedulerClient, depot: De
     wait_until(lambda: depot.status().num_leases == 0, 1.0)
 
 
+@pytest.mark.promise(11, 12)
 def test_the_same_request_id_twice_is_two_leases(client: SchedulerClient, depot: DepotProcess) -> None:
     first, second = client.lookup("r", prompt(3)), client.lookup("r", prompt(3))
     client.release(first)
@@ -96,6 +101,7 @@ def test_a_pending_lookup_is_polled_without_waiting(client: SchedulerClient) -> 
     assert pending.result().num_chunks == 3
 
 
+@pytest.mark.promise(10)
 def test_a_cancelled_lookup_leaves_no_lease(client: SchedulerClient, depot: DepotProcess) -> None:
     before = depot.status().counters.get("lookups", 0)
     client.submit_lookup("r", prompt(3)).cancel()
@@ -120,6 +126,7 @@ def test_a_lookup_that_does_not_start_at_the_beginning_is_refused(client: Schedu
         client.lookup("r", prompt(3).slice(1))
 
 
+@pytest.mark.promise(4, 23)
 def test_a_killed_depot_costs_less_than_a_deadline_and_comes_back(client: SchedulerClient, depot: DepotProcess) -> None:
     epoch = depot.status().epoch
     depot.kill()
@@ -131,6 +138,7 @@ def test_a_killed_depot_costs_less_than_a_deadline_and_comes_back(client: Schedu
     wait_until(lambda: client.lookup("r", prompt(3)).num_chunks == 3, what="the sealed chunks to be found again")
 
 
+@pytest.mark.promise(4)
 def test_a_depot_that_restarts_while_one_connects_is_tried_again_at_once(
     depot: DepotProcess, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +156,7 @@ def test_a_depot_that_restarts_while_one_connects_is_tried_again_at_once(
     assert not refusals
 
 
+@pytest.mark.promise(25)
 def test_a_hung_depot_costs_one_deadline_in_all(client: SchedulerClient, depot: DepotProcess) -> None:
     depot.signal(signal.SIGSTOP)
     try:
@@ -184,6 +193,35 @@ def test_a_lookup_that_is_only_polled_ends_at_its_deadline_too(client: Scheduler
         depot.signal(signal.SIGCONT)
 
 
+def test_a_depot_that_is_slow_all_the_time_is_left_alone_until_it_is_not(
+    client: SchedulerClient, depot: DepotProcess
+) -> None:
+    over = threading.Event()
+
+    def make_slow() -> None:
+        while not over.is_set():
+            depot.signal(signal.SIGSTOP)
+            over.wait(DEADLINE / 2)
+            depot.signal(signal.SIGCONT)
+            over.wait(0.002)
+
+    slowing = threading.Thread(target=make_slow)
+    slowing.start()
+    try:
+        waits = [seconds_of(lambda: client.lookup("r", prompt(3))) for _ in range(60)]
+    finally:
+        over.set()
+        slowing.join()
+    assert max(waits) < DEADLINE * 2
+    assert sum(waits) < 60 * DEADLINE / 4 / 2, "half of what it would cost to wait each time"
+    assert sum(wait < 0.01 for wait in waits) > 30
+    wait_until(lambda: client.lookup("again", prompt(3)).num_chunks == 3)
+    for request in ("r", "again"):
+        client.end_request(request)
+    wait_until(lambda: depot.status().num_leases == 0, what="the leases that were granted too late to come back")
+
+
+@pytest.mark.promise(27)
 def test_ten_restarts_leave_nothing_behind(client: SchedulerClient, depot: DepotProcess) -> None:
     def count() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -202,6 +240,7 @@ def test_ten_restarts_leave_nothing_behind(client: SchedulerClient, depot: Depot
     assert len(list(depot.pool_directory.iterdir())) == 3
 
 
+@pytest.mark.promise(20)
 def test_a_depot_that_refuses_is_a_miss_with_the_reason(depot: DepotProcess, make_client: MakeClient) -> None:
     bad = m.CacheSpec(60, SPEC.groups, "bytes")
     client = SchedulerClient(bad, "engine", url=depot.url, deadline_seconds=DEADLINE)
@@ -239,6 +278,7 @@ def test_sigterm_ends_the_server_and_keeps_the_cache(client: SchedulerClient, de
     wait_until(lambda: client.lookup("r", prompt(3)).num_chunks == 3)
 
 
+@pytest.mark.promise(39)
 def test_importing_the_client_loads_no_engine_and_no_server() -> None:
     import subprocess
     import sys

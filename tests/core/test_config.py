@@ -29,13 +29,17 @@ from kvdepot.errors import ConfigError
         ("1 KiB", 1024),
         ("2TB", 2 << 40),
         ("0", 0),
+        ("9007199254740993", 9007199254740993),
+        ("0.7K", 716),
     ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 apples", "4GiBi", "1e9", "0x10"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "4 apples", "4GiBi", "1e9", "0x10", "9" * 400, "9" * 5000, "1." + "0" * 5000]
+)
 def test_what_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)

@@ -144,6 +144,7 @@ def found(index: ChunkIndex, run: KeyRun) -> int:
 # --- finding --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(9)
 def test_what_is_prepared_and_not_committed_is_never_found() -> None:
     worker = Bench().worker()
     plan = worker.prepare(prompt(3))
@@ -172,6 +173,7 @@ def test_a_chunk_is_found_when_every_shard_of_it_is_stored() -> None:
     assert first.lookup(prompt(3)).num_chunks == second.retrieve(prompt(3)).num_chunks == 2
 
 
+@pytest.mark.promise(21)
 def test_a_digest_is_found_at_its_own_depth_only() -> None:
     worker = Bench().worker()
     worker.store(prompt(2))
@@ -182,6 +184,7 @@ def test_a_digest_is_found_at_its_own_depth_only() -> None:
     assert worker.lookup(prompt(2)).num_chunks == 2
 
 
+@pytest.mark.promise(20)
 def test_bytes_of_another_layout_are_a_miss() -> None:
     bench = Bench()
     writer = bench.worker()
@@ -198,6 +201,7 @@ def test_two_workers_of_one_spec_write_the_same_pages() -> None:
         bench.worker(page=2 * PAGE)
 
 
+@pytest.mark.promise(15)
 def test_a_retrieve_ends_at_the_first_chunk_that_lacks_a_group() -> None:
     worker = Bench(HYBRID).worker()
     worker.store(prompt(4), 4, 4, 0)
@@ -211,6 +215,7 @@ def test_a_retrieve_ends_at_the_first_chunk_that_lacks_a_group() -> None:
 
 @pytest.mark.parametrize("find", ["lookup", "retrieve"])
 @pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.promise(16)
 def test_leased_chunks_are_never_evicted(policy: str, find: str) -> None:
     worker = Bench(pages=4, policy=policy).worker()
     worker.store(prompt(4))
@@ -242,6 +247,57 @@ def test_what_was_looked_up_last_leaves_last() -> None:
     assert [worker.lookup(prompt(1, name)).num_chunks for name in (1, 2, 3)] == [1, 0, 1]
 
 
+@pytest.mark.promise(16)
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_store_into_a_full_pool_evicts_what_it_needs_and_no_more(policy: str) -> None:
+    bench = Bench(pages=8, policy=policy)
+    worker = bench.worker()
+    for name in range(8):
+        worker.store(prompt(1, name))
+    for needed in (1, 3, 5):
+        before = bench.index.num_evicted
+        assert worker.store(prompt(needed, 10 + needed)).num_declined == 0
+        assert bench.index.num_evicted == before + needed
+    assert bench.index.extents.used_bytes == 8 * PAGE
+
+
+@pytest.mark.promise(44)
+@pytest.mark.parametrize("groups", [PLAIN, HYBRID], ids=["plain", "hybrid"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_prefill_in_steps_leaves_the_same_entries(groups: tuple[m.GroupShape, ...], steps: int) -> None:
+    def entries(num_steps: int) -> set[tuple[bytes, int, int, int]]:
+        bench = Bench(groups)
+        worker = bench.worker()
+        for start in range(0, 6, 6 // num_steps):
+            worker.store(prompt(6).slice(start, start + 6 // num_steps))
+        assert worker.lookup(prompt(6)).num_chunks == 6
+        return {(r.key, r.group, r.shard, r.num_bytes) for r in bench.index.table.records() if r.state == SEALED}
+
+    assert entries(steps) == entries(1)
+
+
+@pytest.mark.promise(26)
+def test_an_hour_of_silence_forgets_no_worker() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    worker.store(prompt(2))
+    bench.now += 3600
+    bench.depot.expire()
+    assert worker.lookup(prompt(2)).num_chunks == worker.retrieve(prompt(2)).num_chunks == 2
+    assert worker.store(prompt(1, 1)).num_declined == 0
+
+
+@pytest.mark.promise(7)
+def test_another_protocol_version_is_one_line_in_the_server_s_log(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    worker = bench.worker()
+    assert worker.refusal(m.RegisterScheduler(99, "e", "m", bench.spec)) is ErrorCode.VERSION_MISMATCH
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "99" in line
+    assert f"{m.MINIMUM_PROTOCOL_VERSION} to {m.PROTOCOL_VERSION}" in line
+    assert "\n" not in line
+
+
 def test_an_aborted_chunk_does_not_make_the_one_before_it_seem_used() -> None:
     """Regression: its node number had belonged to a chunk that was used later, and passed that use on."""
     bench = Bench(pages=4)
@@ -256,6 +312,7 @@ def test_an_aborted_chunk_does_not_make_the_one_before_it_seem_used() -> None:
     assert here == [0, 1]
 
 
+@pytest.mark.promise(16)
 def test_a_store_that_can_never_fit_evicts_nothing() -> None:
     bench = Bench(pages=4)
     small = bench.worker()
@@ -273,6 +330,35 @@ def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
     worker.lookup(prompt(2))
     assert worker.store(prompt(1, 1)).num_declined == 1
     assert bench.index.extents.used_bytes == 2 * PAGE
+
+
+@pytest.mark.promise(23)
+def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them() -> None:
+    """Regression: with a full /dev/shm a tenant's or a layout's name was never saved, and its entries were lost."""
+    bench = Bench()
+    saved: list[tuple[int, list[tuple[str, str]]]] = []
+    disk_is_full = True
+
+    def save() -> None:
+        if disk_is_full:
+            raise OSError("no space left on device")
+        saved.append((len(bench.index.spaces), list(bench.depot.labels)))
+
+    bench.depot.on_names_changed = save
+    with pytest.raises(OSError, match="no space"):
+        bench.worker()
+    disk_is_full = False
+    worker = bench.worker()
+    assert saved == [(1, [])]
+    disk_is_full = True
+    for _ in range(2):
+        with pytest.raises(OSError, match="no space"):
+            worker.store(prompt(1))
+    assert list(bench.index.table.records()) == []
+    disk_is_full = False
+    for _ in range(2):
+        worker.store(prompt(1))
+    assert saved == [(1, []), (1, [("default", "model")])]
 
 
 def test_each_tenant_is_charged_for_its_own() -> None:
@@ -339,6 +425,7 @@ def test_a_successor_evicts_what_was_stored_longest_ago() -> None:
     assert [found(again, prompt(1, name)) for name in (1, 2, 3)] == [1, 1, 0]
 
 
+@pytest.mark.promise(30)
 def test_what_lost_its_parent_to_damage_is_freed_with_it() -> None:
     bench = Bench()
     bench.worker().store(prompt(3))
@@ -375,6 +462,22 @@ def test_a_record_that_is_there_twice_counts_once() -> None:
     memory[second] = other.memory[second]
     again = bench.successor(memory)
     assert (again.num_entries, again.extents.used_bytes, len(list(again.table.records()))) == (1, PAGE, 1)
+
+
+@pytest.mark.promise(60)
+def test_of_two_keys_that_begin_alike_one_is_found_after_a_restart_and_all_can_leave() -> None:
+    """Regression: the other was kept, not found, and never left. A peer can name such keys, no hash makes them."""
+    bench = Bench()
+    worker = bench.worker()
+    run = prompt(1)
+    alike = KeyRun(run.digests[:16] + bytes(16), 0, run.parent)
+    worker.store(run)
+    worker.store(alike)
+    again = bench.successor()
+    assert sorted((found(again, run), found(again, alike))) == [0, 1]
+    assert (again.num_entries, again.extents.used_bytes) == (1, PAGE)
+    assert again.evict_one()
+    assert (again.num_chunks, again.extents.used_bytes) == (0, 0)
 
 
 def test_a_child_stored_before_its_parent_was_aborted_and_stored_again_survives_a_restart() -> None:
@@ -536,7 +639,7 @@ class Life:
         spans = sorted((record.offset, record.offset + extent_size(record.num_bytes)) for record in records)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         used = sum(end - start for start, end in spans)
-        assert used == index.extents.used_bytes == sum(index.tenant_bytes.values())
+        assert used == index.extents.used_bytes == sum(index.label_bytes.values())
         assert (index.num_entries, len(self.bench.depot.leases)) == (len(self.sealed), len(self.leases))
 
     def restart(self) -> None:
@@ -600,6 +703,7 @@ def report(worker: Worker, run: KeyRun, chunk: int) -> int:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("chunk", [0, 2, 3])
+@pytest.mark.promise(30)
 def test_a_corrupt_entry_hides_what_comes_after_it_until_it_is_stored_again(chunk: int, policy: str) -> None:
     bench = Bench(pages=8, policy=policy)
     worker = bench.worker()

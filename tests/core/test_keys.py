@@ -59,6 +59,7 @@ def test_a_changed_token_changes_its_chunk_and_all_after_it(prompt: list[int], d
         {"extra": (("a", "b"),)},
     ],
 )
+@pytest.mark.promise(19)
 def test_every_part_of_the_identity_counts(change: dict[str, str]) -> None:
     assert hash_prefix(NAMESPACE, 4, range(8)) != hash_prefix(replace(NAMESPACE, **change), 4, range(8))
 
@@ -68,6 +69,7 @@ def test_the_order_of_extra_identity_does_not_count() -> None:
     assert first.digest(64) == Namespace("m", extra=(("b", "2"), ("a", "1"))).digest(64)
 
 
+@pytest.mark.promise(20)
 def test_chunk_sizes_never_share() -> None:
     assert hash_prefix(NAMESPACE, 4, range(8)).parent != hash_prefix(NAMESPACE, 8, range(8)).parent
 
@@ -84,11 +86,13 @@ def test_an_extra_key_counts_from_its_first_chunk_on() -> None:
     assert [a == b for a, b in zip(plain, image, strict=True)] == [True, False, False, False]
 
 
+@pytest.mark.promise(19)
 def test_an_extra_key_counts_with_its_place_and_its_content() -> None:
     variants = [with_extra((5, 7, b"image")), with_extra((5, 7, b"other")), with_extra((4, 6, b"image")), with_extra()]
     assert len({variant[1] for variant in variants}) == 4
 
 
+@pytest.mark.promise(19)
 def test_two_processes_with_different_hash_seeds_agree() -> None:
     code = (
         "from kvdepot import *; print(hash_prefix(Namespace('m', extra=(('b', ''), ('a', ''))), 4, range(8)).digests)"
@@ -102,6 +106,7 @@ def test_two_processes_with_different_hash_seeds_agree() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.promise(19, 21)
 def test_the_format_of_a_digest_is_fixed() -> None:
     fields: tuple[object, ...] = ("model", "main", "default", "salt", "", [], 4)
     root = blake3(msgspec.msgpack.encode(fields), derive_key_context="kvdepot 2026-11 namespace").digest()

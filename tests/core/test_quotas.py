@@ -25,6 +25,7 @@ def fill(worker: Worker, tenant: str, names: range) -> int:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.promise(22, 56)
 def test_a_flood_leaves_others_what_their_quota_says(policy: str) -> None:
     bench = Bench(pages=12, policy=policy, quotas={"a": 4, "b": 4})
     worker = bench.worker()
@@ -53,9 +54,9 @@ def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
     worker = bench.worker()
     for turn in range(200):
         fill(worker, "ab"[turn % 2], range(turn, turn + 1))
-    before = bench.index.tenant_bytes.copy()
+    before = bench.index.label_bytes.copy()
     fill(worker, "a", range(1000, 1100))
-    assert bench.index.tenant_bytes == before == {0: 4 * PAGE, 1: 4 * PAGE}
+    assert bench.index.label_bytes == before == {0: 4 * PAGE, 1: 4 * PAGE}
     assert stored(worker, "b", range(200)) == 4
 
 
@@ -76,7 +77,7 @@ def test_quotas_are_as_before_after_a_restart() -> None:
     fill(worker, "a", range(3))
     fill(worker, "b", range(5))
     again = Bench(pages=8, quotas={"a": 4})
-    again.depot.restore_tenants(bench.depot.tenants)
+    again.depot.restore_labels(bench.depot.labels)
     again.memory[:] = bench.memory
     assert [record for record in again.index.restore([bench.spec]) if record is not None] == []
     assert again.index.quotas.used_bytes == [5 * PAGE, 3 * PAGE]
@@ -89,6 +90,7 @@ def test_quotas_that_cannot_be_kept_are_refused(quotas: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.promise(22)
 def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> None:
     rng = random.Random(3)
     bench = Bench(pages=24, policy=policy, quotas={"a": 10, "b": 6})
@@ -96,9 +98,9 @@ def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> Non
     quota = {"a": 10 * PAGE, "b": 6 * PAGE, "c": 8 * PAGE}
     for number in range(600):
         tenant = rng.choice("abc")
-        before = {bench.depot.tenants[t]: used for t, used in bench.index.tenant_bytes.items()}
+        before = {bench.depot.labels[t][0]: used for t, used in bench.index.label_bytes.items()}
         worker.store(prompt(rng.randint(1, 3), number, tenant))
-        after = {bench.depot.tenants[t]: used for t, used in bench.index.tenant_bytes.items()}
+        after = {bench.depot.labels[t][0]: used for t, used in bench.index.label_bytes.items()}
         for other, used in before.items():
             if other != tenant:
                 assert after[other] >= min(used, quota[other])

@@ -10,11 +10,13 @@ def test_every_known_backend_is_listed_installed_or_not() -> None:
     assert {"cpu", "cuda", "xpu", "hpu"} <= {backend.name for backend in list_backends()}
 
 
+@pytest.mark.promise(34)
 def test_an_unknown_backend_is_an_error_that_names_the_installed_ones() -> None:
     with pytest.raises(BackendUnavailable, match="installed are"):
         get_backend("abacus")
 
 
+@pytest.mark.promise(34)
 def test_a_backend_that_is_not_installed_is_an_error_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.registry._entry_points", dict)
     with pytest.raises(BackendUnavailable, match=r"pip install 'kvdepot\[cpu\]'"):

@@ -44,6 +44,7 @@ def test_good_lines_are_given_before_a_bad_one_is_met(trace: Path) -> None:
         ("[]", "object"),
         ("\xff", "malformed"),
         (line() + line(), "trailing"),
+        ('{"x": ' + "[" * 5000, "recursion"),
         ('{"timestamp": 1, "input_length": 5, "output_length": 1}', "hash_ids"),
         (line(timestamp=-1), "timestamp"),
         (line(timestamp="now"), "timestamp"),

@@ -1,7 +1,7 @@
 """An engine in a process of its own, for tests that kill it. Run: python engine_child.py URL INSTANCE
 
-Reads one command a line and answers each with a line: `store SALT N`, `retrieve SALT N`, `lookup SALT N`,
-`prepare SALT N` (asks for extents, writes half of the first and stops there), `exit`.
+Reads one command a line and answers each with a line: `store SALT N`, `retrieve SALT N` (and ends the
+request), `lookup SALT N`, `prepare SALT N` (asks for extents, writes half of the first and stops there), `exit`.
 """
 
 import sys
@@ -53,6 +53,7 @@ def answer(command: str, salt: int, num_chunks: int, cache: list[Any], context: 
                 layer[:] = 0
             future = context.submit_retrieve("request", run, [blocks])
             future.result(20)
+            scheduler.end_request("request")
             return [future.num_chunks, count_wrong(cache, salt, blocks[: future.num_chunks * 4])]
         case "lookup":
             return [scheduler.lookup("request", run).num_chunks]

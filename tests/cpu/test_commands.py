@@ -36,6 +36,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.promise(23, 29)
 def test_the_demo_verifies_what_two_engines_share_and_survives_a_killed_depot() -> None:
     summary = run_json("demo")
     assert summary["wrong_bytes"] == summary["restart"]["wrong_bytes"] == 0
@@ -77,12 +78,43 @@ def test_status_is_for_people_and_for_machines() -> None:
         assert run("clear", "--url", depot.url).stdout == "0 entries forgotten\n"
 
 
+def test_a_depot_is_asked_over_tcp_with_keys_that_were_generated(tmp_path: Path) -> None:
+    for directory, name in (("depot", "depot"), ("clients", "laptop")):
+        made = run("keys", "generate", str(tmp_path / directory), "--name", name)
+        assert "--curve-clients FOLDER" in made.stdout
+    again = run("keys", "generate", str(tmp_path / "depot"), "--name", "depot")
+    assert again.returncode == 1
+    assert "is not overwritten" in again.stderr
+    keys = (
+        "--curve-secret",
+        str(tmp_path / "depot" / "depot.key_secret"),
+        "--curve-clients",
+        str(tmp_path / "clients"),
+    )
+    with DepotProcess("--listen", "tcp://127.0.0.1:*", *keys) as depot:
+        url = run_json("status", "--url", depot.url)["endpoints"][1]
+        secret = ("--curve-secret", str(tmp_path / "clients" / "laptop.key_secret"))
+        client = ("--url", url, *secret, "--curve-server", str(tmp_path / "depot" / "depot.key"))
+        assert run_json("status", *client)["pid"] == depot.pid
+        assert run("clear", *client).stdout == "0 entries forgotten\n"
+        assert "give both --curve-secret" in run("clear", "--url", url, *secret).stderr
+        assert "needs --curve-secret" in run("clear", "--url", url).stderr
+
+
+def test_tcp_without_keys_is_refused_with_the_command_that_makes_them(tmp_path: Path) -> None:
+    result = run("serve", "--dir", str(tmp_path / "depot"), "--listen", "tcp://0.0.0.0:0")
+    assert result.returncode == 1
+    assert "kvdepot keys generate" in result.stderr
+    assert not (tmp_path / "depot").exists()
+
+
 def test_without_a_depot_status_says_what_to_do(tmp_path: Path) -> None:
     result = run("status", "--url", str(tmp_path))
     assert result.returncode == 1
     assert "kvdepot serve" in result.stderr
 
 
+@pytest.mark.promise(3)
 def test_a_hung_depot_is_unhealthy_within_its_deadline() -> None:
     import signal
 
@@ -94,9 +126,8 @@ def test_a_hung_depot_is_unhealthy_within_its_deadline() -> None:
     assert "does not answer" in result.stderr
 
 
-@pytest.mark.parametrize("flag", ["--tier=disk:///tmp/x", "--http=127.0.0.1:1"])
-def test_what_is_not_built_yet_is_refused_and_not_ignored(flag: str, tmp_path: Path) -> None:
-    result = run("serve", "--dir", str(tmp_path), "--pool-size", "1MiB", flag)
+def test_what_is_not_built_yet_is_refused_and_not_ignored(tmp_path: Path) -> None:
+    result = run("serve", "--dir", str(tmp_path), "--pool-size", "1MiB", "--http=127.0.0.1:1")
     assert result.returncode == 1
     assert "not built yet" in result.stderr
 

@@ -81,6 +81,7 @@ def spawn(depot: DepotProcess) -> Iterator[Callable[[str], Engine]]:
 Spawn = Callable[[str], Engine]
 
 
+@pytest.mark.promise(9, 24)
 def test_what_a_killed_worker_had_prepared_is_never_found_and_its_space_comes_back(
     depot: DepotProcess, spawn: Spawn
 ) -> None:
@@ -94,6 +95,7 @@ def test_what_a_killed_worker_had_prepared_is_never_found_and_its_space_comes_ba
     assert other.ask("retrieve 1 3") == ["3", "0"]
 
 
+@pytest.mark.promise(25)
 def test_a_stopped_worker_keeps_its_space_until_it_is_dead(depot: DepotProcess, spawn: Spawn) -> None:
     victim, other = spawn("victim"), spawn("other")
     victim.ask("prepare 1 3")
@@ -106,6 +108,7 @@ def test_a_stopped_worker_keeps_its_space_until_it_is_dead(depot: DepotProcess, 
     assert other.ask("retrieve 2 3") == ["3", "0"]
 
 
+@pytest.mark.promise(10, 24, 26)
 def test_leases_of_a_killed_scheduler_end_at_once(depot: DepotProcess, spawn: Spawn) -> None:
     victim = spawn("victim")
     victim.ask("store 1 3")
@@ -126,6 +129,7 @@ def test_two_engines_that_store_the_same_at_once_make_one_copy(depot: DepotProce
     assert [engine.ask("retrieve 1 16") for engine in engines] == [["16", "0"]] * 2
 
 
+@pytest.mark.promise(9, 23)
 def test_half_written_chunks_of_a_killed_server_are_gone_and_sealed_ones_are_there(
     depot: DepotProcess, spawn: Spawn
 ) -> None:
@@ -156,6 +160,7 @@ def test_unfinished_chunks_of_a_live_writer_wait_until_it_comes_back_or_dies(dep
     assert other.ask("retrieve 1 3") == ["3", "0"]
 
 
+@pytest.mark.promise(29)
 def test_killing_the_server_over_and_over_under_load_serves_no_wrong_byte(depot: DepotProcess, spawn: Spawn) -> None:
     engines = [spawn("one"), spawn("two")]
     for number in range(5):
@@ -209,6 +214,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., CpuTransferCo
 
 
 @pytest.mark.parametrize(("num_stored", "num_left"), [(8, 0), (3, 5)])
+@pytest.mark.promise(14, 15)
 def test_what_is_evicted_during_a_retrieve_is_a_miss_and_what_stayed_counts(
     make: Callable[..., CpuTransferContext], num_stored: int, num_left: int
 ) -> None:
@@ -227,6 +233,7 @@ def test_what_is_evicted_during_a_retrieve_is_a_miss_and_what_stayed_counts(
         assert (reader.cache[0, : 4 * num_left] == 1).all()  # type: ignore[attr-defined]
 
 
+@pytest.mark.promise(9)
 def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
     depot: DepotProcess, make: Callable[..., CpuTransferContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +249,7 @@ def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
     assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)
 
 
+@pytest.mark.promise(9)
 def test_a_server_killed_during_a_store_makes_it_a_miss(
     depot: DepotProcess, make: Callable[..., CpuTransferContext]
 ) -> None:
@@ -251,7 +259,7 @@ def test_a_server_killed_during_a_store_makes_it_a_miss(
     assert gate.reached.wait(10)
     depot.kill()
     depot.start()
-    assert depot.status().quarantined_bytes or depot.status().recovering
+    wait_until(lambda: depot.status().quarantined_bytes, what="the quarantine of what is being written")
     gate.opened.set()
     assert future.result(10) is False
     context.wait_until_connected(10)
@@ -261,6 +269,7 @@ def test_a_server_killed_during_a_store_makes_it_a_miss(
     assert (context.cache[0, :16] == 3).all()  # type: ignore[attr-defined]
 
 
+@pytest.mark.promise(27)
 def test_ten_restarts_leave_no_descriptor_mapping_or_thread_in_a_worker(
     depot: DepotProcess, make: Callable[..., CpuTransferContext]
 ) -> None:

@@ -3,6 +3,7 @@
 import time
 
 import numpy as np
+import pytest
 
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.protocols import CacheGroup
@@ -13,6 +14,7 @@ _LAYERS, _BLOCKS, _PAGE = 8, 128, 65536  # 64 MiB, of which each prompt has its 
 _PROMPTS = 66  # two more than fit
 
 
+@pytest.mark.promise(23, 39)
 def test_four_gibibytes_of_chunks_are_found_again() -> None:
     cache = [np.empty((_BLOCKS, _PAGE), np.uint8) for _ in range(_LAYERS)]
     keys = [hash_prefix(Namespace(f"model-{number}"), 64, range(_BLOCKS * 16)) for number in range(_PROMPTS)]
@@ -31,6 +33,7 @@ def test_four_gibibytes_of_chunks_are_found_again() -> None:
             started = time.monotonic()
             depot.start()
             answered = time.monotonic() - started
+            assert answered < 1.0
             wait_until(lambda: not depot.status().recovering, 10, "the table to be read")
             assert depot.status().num_entries >= 0.99 * before.num_entries
             worker.wait_until_connected(10)

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvdepot.testing.processes import DepotProcess
 
 
+@pytest.mark.promise(6)
 def test_the_example_runs_as_it_stands() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)

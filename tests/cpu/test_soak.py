@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.promise(24, 25, 29)
 def test_a_minute_of_load_and_kills_leaves_nothing_wrong_late_or_behind() -> None:
     command = [sys.executable, "-m", "kvdepot", "soak", "--seconds", "60", "--engines", "2", "--seed", "7", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)

@@ -1,5 +1,7 @@
 """Ten kills of the depot under load cost work, not the cache: the hit rate ends where it would have been."""
 
+import pytest
+
 from kvdepot.demo import make_conversations
 from kvdepot.engine_model import GEOMETRY_8B, Geometry, RequestReport
 from kvdepot.fleet import Fleet, Prompt
@@ -34,6 +36,7 @@ def hit_rate_at_the_end(num_kills: int) -> float:
     return 1 - computed / sum(report.prompt_tokens for report in reports)
 
 
+@pytest.mark.promise(23)
 def test_the_hit_rate_ends_within_five_points_of_an_undisturbed_run() -> None:
     undisturbed, disturbed = hit_rate_at_the_end(0), hit_rate_at_the_end(10)
     print(f"undisturbed {undisturbed:.3f}, after ten kills {disturbed:.3f}")  # noqa: T201  # shown by pytest -s

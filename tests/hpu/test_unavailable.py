@@ -10,6 +10,7 @@ from kvdepot.errors import BackendUnavailable
 from kvdepot_hpu import backend as planned
 
 
+@pytest.mark.promise(34)
 def test_it_says_in_words_why_it_cannot_be_used() -> None:
     backend = next(backend for backend in list_backends() if backend.name == "hpu")
     assert backend.distribution
@@ -17,6 +18,7 @@ def test_it_says_in_words_why_it_cannot_be_used() -> None:
     assert "not built yet" in backend.why_unavailable
 
 
+@pytest.mark.promise(34)
 def test_asking_for_it_is_an_error_with_the_way_out() -> None:
     with pytest.raises(BackendUnavailable, match=r"kvdepot\[cpu\]"):
         get_backend("hpu")

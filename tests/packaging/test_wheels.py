@@ -54,10 +54,12 @@ def test_versions_and_pins_between_them_agree(wheels: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.promise(40)
 def test_none_brings_torch_or_an_engine_by_itself(name: str, wheels: dict[str, Path]) -> None:
     assert not {"torch", "vllm", "intel-extension-for-pytorch", "habana-torch-plugin"} & set(requirements(wheels[name]))
 
 
+@pytest.mark.promise(40)
 def test_no_requirement_has_an_upper_bound_that_could_downgrade_an_engine(wheels: dict[str, Path]) -> None:
     for wheel in wheels.values():
         for requirement in requirements(wheel).values():
@@ -90,6 +92,7 @@ def test_the_cpu_wheel_carries_the_compiled_copy(wheels: dict[str, Path]) -> Non
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.promise(39)
 def test_each_installs_with_the_core_alone_and_imports(name: str, wheels: dict[str, Path], tmp_path: Path) -> None:
     python = install({wheels["kvdepot"], wheels[name]}, tmp_path / "venv")
     heavy = "{'torch', 'vllm', 'numpy', 'zmq', 'kvdepot.server', 'habana_frameworks', 'cuda'}"
@@ -97,6 +100,7 @@ def test_each_installs_with_the_core_alone_and_imports(name: str, wheels: dict[s
     subprocess.run([str(python), "-c", code], check=True)
 
 
+@pytest.mark.promise(35)
 def test_from_wheels_alone_a_depot_and_its_cpu_backend_work(wheels: dict[str, Path], tmp_path: Path) -> None:
     python = install({wheels["kvdepot"], wheels["kvdepot-cpu"]}, tmp_path / "venv")
     backends = subprocess.run(

@@ -20,6 +20,7 @@ def engine(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.promise(36)
 def test_others_are_served_while_one_loads(engine: Engine) -> None:
     engine.ask("fault", kind="hold")
     done = engine.ask("submit", requests={"loads": HIT, "computes": OTHER}, max_tokens=4, steps=100)
@@ -29,6 +30,7 @@ def test_others_are_served_while_one_loads(engine: Engine) -> None:
     assert engine.ask("step", steps=100)["finished"] == ["loads"]
 
 
+@pytest.mark.promise(13, 18, 36)
 def test_a_store_holds_its_blocks_and_nothing_else(engine: Engine, depot: DepotProcess) -> None:
     before = engine.ask("state")
     engine.ask("hold_stores")
@@ -55,6 +57,7 @@ def test_stores_never_hold_more_than_their_share(depot: DepotProcess, model: Mak
         assert engine.ask("metrics")["vllm:kvdepot_stores_put_off"] > 0
 
 
+@pytest.mark.promise(36)
 def test_a_lookup_without_an_answer_stops_nobody(depot: DepotProcess, model: MakeModel) -> None:
     config = connector(depot.url, deadline_seconds=30.0)
     with Engine(model("gqa"), config, enable_prefix_caching=False) as engine:
@@ -71,6 +74,7 @@ def test_a_lookup_without_an_answer_stops_nobody(depot: DepotProcess, model: Mak
         wait_until(lambda: engine.ask("step", steps=5)["finished"] == ["waiting"], 20)
 
 
+@pytest.mark.promise(48)
 def test_the_engine_asks_once_a_request_however_often_it_is_asked(engine: Engine, depot: DepotProcess) -> None:
     # four requests fit into the batch; those that wait are asked again in every step
     before = depot.status().counters["lookups"]

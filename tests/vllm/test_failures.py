@@ -42,6 +42,7 @@ def leaks_nothing(engine: Engine, depot: DepotProcess, before: dict[str, int]) -
     return at_rest(engine) == before
 
 
+@pytest.mark.promise(28)
 def test_engine_first_depot_later(model: MakeModel, tmp_path: Any) -> None:
     with Engine(
         model("gqa"), connector(str(tmp_path)), reference=PROMPTS[:1], expects_depot=False, enable_prefix_caching=False
@@ -55,6 +56,7 @@ def test_engine_first_depot_later(model: MakeModel, tmp_path: Any) -> None:
             assert (tokens(outputs), cached(outputs)) == (engine.reference, [640])
 
 
+@pytest.mark.promise(23)
 def test_a_killed_depot(warm: Engine, depot: DepotProcess) -> None:
     before = at_rest(warm)
     warm.send("generate", prompts=PROMPTS, max_tokens=16)
@@ -67,6 +69,7 @@ def test_a_killed_depot(warm: Engine, depot: DepotProcess) -> None:
     assert cached(warm.generate(PROMPTS)) == [640] * 6
 
 
+@pytest.mark.promise(25)
 def test_a_hung_depot_costs_one_deadline_not_one_a_request(warm: Engine, depot: DepotProcess) -> None:
     before = at_rest(warm)
     depot.signal(signal.SIGSTOP)
@@ -95,6 +98,7 @@ def test_a_depot_that_hangs_during_loads_and_stores(warm: Engine, depot: DepotPr
     wait_until(lambda: tokens(warm.generate(PROMPTS)) == warm.reference, 5)
 
 
+@pytest.mark.promise(16)
 def test_a_full_depot_declines_and_nobody_waits(model: MakeModel) -> None:
     with (
         DepotProcess(pool_size="4MiB") as small,
@@ -107,6 +111,7 @@ def test_a_full_depot_declines_and_nobody_waits(model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("aborted_after", ["the load", "steps"])
+@pytest.mark.promise(10, 18)
 def test_aborted_requests_leak_nothing(warm: Engine, depot: DepotProcess, aborted_after: str) -> None:
     before = at_rest(warm)
     requests = {f"abort-{aborted_after}-{number}": prompt for number, prompt in enumerate(PROMPTS[:4])}
@@ -140,6 +145,7 @@ def test_a_request_aborted_while_it_loads_from_a_depot_that_dies(warm: Engine, d
     ids=["one group", "one group without vLLM's own cache", "several groups"],
 )
 @pytest.mark.parametrize("num_chunks", [0, 2])
+@pytest.mark.promise(32)
 def test_a_load_that_fails_is_recomputed(
     name: str, options: dict[str, Any], num_chunks: int, depot: DepotProcess, model: MakeModel
 ) -> None:
@@ -164,6 +170,7 @@ def reset_unless(engine: Engine, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.promise(45)
 def test_the_failure_policy_is_said_at_start(keeps: bool, depot: DepotProcess, model: MakeModel) -> None:
     wanted: list[Prompt] = PROMPTS[:1]
     config = connector(depot.url, **({"keep_load_failure_policy": True} if keeps else {}))

@@ -79,6 +79,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.promise(19)
 def test_engines_that_differ_never_share(weights: Path) -> None:
     found = {name: digest(weights, **changes) for name, changes in CHANGES.items()}
     found["unchanged"] = digest(weights)
@@ -94,6 +95,7 @@ def test_what_does_not_decide_the_kv_does_not_matter(weights: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1 << 20, (2 << 20) - 1])
+@pytest.mark.promise(19)
 def test_weights_that_changed_in_place_are_others(place: int, weights: Path) -> None:
     before = digest(weights)
     content = bytearray((weights / "model.safetensors").read_bytes())
@@ -110,6 +112,7 @@ def test_a_copy_of_the_weights_has_the_same_fingerprint(weights: Path, tmp_path:
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
+@pytest.mark.promise(19)
 def test_processes_agree_without_a_hash_seed(seed: str, weights: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.vllm.test_identity import digest\n"
@@ -148,6 +151,7 @@ def keys_of(weights: Path, **changes: Any) -> bytes:
     return hasher.run().digests
 
 
+@pytest.mark.promise(19)
 def test_requests_that_differ_never_share(weights: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "adapter_model.safetensors").write_bytes(b"weights")
@@ -200,6 +204,7 @@ def test_real_multimodal_requests_have_what_is_read(weights: Path) -> None:
 PROMPTS = prompts(2, 500, seed=30)
 
 
+@pytest.mark.promise(19, 22)
 def test_salts_and_adapters_share_with_nobody_but_themselves(
     depot: DepotProcess, model: MakeModel, make_adapter: Callable[[Path, int], Path]
 ) -> None:
@@ -228,6 +233,7 @@ def test_salts_and_adapters_share_with_nobody_but_themselves(
             assert (tokens(warm), cached(warm)) == (wanted, [384, 384]), way
 
 
+@pytest.mark.promise(19)
 def test_another_engine_with_other_weights_or_dtype_finds_nothing(depot: DepotProcess, model: MakeModel) -> None:
     with Engine(model("gqa"), connector(depot.url)) as engine:
         engine.generate(PROMPTS)
@@ -240,6 +246,7 @@ def test_another_engine_with_other_weights_or_dtype_finds_nothing(depot: DepotPr
         assert cached(other.generate(PROMPTS)) == [0, 0]
 
 
+@pytest.mark.promise(58)
 def test_a_reset_with_the_connector_is_one_engine_s_own(depot: DepotProcess, model: MakeModel) -> None:
     with Engine(model("gqa"), connector(depot.url)) as engine:
         engine.generate(PROMPTS)

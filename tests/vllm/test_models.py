@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.promise(17, 29, 32)
 def test_cold_warm_and_batched(case: str, depot: DepotProcess, model: MakeModel) -> None:
     name, options, whole_long, whole_short = CASES[case]
     all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, **options}
@@ -55,6 +56,7 @@ def test_a_window_loads_only_what_it_reaches(depot: DepotProcess, model: MakeMod
         assert metrics["vllm:kvdepot_load_bytes"] == (11 + 5 * 4) * 128 * 2 * 128 * 4  # 4 blocks of each window
 
 
+@pytest.mark.promise(32)
 def test_latent_attention_by_bytes_and_log_probabilities(depot: DepotProcess, model: MakeModel) -> None:
     # vLLM's own partial prefill differs from its full prefill there, by up to 2e-2 in log-probabilities
     with Engine(model("mla"), connector(depot.url)) as engine:
@@ -69,6 +71,7 @@ def test_latent_attention_by_bytes_and_log_probabilities(depot: DepotProcess, mo
             assert after["logprobs"][0] == pytest.approx(before["logprobs"][0], abs=0.05)
 
 
+@pytest.mark.promise(32)
 def test_states_that_are_not_cacheable_are_refused_with_the_way_out(depot: DepotProcess, model: MakeModel) -> None:
     with Engine(
         model("mamba"), connector(depot.url), reference=PROMPTS[:1], enable_prefix_caching=False,
@@ -82,6 +85,7 @@ def test_states_that_are_not_cacheable_are_refused_with_the_way_out(depot: Depot
 
 
 @pytest.mark.parametrize(("name", "num_shards", "reuse"), [("gqa", 2, 1408), ("mla", 1, 1488)])
+@pytest.mark.promise(33)
 def test_two_ranks_store_their_shards_or_what_both_hold_once(
     name: str, num_shards: int, reuse: int, depot: DepotProcess, model: MakeModel
 ) -> None:

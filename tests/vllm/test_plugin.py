@@ -16,6 +16,7 @@ from tests.vllm.conftest import MakeModel
 from tests.vllm.engines import Engine, cached, connector, prompts
 
 
+@pytest.mark.promise(55)
 def test_the_plugin_is_installed_and_imports_nothing_heavy() -> None:
     (entry,) = entry_points(group="vllm.general_plugins", name="kvdepot")
     assert entry.value == "kvdepot_vllm.plugin:register"
@@ -91,6 +92,7 @@ def test_a_wrong_setting_stops_the_engine_at_start(depot: DepotProcess, model: M
         Engine(model("gqa"), connector(depot.url, ulr="typo"))
 
 
+@pytest.mark.promise(34)
 def test_a_backend_that_is_missing_stops_the_engine_with_the_way_out(
     depot: DepotProcess, model: MakeModel, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def second(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.promise(17)
 def test_cold_then_warm_then_warm_in_the_other_engine(first: Engine, second: Engine, depot: DepotProcess) -> None:
     cold = first.generate(PROMPTS, together=False)
     assert tokens(cold) == first.reference
@@ -61,6 +62,7 @@ def test_what_vllm_holds_itself_is_not_loaded_again(first: Engine, depot: DepotP
     assert depot.status().counters["retrieve_chunks"] - before == 3  # 640 tokens less the 256 that vLLM had
 
 
+@pytest.mark.promise(44)
 def test_chunked_prefill_stores_what_one_prefill_stores(second: Engine, depot: DepotProcess) -> None:
     before = depot.status().num_chunks
     prompt = prompts(1, 700, seed=9)
@@ -89,6 +91,7 @@ def test_after_eviction_of_half_the_chunks(model: MakeModel) -> None:
         assert tokens(engine.generate(PROMPTS)) == engine.reference
 
 
+@pytest.mark.promise(23)
 def test_after_a_restart_of_the_depot(first: Engine, depot: DepotProcess) -> None:
     first.generate(PROMPTS[:4])
     num_contexts = len(depot.status().contexts)
@@ -103,6 +106,7 @@ def test_after_a_restart_of_the_depot(first: Engine, depot: DepotProcess) -> Non
     assert cached(warm) == WHOLE[:4]
 
 
+@pytest.mark.promise(18)
 def test_under_preemption(depot: DepotProcess, model: MakeModel) -> None:
     wanted = prompts(3, 300, seed=3)
     with Engine(

@@ -153,6 +153,7 @@ def test_at_least_one_token_is_left_to_compute(scene: Callable[..., Scene]) -> N
     assert it.client.asked == [1, 3, 4]
 
 
+@pytest.mark.promise(36, 48)
 def test_the_scheduler_is_told_to_ask_later_and_no_second_lookup_is_sent(scene: Callable[..., Scene]) -> None:
     it = scene(num_chunks=2)
     it.client.answers = False
@@ -231,6 +232,7 @@ def test_a_window_may_begin_within_a_chunk(scene: Callable[..., Scene]) -> None:
     assert load.block_ids[1] == [NO_BLOCK, 13, 14, 15]
 
 
+@pytest.mark.promise(13, 18)
 def test_chunks_are_stored_as_they_fill_up_and_held_until_every_worker_is_done(scene: Callable[..., Scene]) -> None:
     it = scene(workers=2)
     request = it.request(100)

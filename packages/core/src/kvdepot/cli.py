@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,7 +14,8 @@ import msgspec
 
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
-from kvdepot.config import ServerConfig, default_directory, format_size, parse_size
+from kvdepot.config import Demotion, ServerConfig, default_directory, format_size, parse_size
+from kvdepot.curve import ClientKeys, generate_keys, load_pair, load_public
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
 from kvdepot.registry import list_backends
@@ -45,7 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvdepot {version('kvdepot')}")
     common = _log_options("warning")
     client = argparse.ArgumentParser(add_help=False, parents=[common])
-    client.add_argument("--url", help=f"the depot: its directory or ipc://DIR (default {default_directory()})")
+    client.add_argument(
+        "--url", help=f"the depot: its directory, ipc://DIR or tcp://HOST:PORT (default {default_directory()})"
+    )
+    client.add_argument("--curve-secret", type=Path, metavar="FILE", help="over TCP: this side's keys, *.key_secret")
+    client.add_argument("--curve-server", type=Path, metavar="FILE", help="over TCP: the depot's public key, *.key")
     json_output = argparse.ArgumentParser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print JSON")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -61,10 +67,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--max-entries", type=int, help="entries of the index (default: one for each 64 KiB of pool)")
     serve.add_argument(
-        "--listen", action="append", default=[], metavar="URL", help="a further control endpoint, ipc://PATH"
+        "--listen", action="append", default=[], metavar="URL",
+        help="a further control endpoint: ipc://PATH, or tcp://HOST:PORT with CURVE keys (status and clear only)",
+    )  # fmt: skip
+    serve.add_argument("--curve-secret", type=Path, metavar="FILE", help="over TCP: the depot's keys, *.key_secret")
+    serve.add_argument(
+        "--curve-clients", type=Path, metavar="DIR|FILE", help="over TCP: public keys (*.key) of those who may connect"
     )
     serve.add_argument(
-        "--tier", action="append", default=[], metavar="URL", help="storage below the pool: not built yet"
+        "--socket-group", metavar="GROUP", help="members of this group may connect, too (default: this user and root)"
+    )
+    serve.add_argument(
+        "--tier", action="append", default=[], metavar="URL",
+        help="storage below the pool, for example 'disk:///var/cache/kvdepot?capacity=200GiB'; in order",
+    )  # fmt: skip
+    serve.add_argument(
+        "--demote", choices=[*Demotion], default="store",
+        help="when an entry is written to the tiers: when it is stored, used again, or about to leave (default store)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--demote-min-tokens", type=int, default=0, metavar="N", help="prefixes of fewer tokens stay in the pool"
+    )
+    serve.add_argument(
+        "--promote-seconds", type=float, default=1.0, help="the most that a lookup waits for tiers (default 1)"
     )
     serve.add_argument("--http", metavar="HOST:PORT", help="operations and metrics over HTTP: not built yet")
     serve.add_argument(
@@ -88,6 +113,17 @@ def _parser() -> argparse.ArgumentParser:
     clear = commands.add_parser("clear", parents=[client], help="forget the entries that nobody uses")
     clear.set_defaults(run=_clear)
     clear.add_argument("--tenant", help="only this tenant's")
+    clear.add_argument("--model", help="only this model's, as its engines registered it")
+
+    keys = commands.add_parser("keys", help="make the CURVE keys that TCP needs")
+    keys_commands = keys.add_subparsers(required=True, metavar="COMMAND")
+    generate = keys_commands.add_parser(
+        "generate", parents=[common], help="make a key pair",
+        description="Make a key pair, for a depot or for a client: NAME.key is public, NAME.key_secret stays here.",
+    )  # fmt: skip
+    generate.set_defaults(run=_generate_keys)
+    generate.add_argument("dir", type=Path, metavar="DIR", help="where the two files go")
+    generate.add_argument("--name", default="kvdepot", help="of the files, and of a client in the list of a depot")
 
     backends = commands.add_parser("backends", parents=[common, json_output], help="list accelerator backends")
     backends.set_defaults(run=_backends)
@@ -148,25 +184,58 @@ def _quota(text: str) -> tuple[str, int]:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from kvdepot.server.loop import DepotServer
+    from kvdepot.server.loop import DepotServer, raise_descriptor_limit
 
-    for flag, value in (("--tier", options.tier), ("--http", options.http)):
-        if value:
-            raise ConfigError(f"{flag} is not built yet in this version: start the depot without it")
+    if options.http:
+        raise ConfigError("--http is not built yet in this version: start the depot without it")
+    if not 0 < options.promote_seconds <= 60:
+        raise ConfigError(f"--promote-seconds {options.promote_seconds:g}: above 0, at most 60")
     config = ServerConfig(
         directory=options.dir, pool_directory=options.pool_dir, pool_size_bytes=options.pool_size,
         max_entries=options.max_entries, listen=tuple(options.listen), policy=options.policy,
         lease_seconds=options.lease_seconds, verify=options.verify, quotas=dict(options.quota),
-        ephemeral=options.ephemeral, fresh=options.fresh,
+        ephemeral=options.ephemeral, fresh=options.fresh, tiers=tuple(options.tier),
+        demotion=Demotion(options.demote), demotion_least_tokens=options.demote_min_tokens,
+        promotion_seconds=options.promote_seconds,
+        curve_secret=options.curve_secret,
+        curve_clients=options.curve_clients, socket_group=options.socket_group,
     )  # fmt: skip
+    raise_descriptor_limit()
     server = DepotServer(config)
     server.stop_on_signals()
     server.run()
+    if config.tiers:
+        # Libraries of tiers have threads of their own, which may hang in a call that nobody can end.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
     return 0
 
 
+def _generate_keys(options: argparse.Namespace) -> int:
+    public, secret = generate_keys(options.dir, options.name)
+    print(f"""secret  {secret}  stays here, readable by its user
+public  {public}  goes to the other side, unchanged
+
+A depot listens with its own secret key and a folder of its clients' public keys:
+    kvdepot serve --listen tcp://HOST:PORT --curve-secret DEPOT.key_secret --curve-clients FOLDER
+A client has its own secret key and the depot's public key:
+    kvdepot status --url tcp://HOST:PORT --curve-secret CLIENT.key_secret --curve-server DEPOT.key""")
+    return 0
+
+
+def _client_keys(options: argparse.Namespace) -> ClientKeys | None:
+    if options.curve_secret is None and options.curve_server is None:
+        return None
+    if options.curve_secret is None or options.curve_server is None:
+        raise ConfigError("give both --curve-secret (this side's keys) and --curve-server (the depot's public key)")
+    return ClientKeys(
+        load_pair(options.curve_secret, "--curve-secret"), load_public(options.curve_server, "--curve-server")
+    )
+
+
 def _status(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Status(), options.url)
+    reply = ask_depot(m.Status(), options.url, keys=_client_keys(options))
     assert isinstance(reply, m.StatusReply)
     if options.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply.status), indent=2).decode() + "\n")
@@ -202,6 +271,7 @@ def describe_status(status: m.DepotStatus) -> str:
     for name, usage in sorted(status.tenants.items()):
         quota = f" of a quota of {format_size(usage['quota_bytes'])}" if "quota_bytes" in usage else ""
         lines.append(f"tenant   {name}: {format_size(usage['used_bytes'])}{quota}")
+    lines += [_describe_tier(tier) for tier in status.tiers]
     for context in status.contexts:
         lines.append("")
         if context.role == "scheduler":
@@ -221,6 +291,25 @@ def describe_status(status: m.DepotStatus) -> str:
         )
         lines += [f"    {_describe_group(number, group)}" for number, group in enumerate(context.groups)]
     return "\n".join(lines)
+
+
+def _describe_tier(tier: m.TierStatus) -> str:
+    counters = tier.counters
+    parts = [f"tier     {tier.name}: {format_size(tier.used_bytes)}"]
+    if tier.capacity_bytes:
+        parts[0] += f" of {format_size(tier.capacity_bytes)}"
+    parts[0] += f" in {tier.num_entries:,} entries" if tier.num_entries else ""
+    parts.append(f"{format_size(counters.get('written_bytes', 0))} written")
+    parts.append(f"{format_size(counters.get('read_bytes', 0))} read")
+    if tier.queued_write_bytes:
+        parts.append(f"{format_size(tier.queued_write_bytes)} wait to be written")
+    if counters.get("corrupt"):
+        parts.append(f"{counters['corrupt']:,} were damaged")
+    if tier.num_hung_calls:
+        parts.append(f"{tier.num_hung_calls} calls hang")
+    if tier.why_open:
+        parts.append(f"LEFT ALONE: {tier.why_open}")
+    return "; ".join(parts)
 
 
 def _describe_group(number: int, group: m.GroupStatus) -> str:
@@ -249,7 +338,7 @@ def _describe_group(number: int, group: m.GroupStatus) -> str:
 
 
 def _clear(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Clear(options.tenant), options.url)
+    reply = ask_depot(m.Clear(options.tenant, options.model), options.url, keys=_client_keys(options))
     assert isinstance(reply, m.Done)
     print(f"{reply.count:,} entries forgotten")
     return 0

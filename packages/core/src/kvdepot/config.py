@@ -1,6 +1,8 @@
 """Settings: parsed once at the edge, then passed in. Only this module and `cli` look at the environment."""
 
+import enum
 import hashlib
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ SESSION_SOCKET = "session.sock"  # Unix stream: descriptors, and news of death
 POOL_SHARE_OF_FREE_MEMORY = 0.25
 EXTENT_ALIGNMENT_BYTES = 4096
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
@@ -29,7 +31,8 @@ def parse_size(text: str) -> int:
     match = _SIZE.match(text)
     if match is None:
         raise ConfigError(f"{text!r} is not a size: write for example 512MiB or 4GiB")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+    whole, _, rest = match[1].partition(".")
+    return int(whole + rest) * 1024 ** " kmgt".index(match[2].lower() or " ") // 10 ** len(rest)
 
 
 def format_size(num_bytes: float) -> str:
@@ -68,8 +71,25 @@ def directory_of_url(url: str | None) -> Path:
         path = Path(url.removeprefix("ipc://"))
         return path.parent if path.name == CONTROL_SOCKET else path
     if "://" in url:
-        raise ConfigError(f"{url!r}: engines attach by ipc:// or by the depot's directory (the pool is shared memory)")
+        raise ConfigError(
+            f"{url!r}: engines attach by ipc:// or by the depot's directory (the pool is shared memory);"
+            " tcp:// is for operators' commands"
+        )
     return Path(url)
+
+
+def is_tcp(url: str | None) -> bool:
+    """Return whether a depot is named by its TCP endpoint rather than by its directory."""
+    return url is not None and url.startswith("tcp://")
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Return whether the endpoint `tcp://HOST:PORT` is an address that only this machine reaches."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in ("localhost", "lo")
 
 
 def available_memory_bytes() -> int:
@@ -86,6 +106,14 @@ def available_memory_bytes() -> int:
     return available if limit == "max" else max(0, min(available, int(limit) - used))
 
 
+class Demotion(enum.StrEnum):
+    """When an entry is written to the tiers."""
+
+    STORE = "store"  # as soon as it is in the pool
+    REUSE = "reuse"  # when it is used for the first time after that
+    EVICT = "evict"  # when it is about to leave the pool
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Everything a server is told; `resolve_pool_size` fills in what was left to it."""
@@ -95,12 +123,39 @@ class ServerConfig:
     pool_size_bytes: int | None = None  # None: a share of the free memory
     max_entries: int | None = None  # None: one for each 64 KiB of pool, at least 65,536
     listen: tuple[str, ...] = ()  # further control endpoints
+    curve_secret: Path | None = None  # the depot's own keys; needed to listen on TCP
+    curve_clients: Path | None = None  # public keys of those who may speak over TCP
+    socket_group: str | None = None  # members of this group may connect, too; None: this user alone
     policy: str = "lru"
     lease_seconds: float = 300.0
     ephemeral: bool = False  # remove the pool's files at the end
     verify: str = "off"  # checksums of the pool's entries: off, sample or all
     quotas: Mapping[str, int] = field(default_factory=dict[str, int])  # bytes that a tenant can keep against others
     fresh: bool = False  # forget what an earlier server left
+    tiers: tuple[str, ...] = ()  # URLs of the storage below the pool, fastest first
+    demotion: Demotion = Demotion.STORE
+    demotion_least_tokens: int = 0  # shorter prefixes are not
+    promotion_seconds: float = 1.0  # the most that a lookup waits for tiers
+
+    def __post_init__(self) -> None:
+        for endpoint in self.listen:
+            if not endpoint.startswith(("ipc://", "tcp://")):
+                raise ConfigError(f"--listen {endpoint}: give ipc://PATH or tcp://HOST:PORT")
+            if endpoint.startswith(("ipc://@", "ipc://*")) or endpoint == "ipc://":
+                raise ConfigError(f"--listen {endpoint}: give ipc://PATH, as access is by the modes of a file")
+            if is_tcp(endpoint) and (self.curve_secret is None or self.curve_clients is None):
+                who = "any user of this machine" if is_loopback(endpoint) else "it is no loopback address, so anybody"
+                raise ConfigError(
+                    f"--listen {endpoint} needs --curve-secret and --curve-clients ({who} could connect):"
+                    " make keys with 'kvdepot keys generate DIR', or leave --listen out, as engines do not need it"
+                )
+        if (self.curve_secret or self.curve_clients) and not self.tcp_endpoints:
+            raise ConfigError("--curve-secret and --curve-clients are for TCP: add --listen tcp://HOST:PORT")
+
+    @property
+    def tcp_endpoints(self) -> tuple[str, ...]:
+        """Those of `listen` that are reached with CURVE keys only."""
+        return tuple(filter(is_tcp, self.listen))
 
     @property
     def pool_path(self) -> Path:

@@ -5,12 +5,16 @@ use touched the whole prefix from its deepest chunk to the root: an ancestor is 
 """
 
 import heapq
+import logging
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kvdepot.protocols import EvictionPolicy
+
+logger = logging.getLogger(__name__)
 
 NO_NODE: Final = 0xFFFFFFFF
 
@@ -186,6 +190,54 @@ class AdaptiveReplacement:
                     return node
                 nodes.move_to_end(node)
         return None
+
+
+class GuardedPolicy:
+    """A policy whose mistakes cost no more than the store that needed it: nothing that it raises reaches the index."""
+
+    def __init__(self, policy: EvictionPolicy, tree: ChunkTree) -> None:
+        self.num_errors = 0
+        self._policy = policy
+        self._tree = tree
+
+    def added(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._tell(self._policy.added, node)
+
+    def used(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._tell(self._policy.used, node)
+
+    def unpinned(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._tell(self._policy.unpinned, node)
+
+    def removed(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._tell(self._policy.removed, node)
+
+    def victim(self) -> int | None:
+        """See `EvictionPolicy`; what cannot leave is not proposed."""
+        try:
+            node = self._policy.victim()
+        except Exception:
+            self._note()
+            return None
+        if node is not None and not (0 <= node < len(self._tree.keys) and self._tree.evictable(node)):
+            self.num_errors += 1
+            logger.error("%s would evict node %d, which is in use", type(self._policy).__name__, node)
+            return None
+        return node
+
+    def _tell(self, listener: Callable[[int], None], node: int) -> None:
+        try:
+            listener(node)
+        except Exception:
+            self._note()
+
+    def _note(self) -> None:
+        self.num_errors += 1
+        logger.exception("the eviction policy %s failed", type(self._policy).__name__)
 
 
 class PolicyFactory(Protocol):

@@ -20,11 +20,11 @@ from typing import Final
 import msgspec
 from blake3 import blake3
 
-from kvdepot.eviction import ENDED, NO_NODE, NORMAL, POLICIES, ChunkTree
+from kvdepot.eviction import ENDED, NO_NODE, NORMAL, POLICIES, ChunkTree, GuardedPolicy
 from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind, window_chunks
-from kvdepot.messages import EXTENT, MAXIMUM_PRIORITY, CacheSpec
+from kvdepot.messages import EXTENT, CacheSpec
 from kvdepot.protocols import EvictionPolicy
 from kvdepot.quotas import QuotaTable
 from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
@@ -51,15 +51,19 @@ class Space:
         default_factory=list[tuple[int, int]]
     )  # (bit, chunks needed before a boundary)
     nodes: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    digest: bytes = b""  # names the spec everywhere
+    chunks_needed: list[int] = field(default_factory=list[int])  # by group: before a boundary; 0: all of them
 
     def __post_init__(self) -> None:
+        self.digest = digest_of(self.spec)
         for number, group in enumerate(self.spec.groups):
             if group.kind is GroupKind.FULL_ATTENTION:
                 self.full_mask |= 1 << number
-            elif group.kind is GroupKind.SLIDING_WINDOW:
-                self.windows.append((1 << number, window_chunks(group.window_tokens, self.spec.chunk_tokens)))
-            else:
-                self.windows.append((1 << number, 1))
+                self.chunks_needed.append(0)
+                continue
+            is_window = group.kind is GroupKind.SLIDING_WINDOW
+            self.chunks_needed.append(window_chunks(group.window_tokens, self.spec.chunk_tokens) if is_window else 1)
+            self.windows.append((1 << number, self.chunks_needed[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class EntryPlace:
     shard: int
     num_bytes: int
     layout: int
-    tenant: int
+    label: int  # number of the tenant and model that it belongs to
     writer: Writer
     owner: bytes = bytes(OWNER_BYTES)
 
@@ -90,19 +94,18 @@ class ChunkIndex:
         self.spaces: list[Space] = []
         self.num_entries = 0  # sealed
         self.num_evicted = 0
-        self.tenant_bytes: dict[int, int] = {}
+        self.label_bytes: dict[int, int] = {}
         self._space_by_spec: dict[bytes, Space] = {}
         self._tree = ChunkTree()
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
-        self._policies = [
-            [POLICIES[policy](self._tree.of_share(n, rank)) for rank in range(NORMAL + MAXIMUM_PRIORITY + 1)]
-            for n in range(self.quotas.num_shares)
-        ]
+        self._factory = POLICIES[policy]
+        # By share and rank: those that were ever needed, what leaves first before the others.
+        self._policies = [{NORMAL: self._policy(number, NORMAL)} for number in range(self.quotas.num_shares)]
         self._deadlines: dict[int, float] = {}  # by node: when what ends there is not worth keeping any more
         self._next_deadlines: list[tuple[float, int]] = []  # heap, with some that no longer hold
         self._depth = array("I")
         self._space_of = array("I")
-        self._tenant_of = array("I")
+        self._label_of = array("I")
         self._sealed_groups = array("Q")
         self._first_entry = array("I")
         self._visible = bytearray()
@@ -111,6 +114,8 @@ class ChunkIndex:
         self._next_entry = array("I")  # by record
         self._node_of = array("I")  # by record
         self._free_records: list[int] = []
+        self._readers: dict[int, int] = {}  # records whose bytes are being copied for a tier
+        self._lingering: dict[int, tuple[int, int]] = {}  # those that were removed meanwhile
 
     # --- spaces ---------------------------------------------------------------------------------------------------
 
@@ -128,6 +133,11 @@ class ChunkIndex:
     def num_chunks(self) -> int:
         """Nodes, holes included."""
         return len(self._tree.keys) - len(self._free_nodes)
+
+    @property
+    def num_policy_errors(self) -> int:
+        """Calls of eviction policies that failed."""
+        return sum(policy.num_errors for ranks in self._policies for policy in ranks.values())
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -232,6 +242,39 @@ class ChunkIndex:
             record = self._next_entry[record]
         return record
 
+    def entry(self, node: int, group: int, shard: int) -> int | None:
+        """Return the record of an entry, sealed or being written; None if there is none."""
+        record = self._entry(node, group, shard)
+        return None if record == NO_RECORD else record
+
+    def entries(self, node: int) -> list[int]:
+        """Return the sealed records of a node."""
+        return [record for record in self._entries(node) if self._is_sealed(record)]
+
+    def node_of(self, record: int) -> int:
+        """Return the node of a record in use."""
+        return self._node_of[record]
+
+    def space_of(self, node: int) -> Space:
+        """Return the space of a node."""
+        return self.spaces[self._space_of[node]]
+
+    def label_of(self, node: int) -> int:
+        """Return the number of the tenant and model of a node."""
+        return self._label_of[node]
+
+    def depth_of(self, node: int) -> int:
+        """Return how many chunks are before a node."""
+        return self._depth[node]
+
+    def parent_of(self, node: int) -> int:
+        """Return the node before a node, `NO_NODE` before a first chunk."""
+        return self._tree.parent[node]
+
+    def is_chain(self, node: int) -> bool:
+        """Whether a node has one child, and nothing else needs it."""
+        return self._tree.num_children[node] == 1 and not self._tree.holds[node]
+
     # --- leases ---------------------------------------------------------------------------------------------------
 
     def pin(self, nodes: Iterable[int]) -> None:
@@ -243,6 +286,24 @@ class ChunkIndex:
         """Undo one `pin`."""
         for node in nodes:
             self._release_hold(node)
+
+    def begin_reading(self, record: int) -> int:
+        """Keep a sealed entry and its extent, which are being copied for a tier; return its node."""
+        node = self._node_of[record]
+        self._tree.holds[node] += 1
+        self._readers[record] = self._readers.get(record, 0) + 1
+        return node
+
+    def end_reading(self, record: int, node: int) -> None:
+        """Undo one `begin_reading`; what was removed meanwhile gives its space back now."""
+        self._readers[record] -= 1
+        if not self._readers[record]:
+            del self._readers[record]
+            extent = self._lingering.pop(record, None)
+            if extent is not None:
+                self.extents.free(*extent)
+                self._free_records.append(record)
+        self._release_hold(node)
 
     def used(self, node: int) -> None:
         """Tell the policy that a prefix ending here was used. One that was said to have ended has not."""
@@ -263,17 +324,20 @@ class ChunkIndex:
 
     # --- hints ----------------------------------------------------------------------------------------------------
 
-    def set_priority(self, node: int, tenant: int, priority: int) -> int:
-        """Let what only this prefix needs leave after chunks of lower priority of its share; return how many."""
-        return self._rank_own_chunks(node, tenant, NORMAL + priority)
+    def set_priority(self, node: int, is_own: Callable[[int], bool], priority: int) -> int:
+        """Let what only this prefix needs leave after chunks of lower priority of its share; return how many.
 
-    def end_session(self, node: int, tenant: int) -> int:
+        Only chunks whose label `is_own`, here and below.
+        """
+        return self._rank_own_chunks(node, is_own, NORMAL + priority)
+
+    def end_session(self, node: int, is_own: Callable[[int], bool]) -> int:
         """Let what only this prefix needs leave before all other chunks of its share; return how many."""
-        return self._rank_own_chunks(node, tenant, ENDED)
+        return self._rank_own_chunks(node, is_own, ENDED)
 
-    def end_session_at(self, node: int, tenant: int, deadline: float) -> None:
+    def end_session_at(self, node: int, is_own: Callable[[int], bool], deadline: float) -> None:
         """Do what `end_session` does at a later time, unless the prefix is used before."""
-        if self._tenant_of[node] != tenant:
+        if not is_own(self._label_of[node]):
             return
         self._deadlines[node] = deadline
         heappush(self._next_deadlines, (deadline, node))
@@ -285,14 +349,14 @@ class ChunkIndex:
         while self._next_deadlines and self._next_deadlines[0][0] <= now:
             deadline, node = heappop(self._next_deadlines)
             if self._deadlines.get(node) == deadline:
-                self.end_session(node, self._tenant_of[node])
+                self.end_session(node, self._label_of[node].__eq__)
 
-    def _rank_own_chunks(self, node: int, tenant: int, rank: int) -> int:
-        """From the end of a prefix up to where another branches off or another tenant's chunks begin."""
+    def _rank_own_chunks(self, node: int, is_own: Callable[[int], bool], rank: int) -> int:
+        """From the end of a prefix up to where another branches off or somebody else's chunks begin."""
         tree, count = self._tree, 0
-        if self._tenant_of[node] == tenant:
+        if is_own(self._label_of[node]):
             self._deadlines.pop(node, None)
-        while node != NO_NODE and tree.num_children[node] <= (count > 0) and self._tenant_of[node] == tenant:
+        while node != NO_NODE and tree.num_children[node] <= (count > 0) and is_own(self._label_of[node]):
             self._set_rank(node, rank)
             node = tree.parent[node]
             count += 1
@@ -305,8 +369,15 @@ class ChunkIndex:
         if is_known:
             self._policy_of(node).removed(node)
         self._tree.rank[node] = rank
+        share = self._tree.share[node]
+        if rank not in self._policies[share]:
+            self._policies[share] = dict(sorted([*self._policies[share].items(), (rank, self._policy(share, rank))]))
         if is_known:
             self._policy_of(node).added(node)
+
+    def _policy(self, share: int, rank: int) -> GuardedPolicy:
+        tree = self._tree.of_share(share, rank)
+        return GuardedPolicy(self._factory(tree), tree)
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -323,7 +394,7 @@ class ChunkIndex:
             node = self._new_node(place)
         # Held from here on: neither it nor what is before it leaves to make room for it.
         self._tree.holds[node] += 1
-        share = self.quotas.share_of(place.tenant)
+        share = self.quotas.share_of(place.label)
         offset = self._allocate(place.num_bytes, share)
         record = self._take_record(share) if offset is not None else None
         if offset is None or record is None:
@@ -335,7 +406,7 @@ class ChunkIndex:
         self.table.write(
             record, space=place.space.number, group=place.group, shard=place.shard, offset=offset,
             num_bytes=place.num_bytes, key=place.key, parent=(parent_key or b"")[:PARENT_BYTES], depth=place.depth,
-            layout=place.layout, tenant=place.tenant, writer=place.writer, owner=place.owner,
+            layout=place.layout, label=place.label, writer=place.writer, owner=place.owner,
         )  # fmt: skip
         self._link(record, node)
         self._account(node, extent_size(place.num_bytes))
@@ -407,7 +478,7 @@ class ChunkIndex:
     def evict_one(self, share: int = 0) -> bool:
         """Evict the next chunk to make room for a share of the pool; False if none can leave."""
         for number in self.quotas.victims(share):
-            for policy in self._policies[number]:
+            for policy in self._policies[number].values():
                 node = policy.victim()
                 if node is not None:
                     self._remove(node)
@@ -415,17 +486,34 @@ class ChunkIndex:
                     return True
         return False
 
+    def next_victim(self) -> int | None:
+        """Return the chunk that would leave next to make room for anybody, without removing it."""
+        for number in self.quotas.victims(0):
+            for policy in self._policies[number].values():
+                node = policy.victim()
+                if node is not None:
+                    return node
+        return None
+
+    def evict(self, node: int) -> bool:
+        """Evict this very chunk; False if something needs it."""
+        if not self._tree.evictable(node):
+            return False
+        self._remove(node)
+        self.num_evicted += 1
+        return True
+
     def _policy_of(self, node: int) -> EvictionPolicy:
         return self._policies[self._tree.share[node]][self._tree.rank[node]]
 
     def clear(self, wanted: Callable[[int, Space], bool]) -> int:
-        """Remove every chunk for which `wanted(tenant, space)` holds and that nobody uses; return the entries removed.
+        """Remove every chunk for which `wanted(label, space)` holds and that nobody uses; return the entries removed.
 
         A chunk with a descendant that stays, stays too.
         """
         before = self.num_entries
         for node in sorted(range(len(self._tree.keys)), key=self._depth.__getitem__, reverse=True):
-            if self._tree.evictable(node) and wanted(self._tenant_of[node], self.spaces[self._space_of[node]]):
+            if self._tree.evictable(node) and wanted(self._label_of[node], self.spaces[self._space_of[node]]):
                 self._remove(node)
         return before - self.num_entries
 
@@ -441,8 +529,10 @@ class ChunkIndex:
 
     # --- rebuilding -----------------------------------------------------------------------------------------------
 
-    def restore(self, spaces: Sequence[CacheSpec]) -> Iterator[int | None]:
+    def restore(self, spaces: Sequence[CacheSpec], num_labels: int = 1 << 32) -> Iterator[int | None]:
         """Rebuild everything from the table of an earlier server; call once, before any space or entry.
+
+        `spaces` and labels are what its records refer to by number; a record with another number is freed.
 
         Returns an iterator that does the work. Between steps (None) its caller can do other things, as long as it
         begins no entry. It yields the records of unfinished entries, whose writers may still be writing;
@@ -450,12 +540,12 @@ class ChunkIndex:
         """
         for spec in spaces:
             self.space(spec)
-        return self._restore()
+        return self._restore(num_labels)
 
-    def _restore(self) -> Iterator[int | None]:
+    def _restore(self, num_labels: int) -> Iterator[int | None]:
         found: list[Record] = []
         for count, record in enumerate(self.table.records()):
-            if record.space < len(self.spaces):
+            if record.space < len(self.spaces) and record.label < num_labels:
                 found.append(record)
             if count % _RESTORE_STEP == 0:
                 yield None
@@ -495,9 +585,11 @@ class ChunkIndex:
             return False
         node = space.nodes.get(record.key)
         if node is None:
+            if (space.number, record.depth, record.key[:PARENT_BYTES]) in by_place:
+                return False  # two keys that begin alike: which of them is whose parent is not told
             place = EntryPlace(
                 space, record.key, parent, record.depth, record.group, record.shard, record.num_bytes, record.layout,
-                record.tenant, record.writer,
+                record.label, record.writer,
             )  # fmt: skip
             node = self._new_node(place)
         elif self._depth[node] != record.depth or self.has_entry(node, record.group, record.shard):
@@ -531,7 +623,7 @@ class ChunkIndex:
                 tree.share,
                 self._depth,
                 self._space_of,
-                self._tenant_of,
+                self._label_of,
             ):
                 column.append(0)
             self._sealed_groups.append(0)
@@ -544,8 +636,8 @@ class ChunkIndex:
         tree.holds[node] = 0
         self._depth[node] = place.depth
         self._space_of[node] = place.space.number
-        self._tenant_of[node] = place.tenant
-        tree.share[node] = self.quotas.share_of(place.tenant)
+        self._label_of[node] = place.label
+        tree.share[node] = self.quotas.share_of(place.label)
         tree.rank[node] = NORMAL
         self._sealed_groups[node] = 0
         self._first_entry[node] = NO_RECORD
@@ -636,13 +728,16 @@ class ChunkIndex:
         offset, num_bytes = self.table.extent(record)
         self._account(self._node_of[record], -extent_size(num_bytes))
         self.table.free(record)
-        self.extents.free(offset, num_bytes)
         self._node_of[record] = NO_NODE
+        if record in self._readers:
+            self._lingering[record] = offset, num_bytes
+            return
+        self.extents.free(offset, num_bytes)
         self._free_records.append(record)
 
     def _account(self, node: int, num_bytes: int) -> None:
-        tenant = self._tenant_of[node]
-        self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + num_bytes
+        label = self._label_of[node]
+        self.label_bytes[label] = self.label_bytes.get(label, 0) + num_bytes
         self.quotas.used_bytes[self._tree.share[node]] += num_bytes
 
     def _take_record(self, share: int) -> int | None:

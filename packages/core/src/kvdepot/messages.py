@@ -31,6 +31,7 @@ _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
 Label = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=_U32)]
+ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the last of a run is a u32 in the index too
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -134,11 +135,16 @@ class Unregister(Struct, array_like=True, tag="unregister", frozen=True):
 
 
 class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
-    """Pin the longest usable prefix of the chunks named, from chunk 0 on, for a request."""
+    """Pin the longest usable prefix of the chunks named, from chunk 0 on, for a request.
+
+    If the pool has less than all of it, tiers are asked for the rest, and the reply may come `wait_seconds` later.
+    """
 
     context: Identifier
     request_id: Label
     digests: Digests
+    tenant: Name = ""
+    wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
 
 
 class Release(Struct, array_like=True, tag="release", frozen=True):
@@ -166,7 +172,7 @@ class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
     request_id: Label
     tenant: Name
     digests: Digests
-    first_chunk: Count
+    first_chunk: ChunkNumber
     parent: Digest
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
 
@@ -198,7 +204,7 @@ class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=Tr
     context: Identifier
     request_id: Label
     digests: Digests
-    first_chunk: Count
+    first_chunk: ChunkNumber
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 
@@ -230,9 +236,10 @@ class Status(Struct, array_like=True, tag="status", frozen=True):
 
 
 class Clear(Struct, array_like=True, tag="clear", frozen=True):
-    """Forget what nobody uses, of one tenant or of all. Needs no session."""
+    """Forget what nobody uses, of one tenant and one model or of all, in the tiers too. Needs no session."""
 
     tenant: Name | None = None
+    model: Label | None = None
 
 
 Request = (
@@ -291,12 +298,16 @@ class Done(Struct, array_like=True, tag="done", frozen=True):
 
 
 class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
-    """`num_chunks` leading chunks are here and pinned under `lease` for `lease_seconds`; 0 chunks have lease 0."""
+    """`num_chunks` leading chunks are here and pinned under `lease` for `lease_seconds`; 0 chunks have lease 0.
+
+    The depot waited `waited_seconds` for tiers.
+    """
 
     epoch: int
     num_chunks: int
     lease: int
     lease_seconds: float = 0.0
+    waited_seconds: float = 0.0
 
 
 class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):
@@ -371,6 +382,22 @@ class ContextStatus(Struct, frozen=True, kw_only=True):
     groups: list[GroupStatus] = []
 
 
+class TierStatus(Struct, frozen=True, kw_only=True):
+    """One tier below the pool. Sizes are bytes, 0 where the storage does not tell."""
+
+    name: str
+    state: str  # of its breaker: "closed" is in use, "open" is left alone
+    why_open: str = ""
+    num_entries: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    queued_write_bytes: int = 0
+    num_waiting_reads: int = 0
+    num_waiting_writes: int = 0
+    num_hung_calls: int = 0
+    counters: dict[str, int] = {}
+
+
 class DepotStatus(Struct, frozen=True, kw_only=True):
     """What `kvdepot status` shows; in JSON under these names. Sizes are bytes."""
 
@@ -392,8 +419,13 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     num_sessions: int
     recovering: bool
     verify: str = "off"
+    endpoints: list[str] = []  # of control sockets, with the ports that were found
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
+    tiers: list["TierStatus"] = []
+    loop_longest_seconds: float = 0.0  # the longest turn of the server's loop, waiting for a core included
+    loop_longest_work_seconds: float = 0.0  # the most processor time that one turn took
+    loop_slow_turns: int = 0  # turns that took more than 5 ms of processor time
     counters: dict[str, int]
 
 

@@ -39,7 +39,27 @@ class Names(msgspec.Struct, frozen=True):
     """What records refer to by number."""
 
     spaces: list[CacheSpec] = []
-    tenants: list[str] = []
+    labels: list[tuple[str, str]] = []  # tenant and model
+
+
+def encode_names(names: Names) -> bytes:
+    """Return the content of the names file."""
+    body = msgspec.msgpack.encode(names)
+    return zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def decode_names(raw: bytes) -> Names:
+    """Return the names in a file.
+
+    Raises:
+        PoolError: it is damaged, or not such a file.
+    """
+    if zlib.crc32(raw[4:]) != int.from_bytes(raw[:4], "little"):
+        raise PoolError("its names are damaged")
+    try:
+        return msgspec.msgpack.decode(raw[4:], type=Names)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise PoolError(f"its names are none: {error}") from error
 
 
 @dataclass(slots=True)
@@ -56,9 +76,8 @@ class PoolFiles:
 
     def save_names(self, names: Names) -> None:
         """Replace the names, all or nothing."""
-        body = msgspec.msgpack.encode(names)
         temporary = self.directory / (NAMES_FILE + ".new")
-        temporary.write_bytes(zlib.crc32(body).to_bytes(4, "little") + body)
+        temporary.write_bytes(encode_names(names))
         temporary.rename(self.directory / NAMES_FILE)
 
     def close(self, *, remove: bool) -> None:
@@ -89,7 +108,7 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, fresh: bool
             return _reopen(directory, size_bytes)
         except FileNotFoundError:
             logger.info("no pool in %s yet", directory)
-        except (PoolError, OSError, msgspec.DecodeError) as error:
+        except (PoolError, OSError) as error:
             logger.warning("the cache of an earlier server is not used: %s", error)
     return _create(directory, size_bytes, num_records)
 
@@ -109,10 +128,7 @@ def _reopen(directory: Path, size_bytes: int) -> PoolFiles:
             raise PoolError(f"it has {format_size(stat.st_size)}, this one {format_size(size_bytes)}")
         if stat.st_blocks * 512 < size_bytes:
             raise PoolError("its space was not allocated to the end")
-        raw = (directory / NAMES_FILE).read_bytes()
-        if zlib.crc32(raw[4:]) != int.from_bytes(raw[:4], "little"):
-            raise PoolError("its names are damaged")
-        names = msgspec.msgpack.decode(raw[4:], type=Names)
+        names = decode_names((directory / NAMES_FILE).read_bytes())
         table = IndexTable.open(directory / TABLE_FILE, size_bytes, _pool_id(fd, size_bytes))
         return PoolFiles(directory, size_bytes, fd, table, _read_only(directory), names, is_new=False)
     except BaseException:

@@ -17,10 +17,11 @@ from typing import Final, Self
 
 from kvdepot.config import EXTENT_ALIGNMENT_BYTES
 from kvdepot.errors import PoolError
+from kvdepot.keys import DIGEST_BYTES
 
 RECORD_BYTES: Final = 128
 HEADER_PAGE_BYTES: Final = 4096
-TABLE_VERSION: Final = 2
+TABLE_VERSION: Final = 3
 NO_RECORD: Final = 0xFFFFFFFF
 PARENT_BYTES: Final = 16  # of the parent's key: enough to find it among the chunks of one depth
 OWNER_BYTES: Final = 16
@@ -30,15 +31,17 @@ FREE: Final = 0
 WRITING: Final = 1
 SEALED: Final = 2
 
+_LAST_GENERATION: Final = (1 << 56) - 1
 _MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
-# space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, tenant, layout, owner (16 bytes
+# space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, label, layout, owner (16 bytes
 # that name the worker within its process; once sealed, the payload's checksum), writer start, writer pid, crc, last use
 _BODY: Final = struct.Struct("<IHHII32s16sIIQ16sQIIQ")
 _CHECKED_BYTES: Final = 108  # of the body: all but crc and last use
 _CRC: Final = 116  # within a record, as the next ones
 _LAST_USE: Final = 120
 _EXTENT_OFFSET: Final = 16
+_KEY_OFFSET: Final = 24
 _LAYOUT_OFFSET: Final = 80
 CHECKSUM_OFFSET: Final = 88  # until it is sealed: the worker's name
 _WRITER_OFFSET: Final = 104
@@ -46,6 +49,11 @@ _EXTENT: Final = struct.Struct("<II")
 _WRITER: Final = struct.Struct("<QI")
 _U64: Final = struct.Struct("<Q")
 _U32: Final = struct.Struct("<I")
+
+
+def _next_generation(header: int) -> int:
+    """Return the header with the next generation and no state; a damaged header may be at the last of 2**56."""
+    return ((header >> 8) + 1 & _LAST_GENERATION) << 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ class Record:
     parent: bytes  # the first 16 bytes of the parent's key, zeros without one
     depth: int
     layout: int
-    tenant: int
+    label: int  # number of the tenant and model that it belongs to
     writer: Writer
     owner: bytes
     last_use: int
@@ -155,17 +163,17 @@ class IndexTable:
         parent: bytes,
         depth: int,
         layout: int,
-        tenant: int,
+        label: int,
         writer: Writer,
         owner: bytes,
     ) -> int:
         """Fill a free record and put it into the state WRITING; return its header once sealed."""
         place = record * (RECORD_BYTES // 8)
-        sealed = ((self._words[place] >> 8) + 1) << 8 | SEALED
+        sealed = _next_generation(self._words[place]) | SEALED
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         _BODY.pack_into(
             self._view, base, space, group, shard, offset // EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
-            tenant, layout, owner, writer.start_time, writer.pid, 0, 0,
+            label, layout, owner, writer.start_time, writer.pid, 0, 0,
         )  # fmt: skip
         header = sealed - SEALED + WRITING
         self._write_crc(base, header)
@@ -185,7 +193,7 @@ class IndexTable:
     def free(self, record: int) -> None:
         """Take the record back: readers see the change before the extent is given to somebody else."""
         place = record * (RECORD_BYTES // 8)
-        self._words[place] = ((self._words[place] >> 8) + 1) << 8 | FREE
+        self._words[place] = _next_generation(self._words[place]) | FREE
 
     def header(self, record: int) -> int:
         """Return the header word now."""
@@ -200,6 +208,11 @@ class IndexTable:
     def layout_of(self, record: int) -> int:
         """Return the layout hash under which the bytes were written."""
         return _U64.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _LAYOUT_OFFSET)[0]
+
+    def key_of(self, record: int) -> bytes:
+        """Return the chunk's key of a record in use."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _KEY_OFFSET
+        return bytes(self._view[base : base + DIGEST_BYTES])
 
     def writer_of(self, record: int) -> Writer:
         """Return the process that began a record in use."""
@@ -232,14 +245,14 @@ class IndexTable:
     def _read(self, number: int, header: int) -> Record | None:
         base = HEADER_PAGE_BYTES + number * RECORD_BYTES + 8
         fields = _BODY.unpack_from(self._view, base)
-        space, group, shard, page, num_bytes, key, parent, depth, tenant, layout, owner, start, pid, crc, last_use = (
+        space, group, shard, page, num_bytes, key, parent, depth, label, layout, owner, start, pid, crc, last_use = (
             fields
         )
         if crc != self._crc(base, header):
             return None
         return Record(
             number, header & 0xFF, space, group, shard, page * EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
-            layout, tenant, Writer(pid, start), owner, last_use,
+            layout, label, Writer(pid, start), owner, last_use,
         )  # fmt: skip
 
     def _crc(self, base: int, header: int) -> int:

@@ -65,5 +65,5 @@ def _requests(file: BinaryIO, path: Path) -> Iterator[TraceRequest]:
             continue
         try:
             yield decoder.decode(line)
-        except msgspec.DecodeError as error:  # ValidationError is one
+        except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is one
             raise TraceError(f"{path}, line {number}: {error}") from error

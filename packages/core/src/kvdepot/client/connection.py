@@ -2,9 +2,10 @@
 
 One thread a connection owns the session socket. It sleeps in a read: the server's death wakes it at once, and then it
 tries to connect again, waiting longer each time, registers, and publishes a new **link**. There is no link while the
-depot is away, starting or hung, and callers then answer "miss" without waiting. A call that runs into its deadline
-makes the link suspended: the thread pings on the session socket, and when the server answers at last the link is used
-again. So a hung server costs one deadline, a dead one less.
+depot is away, starting, hung or slow, and callers then answer "miss" without waiting. A call that runs into its
+deadline, or several in a row that wait for an eighth of it, make the link suspended: the thread pings on the session
+socket, and when the server answers quickly the link is used again. So a hung server costs one deadline, a slow one a
+bounded wait, a dead one less.
 
 Requests go over **channels**, one ZMQ socket for each thread that calls.
 """
@@ -28,8 +29,9 @@ from typing import Final
 import zmq
 
 from kvdepot import messages as m
-from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, directory_of_url
-from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
+from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, directory_of_url, is_tcp
+from kvdepot.curve import ClientKeys
+from kvdepot.errors import ConfigError, DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.pool import PoolMapping
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,10 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS: Final = 0.05
 _LAST_RETRY_SECONDS: Final = 1.0
 _REFUSED_RETRY_SECONDS: Final = 10.0
+SLOW_WAITS_TO_SUSPEND: Final = 5
+_SLOW_SHARE: Final = 1 / 8  # of a deadline: longer waits are slow
+_FIRST_PROBE_SECONDS: Final = 0.05
+_LAST_PROBE_SECONDS: Final = 1.0
 _FIRST_TIDY_SECONDS: Final = 0.005
 _LAST_TIDY_SECONDS: Final = 0.5
 
@@ -53,6 +59,7 @@ class Link:
         self.context = 0  # as registered
         self.verify = m.Verify.OFF
         self.suspended = False
+        self.num_slow = 0  # waits in a row that were long
         self.lost_fd, lost_writer = os.pipe()  # readable once the link is lost; open as long as anybody has the link
         weakref.finalize(self, os.close, self.lost_fd)
         self.mark_lost = weakref.finalize(self, os.close, lost_writer)  # wakes everybody who waits for an answer
@@ -66,14 +73,19 @@ class Link:
 class Channel:
     """Requests and replies of one thread over one link. Not to be used by two threads at a time."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", link: Link, endpoint: str | None = None) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", link: Link, keys: ClientKeys | None = None) -> None:
         self.link = link
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
         if link.token:
             self._socket.setsockopt(zmq.ROUTING_ID, link.channel_id())
-        self._socket.connect(endpoint or link.endpoint)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+        self._socket.setsockopt(zmq.IPV6, int(link.endpoint.startswith("tcp://[")))
+        self._socket.connect(link.endpoint)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(link.lost_fd, zmq.POLLIN)
@@ -229,6 +241,7 @@ class Connection:
         self.directory = directory_of_url(url)
         self.deadline_seconds = deadline_seconds
         self.why_away = "not connected yet"
+        self._slow_seconds = deadline_seconds * _SLOW_SHARE
         self._name = name
         self._registration = registration
         self._maps_pool = maps_pool
@@ -273,6 +286,19 @@ class Connection:
             link.suspended = True
             self.why_away = f"it did not answer within {self.deadline_seconds} s"
             logger.warning("the depot in %s %s; requests are misses until it does", self.directory, self.why_away)
+            self._wake()
+
+    def note_wait(self, link: Link, seconds: float) -> None:
+        """A call over this link kept its caller waiting for the depot: several long waits in a row are enough."""
+        if seconds <= self._slow_seconds:
+            link.num_slow = 0
+            return
+        link.num_slow += 1
+        if link.num_slow >= SLOW_WAITS_TO_SUSPEND and not link.suspended:
+            link.suspended = True
+            self.why_away = f"{link.num_slow} calls in a row waited for more than {self._slow_seconds:g} s"
+            logger.warning("the depot in %s is slow (%s); requests are misses until it is not", self.directory,
+                           self.why_away)  # fmt: skip
             self._wake()
 
     def tidy_soon(self) -> None:
@@ -362,9 +388,13 @@ class Connection:
         poller = select.poll()
         poller.register(connection, select.POLLIN)
         poller.register(self._wake_reader, select.POLLIN)
-        pinged = False
+        pinged_at: float | None = None
+        probe_at, pause = 0.0, _FIRST_PROBE_SECONDS  # when a suspended link is tried next, and how long after that
         while not self._closing.is_set():
-            ready = {fd for fd, _ in poller.poll(self._tidy_seconds * 1000 or None)}
+            waits = [self._tidy_seconds] if self._tidy_seconds else []
+            if link.suspended and pinged_at is None:
+                waits.append(max(0.001, probe_at - time.monotonic()))
+            ready = {fd for fd, _ in poller.poll(min(waits) * 1000 if waits else None)}
             if self._tidy_seconds and not ready:
                 following = min(2 * self._tidy_seconds, _LAST_TIDY_SECONDS)
                 self._tidy_seconds = 0.0  # others may set it while we tidy
@@ -372,24 +402,34 @@ class Connection:
                     self._tidy_seconds = self._tidy_seconds or following
             if self._wake_reader.fileno() in ready:
                 self._wake_reader.recv(4096)
-            if link.suspended and not pinged:
-                with contextlib.suppress(OSError):
-                    connection.send(b"p")
-                pinged = True
             if connection.fileno() in ready:
                 try:
                     if not connection.recv(4096):
                         return
                 except OSError:
                     return
-                pinged = False
-                with self._changed:
-                    link.suspended = False
-                    self._changed.notify_all()
-                logger.info("the depot in %s answers again", self.directory)
-                if self._tidy_seconds:
-                    self._tidy_seconds = _FIRST_TIDY_SECONDS
-                self._on_open(link)
+                seconds = 0.0 if pinged_at is None else time.monotonic() - pinged_at
+                pinged_at = None
+                if seconds > self._slow_seconds:
+                    probe_at = time.monotonic() + pause
+                    pause = min(2 * pause, _LAST_PROBE_SECONDS)
+                elif link.suspended:
+                    pause = _FIRST_PROBE_SECONDS
+                    self._resume(link)
+            if link.suspended and pinged_at is None and time.monotonic() >= probe_at:
+                with contextlib.suppress(OSError):
+                    connection.send(b"p")
+                pinged_at = time.monotonic()
+
+    def _resume(self, link: Link) -> None:
+        with self._changed:
+            link.num_slow = 0
+            link.suspended = False
+            self._changed.notify_all()
+        logger.info("the depot in %s answers again", self.directory)
+        if self._tidy_seconds:
+            self._tidy_seconds = _FIRST_TIDY_SECONDS
+        self._on_open(link)
 
 
 def open_session(
@@ -427,26 +467,59 @@ def open_session(
             os.close(fd)
 
 
-def ask_depot(request: m.Hello | m.Status | m.Clear, url: str | None = None, deadline_seconds: float = 2.0) -> m.Reply:
-    """Send one request that needs no session, for operators' tools.
+def ask_depot(
+    request: m.Hello | m.Status | m.Clear,
+    url: str | None = None,
+    deadline_seconds: float = 2.0,
+    keys: ClientKeys | None = None,
+) -> m.Reply:
+    """Send one request that needs no session, for operators' tools; over TCP it takes `keys`.
 
     Raises:
+        ConfigError: the URL and the keys do not go together, or the URL is none.
         DepotUnavailable: there is no depot or it does not answer; the text says which.
         RemoteError: it refused.
     """
-    directory = directory_of_url(url)
-    control = directory / CONTROL_SOCKET
-    if not control.exists():
-        raise DepotUnavailable(
-            f"no depot in {directory}: start one with 'kvdepot serve', or name its directory by --url"
+    if is_tcp(url) != (keys is not None):
+        raise ConfigError(
+            f"{url} needs --curve-secret (this side's keys) and --curve-server (the depot's public key):"
+            " make keys with 'kvdepot keys generate DIR'"
+            if keys is None
+            else "keys are for a depot at tcp://HOST:PORT: leave --curve-secret and --curve-server out, or give --url"
         )
+    endpoint = url if url is not None and is_tcp(url) else f"ipc://{_control_socket(url)}"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = Link(m.SessionOpened(0, b"", 0, 0, ""), f"ipc://{control}", None)
-    channel = Channel(context, link)
+    link = Link(m.SessionOpened(0, b"", 0, 0, ""), endpoint, None)
+    try:
+        channel = Channel(context, link, keys)
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise ConfigError(f"cannot connect to {endpoint}: {error}; give tcp://HOST:PORT or a directory") from error
     try:
         return channel.call(request, deadline_seconds)
     except DepotUnavailable as error:
-        raise DepotUnavailable(f"the depot in {directory} does not answer: {error}") from error
+        causes = "" if keys is None else "; is it there, is --curve-server its key, does its --curve-clients list ours?"
+        place = f"at {endpoint}" if keys is not None else f"in {directory_of_url(url)}"
+        raise DepotUnavailable(f"the depot {place} does not answer: {error}{causes}") from error
     finally:
         channel.close()
         context.term()
+
+
+def _control_socket(url: str | None) -> Path:
+    directory = directory_of_url(url)
+    control = directory / CONTROL_SOCKET
+    if os.access(control, os.W_OK):
+        return control
+    try:
+        control.stat()
+    except PermissionError:
+        pass
+    except OSError as error:
+        raise DepotUnavailable(
+            f"no depot in {directory}: start one with 'kvdepot serve', or name its directory by --url"
+        ) from error
+    raise DepotUnavailable(
+        f"the depot in {directory} is not for this user: ask as its user, or serve with --socket-group GROUP and be a"
+        " member of it"
+    )

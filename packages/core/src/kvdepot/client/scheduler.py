@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kvdepot import messages as m
 from kvdepot.client.connection import Channel, Connection, Link
@@ -15,6 +15,7 @@ from kvdepot.keys import KeyRun
 
 logger = logging.getLogger(__name__)
 
+_SHARE_FOR_TIERS: Final = 0.75  # of a deadline that the depot may wait for its tiers
 _GONE = (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT)  # the connection's thread is registering again
 
 
@@ -39,16 +40,17 @@ class PendingLookup:
     """A lookup under way; owned by the caller, who polls `query` and then takes `result`."""
 
     def __init__(self, client: "SchedulerClient", channel: Channel | None, sequence: int) -> None:
+        self.channel = channel
+        self.sequence = sequence
+        self.submitted_at = self.missing_at = time.monotonic()  # when it was last seen that there is no answer yet
+        self.deadline = self.submitted_at + client.deadline_seconds
         self._client = client
-        self._channel = channel
-        self._sequence = sequence
-        self._deadline = time.monotonic() + client.deadline_seconds
         self._lease: Lease | None = MISS if channel is None else None
 
     def query(self) -> bool:
         """Return whether the answer is here, or its deadline over. Never waits."""
         if self._lease is None:
-            self._lease = self._client.take_answer(self._channel, self._sequence, self._deadline, may_wait=False)
+            self._lease = self._client.take_answer(self, may_wait=False)
         return self._lease is not None
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -57,19 +59,19 @@ class PendingLookup:
         while not self.query():
             if time.monotonic() >= end:
                 return False
-            self._client.wait_for_answers(self._channel, end - time.monotonic())
+            self._client.wait_for_answers(self.channel, end - time.monotonic())
         return True
 
     def result(self) -> Lease:
         """Return the lease; a miss if there is no answer within the client's deadline since the lookup."""
         if self._lease is None:
-            self._lease = self._client.take_answer(self._channel, self._sequence, self._deadline, may_wait=True) or MISS
+            self._lease = self._client.take_answer(self, may_wait=True) or MISS
         return self._lease
 
     def cancel(self) -> None:
         """Give up; a lease that is granted all the same is given back."""
         if self._lease is None:
-            self._client.give_up(self._channel, self._sequence)
+            self._client.give_up(self.channel, self.sequence)
             self._lease = MISS
 
 
@@ -128,10 +130,13 @@ class SchedulerClient:
             if channel is None or not key.digests:
                 return PendingLookup(self, None, 0)
             try:
-                sequence = channel.submit(m.Lookup(channel.link.context, request_id, key.digests))
+                sequence = channel.submit(self._lookup(channel.link, request_id, key))
             except DepotUnavailable:
                 return PendingLookup(self, None, 0)
             return PendingLookup(self, channel, sequence)
+
+    def _lookup(self, link: Link, request_id: str, key: KeyRun) -> m.Lookup:
+        return m.Lookup(link.context, request_id, key.digests, key.tenant, self.deadline_seconds * _SHARE_FOR_TIERS)
 
     def release(self, lease: Lease) -> None:
         """Give a lease back. Twice is harmless; one of an earlier server is gone anyway."""
@@ -174,8 +179,9 @@ class SchedulerClient:
     ) -> None:
         self.close()
 
-    def take_answer(self, channel: Channel | None, sequence: int, deadline: float, *, may_wait: bool) -> Lease | None:
+    def take_answer(self, lookup: PendingLookup, *, may_wait: bool) -> Lease | None:
         """Return the answer to a lookup; None if it may still come and `may_wait` is false. For `PendingLookup`."""
+        channel, sequence = lookup.channel, lookup.sequence
         if channel is None:
             return MISS
         with self._lock:
@@ -184,8 +190,14 @@ class SchedulerClient:
                 self.give_up(channel, sequence)
                 return MISS
             try:
-                rest = deadline - time.monotonic()
-                reply = channel.wait(sequence, max(0.0, rest)) if may_wait or rest <= 0 else channel.poll(sequence)
+                reply = channel.poll(sequence)
+                if reply is None:
+                    lookup.missing_at = time.monotonic()
+                    rest = lookup.deadline - lookup.missing_at
+                    if not may_wait and rest > 0:
+                        return None
+                    reply = channel.wait(sequence, max(0.0, rest))
+                    lookup.missing_at = time.monotonic()
             except RemoteError as error:
                 if error.code not in _GONE:
                     logger.error("a lookup was refused: %s", error)
@@ -196,9 +208,10 @@ class SchedulerClient:
                 return MISS
             except DepotUnavailable:
                 return MISS
-            if reply is None:
-                return None
-            return _lease_of(reply, link) if isinstance(reply, m.LookupReply) else MISS
+            if not isinstance(reply, m.LookupReply):
+                return MISS
+            self._connection.note_wait(link, lookup.missing_at - lookup.submitted_at - reply.waited_seconds)
+            return _lease_of(reply, link)
 
     def wait_for_answers(self, channel: Channel | None, timeout_seconds: float) -> None:
         """Wait until something has come over a channel. For `PendingLookup`."""

@@ -392,8 +392,11 @@ class WorkerTransfers:
         return self._wait(channel, channel.submit(request), undo)
 
     def _wait(self, channel: Channel, sequence: int, undo: Callable[[Channel, m.Reply], None]) -> m.Reply:
+        began = time.monotonic()
         try:
-            return channel.wait(sequence, self._deadline_seconds)
+            reply = channel.wait(sequence, self._deadline_seconds)
+            self._connection.note_wait(channel.link, time.monotonic() - began)
+            return reply
         except DepotTimeout:
             channel.abandon(sequence, lambda reply: undo(channel, reply))
             raise

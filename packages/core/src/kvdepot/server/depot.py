@@ -20,13 +20,14 @@ from kvdepot.index import ChunkIndex, EntryPlace, Space, digest_of, pack_extent
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.leases import LeaseTable
+from kvdepot.server.tiering import ShardPlace, Tiering
 from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
 
 logger = logging.getLogger(__name__)
 
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
-MAXIMUM_TENANTS: Final = 65_536  # names are kept as long as the pool
+MAXIMUM_LABELS: Final = 65_536  # tenants and their models; names are kept as long as the pool
 
 
 class Refused(Exception):
@@ -35,6 +36,20 @@ class Refused(Exception):
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+@dataclass(slots=True, eq=False)
+class Deferred:
+    """A reply that comes later: `reply` once it is here, which may be before the handler has returned."""
+
+    reply: m.Reply | None = None
+    on_reply: Callable[[m.Reply], None] | None = None
+
+    def send(self, reply: m.Reply) -> None:
+        """Give the reply."""
+        self.reply = reply
+        if self.on_reply is not None:
+            self.on_reply(reply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +123,15 @@ class Depot:
         self.contexts: dict[int, Context] = {}
         self.tickets: dict[int, Ticket] = {}
         self.quarantines: list[Quarantine] = []
-        self.tenants: list[str] = []
+        self.labels: list[tuple[str, str]] = []  # tenant and model, by number
+        self.tiering: Tiering | None = None
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
         self.on_names_changed: Callable[[], None] = lambda: None
         self._clock = clock
-        self._tenant_numbers: dict[str, int] = {}
+        self._names_are_saved = True
+        self._label_numbers: dict[tuple[str, str], int] = {}
         self._next_number = 1
-        self._handlers: dict[type, Callable[[int, Writer, Any], m.Reply]] = {
+        self._handlers: dict[type, Callable[[int, Writer, Any], m.Reply | Deferred]] = {
             m.RegisterKVCache: self._register_kv_cache,
             m.RegisterScheduler: self._register_scheduler,
             m.Unregister: self._unregister,
@@ -129,8 +146,8 @@ class Depot:
             m.ReportCorrupt: self._report_corrupt,
         }
 
-    def handle(self, session: int, writer: Writer, request: m.Request) -> m.Reply:
-        """Serve one request of an open session.
+    def handle(self, session: int, writer: Writer, request: m.Request) -> m.Reply | Deferred:
+        """Serve one request of an open session, now or, where tiers are asked, later.
 
         Args:
             session: the number of the session.
@@ -235,9 +252,15 @@ class Depot:
     def _space(self, spec: m.CacheSpec) -> Space:
         before = len(self.index.spaces)
         space = self.index.space(spec)
-        if len(self.index.spaces) != before:
-            self.on_names_changed()
+        if len(self.index.spaces) != before or not self._names_are_saved:
+            self._save_names()
         return space
+
+    def _save_names(self) -> None:
+        """A name is in the file before any record refers to it: if that fails, the next request tries again."""
+        self._names_are_saved = False
+        self.on_names_changed()
+        self._names_are_saved = True
 
     def _context(self, session: int, number: int) -> Context:
         context = self.contexts.get(number)
@@ -266,18 +289,60 @@ class Depot:
 
     # --- schedulers -----------------------------------------------------------------------------------------------
 
-    def _lookup(self, session: int, writer: Writer, request: m.Lookup) -> m.Reply:
+    def _lookup(self, session: int, writer: Writer, request: m.Lookup) -> m.Reply | Deferred:
         context = self._context(session, request.context)
         num_chunks = _count_digests(request.digests)
         found, nodes = self.index.longest_prefix(context.space, request.digests)
         self.counters["lookups"] += 1
         self.counters["lookup_chunks"] += num_chunks
+        self.counters["lookup_chunks_pool_hit"] += found
+        if self.tiering is None or found == num_chunks or not self.accepts_stores:
+            return self._found(context, request, found, nodes)
+        deferred = Deferred()
+        began = self._clock()
+
+        def answer() -> None:
+            if self.contexts.get(context.number) is not context:
+                return  # it left meanwhile: nobody waits
+            found, nodes = self.index.longest_prefix(context.space, request.digests)
+            deferred.send(self._found(context, request, found, nodes, self._clock() - began))
+
+        places, model = self._places(context)
+        is_asking = self.tiering.promote(
+            context.space, request.digests, places, self._label(request.tenant, model), found=found, pins=nodes,
+            wait_seconds=request.wait_seconds, on_answer=answer,
+        )  # fmt: skip
+        if not is_asking:
+            return self._found(context, request, found, nodes)
+        return deferred.reply or deferred
+
+    def _found(
+        self, context: Context, request: m.Lookup, found: int, nodes: tuple[int, ...], waited_seconds: float = 0.0
+    ) -> m.LookupReply:
         self.counters["lookup_chunks_hit"] += found
         if not found:
-            return m.LookupReply(self.epoch, 0, 0)
+            return m.LookupReply(self.epoch, 0, 0, 0.0, waited_seconds)
         lease = self.leases.grant(context.number, request.request_id, nodes, self._clock())
         self.index.used(nodes[-1])
-        return m.LookupReply(self.epoch, found, lease, self.leases.lease_seconds)
+        if self.tiering is not None:
+            self.tiering.used(nodes[-1])
+        return m.LookupReply(self.epoch, found, lease, self.leases.lease_seconds, waited_seconds)
+
+    def _places(self, context: Context) -> tuple[list[ShardPlace], str]:
+        """Return where every shard of the caches of a context goes, as their workers registered it, and their model.
+
+        Nothing while one of them has no worker.
+        """
+        workers = [other for other in self.contexts.values() if other.space is context.space and other.registration]
+        workers.sort(key=lambda other: other.instance != context.instance)
+        places: dict[tuple[int, int], ShardPlace] = {}
+        for worker in workers:
+            for number, group in enumerate(worker.groups):
+                place = ShardPlace(number, group.shard, group.chunk_size_bytes, group.layout)
+                places.setdefault((number, group.shard), place)
+        if len(places) < sum(group.num_shards for group in context.space.spec.groups):
+            return [], ""
+        return [places[place] for place in sorted(places)], workers[0].model
 
     def _release(self, session: int, writer: Writer, request: m.Release) -> m.Reply:
         context = self._context(session, request.context)
@@ -290,16 +355,19 @@ class Depot:
     def _hint(self, session: int, writer: Writer, request: m.Hint) -> m.Reply:
         context = self._context(session, request.context)
         _count_digests(request.digests)
-        tenant = self._tenant_numbers.get(request.tenant)
         found, nodes = self.index.longest_prefix(context.space, request.digests)
-        if not found or tenant is None:
-            return m.Done(self.epoch, 0)
         self.counters["hints"] += 1
+        if not found:
+            return m.Done(self.epoch, 0)
+
+        def is_own(label: int) -> bool:
+            return self.labels[label][0] == request.tenant
+
         if request.session_ended:
-            return m.Done(self.epoch, self.index.end_session(nodes[-1], tenant))
-        count = self.index.set_priority(nodes[-1], tenant, request.priority)
+            return m.Done(self.epoch, self.index.end_session(nodes[-1], is_own))
+        count = self.index.set_priority(nodes[-1], is_own, request.priority)
         if request.ttl_seconds:
-            self.index.end_session_at(nodes[-1], tenant, self._clock() + request.ttl_seconds)
+            self.index.end_session_at(nodes[-1], is_own, self._clock() + request.ttl_seconds)
         return m.Done(self.epoch, count)
 
     # --- workers --------------------------------------------------------------------------------------------------
@@ -319,7 +387,7 @@ class Depot:
                 # What is before it has left: nothing could ever find these chunks.
                 return self._declined(0, sum(request.covered))
             parent = NO_NODE if above is None else above
-        tenant = self._tenant(request.tenant)
+        label = self._label(request.tenant, context.model)
         records: list[int] = []
         extents: list[bytes] = []
         num_present = num_declined = 0
@@ -337,7 +405,7 @@ class Depot:
                 if node is None and key in space.nodes:
                     full = True  # the same digest at another depth: only a forged chain comes here
                 place = EntryPlace(
-                    space, key, parent, depth, number, group.shard, group.chunk_size_bytes, group.layout, tenant,
+                    space, key, parent, depth, number, group.shard, group.chunk_size_bytes, group.layout, label,
                     context.writer, context.owner,
                 )  # fmt: skip
                 record = None if full else index.begin_entry(place)
@@ -380,6 +448,8 @@ class Depot:
         del self.tickets[ticket.number]
         self.index.seal_entries(ticket.records, int(self._clock()), request.checksums)
         self.counters["entries_stored"] += len(ticket.records)
+        if self.tiering is not None:
+            self.tiering.stored(ticket.records)
         return m.Done(self.epoch, len(ticket.records))
 
     def _abort_store(self, session: int, writer: Writer, request: m.AbortStore) -> m.Reply:
@@ -438,20 +508,24 @@ class Depot:
 
     def _report_corrupt(self, session: int, writer: Writer, request: m.ReportCorrupt) -> m.Reply:
         context = self._context(session, request.context)
-        table, removed = self.index.table, 0
+        removed = 0
         for number, header in request.entries:
-            if number < table.num_records and header & 0xFF == SEALED and table.header(number) == header:
-                record = table.record(number)
-                if record is None or record.space != context.space.number:
-                    continue
-                logger.error(
-                    "the bytes of chunk %s (group %d, shard %d, tenant %s) do not have their checksum: removed",
-                    record.key.hex(), record.group, record.shard, self.tenants[record.tenant],
-                )  # fmt: skip
-                self.index.remove_entry(number)
-                removed += 1
-        self.counters["entries_corrupt"] += removed
+            if number < self.index.table.num_records and header & 0xFF == SEALED:
+                removed += self.remove_corrupt(number, header, context.space.number)
         return m.Done(self.epoch, removed)
+
+    def remove_corrupt(self, number: int, header: int, space: int | None = None) -> bool:
+        """Remove a sealed entry whose bytes lack their checksum; False if it is another one by now."""
+        record = self.index.table.record(number) if self.index.table.header(number) == header else None
+        if record is None or space not in (None, record.space):
+            return False
+        logger.error(
+            "the bytes of chunk %s (group %d, shard %d, tenant %s) do not have their checksum: removed",
+            record.key.hex(), record.group, record.shard, self.labels[record.label][0],
+        )  # fmt: skip
+        self.index.remove_entry(number)
+        self.counters["entries_corrupt"] += 1
+        return True
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
@@ -491,32 +565,62 @@ class Depot:
 
     # --- operators ------------------------------------------------------------------------------------------------
 
-    def clear(self, tenant: str | None) -> int:
-        """Remove the entries of a tenant (None: all) that nobody uses; return how many."""
-        if tenant is None:
-            return self.index.clear(lambda _tenant, _space: True)
-        number = self._tenant_numbers.get(tenant)
-        return self.index.clear(lambda other, _space: other == number)
+    def clear(self, tenant: str | None, model: str | None = None) -> int:
+        """Remove the entries of a tenant or a model (None: all) that nobody uses; return how many."""
 
-    def restore_tenants(self, names: list[str]) -> None:
-        """Number tenants as an earlier server did."""
-        for name in names:
-            self._tenant(name)
+        def is_wanted(label: int, _space: Space) -> bool:
+            names = self.labels[label]
+            return tenant in (None, names[0]) and model in (None, names[1])
 
-    def _tenant(self, name: str) -> int:
-        number = self._tenant_numbers.get(name)
+        return self.index.clear(is_wanted)
+
+    def clear_everywhere(self, tenant: str | None, model: str | None) -> m.Reply | Deferred:
+        """Like `clear`, in the tiers too; the reply comes when those that answer are done."""
+        removed = self.clear(tenant, model)
+        if self.tiering is None:
+            return m.Done(self.epoch, removed)
+        deferred = Deferred()
+        num_left = 0
+
+        def on_cleared(in_tier: int) -> None:
+            nonlocal removed, num_left
+            removed, num_left = removed + in_tier, num_left - 1
+            if not num_left:
+                deferred.send(m.Done(self.epoch, removed))
+
+        num_left = self.tiering.clear(tenant, model, on_cleared)
+        return deferred if num_left else m.Done(self.epoch, removed)
+
+    def restore_labels(self, labels: list[tuple[str, str]]) -> None:
+        """Number tenants and models as an earlier server did."""
+        for tenant, model in labels:
+            self._label(tenant, model)
+
+    def _label(self, tenant: str, model: str) -> int:
+        number = self._label_numbers.get((tenant, model))
         if number is None:
-            if len(self.tenants) >= MAXIMUM_TENANTS:
-                raise Refused(ErrorCode.MALFORMED, f"more than {MAXIMUM_TENANTS} tenants: {name!r} is one too many")
-            number = self._tenant_numbers[name] = len(self.tenants)
-            self.tenants.append(name)
-            self.index.quotas.add_tenant(number, name)
-            self.on_names_changed()
+            if len(self.labels) >= MAXIMUM_LABELS:
+                raise Refused(
+                    ErrorCode.MALFORMED, f"more than {MAXIMUM_LABELS} tenants and models: {tenant!r} is one too many"
+                )
+            number = self._label_numbers[tenant, model] = len(self.labels)
+            self.labels.append((tenant, model))
+            self.index.quotas.add_tenant(number, tenant)
+            self._names_are_saved = False
+        if not self._names_are_saved:
+            self._save_names()
         return number
 
-    def _usage(self, tenant: int, used_bytes: int) -> dict[str, int]:
-        share = self.index.quotas.share_of(tenant)
-        return {"used_bytes": used_bytes, **({"quota_bytes": self.index.quotas.quota_bytes[share]} if share else {})}
+    def _tenant_status(self) -> dict[str, dict[str, int]]:
+        quotas = self.index.quotas
+        tenants: dict[str, dict[str, int]] = {}
+        for number, size in self.index.label_bytes.items():
+            usage = tenants.setdefault(self.labels[number][0], {"used_bytes": 0})
+            usage["used_bytes"] += size
+            share = quotas.share_of(number)
+            if share:
+                usage["quota_bytes"] = quotas.quota_bytes[share]
+        return tenants
 
     def status_fields(self) -> dict[str, Any]:
         """Return the fields of `DepotStatus` that the depot itself knows."""
@@ -532,10 +636,13 @@ class Depot:
             "num_leases": len(self.leases),
             "num_tickets": len(self.tickets),
             "contexts": [self._context_status(context) for context in self.contexts.values()],
-            "tenants": {self.tenants[number]: self._usage(number, size) for number, size in index.tenant_bytes.items()},
+            "tenants": self._tenant_status(),
+            "tiers": self.tiering.status() if self.tiering else [],
             "counters": {
                 **self.counters,
+                **(self.tiering.counters if self.tiering else {}),
                 "chunks_evicted": index.num_evicted,
+                "policy_errors": index.num_policy_errors,
                 "leases_expired": self.leases.num_expired,
             },
         }

@@ -5,28 +5,41 @@ Whatever a handler raises becomes a typed error reply; nothing a peer sends ends
 """
 
 import fcntl
+import functools
 import logging
+import math
+import mmap
 import os
+import resource
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Final
 
 import zmq
 
 from kvdepot import messages as m
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig, format_size, resolve_pool_size
+from kvdepot.curve import ServerKeys, load_allowed, load_pair
 from kvdepot.errors import ConfigError, DepotBusy, ErrorCode
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.pool import Names, allocate_first, allocate_in_background, open_pool
+from kvdepot.protocols import TierPool
 from kvdepot.quotas import QuotaTable
-from kvdepot.server.depot import Depot, Fence, Refused
-from kvdepot.server.sessions import SessionTable
+from kvdepot.server.access import PRIVATE_UMASK, Access
+from kvdepot.server.depot import Deferred, Depot, Fence, Refused
+from kvdepot.server.remote import RemoteSocket
+from kvdepot.server.sessions import Session, SessionTable
+from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import table_size_bytes
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.url import TierUrl, open_tier
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +49,13 @@ _MAXIMUM_ENTRIES: Final = 4_194_304
 _MESSAGES_PER_TURN: Final = 256
 _TURN_MILLISECONDS: Final = 500
 _DRAIN_SECONDS: Final = 2.0
-_RESTORE_SECONDS_PER_TURN: Final = 0.02
+_TIER_DEADLINE_SECONDS: Final = 1.0
+_RESTORE_SECONDS_PER_TURN: Final = 0.004
+_SLOW_TURN_SECONDS: Final = 0.005
+_SWITCH_SECONDS: Final = 0.0005
+_MAXIMUM_DESCRIPTORS: Final = 65_536
+
+FindSession = Callable[[bytes], Session | None]
 
 
 class DepotServer:
@@ -52,7 +71,9 @@ class DepotServer:
         """
         self.config = config
         self.epoch = secrets.randbits(62) | 1
-        config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._access = Access.of_group(config.socket_group)
+        keys = _load_keys(config)
+        self._access.prepare_directory(config.directory)
         self._lock = self._take_lock()
         size = resolve_pool_size(config)
         entries = config.max_entries or min(max(size // _BYTES_PER_ENTRY, _MINIMUM_ENTRIES), _MAXIMUM_ENTRIES)
@@ -76,20 +97,60 @@ class DepotServer:
         self._allocation_error: OSError | None = None
         self._context = zmq.Context()
         self._router = self._bind()
+        self._remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
         (config.directory / SESSION_SOCKET).unlink(missing_ok=True)
         self._sessions = SessionTable(
             config.directory / SESSION_SOCKET,
+            self._access,
             welcome=self._welcome,
             on_end=self._depot.end_session,
             on_death=self._depot.end_process,
             is_awaited=lambda writer: any(q.fence[0] == writer for q in self._depot.quarantines),
         )
-        self._restoring = None if self._files.is_new else self._depot.index.restore(self._files.names.spaces)
+        self._pool_memory: mmap.mmap | None = None
+        if config.tiers:
+            self._depot.tiering = self._open_tiers()
+            # Threads of tiers run Python between their system calls; the loop must not wait 5 ms for them.
+            sys.setswitchinterval(_SWITCH_SECONDS)
+        self._longest_seconds = self._longest_work_seconds = 0.0
+        self._slow_turns = 0
+        names = self._files.names
+        self._restoring = None if self._files.is_new else self._depot.index.restore(names.spaces, len(names.labels))
         self._unfinished: list[int] = []
         if self._restoring is not None:
             self._depot.accepts_stores = False
-            self._depot.restore_tenants(self._files.names.tenants)
+            self._depot.restore_labels(names.labels)
         self._depot.on_names_changed = self._save_names
+
+    def _open_tiers(self) -> Tiering:
+        """Open the tiers that the settings name; the pool is mapped for them.
+
+        Raises:
+            ConfigError: one of them cannot be; none stays open.
+        """
+        config, depot = self.config, self._depot
+        self._pool_memory = mmap.mmap(self._files.pool_fd, self._files.size_bytes)
+        pool = TierPool(self._files.pool_fd, memoryview(self._pool_memory))
+        queues: list[TierQueue] = []
+        try:
+            for text in config.tiers:
+                url = TierUrl.parse(text)
+                deadline = url.take_number("deadline", _TIER_DEADLINE_SECONDS, 0.01)
+                threads, waiting = int(url.take_number("threads", 4, 2)), url.take_size("queue", 1 << 30)
+                queue = TierQueue(
+                    open_tier(url, pool), pool, url.name, deadline_seconds=deadline, num_threads=threads,
+                    write_bytes=waiting, wake=self._wake,
+                )  # fmt: skip
+                queues.append(queue)
+        except ConfigError:
+            for queue in queues:
+                queue.close()
+            raise
+        settings = TieringSettings(config.demotion, config.demotion_least_tokens, config.promotion_seconds)
+        return Tiering(
+            depot.index, queues, settings, names_of=depot.labels.__getitem__, on_corrupt=depot.remove_corrupt,
+            clock=time.monotonic,
+        )  # fmt: skip
 
     def _take_lock(self) -> int:
         fd = os.open(self.config.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -109,23 +170,32 @@ class DepotServer:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.MAXMSGSIZE, m.MAXIMUM_FRAME_BYTES)
-        control = self.config.directory / CONTROL_SOCKET
-        control.unlink(missing_ok=True)
-        umask = os.umask(0o177)
+        (self.config.directory / CONTROL_SOCKET).unlink(missing_ok=True)
+        umask = os.umask(PRIVATE_UMASK)
         try:
-            for endpoint in (f"ipc://{control}", *self.config.listen):
+            for endpoint in self._local_endpoints():
                 try:
                     router.bind(endpoint)
                 except zmq.ZMQError as error:
                     raise ConfigError(f"cannot listen on {endpoint}: {error}") from error
+                self._access.open_socket(Path(endpoint.removeprefix("ipc://")))
         finally:
             os.umask(umask)
         return router
+
+    def _local_endpoints(self) -> list[str]:
+        config = self.config
+        control = f"ipc://{config.directory / CONTROL_SOCKET}"
+        return [control, *(endpoint for endpoint in config.listen if endpoint not in config.tcp_endpoints)]
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until told to stop."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
+        if self._remote is not None:
+            poller.register(self._remote.router, zmq.POLLIN)
+            poller.register(self._remote.zap, zmq.POLLIN)
+            logger.info("listening for listed keys on %s", ", ".join(self._remote.endpoints))
         poller.register(self._sessions.fileno(), zmq.POLLIN)
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
         if self._files.is_new:
@@ -141,9 +211,14 @@ class DepotServer:
         next_sweep = 0.0
         try:
             while not self._is_over():
-                events = dict(poller.poll(0 if self._restoring is not None else _TURN_MILLISECONDS))
+                events = dict(poller.poll(self._idle_milliseconds()))
+                began, worked = time.monotonic(), time.thread_time()
                 if self._router in events:
-                    self._serve_messages()
+                    self._serve_messages(self._router, self._sessions.find)
+                if self._remote is not None and self._remote.zap in events:
+                    self._remote.serve()
+                if self._remote is not None and self._remote.router in events:
+                    self._serve_messages(self._remote.router, _no_session)
                 if self._sessions.fileno() in events:
                     self._sessions.serve()
                 if self._wake_reader.fileno() in events:
@@ -155,8 +230,33 @@ class DepotServer:
                     next_sweep = now + _TURN_MILLISECONDS / 1000
                     self._depot.expire()
                     self._sessions.expire_handshakes()
+                self._serve_tiers()
+                self._watch_turn(time.monotonic() - began, time.thread_time() - worked)
         finally:
             self.close()
+
+    def _watch_turn(self, seconds: float, work_seconds: float) -> None:
+        self._longest_seconds = max(self._longest_seconds, seconds)
+        self._longest_work_seconds = max(self._longest_work_seconds, work_seconds)
+        self._slow_turns += work_seconds > _SLOW_TURN_SECONDS
+
+    def _serve_tiers(self) -> None:
+        if self._depot.tiering is None:
+            return
+        try:
+            self._depot.tiering.turn()
+        except Exception:
+            logger.exception("the tiers' turn failed")
+            self._depot.counters["tiers_failed"] += 1
+
+    def _idle_milliseconds(self) -> int:
+        """Return how long the loop may sleep if nothing comes."""
+        if self._restoring is not None:
+            return 0
+        due = None if self._depot.tiering is None else self._depot.tiering.next_deadline()
+        if due is None:
+            return _TURN_MILLISECONDS
+        return max(0, min(_TURN_MILLISECONDS, math.ceil((due - time.monotonic()) * 1000)))
 
     def stop(self) -> None:
         """Ask the loop to end, from any thread or a signal handler: no new stores, those under way may finish."""
@@ -173,6 +273,8 @@ class DepotServer:
     def close(self) -> None:
         """Close sockets and files; an ephemeral pool is removed, any other waits for the next server."""
         self._sessions.close()
+        if self._depot.tiering is not None:
+            self._depot.tiering.close(_DRAIN_SECONDS)
         self._context.destroy(linger=0)
         (self.config.directory / CONTROL_SOCKET).unlink(missing_ok=True)
         self._files.close(remove=self.config.ephemeral)
@@ -188,8 +290,8 @@ class DepotServer:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def _serve_messages(self) -> None:
-        receive, router = self._router.recv_multipart, self._router
+    def _serve_messages(self, router: zmq.Socket[bytes], find_session: FindSession) -> None:
+        receive = router.recv_multipart
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 frames = receive(zmq.NOBLOCK)
@@ -197,21 +299,23 @@ class DepotServer:
                 return
             routing_id, *parts = frames
             sequence = m.sequence_of(parts[0]) if parts else 0
-            reply = self._answer(routing_id, parts)
-            try:
-                router.send_multipart((routing_id, m.encode_frame(sequence, reply)), zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                logger.debug("a reply found nobody: %s", error)
+            reply = self._answer(routing_id, parts, find_session)
+            if isinstance(reply, Deferred):
+                reply.on_reply = functools.partial(_send, router, routing_id, sequence)
+            else:
+                _send(router, routing_id, sequence, reply)
 
-    def _answer(self, routing_id: bytes, parts: list[bytes]) -> m.Reply:
+    def _answer(self, routing_id: bytes, parts: list[bytes], find_session: FindSession) -> m.Reply | Deferred:
         try:
             if len(parts) != 1:
                 raise Refused(ErrorCode.MALFORMED, f"a message has one frame, not {len(parts)}")
             request = m.decode_request(parts[0])
-            session = self._sessions.find(routing_id)
-            if session is not None and not isinstance(request, _OPEN_TO_ALL):
-                return self._depot.handle(session.number, session.writer, request)
-            return self._answer_anybody(request)
+            if isinstance(request, _OPEN_TO_ALL):
+                return self._answer_anybody(request)
+            session = find_session(routing_id)
+            if session is None:
+                raise Refused(ErrorCode.UNKNOWN_SESSION, "no open session: connect to the session socket first")
+            return self._depot.handle(session.number, session.writer, request)
         except (Refused, m.FrameError) as error:
             self._depot.counters["requests_refused"] += 1
             return m.ErrorReply(self.epoch, error.code, str(error))
@@ -220,7 +324,7 @@ class DepotServer:
             self._depot.counters["requests_failed"] += 1
             return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
-    def _answer_anybody(self, request: m.Request) -> m.Reply:
+    def _answer_anybody(self, request: m.Hello | m.Status | m.Clear) -> m.Reply | Deferred:
         match request:
             case m.Hello():
                 reason = m.check_protocol_version(request.protocol_version)
@@ -235,11 +339,12 @@ class DepotServer:
             case m.Clear():
                 if self._restoring is not None:
                     raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
-                return m.Done(self.epoch, self._depot.clear(request.tenant))
-            case _:
-                raise Refused(ErrorCode.UNKNOWN_SESSION, "no open session: connect to the session socket first")
+                return self._depot.clear_everywhere(request.tenant, request.model)
 
     def _status(self) -> m.DepotStatus:
+        fields = self._depot.status_fields()
+        if self._remote is not None:
+            fields["counters"]["keys_refused"] = self._remote.num_refused
         return m.DepotStatus(
             server_version=version("kvdepot"),
             protocol_version=m.PROTOCOL_VERSION,
@@ -250,7 +355,11 @@ class DepotServer:
             num_sessions=len(self._sessions),
             recovering=self._restoring is not None,
             verify=self._depot.verify,
-            **self._depot.status_fields(),
+            loop_longest_seconds=self._longest_seconds,
+            loop_longest_work_seconds=self._longest_work_seconds,
+            loop_slow_turns=self._slow_turns,
+            endpoints=[*self._local_endpoints(), *(self._remote.endpoints if self._remote is not None else ())],
+            **fields,
         )
 
     def _welcome(self, token: bytes) -> tuple[m.SessionOpened, list[int]]:
@@ -291,7 +400,7 @@ class DepotServer:
             self._allocation_error = None
 
     def _save_names(self) -> None:
-        names = Names([space.spec for space in self._depot.index.spaces], list(self._depot.tenants))
+        names = Names([space.spec for space in self._depot.index.spaces], list(self._depot.labels))
         self._files.save_names(names)
 
     def _restore_some(self) -> None:
@@ -319,6 +428,42 @@ class DepotServer:
         logger.info(
             "found %d entries of an earlier server, %d were unfinished", index.num_entries, len(self._unfinished)
         )
+
+
+def raise_descriptor_limit() -> None:
+    """Allow this process as many descriptors as it may have: a session takes two, a stranger on TCP one for a while."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAXIMUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAXIMUM_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _load_keys(config: ServerConfig) -> ServerKeys | None:
+    if config.curve_secret is None or config.curve_clients is None:
+        return None
+    return ServerKeys(
+        load_pair(config.curve_secret, "--curve-secret"), load_allowed(config.curve_clients, "--curve-clients")
+    )
+
+
+def _send(router: "zmq.Socket[bytes]", routing_id: bytes, sequence: int, reply: m.Reply) -> None:
+    try:
+        router.send_multipart((routing_id, m.encode_frame(sequence, reply)), zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        logger.debug("a reply found nobody: %s", error)
+
+
+def _no_session(routing_id: bytes) -> None:
+    """Look a session up for whoever came by TCP: its routing id is its own choice, so it proves nothing.
+
+    Raises:
+        Refused: always.
+    """
+    raise Refused(
+        ErrorCode.UNKNOWN_SESSION,
+        "over TCP only hello, status and clear are served: a session hands over the pool's memory, so engines attach"
+        " on the depot's machine, by its directory",
+    )
 
 
 _OPEN_TO_ALL: Final = (m.Hello, m.Status, m.Clear)

@@ -7,12 +7,12 @@ are pings and are echoed. When the connection closes, the session is over; but a
 """
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from typing import Final
 
 from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
+from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
 from kvdepot.table import Writer
 
 logger = logging.getLogger(__name__)
@@ -29,9 +30,10 @@ TOKEN_BYTES: Final = 16
 HANDSHAKE_SECONDS: Final = 5.0
 MAXIMUM_SESSIONS: Final = 4096
 
-_PEER_CREDENTIALS: Final = struct.Struct("iii")
 _SO_PEERPIDFD: Final = 77  # Linux 6.5
 _MAXIMUM_OPEN_BYTES: Final = 4096
+_SECONDS_BETWEEN_COMPLAINTS: Final = 10.0
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass(slots=True)
@@ -48,10 +50,15 @@ class Session:
 
 
 def process_start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if it is not there."""
+    """Return when a process started, in clock ticks since boot; 0 if it is not there.
+
+    Raises:
+        OSError: this process has no descriptor left to look.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[19])
-    except (OSError, IndexError, ValueError):
+    except (OSError, IndexError, ValueError) as error:
+        _raise_if_exhausted(error)
         return 0
 
 
@@ -59,7 +66,8 @@ class SessionTable:
     """The session socket and everything that is connected to it; one epoll set, polled by the server's loop.
 
     Args:
-        path: the Unix stream socket, mode 0600.
+        path: the Unix stream socket.
+        access: who may connect to it.
         welcome: makes the answer to a handshake, with the descriptors to hand over.
         on_end: called with a session whose connection is over.
         on_death: called with a process that was being waited for and is dead now.
@@ -69,12 +77,14 @@ class SessionTable:
     def __init__(
         self,
         path: Path,
+        access: Access,
         welcome: Callable[[bytes], tuple[m.SessionOpened, list[int]]],
         on_end: Callable[[int], None],
         on_death: Callable[[Writer], None],
         is_awaited: Callable[[Writer], bool],
     ) -> None:
         self._path = path
+        self._access = access
         self._welcome = welcome
         self._on_end = on_end
         self._on_death = on_death
@@ -83,12 +93,14 @@ class SessionTable:
         self._by_token: dict[bytes, Session] = {}
         self._dying: dict[int, Writer] = {}  # by pidfd
         self._next = 1
+        self._complained_at = float("-inf")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        umask = os.umask(0o177)
+        umask = os.umask(PRIVATE_UMASK)
         try:
             self._listener.bind(str(path))
         finally:
             os.umask(umask)
+        access.open_socket(path)
         self._listener.listen(128)
         self._epoll = select.epoll()
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
@@ -128,9 +140,15 @@ class SessionTable:
             return True  # of another PID namespace: nobody can tell, so its space stays until the pool is made anew
         try:
             pidfd = os.pidfd_open(writer.pid)
+        except OverflowError:
+            return False  # of a table that no server wrote
+        except OSError as error:
+            return error.errno in _EXHAUSTED  # then nobody can tell either
+        try:
+            is_another = process_start_time(writer.pid) != writer.start_time
         except OSError:
-            return False
-        if process_start_time(writer.pid) != writer.start_time:
+            is_another = False
+        if is_another:
             os.close(pidfd)
             return False
         self._watch(pidfd, writer)
@@ -155,21 +173,28 @@ class SessionTable:
             except BlockingIOError:
                 return
             except OSError as error:
-                logger.warning("cannot accept a connection: %s", error)
+                if time.monotonic() >= self._complained_at + _SECONDS_BETWEEN_COMPLAINTS:
+                    self._complained_at = time.monotonic()
+                    logger.warning("cannot accept a connection: %s", error)
                 return
             connection.setblocking(False)
-            pid, uid, _ = _PEER_CREDENTIALS.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-            )
-            if uid not in (0, os.getuid()) or len(self._sessions) >= MAXIMUM_SESSIONS:
-                logger.warning("refused a connection of user %d (process %d)", uid, pid)
+            pid, _, _ = peer_credentials(connection)
+            reason = self._access.why_not(connection)
+            if reason is None and len(self._sessions) >= MAXIMUM_SESSIONS:
+                reason = f"there are {MAXIMUM_SESSIONS} sessions"
+            if reason is not None:
+                logger.warning("refused a connection of process %d: %s", pid, reason)
                 connection.close()
                 continue
+            try:
+                started_at = process_start_time(pid) if pid > 0 else secrets.randbits(63)
+                pidfd = _peer_pidfd(connection, pid)
+            except OSError:
+                connection.close()  # its death would go unseen, or be seen while it lives
+                continue
             # A process of another PID namespace has no number here; its descriptor still tells of its death.
-            writer = Writer(pid, process_start_time(pid)) if pid > 0 else Writer(0, secrets.randbits(63))
-            session = Session(
-                self._next, connection, writer, _peer_pidfd(connection, pid), time.monotonic(), received=bytearray()
-            )
+            writer = Writer(max(pid, 0), started_at)
+            session = Session(self._next, connection, writer, pidfd, time.monotonic(), received=bytearray())
             self._next += 1
             self._sessions[connection.fileno()] = session
             self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
@@ -255,12 +280,23 @@ class SessionTable:
 
 
 def _peer_pidfd(connection: socket.socket, pid: int) -> int | None:
-    """Return a pidfd of the process at the other end, None if it is dead."""
+    """Return a pidfd of the process at the other end, None if it is dead.
+
+    Raises:
+        OSError: this process has no descriptor left.
+    """
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        pass
+    except OSError as error:
+        _raise_if_exhausted(error)
     try:
         return os.pidfd_open(pid)
-    except OSError:
+    except OSError as error:
+        _raise_if_exhausted(error)
         return None
+
+
+def _raise_if_exhausted(error: Exception) -> None:
+    """Raise an error again that says nothing about the process that was looked for."""
+    if isinstance(error, OSError) and error.errno in _EXHAUSTED:
+        raise error

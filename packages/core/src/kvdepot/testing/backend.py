@@ -8,6 +8,9 @@ A backend's tests inherit `BackendSuite` and say how a worker is made and how th
 
 The oracle is `PagePattern`: bytes that follow from the chunk's key, so that a retrieve that mixes anything up cannot
 pass. Right bytes or a miss is what every test ends with. Runs against a real depot in a process of its own.
+
+Tests name the promises of `docs/promises.md` that they show by the marker `promise`: register it where yours are run,
+`markers = ["promise(*numbers)"]`.
 """
 
 import itertools
@@ -245,6 +248,7 @@ class BackendSuite:
     # --- bytes ----------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("name", PLANS)
+    @pytest.mark.promise(29, 32)
     def test_what_was_stored_comes_back_into_other_blocks(self, name: str, cache: MakeCache) -> None:
         """Every layout, byte for byte, through another worker."""
         writer, reader = cache(PLANS[name]), cache(replace(PLANS[name], instance="other"))
@@ -313,18 +317,21 @@ class BackendSuite:
         assert worker.holds(run.slice(first), [block_ids[0][first * 4 :]])
         assert worker.untouched([block_ids[0][skip_tokens // 16 :]])
 
+    @pytest.mark.promise(15)
     def test_what_is_missing_costs_only_itself_and_what_follows(self, cache: MakeCache) -> None:
         """A prefix of the run comes."""
         worker = cache()
         assert worker.store(prompt(3))
         assert worker.retrieve(prompt(5)) == 3
 
+    @pytest.mark.promise(19, 22)
     def test_nothing_comes_from_another_prompt(self, cache: MakeCache) -> None:
         """Another salt is another key."""
         worker = cache()
         assert worker.store(prompt(3))
         assert worker.retrieve(prompt(3, salt=1)) == 0
 
+    @pytest.mark.promise(44)
     def test_a_run_that_starts_later_is_stored_below_what_is_there(self, cache: MakeCache) -> None:
         """Chunked prefill: each step stores what it added."""
         worker = cache()
@@ -347,6 +354,7 @@ class BackendSuite:
         assert depot.status().counters["entries_stored"] == 4
         assert second.retrieve(prompt(4)) == 4
 
+    @pytest.mark.promise(20)
     def test_another_layout_is_a_miss(self, cache: MakeCache) -> None:
         """Page sizes, block sizes and formats keep caches apart."""
         base = PLANS["one group"]
@@ -369,6 +377,7 @@ class BackendSuite:
             assert scheduler.lookup("request", prompt(3)).num_chunks == 3
         assert [rank.retrieve(prompt(3)) for rank in ranks] == [3, 3]
 
+    @pytest.mark.promise(33)
     def test_what_ranks_hold_alike_is_stored_once_and_read_by_all(self, cache: MakeCache, depot: DepotProcess) -> None:
         """Replicated caches (MLA) have one shard."""
         ranks = [cache(WorkerPlan(rank=rank, world_size=2)) for rank in range(2)]
@@ -376,6 +385,7 @@ class BackendSuite:
         assert depot.status().num_entries == 3
         assert [rank.retrieve(prompt(3)) for rank in ranks] == [3, 3]
 
+    @pytest.mark.promise(29)
     def test_random_traffic_is_right_bytes_or_a_miss(self, cache: MakeCache) -> None:
         """More than the pool holds, so that eviction is part of it."""
         plan = replace(PLANS["large pages"], num_blocks=64)
@@ -393,6 +403,7 @@ class BackendSuite:
 
     # --- futures --------------------------------------------------------------------------------------------------
 
+    @pytest.mark.promise(13)
     def test_several_stores_of_one_request_are_several_futures(self, cache: MakeCache) -> None:
         """None replaces another; each ends."""
         worker = cache()
@@ -449,6 +460,7 @@ class BackendSuite:
 
     # --- faults ---------------------------------------------------------------------------------------------------
 
+    @pytest.mark.promise(28)
     def test_without_a_depot_everything_is_a_miss_at_once(self, cache: MakeCache, tmp_path: Any) -> None:
         """Construction does not fail either."""
         worker = cache(url=str(tmp_path))
@@ -460,6 +472,7 @@ class BackendSuite:
             assert future.query()
             assert future.result(0.0) is False
 
+    @pytest.mark.promise(23)
     def test_a_killed_depot_is_a_miss_and_its_successor_has_the_cache(
         self, cache: MakeCache, depot: DepotProcess
     ) -> None:
@@ -474,6 +487,7 @@ class BackendSuite:
         assert worker.retrieve(prompt(4)) == 4
 
     @pytest.mark.parametrize("verify", ["all", "sample"])
+    @pytest.mark.promise(30)
     def test_bytes_that_changed_in_the_pool_are_a_miss_and_leave(self, verify: str, cache: MakeCache) -> None:
         """A chunk whose bytes do not have their checksum is never served; the depot says which, and takes it again."""
         with DepotProcess("--verify", verify) as depot:
@@ -484,7 +498,7 @@ class BackendSuite:
             assert worker.retrieve(run) == 5
             _flip_a_byte(depot, worker.plan.chunk_size_bytes(0) * 2 + 100)  # of the third chunk
             wait_until(lambda: self._came_of_corrupt(worker, run) == 2, 30, "the wrong chunk to be compared")
-            wait_until(lambda: depot.status().counters["entries_corrupt"] == 1)
+            wait_until(lambda: depot.status().counters.get("entries_corrupt") == 1)
             assert depot.status().num_entries == 4
             assert worker.retrieve(run) == 2
             assert worker.store(run)
@@ -496,6 +510,7 @@ class BackendSuite:
         future.result(_WAIT_SECONDS)
         return future.num_chunks
 
+    @pytest.mark.promise(30)
     def test_checksums_survive_the_depot(self, cache: MakeCache) -> None:
         """They are in the index table."""
         with DepotProcess("--verify", "all") as depot:
@@ -509,8 +524,9 @@ class BackendSuite:
             worker.worker.wait_until_connected(_WAIT_SECONDS)
             wait_until(lambda: not depot.status().recovering)
             assert worker.retrieve(run) == 0
-            wait_until(lambda: depot.status().counters["entries_corrupt"] == 1)
+            wait_until(lambda: depot.status().counters.get("entries_corrupt") == 1)
 
+    @pytest.mark.promise(16)
     def test_a_pool_full_of_leased_chunks_declines(self, cache: MakeCache, depot: DepotProcess) -> None:
         """The store is counted and not waited for; what is leased stays."""
         plan = replace(PLANS["large pages"], num_blocks=64)

@@ -1,0 +1,647 @@
+"""What moves between the pool and the tiers below it, and when.
+
+Down (**demotion**): entries are written behind, out of the pool while they stay in it, by one of three rules: when they
+are stored, when they are used again, or when they are about to leave. The bytes that may wait are bounded for each
+tier; as a queue fills up, ever less of the end of each prefix is taken.
+
+Up (**promotion**): a lookup that the pool answers only in part asks the tiers, in their order, for what is missing;
+what they have is given space as a store would be, and read straight into it, many reads at a time. The lookup is
+answered when all of it is there or its time is over; what comes later stays in the pool for the next one. Entries that
+are on their way already are waited for, never read twice.
+
+Everything here happens on the depot's loop and only ever submits; `TierQueue` waits for the storage. Records of
+promotions name the process that writes them, so a depot that is killed leaves nothing behind that could be found.
+"""
+
+import logging
+import os
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from kvdepot.config import Demotion
+from kvdepot.eviction import NO_NODE
+from kvdepot.index import ChunkIndex, EntryPlace, Space
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.layout import GroupKind
+from kvdepot.messages import TierStatus
+from kvdepot.server.sessions import process_start_time
+from kvdepot.table import SEALED, Writer
+from kvdepot.tiers.keys import label_of, place_of, tier_key
+from kvdepot.tiers.queue import Job, Operation, Part, TierQueue
+
+logger = logging.getLogger(__name__)
+
+MAXIMUM_QUESTIONS: Final = 4096  # keys of one lookup
+_ENTRIES_A_TURN: Final = 128  # that one promotion begins before the loop goes on: about a millisecond
+_CHUNKS_UP: Final = 256  # looked at towards the root when a prefix is used again
+_VICTIMS_A_TURN: Final = 64
+_PRESSURE_BEGINS: Final = 0.5  # of what may wait to be written
+_SLOW_PROMOTIONS: Final = 3  # in a row, until a tier is left alone
+_RESERVE_SHARE: Final = 0.05  # of the pool: free space that is kept where entries are written as they leave
+
+
+@dataclass(frozen=True, slots=True)
+class TieringSettings:
+    """How tiers are used."""
+
+    demotion: Demotion = Demotion.STORE
+    least_tokens: int = 0  # prefixes that are shorter are not demoted
+    promotion_seconds: float = 1.0  # the most that a lookup waits for tiers
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlace:
+    """Where the entries of one shard of one layer group of one model go."""
+
+    group: int
+    shard: int
+    num_bytes: int
+    layout: int
+
+
+class _State(Enum):
+    COMING = 0
+    HERE = 1
+    FAILED = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """An entry that is being read into the pool."""
+
+    record: int
+    chunk: int
+    node: int
+    state: _State = _State.COMING
+
+
+@dataclass(slots=True, eq=False)
+class Promotion:
+    """One prefix on its way up."""
+
+    space: Space
+    digests: bytes
+    places: Sequence[ShardPlace]
+    label: int
+    found: int  # leading chunks that the pool has
+    pins: tuple[int, ...]
+    deadline: float
+    on_answer: Callable[[], None] | None  # None once it is answered
+    tier: int = -1
+    limit: int = 0  # chunks that are looked at
+    asked: list[tuple[int, ShardPlace]] = field(default_factory=list[tuple[int, ShardPlace]])
+    there: list[bool] = field(default_factory=list[bool])
+    wanted: deque[tuple[int, ShardPlace]] = field(default_factory=deque[tuple[int, ShardPlace]])
+    flights: deque[_Flight] = field(default_factory=deque[_Flight])
+    num_awaited: int = 0  # entries on their way in other promotions
+    is_broken: bool = False  # a chunk of it failed: what follows is of no use
+    is_asking: bool = False
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole run."""
+        return len(self.digests) // DIGEST_BYTES
+
+    def digest(self, chunk: int) -> bytes:
+        """Return the key of one chunk."""
+        return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+
+
+@dataclass(slots=True, eq=False)
+class _Writing:
+    """Entries that are being copied to one tier: record, header and node of each."""
+
+    tier: int
+    entries: list[tuple[int, int, int]]
+    evicts: bool  # they leave the pool afterwards
+
+
+class Tiering:
+    """Demotions and promotions of one depot.
+
+    Args:
+        index: of the pool.
+        queues: the tiers, fastest first; owned by this object.
+        settings: how they are used.
+        names_of: tenant and model by number.
+        on_corrupt: called with record and header of an entry whose bytes lack their checksum.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        queues: Sequence[TierQueue],
+        settings: TieringSettings,
+        *,
+        names_of: Callable[[int], tuple[str, str]],
+        on_corrupt: Callable[[int, int], object],
+        clock: Callable[[], float],
+    ) -> None:
+        self.queues = queues
+        self.counters: Counter[str] = Counter()
+        self._index = index
+        self._settings = settings
+        self._names_of = names_of
+        self._on_corrupt = on_corrupt
+        self._clock = clock
+        self._labels: dict[int, tuple[bytes, bytes]] = {}
+        self._places: dict[tuple[int, int, int, int, int], bytes] = {}
+        # by tier, then by record: the header under which it is known to be in that tier, or on its way there
+        self._written = [array("Q", bytes(8 * index.table.num_records)) for _ in queues]
+        self._writings: dict[int, _Writing] = {}  # by id of the job, as the next ones
+        self._questions: dict[int, Promotion] = {}
+        self._readings: dict[int, tuple[Promotion, list[_Flight]]] = {}
+        self._clears: dict[int, Callable[[int], None]] = {}
+        self._jobs: dict[int, Job] = {}
+        self._promotions: set[Promotion] = set()
+        self._awaited: dict[int, list[Promotion]] = {}  # by record
+        self._coming: dict[int, _Flight] = {}  # by record
+        self._num_slow = [0] * len(queues)
+
+    # --- down -----------------------------------------------------------------------------------------------------
+
+    def stored(self, records: Sequence[int]) -> None:
+        """Entries were sealed, in the order of their chunks."""
+        if self._settings.demotion is Demotion.STORE and records and self._is_long(self._index.node_of(records[-1])):
+            self._demote(records)
+
+    def used(self, node: int) -> None:
+        """A prefix that ends with this chunk was found."""
+        if self._settings.demotion is Demotion.EVICT or not self._is_long(node):
+            return
+        records: list[int] = []
+        for _ in range(_CHUNKS_UP):
+            if node == NO_NODE:
+                break
+            here = [record for record in self._index.entries(node) if not self._is_written(record)]
+            if not here:
+                break
+            records += here
+            node = self._index.parent_of(node)
+        if records:
+            self._demote(records[::-1])
+
+    def _is_long(self, node: int) -> bool:
+        index = self._index
+        return (index.depth_of(node) + 1) * index.space_of(node).spec.chunk_tokens >= self._settings.least_tokens
+
+    def _is_written(self, record: int) -> bool:
+        header = self._index.table.header(record)
+        return all(
+            queue.is_open or written[record] == header
+            for queue, written in zip(self.queues, self._written, strict=True)
+        )
+
+    def _demote(self, records: Sequence[int], *, evicts: bool = False) -> bool:
+        """Have entries written to every tier that lacks them, the first of them first; False if no tier takes any."""
+        index, table, taken = self._index, self._index.table, False
+        for tier, queue in enumerate(self.queues):
+            if queue.is_open:
+                continue
+            written = self._written[tier]
+            missing = [record for record in records if written[record] != table.header(record)]
+            pressure = (queue.queued_write_bytes / queue.write_bytes - _PRESSURE_BEGINS) / (1 - _PRESSURE_BEGINS)
+            num_kept = len(missing) if pressure <= 0 else int(len(missing) * (1 - min(1.0, pressure)))
+            self.counters["demotions_dropped"] += len(missing) - num_kept
+            missing = missing[:num_kept]
+            if not missing:
+                continue
+            job = Job(
+                Operation.WRITE,
+                [self._key_of(record) for record in missing],
+                [table.extent(record) for record in missing],
+                [table.owner_of(record) for record in missing],
+            )
+            if not queue.submit(job):
+                self.counters["demotions_dropped"] += len(missing)
+                continue
+            entries = [(record, table.header(record), index.begin_reading(record)) for record in missing]
+            self._writings[id(job)] = _Writing(tier, entries, evicts)
+            self._jobs[id(job)] = job
+            taken = True
+            for record, header, _ in entries:
+                written[record] = header
+        return taken
+
+    def _wrote(self, part: Part) -> None:
+        writing = self._writings[id(part.job)]
+        written, table = self._written[writing.tier], self._index.table
+        entries = writing.entries[part.first : part.first + len(part.outcomes)]
+        for (record, header, node), ok in zip(entries, part.outcomes, strict=True):
+            if not ok and written[record] == header:
+                written[record] = 0
+            self._index.end_reading(record, node)
+            if writing.evicts:
+                self._index.evict(node)
+        for place in part.corrupt:
+            record, header, _ = writing.entries[place]
+            if table.header(record) == header:
+                self._on_corrupt(record, header)
+
+    def _make_reserve(self) -> None:
+        """Write what is about to leave, and let it go, until a part of the pool is free."""
+        index = self._index
+        reserve = int(index.extents.ready_bytes * _RESERVE_SHARE)
+        leaving = sum(queue.queued_write_bytes for queue in self.queues)
+        for _ in range(_VICTIMS_A_TURN):
+            if index.extents.free_bytes + leaving >= reserve:
+                return
+            node = index.next_victim()
+            if node is None:
+                return
+            # What is before a leaf that leaves is next to leave: it is written in the same breath.
+            nodes, records = [node], index.entries(node)
+            while len(nodes) < _CHUNKS_UP and (node := index.parent_of(node)) != NO_NODE and index.is_chain(node):
+                nodes.append(node)
+                records += index.entries(node)
+            records = [record for record in records if not self._is_written(record)]
+            if not self._is_long(nodes[0]) or not records or not self._demote(records, evicts=True):
+                for leaf in nodes:
+                    leaving += sum(index.table.extent(record)[1] for record in index.entries(leaf))
+                    if not index.evict(leaf):
+                        break
+                continue
+            leaving += sum(index.table.extent(record)[1] for record in records)
+
+    # --- up -------------------------------------------------------------------------------------------------------
+
+    def promote(
+        self,
+        space: Space,
+        digests: bytes,
+        places: Sequence[ShardPlace],
+        label: int,
+        *,
+        found: int,
+        pins: tuple[int, ...],
+        wait_seconds: float,
+        on_answer: Callable[[], None],
+    ) -> bool:
+        """Ask the tiers for what the pool lacks of a prefix.
+
+        Args:
+            space: of the chunks.
+            digests: packed `(num_chunks, 32)`, from chunk 0 on.
+            places: of every shard of every group of the model's cache.
+            label: number of tenant and model.
+            found: leading chunks that the pool has.
+            pins: their nodes, kept until the end.
+            wait_seconds: how long the lookup may wait.
+            on_answer: called once, when everything that can come is here or the time is over.
+
+        Returns:
+            False if there is nobody to ask; then `on_answer` is never called.
+        """
+        if not places or all(queue.is_open for queue in self.queues):
+            return False
+        self._index.pin(pins)
+        deadline = self._clock() + min(wait_seconds, self._settings.promotion_seconds)
+        promotion = Promotion(space, digests, places, label, found, pins, deadline, on_answer)
+        self._promotions.add(promotion)
+        self.counters["promotions"] += 1
+        self._ask_next(promotion)
+        return True
+
+    def _ask_next(self, promotion: Promotion) -> None:
+        """Ask the next tier that answers, or end."""
+        while promotion.tier + 1 < len(self.queues):
+            promotion.tier += 1
+            queue = self.queues[promotion.tier]
+            promotion.asked = [] if queue.is_open else self._missing(promotion)
+            if not promotion.asked:
+                continue
+            tenant, model = self._labels_of(promotion.label)
+            keys = [
+                tier_key(tenant, model, self._place(promotion.space, place), promotion.digest(chunk))
+                for chunk, place in promotion.asked
+            ]
+            job = Job(Operation.CONTAINS, keys)
+            if queue.submit(job):
+                promotion.there = [False] * len(keys)
+                promotion.is_asking = True
+                self._questions[id(job)] = promotion
+                self._jobs[id(job)] = job
+                return
+        self._end(promotion)
+
+    def _missing(self, promotion: Promotion) -> list[tuple[int, ShardPlace]]:
+        """Return the entries that the pool lacks and that a longer prefix may need, by chunk."""
+        index, space = self._index, promotion.space
+        windows = max((chunks for _, chunks in space.windows), default=0)
+        first = max(0, promotion.found + 1 - windows) if windows else promotion.found
+        num_chunks = MAXIMUM_QUESTIONS // len(promotion.places)
+        promotion.limit = min(promotion.num_chunks, first + num_chunks)
+        missing: list[tuple[int, ShardPlace]] = []
+        for chunk in range(first, promotion.limit):
+            node = index.node(space, promotion.digest(chunk), chunk)
+            for place in promotion.places:
+                if chunk < promotion.found and space.full_mask & 1 << place.group:
+                    continue
+                if node is None or index.entry(node, place.group, place.shard) is None:
+                    missing.append((chunk, place))
+        return missing
+
+    def _answered(self, part: Part) -> None:
+        promotion = self._questions[id(part.job)]
+        promotion.there[part.first : part.first + len(part.outcomes)] = part.outcomes
+        if not part.is_last:
+            return
+        promotion.is_asking = False
+        there = {
+            (chunk, place.group, place.shard)
+            for (chunk, place), is_there in zip(promotion.asked, promotion.there, strict=True)
+            if is_there
+        }
+        length = self._usable_prefix(promotion, there)
+        if length <= promotion.found:
+            self._ask_next(promotion)
+            return
+        space = promotion.space
+        first_of = {
+            number: promotion.found if group.kind is GroupKind.FULL_ATTENTION else max(0, length - chunks)
+            for number, (group, chunks) in enumerate(zip(space.spec.groups, space.chunks_needed, strict=True))
+        }
+        promotion.wanted = deque(
+            (chunk, place)
+            for chunk in range(min(first_of.values()), length)
+            for place in promotion.places
+            if chunk >= first_of[place.group]
+        )
+        promotion.is_broken = False
+        self._fetch(promotion)
+
+    def _usable_prefix(self, promotion: Promotion, there: set[tuple[int, int, int]]) -> int:
+        """Return how many leading chunks could be used if everything that is there, here or coming were in the pool."""
+        index, space = self._index, promotion.space
+        by_group: dict[int, list[ShardPlace]] = {}
+        for place in promotion.places:
+            by_group.setdefault(place.group, []).append(place)
+
+        def has(chunk: int, group: int) -> bool:
+            node = index.node(space, promotion.digest(chunk), chunk)
+            for place in by_group[group]:
+                if (chunk, group, place.shard) in there:
+                    continue
+                record = None if node is None else index.entry(node, group, place.shard)
+                if record is None or not (index.table.header(record) & 0xFF == SEALED or record in self._coming):
+                    return False
+            return True
+
+        full = [group for group in by_group if space.full_mask & 1 << group]
+        length = promotion.limit
+        if full:
+            length = next(
+                (
+                    chunk
+                    for chunk in range(promotion.found, promotion.limit)
+                    if not all(has(chunk, group) for group in full)
+                ),
+                promotion.limit,
+            )
+        windows = [(group, space.chunks_needed[group]) for group in by_group if not space.full_mask & 1 << group]
+        while length > promotion.found:
+            blocked = [
+                chunk
+                for group, chunks in windows
+                for chunk in range(length - 1, max(0, length - chunks) - 1, -1)
+                if not has(chunk, group)
+            ]
+            if not blocked:
+                break
+            length = min(blocked) if full else max(blocked)
+        return length
+
+    def _fetch(self, promotion: Promotion) -> None:
+        """Make room for the next entries that are wanted and have them read."""
+        index, space, queue = self._index, promotion.space, self.queues[promotion.tier]
+        pid = queue.tier.writer_pid or os.getpid()
+        writer = Writer(pid, process_start_time(pid))
+        flights: list[_Flight] = []
+        keys: list[bytes] = []
+        tenant, model = self._labels_of(promotion.label)
+        while promotion.wanted and len(flights) < _ENTRIES_A_TURN:
+            chunk, place = promotion.wanted.popleft()
+            digest = promotion.digest(chunk)
+            node = index.node(space, digest, chunk)
+            record = None if node is None else index.entry(node, place.group, place.shard)
+            if record is not None:
+                if record in self._coming:
+                    self._awaited.setdefault(record, []).append(promotion)
+                    promotion.num_awaited += 1
+                elif index.table.header(record) & 0xFF != SEALED:
+                    promotion.wanted.clear()  # a worker is writing it
+                continue
+            parent = index.node(space, promotion.digest(chunk - 1), chunk - 1) if chunk else None
+            if (chunk and parent is None and space.full_mask) or (node is None and digest in space.nodes):
+                promotion.wanted.clear()
+                break
+            begun = index.begin_entry(
+                EntryPlace(
+                    space, digest, NO_NODE if parent is None else parent, chunk, place.group, place.shard,
+                    place.num_bytes, place.layout, promotion.label, writer,
+                )
+            )  # fmt: skip
+            if begun is None:
+                self.counters["promotions_without_room"] += 1
+                promotion.wanted.clear()
+                break
+            flights.append(_Flight(begun, chunk, index.node_of(begun)))
+            keys.append(tier_key(tenant, model, self._place(space, place), digest))
+        if flights:
+            job = Job(Operation.READ, keys, [index.table.extent(flight.record) for flight in flights])
+            for flight in flights:
+                self._coming[flight.record] = flight
+            promotion.flights += flights
+            if queue.submit(job):
+                self._readings[id(job)] = promotion, flights
+                self._jobs[id(job)] = job
+            else:
+                for flight in flights:
+                    flight.state = _State.FAILED
+        self._land(promotion)
+
+    def _read(self, part: Part) -> None:
+        promotion, flights = self._readings[id(part.job)]
+        for flight, ok in zip(flights[part.first :], part.outcomes, strict=False):
+            flight.state = _State.HERE if ok else _State.FAILED
+        self._land(promotion)
+
+    def _land(self, promotion: Promotion) -> None:
+        """Seal what has come, in the order of the prefix; after a failure nothing more."""
+        landed: list[_Flight] = []
+        while promotion.flights and promotion.flights[0].state is not _State.COMING:
+            flight = promotion.flights.popleft()
+            if flight.state is _State.FAILED:
+                promotion.is_broken = True
+            if promotion.is_broken:
+                self._drop(flight)
+            else:
+                landed.append(flight)
+        if landed:
+            self._seal(promotion, landed)
+        if promotion.is_broken:
+            promotion.wanted.clear()
+        if promotion.flights or promotion.wanted or promotion.num_awaited or promotion.is_asking:
+            return
+        self._after_tier(promotion)
+
+    def _seal(self, promotion: Promotion, flights: Sequence[_Flight]) -> None:
+        index, written = self._index, self._written[promotion.tier]
+        index.seal_entries([flight.record for flight in flights], int(self._clock()))
+        self.counters["entries_promoted"] += len(flights)
+        for flight in flights:
+            written[flight.record] = index.table.header(flight.record)
+            self._arrived(flight.record)
+
+    def _drop(self, flight: _Flight) -> None:
+        self._index.discard_entry(flight.record)
+        self.counters["promotions_failed"] += 1
+        self._arrived(flight.record)
+
+    def _arrived(self, record: int) -> None:
+        del self._coming[record]
+        for promotion in self._awaited.pop(record, ()):
+            promotion.num_awaited -= 1
+            if promotion in self._promotions:
+                self._land(promotion)
+
+    def _after_tier(self, promotion: Promotion) -> None:
+        found, _ = self._index.longest_prefix(promotion.space, promotion.digests)
+        self._num_slow[promotion.tier] = 0
+        promotion.found = max(promotion.found, found)
+        if found >= promotion.num_chunks or promotion.on_answer is None:
+            self._end(promotion)
+        else:
+            self._ask_next(promotion)
+
+    def _end(self, promotion: Promotion) -> None:
+        self._promotions.discard(promotion)
+        self._answer(promotion)
+        self._index.unpin(promotion.pins)
+
+    def _answer(self, promotion: Promotion) -> None:
+        on_answer, promotion.on_answer = promotion.on_answer, None
+        if on_answer is not None:
+            on_answer()
+
+    # --- operators ------------------------------------------------------------------------------------------------
+
+    def clear(self, tenant: str | None, model: str | None, on_cleared: Callable[[int], None]) -> int:
+        """Remove a tenant's or a model's entries from every tier that answers; return how many tiers that are.
+
+        `on_cleared` is called by each of them with the entries that it removed.
+        """
+        num_asked = 0
+        labels = None if tenant is None else label_of(tenant), None if model is None else label_of(model)
+        for number, queue in enumerate(self.queues):
+            job = Job(Operation.CLEAR, labels=labels)
+            if queue.submit(job):
+                self._clears[id(job)] = on_cleared
+                self._jobs[id(job)] = job
+                num_asked += 1
+                self._written[number] = array("Q", bytes(8 * self._index.table.num_records))
+            else:
+                logger.error("tier %s is not cleared: %s", queue.name, queue.why_open)
+        return num_asked
+
+    @property
+    def num_promotions(self) -> int:
+        """Prefixes on their way up."""
+        return len(self._promotions)
+
+    @property
+    def num_under_way(self) -> int:
+        """Jobs of tiers, and entries on their way up."""
+        return len(self._jobs) + len(self._coming)
+
+    def status(self) -> list[TierStatus]:
+        """Return what an operator wants to see of each tier."""
+        return [queue.status() for queue in self.queues]
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Take in what tiers have done, look at deadlines, go on with what is under way. Never waits."""
+        now = self._clock()
+        for tier, queue in enumerate(self.queues):
+            late, parts = queue.expire()
+            if late:
+                self.counters["tiers_late"] += 1
+            for part in (*queue.poll(), *parts):
+                self._take(tier, part)
+        for promotion in [p for p in self._promotions if p.on_answer is not None and p.deadline <= now]:
+            self.counters["promotions_late"] += 1
+            self._note_slow(promotion.tier)
+            self._answer(promotion)
+        for promotion in [p for p in self._promotions if p.wanted]:
+            self._fetch(promotion)
+        if self._settings.demotion is Demotion.EVICT:
+            self._make_reserve()
+
+    def _take(self, tier: int, part: Part) -> None:
+        job, number = part.job, id(part.job)
+        match job.operation:
+            case Operation.WRITE:
+                self._wrote(part)
+            case Operation.CONTAINS:
+                self._answered(part)
+            case Operation.READ:
+                self._read(part)
+            case Operation.CLEAR:
+                self._clears[number](job.num_cleared)
+        if part.is_last:
+            del self._jobs[number]
+            for jobs in (self._writings, self._questions, self._readings, self._clears):
+                jobs.pop(number, None)
+
+    def _note_slow(self, tier: int) -> None:
+        self._num_slow[tier] += 1
+        if self._num_slow[tier] >= _SLOW_PROMOTIONS:
+            self._num_slow[tier] = 0
+            self.queues[tier].leave_alone(
+                f"{_SLOW_PROMOTIONS} lookups in a row waited {self._settings.promotion_seconds:g} s for it"
+            )
+
+    def next_deadline(self) -> float | None:
+        """Return when `turn` has something to do at the latest, of the clock; None for never."""
+        if any(promotion.wanted for promotion in self._promotions):
+            return self._clock()
+        times = [promotion.deadline for promotion in self._promotions if promotion.on_answer is not None]
+        times += [due for queue in self.queues if (due := queue.next_deadline()) is not None]
+        return min(times, default=None)
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Stop every tier, in a bounded time."""
+        for queue in self.queues:
+            queue.close(drain_seconds)
+
+    # --- names ----------------------------------------------------------------------------------------------------
+
+    def _labels_of(self, label: int) -> tuple[bytes, bytes]:
+        labels = self._labels.get(label)
+        if labels is None:
+            tenant, model = self._names_of(label)
+            labels = self._labels[label] = label_of(tenant), label_of(model)
+        return labels
+
+    def _place(self, space: Space, place: ShardPlace) -> bytes:
+        number = space.number, place.group, place.shard, place.layout, place.num_bytes
+        found = self._places.get(number)
+        if found is None:
+            found = self._places[number] = place_of(
+                space.digest, place.group, place.shard, place.layout, place.num_bytes
+            )
+        return found
+
+    def _key_of(self, record: int) -> bytes:
+        index, table = self._index, self._index.table
+        node = index.node_of(record)
+        group, shard = table.place_of(record)
+        place = ShardPlace(group, shard, table.extent(record)[1], table.layout_of(record))
+        tenant, model = self._labels_of(index.label_of(node))
+        return tier_key(tenant, model, self._place(index.space_of(node), place), table.key_of(record))

@@ -1,0 +1,45 @@
+"""How an entry is named in tiers: the same for every kind of storage.
+
+A key says everything that decides whether bytes may be used: the chunk (and with it model, weights, adapter and salt),
+the layer group, the shard, the layout they were written under; and it carries labels of tenant and model, so that their
+entries can be found without an index.
+"""
+
+from typing import Final
+
+import msgspec
+from blake3 import blake3
+
+from kvdepot.keys import DIGEST_BYTES
+
+LABEL_BYTES: Final = 8
+PLACE_BYTES: Final = 16
+KEY_BYTES: Final = 2 * LABEL_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
+
+
+def label_of(name: str) -> bytes:
+    """Return the label of a tenant's or a model's name: says nothing about the name to whom it is not known."""
+    return blake3(name.encode()).digest(LABEL_BYTES)
+
+
+def place_of(space: bytes, group: int, shard: int, layout: int, num_bytes: int) -> bytes:
+    """Return what all entries of one shard of one layer group have in common in their keys.
+
+    Args:
+        space: digest of the `CacheSpec`.
+        group: layer group.
+        shard: which part of it.
+        layout: hash of the page sizes under which the bytes were written.
+        num_bytes: of a payload.
+    """
+    return blake3(msgspec.msgpack.encode((space, group, shard, layout, num_bytes))).digest(PLACE_BYTES)
+
+
+def tier_key(tenant: bytes, model: bytes, place: bytes, chunk: bytes) -> bytes:
+    """Return the key of an entry: labels of tenant and model, its place, and the chunk's key."""
+    return tenant + model + place + chunk
+
+
+def has_labels(key: bytes, tenant: bytes | None, model: bytes | None) -> bool:
+    """Whether a key has these labels (None: any)."""
+    return tenant in (None, key[:LABEL_BYTES]) and model in (None, key[LABEL_BYTES : 2 * LABEL_BYTES])

@@ -1,0 +1,78 @@
+"""A tier in this process's own memory, `memory://?capacity=SIZE`: for tests, and the smallest example of a tier."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvdepot.config import parse_size
+from kvdepot.protocols import Extents, TierPool, TierUsage
+from kvdepot.tiers.keys import has_labels
+from kvdepot.tiers.url import TierUrl
+
+
+class MemoryTier:
+    """Copies of entries; the one used longest ago leaves first."""
+
+    batch_entries = 16
+    writer_pid = 0
+
+    def __init__(self, pool: TierPool, capacity_bytes: int) -> None:
+        self._pool = pool
+        self._capacity_bytes = capacity_bytes
+        self._used_bytes = 0
+        self._entries: OrderedDict[bytes, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier`."""
+        return [key in self._entries for key in keys]
+
+    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        """See `Tier`."""
+        for key, (offset, num_bytes) in zip(keys, extents, strict=True):
+            payload = bytes(self._pool.view[offset : offset + num_bytes])
+            with self._lock:
+                self._used_bytes += num_bytes - len(self._entries.pop(key, b""))
+                self._entries[key] = payload
+                while self._used_bytes > self._capacity_bytes:
+                    self._used_bytes -= len(self._entries.popitem(last=False)[1])
+        return self.contains(keys)
+
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        """See `Tier`."""
+        outcomes: list[bool] = []
+        for key, (offset, num_bytes) in zip(keys, extents, strict=True):
+            with self._lock:
+                payload = self._entries.get(key)
+                if payload is not None:
+                    self._entries.move_to_end(key)
+            outcomes.append(payload is not None and len(payload) == num_bytes)
+            if payload is not None and outcomes[-1]:
+                self._pool.view[offset : offset + num_bytes] = payload
+        return outcomes
+
+    def clear(self, tenant: bytes | None, model: bytes | None) -> int:
+        """See `Tier`."""
+        with self._lock:
+            wanted = [key for key in self._entries if has_labels(key, tenant, model)]
+            for key in wanted:
+                self._used_bytes -= len(self._entries.pop(key))
+        return len(wanted)
+
+    def probe(self) -> None:
+        """See `Tier`."""
+
+    def usage(self) -> TierUsage:
+        """See `Tier`."""
+        return TierUsage(len(self._entries), self._used_bytes, self._capacity_bytes)
+
+    def close(self) -> None:
+        """See `Tier`."""
+        with self._lock:
+            self._entries.clear()
+            self._used_bytes = 0
+
+
+def open_tier(url: TierUrl, pool: TierPool) -> MemoryTier:
+    """Open `memory://?capacity=SIZE` (default 1 GiB)."""
+    return MemoryTier(pool, url.take_size("capacity", parse_size("1GiB")))

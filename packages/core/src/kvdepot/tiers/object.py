@@ -1,0 +1,352 @@
+"""A tier in an object store: S3, Google Cloud Storage, Azure, or a file system that several nodes share.
+
+One object an entry, seal first, then the payload, under `TENANT/MODEL/XX/REST` (labels and key in hex): what one tenant
+or one model has lies below few prefixes and is cleared by listing them. Objects are only ever created: who comes second
+finds the same bytes there. The store decides how much it holds (lifecycle rules).
+
+Requests run side by side in one event loop on a thread of its own; a call is a batch of them. Checksums are made by the
+calling thread, without the GIL. Time limits are the client's, so each request ends, and with it each call; files have
+none: a file system that hangs hangs the call, which `TierQueue` expects.
+
+A put aliases the pool: the client reads the extent while it sends. That its request has ended is not enough, for the
+connection may hold the memory a little longer, so a call returns when nothing refers to its extents any more
+(`_released`).
+
+The client's threads enter Python when a request ends; one that is still there when the interpreter exits aborts the
+process (SIGABRT; in 13 of 40 processes that exited right after their last put). `close` waits for what is under way and
+a moment more (then 0 of 40); only `os._exit` is safe, so a process that used this tier ends in it.
+
+Payloads are not hashed for the request's signature: puts are two to three times slower with it, the seal has a
+checksum, and over https TLS protects the bytes. A plain http endpoint has to be named in the URL; there a signed
+payload would protect only what is written, not what is read back, so it is off as well. `sign_payload=yes` is for
+stores that insist.
+"""
+
+import asyncio
+import contextlib
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
+
+from kvdepot.errors import ConfigError
+from kvdepot.protocols import Extents, TierPool, TierUsage
+from kvdepot.tiers.keys import LABEL_BYTES
+from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
+from kvdepot.tiers.url import TierUrl
+
+if TYPE_CHECKING:
+    from obstore import ListResult, ObjectMeta
+    from obstore.store import ClientConfig, RetryConfig
+
+T = TypeVar("T")
+
+_LABEL: Final = 2 * LABEL_BYTES  # hex digits
+_NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{94}")
+_NOTHING: Final = "kvdepot-probe"  # a prefix below which nothing lies
+_QUESTIONS_AT_ONCE: Final = 64
+_DELETES_A_REQUEST: Final = 250
+_CLOSE_SECONDS: Final = 1.8  # less than TierQueue gives
+_LAST_STEPS_SECONDS: Final = 0.1  # of the client's threads in Python after a request
+_QUERY: Final = re.compile(r"\?[\w.-]+=[^\s\"')]*")
+
+
+def object_name(key: bytes) -> str:
+    """Return the name of an entry's object; the two digits behind the labels are of the chunk, so they spread."""
+    digits = key.hex()
+    return f"{digits[:_LABEL]}/{digits[_LABEL : 2 * _LABEL]}/{digits[-2:]}/{digits[2 * _LABEL : -2]}"
+
+
+class ObjectTier:
+    """Entries as objects of any store that obstore speaks to.
+
+    Args:
+        pool: where the extents are.
+        store: with time limits of its own.
+        batch_entries: of one call, all under way at the same time; as many payloads are in memory beside the pool.
+    """
+
+    writer_pid = 0
+
+    def __init__(self, pool: TierPool, store: ObjectStore, batch_entries: int = 4) -> None:
+        self.batch_entries = batch_entries
+        self._pool = pool
+        self.store = store
+        self._counters: Counter[str] = Counter(corrupt=0, request_errors=0)
+        self._changed = threading.Condition()
+        self._num_calls = 0
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._serve, name="kvdepot-object", daemon=True).start()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier`."""
+        return self._run(lambda: self._contains(keys))
+
+    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        """See `Tier`. Raises only if nothing was written."""
+        payloads = [self._pool.view[offset : offset + num_bytes] for offset, num_bytes in extents]
+        seals = [make_seal(key, payload) for key, payload in zip(keys, payloads, strict=True)]
+        return [bool(ok) for ok in self._run(lambda: self._each(map(self._put, keys, seals, payloads)))]
+
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        """See `Tier`. Raises only if nothing was read."""
+        payloads = [self._pool.view[offset : offset + num_bytes] for offset, num_bytes in extents]
+        seals = self._run(lambda: self._each(map(self._get, keys, payloads)))
+        outcomes = [
+            bool(seal) and why_broken(seal, key, payload) is None
+            for key, seal, payload in zip(keys, seals, payloads, strict=True)
+        ]
+        broken = [key for key, seal, ok in zip(keys, seals, outcomes, strict=True) if seal is not None and not ok]
+        if broken:
+            self._run(lambda: self._remove(broken))
+        return outcomes
+
+    def clear(self, tenant: bytes | None, model: bytes | None) -> int:
+        """See `Tier`."""
+        return self._run(lambda: self._clear(tenant, model))
+
+    def probe(self) -> None:
+        """See `Tier`: asks for a list of nothing, which a store without the bucket or the right to list refuses."""
+        self._run(lambda: self._list_folders(_NOTHING))
+
+    def usage(self) -> TierUsage:
+        """See `Tier`; how much the store holds is not known here."""
+        return TierUsage(counters=dict(self._counters))
+
+    def close(self) -> None:
+        """See `Tier`. Waits for calls that are under way, which their time limits end."""
+        with self._changed:
+            was_closed, self._is_closed = self._is_closed, True
+            is_idle = self._changed.wait_for(lambda: not self._num_calls, _CLOSE_SECONDS)
+        if is_idle and not was_closed:
+            time.sleep(_LAST_STEPS_SECONDS)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    # --- in the loop ----------------------------------------------------------------------------------------------
+
+    async def _contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask for all; after an error nothing more is asked, as the rest would fail as slowly."""
+        room, failed = asyncio.Semaphore(_QUESTIONS_AT_ONCE), asyncio.Event()
+
+        async def ask(key: bytes) -> bool:
+            async with room:
+                if failed.is_set():
+                    return False
+                try:
+                    await obstore.head_async(self.store, object_name(key))
+                except FileNotFoundError:
+                    return False
+                except BaseException:
+                    failed.set()
+                    raise
+            return True
+
+        outcomes = await asyncio.gather(*map(ask, keys), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome is True for outcome in outcomes]
+
+    async def _each(self, works: "map[Coroutine[Any, Any, T]]") -> list["T | None"]:
+        """Do all, to the end; None for what failed, unless all did.
+
+        Raises:
+            Exception: the first one, if all failed.
+        """
+        outcomes = await asyncio.gather(*works, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        self._counters["request_errors"] += len(errors)
+        if errors and len(errors) == len(outcomes):
+            raise errors[0]
+        return [None if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
+
+    async def _put(self, key: bytes, seal: bytes, payload: memoryview) -> bool:
+        buffers = [memoryview(seal), payload[:]]
+        try:
+            await obstore.put_async(self.store, object_name(key), buffers, mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            pass
+        finally:
+            for buffer in buffers:
+                await _released(buffer)
+        return True
+
+    async def _get(self, key: bytes, payload: memoryview) -> bytes | None:
+        """Fill `payload` and return its seal, b"" if the object has another size, None if there is none."""
+        try:
+            result = await obstore.get_async(self.store, object_name(key))
+        except FileNotFoundError:
+            return None
+        if result.meta["size"] != SEAL_BYTES + payload.nbytes:
+            return b""
+        body = memoryview(await result.buffer_async())
+        payload[:] = body[SEAL_BYTES:]
+        return bytes(body[:SEAL_BYTES])
+
+    async def _remove(self, keys: Sequence[bytes]) -> None:
+        """Remove broken entries; one that cannot be removed stays a miss."""
+        self._counters["corrupt"] += len(keys)
+        removals = (obstore.delete_async(self.store, object_name(key)) for key in keys)
+        outcomes = await asyncio.gather(*removals, return_exceptions=True)
+        self._counters["request_errors"] += sum(isinstance(outcome, BaseException) for outcome in outcomes)
+
+    async def _clear(self, tenant: bytes | None, model: bytes | None) -> int:
+        if tenant is None and model is not None:
+            tenants = await self._list_folders(None)
+        else:
+            tenants = [tenant.hex() if tenant else ""]
+        count = 0
+        for label in tenants:
+            prefix = "/".join(filter(None, (label, model.hex() if model else "")))
+            pages: AsyncIterable[Sequence[ObjectMeta]] = obstore.list(  # pyright: ignore[reportUnknownMemberType]
+                self.store, prefix or None, chunk_size=_DELETES_A_REQUEST
+            )
+            async for objects in pages:
+                names = [meta["path"] for meta in objects if _NAME.fullmatch(meta["path"])]
+                if names:
+                    await self._delete(names)
+                    count += len(names)
+        return count
+
+    async def _list_folders(self, prefix: str | None) -> list[str]:
+        listed: ListResult[Sequence[ObjectMeta]] = await obstore.list_with_delimiter_async(  # pyright: ignore[reportUnknownMemberType]
+            self.store, prefix
+        )
+        return [folder.strip("/") for folder in listed["common_prefixes"]]
+
+    async def _delete(self, names: list[str]) -> None:
+        try:
+            await obstore.delete_async(self.store, names)
+        except FileNotFoundError:  # files only: somebody else clears as well, so one at a time
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    await obstore.delete_async(self.store, name)
+
+    # --- between the threads --------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Have something done in the loop and wait for it.
+
+        Raises:
+            OSError: what the store says, in one line and without what may be secret in it.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise OSError("the tier is closed")
+            self._num_calls += 1
+
+        async def do() -> T:
+            return await work()
+
+        try:
+            return asyncio.run_coroutine_threadsafe(do(), self._loop).result()
+        except Exception as error:
+            raise OSError(_in_one_line(error)) from None
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                self._changed.notify_all()
+
+
+async def _released(view: memoryview) -> None:
+    """Wait until nobody reads this memory: a view that somebody has a buffer of cannot be released."""
+    while True:
+        try:
+            view.release()
+        except BufferError:
+            await asyncio.sleep(0.001)
+        else:
+            return
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Return an error's first line; queries of URLs in it may hold signatures."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {_QUERY.sub('?...', first)[:300]}"
+
+
+def _take_flag(url: TierUrl, option: str) -> bool:
+    text = url.take(option, "no")
+    if text not in ("yes", "no"):
+        raise ConfigError(f"--tier {url.name}: {option}={text}: yes or no")
+    return text == "yes"
+
+
+def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
+    """Open `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX?account=NAME` or `file:///FOLDER`.
+
+    Credentials are what the environment or the machine offers. Options: `timeout` of a request in seconds (1.5: less
+    than the tier's deadline), `batch` (4: entries a call), `ca` (a PEM file); for S3 `endpoint`, `region`,
+    `virtual_hosted`, `sign_payload`, `anonymous`; for Azure `account`, `endpoint`.
+    """
+    timeout = url.take_number("timeout", 1.5, least=0.01)
+    batch_entries = int(url.take_number("batch", 4, least=1))
+    try:
+        store = _open_file(url) if url.scheme == "file" else _open_store(url, timeout)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"--tier {url.name}: {_in_one_line(error)}") from None
+    return ObjectTier(pool, store, batch_entries)
+
+
+def _open_file(url: TierUrl) -> ObjectStore:
+    if url.host or url.path in ("", "/"):
+        raise ConfigError(f"--tier {url.name}: write file:///FOLDER, with three slashes")
+    return LocalStore(Path(url.path), mkdir=True)
+
+
+def _open_store(url: TierUrl, timeout: float) -> ObjectStore:
+    if not url.host:
+        raise ConfigError(f"--tier {url.name}: write {url.scheme}://BUCKET/PREFIX")
+    endpoint, certificates = url.take("endpoint", ""), url.take("ca", "")
+    client: ClientConfig = {
+        "timeout": timedelta(seconds=timeout),
+        "connect_timeout": timedelta(seconds=min(1.0, timeout)),
+        "pool_idle_timeout": timedelta(seconds=30),
+    }
+    if endpoint.startswith("http://"):
+        client["allow_http"] = True
+    if certificates:
+        client["root_certificate"] = Path(certificates).read_bytes()
+    retry: RetryConfig = {  # of what fails at once, a connection that the store has closed for example
+        "max_retries": 1,
+        "retry_timeout": timedelta(seconds=timeout / 2),
+        "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=200), "base": 2},
+    }
+    prefix = url.path.strip("/") or None
+    if url.scheme == "s3":
+        where = {"endpoint": endpoint, "region": url.take("region", "")}
+        return S3Store(
+            url.host,
+            prefix=prefix,
+            client_options=client,
+            retry_config=retry,
+            unsigned_payload=not _take_flag(url, "sign_payload"),
+            virtual_hosted_style_request=_take_flag(url, "virtual_hosted"),
+            skip_signature=_take_flag(url, "anonymous"),
+            **{name: value for name, value in where.items() if value},  # pyright: ignore[reportArgumentType]
+        )
+    if url.scheme == "gs":
+        return GCSStore(url.host, prefix=prefix, client_options=client, retry_config=retry)
+    where = {"endpoint": endpoint, "account_name": url.take("account", "")}
+    return AzureStore(
+        url.host,
+        prefix=prefix,
+        client_options=client,
+        retry_config=retry,
+        **{name: value for name, value in where.items() if value},  # pyright: ignore[reportArgumentType]
+    )

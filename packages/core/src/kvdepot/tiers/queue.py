@@ -1,0 +1,398 @@
+"""Drives one tier from the depot's loop: nothing here ever waits for the storage.
+
+Jobs are cut into calls, which threads of this queue make: questions before reads before writes, and always one thread
+left for what is not a write; a clear waits for the writes that run, and writes wait for it. A call has a deadline from
+its start. One that overruns it is reported as late, and the **breaker** opens: what is queued fails at once, nothing
+new is taken, and a probe (one at a time, on a thread of its own) decides when the tier is used again. Errors open it
+too, if several calls in a row raise. A call that hangs keeps its extents until it returns, for the storage may still be
+touching them; its thread is replaced.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+from kvdepot.messages import TierStatus
+from kvdepot.protocols import Extents, Tier, TierPool
+
+logger = logging.getLogger(__name__)
+
+ERRORS_TO_OPEN: Final = 3  # calls in a row that raise
+MAXIMUM_HUNG_CALLS: Final = 16  # beyond it no thread is replaced, and so the breaker stays open
+_FIRST_RETRY_SECONDS: Final = 0.5
+_LAST_RETRY_SECONDS: Final = 30.0
+_CLOSE_SECONDS: Final = 2.0
+_QUESTIONS_A_CALL: Final = 512
+_PATIENCE: Final = 10  # deadlines that a write or a clear may take
+
+
+class Operation(IntEnum):
+    """What a job does; the smaller goes first."""
+
+    CLEAR = 0
+    CONTAINS = 1
+    READ = 2
+    WRITE = 3
+
+
+@dataclass(slots=True)
+class Job:
+    """Keys, and for reads and writes their places in the pool; owned by who submitted it."""
+
+    operation: Operation
+    keys: Sequence[bytes] = ()
+    extents: Extents = ()
+    checksums: Sequence[bytes] = ()  # of what is written: bytes that lack theirs are not
+    labels: tuple[bytes | None, bytes | None] = (None, None)  # of what is cleared
+    num_left: int = 0  # keys without an outcome
+    num_cleared: int = 0
+    is_late: bool = False  # a call of it has overrun its deadline
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes of all of it."""
+        return sum(num_bytes for _, num_bytes in self.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The outcomes of some of a job's keys: of `keys[first : first + len(outcomes)]`. Their extents are free again."""
+
+    job: Job
+    first: int
+    outcomes: Sequence[bool]
+    is_last: bool = False  # of its job
+    corrupt: Sequence[int] = ()  # places in `keys` whose bytes lacked their checksum and were not written
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    job: Job
+    first: int
+    last: int
+    started_at: float = 0.0
+    is_late: bool = False
+    corrupt: Sequence[int] = ()
+
+    def due_at(self, deadline_seconds: float) -> float:
+        """Nobody waits for a write: it may take longer before it counts as hung."""
+        is_urgent = self.job.operation in (Operation.CONTAINS, Operation.READ)
+        return self.started_at + deadline_seconds * (1 if is_urgent else _PATIENCE)
+
+
+class TierQueue:
+    """One tier with its threads. Everything but the tier's calls is done on the thread that owns this object.
+
+    Args:
+        tier: owned by this object from now on.
+        pool: the one that the tier was opened with.
+        name: for logs and status.
+        deadline_seconds: of one call that somebody waits for; writes have ten times as much.
+        num_threads: calls at a time.
+        write_bytes: payload bytes of writes that may wait; more are refused.
+        wake: called from other threads when `poll` has something.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        pool: TierPool,
+        name: str,
+        *,
+        deadline_seconds: float = 2.0,
+        num_threads: int = 4,
+        write_bytes: int = 1 << 30,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tier = tier
+        self.name = name
+        self._pool = pool
+        self.deadline_seconds = deadline_seconds
+        self.write_bytes = write_bytes
+        self.queued_write_bytes = 0
+        self.counters: Counter[str] = Counter()
+        self.why_open = ""
+        self._num_threads = max(2, num_threads)
+        self._wake = wake
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._waiting: tuple[deque[_Call], ...] = tuple(deque[_Call]() for _ in Operation)
+        self._running: set[_Call] = set()
+        self._num_writing = 0
+        self._is_clearing = False
+        self._done: deque[tuple[_Call, Sequence[bool] | None]] = deque()
+        self._num_workers = 0
+        self._num_hung = 0
+        self._num_errors = 0  # in a row
+        self._retry_seconds = _FIRST_RETRY_SECONDS
+        self._probe_at: float | None = None
+        self._probe_started_at: float | None = None
+        self._probed: deque[Exception | None] = deque()
+        self._closing = False
+        with self._changed:
+            self._hire()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the breaker is open: nothing is taken."""
+        return bool(self.why_open)
+
+    def submit(self, job: Job) -> bool:
+        """Begin a job; False if it is not taken: the breaker is open, or too many bytes wait to be written."""
+        num_bytes = job.num_bytes if job.operation is Operation.WRITE else 0
+        if self.is_open or self._closing or (num_bytes and self.queued_write_bytes + num_bytes > self.write_bytes):
+            return False
+        self.queued_write_bytes += num_bytes
+        job.num_left = len(job.keys)
+        step = max(1, self.tier.batch_entries)
+        if job.operation is Operation.CONTAINS:
+            step = max(step, _QUESTIONS_A_CALL)
+        with self._changed:
+            for first in range(0, max(1, len(job.keys)), step):
+                self._waiting[job.operation].append(_Call(job, first, min(first + step, len(job.keys))))
+            self._changed.notify_all()
+        return True
+
+    def poll(self) -> list[Part]:
+        """Return what has ended. Every key of every job is reported once."""
+        parts: list[Part] = []
+        while self._done:
+            call, outcomes = self._done.popleft()
+            parts.append(self._report(call, outcomes))
+        while self._probed:
+            self._after_probe(self._probed.popleft())
+        return parts
+
+    def expire(self) -> tuple[list[Job], list[Part]]:
+        """Look at the time: return the jobs that are late by now, and the parts that fail as the breaker opened."""
+        now, late = self._clock(), list[Job]()
+        with self._changed:
+            for call in self._running:
+                if not call.is_late and call.due_at(self.deadline_seconds) <= now:
+                    call.is_late = True
+                    self._num_hung += 1
+                    self._num_writing -= call.job.operation is Operation.WRITE
+                    self.counters["deadline_misses"] += 1
+                    if not call.job.is_late:
+                        call.job.is_late = True
+                        late.append(call.job)
+        if late:
+            self.leave_alone(f"a {late[0].operation.name.lower()} overran its deadline ({self.deadline_seconds:g} s)")
+        parts = self._fail_waiting() if self.is_open else []
+        if self._probe_at is not None and now >= self._probe_at and self._probe_started_at is None:
+            self._start_probe(now)
+        return late, parts
+
+    def next_deadline(self) -> float | None:
+        """Return when `expire` has something to do at the latest, of the clock; None for never."""
+        with self._changed:
+            times = [call.due_at(self.deadline_seconds) for call in self._running if not call.is_late]
+        if self._probe_at is not None and self._probe_started_at is None:
+            times.append(self._probe_at)
+        return min(times, default=None)
+
+    def status(self) -> TierStatus:
+        """Return what an operator wants to see."""
+        usage = self.tier.usage()
+        with self._changed:
+            num_waiting = [len(waiting) for waiting in self._waiting]
+        return TierStatus(
+            name=self.name,
+            state="open" if self.is_open else "closed",
+            why_open=self.why_open,
+            num_entries=usage.num_entries,
+            used_bytes=usage.used_bytes,
+            capacity_bytes=usage.capacity_bytes,
+            queued_write_bytes=self.queued_write_bytes,
+            num_waiting_reads=num_waiting[Operation.READ],
+            num_waiting_writes=num_waiting[Operation.WRITE],
+            num_hung_calls=self._num_hung,
+            counters={**self.counters, **usage.counters},
+        )
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Stop: give writes that wait `drain_seconds`, then drop them. Bounded, whatever the storage does."""
+        end = time.monotonic() + drain_seconds
+        with self._changed:
+            if self._closing:
+                return
+            self._changed.wait_for(
+                lambda: self.is_open or not (self._waiting[Operation.WRITE] or self._num_writing),
+                max(0.0, end - time.monotonic()),
+            )
+            self._closing = True
+            for waiting in self._waiting:
+                waiting.clear()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._running) <= self._num_hung, _CLOSE_SECONDS)
+        closer = threading.Thread(target=self.tier.close, name=f"kvdepot-{self.name}-close", daemon=True)
+        closer.start()
+        closer.join(_CLOSE_SECONDS)
+
+    # --- breaker --------------------------------------------------------------------------------------------------
+
+    def leave_alone(self, why: str) -> None:
+        """Open the breaker: use the tier again only after a probe."""
+        if not self.is_open:
+            logger.error("tier %s is left alone: %s", self.name, why)
+            self.counters["breaker_opened"] += 1
+            self._retry_seconds = _FIRST_RETRY_SECONDS
+        self.why_open = why
+        self._probe_at = self._clock() + self._retry_seconds
+
+    def _start_probe(self, now: float) -> None:
+        self._probe_started_at = now
+        self._probe_at = None
+
+        def work() -> None:
+            error: Exception | None = None
+            try:
+                self.tier.probe()
+            except Exception as caught:
+                error = caught
+            self._probed.append(error)
+            self._wake()
+
+        threading.Thread(target=work, name=f"kvdepot-{self.name}-probe", daemon=True).start()
+
+    def _after_probe(self, error: Exception | None) -> None:
+        assert self._probe_started_at is not None
+        seconds = self._clock() - self._probe_started_at
+        self._probe_started_at = None
+        if error is None and seconds > self.deadline_seconds:
+            error = TimeoutError(f"its probe took {seconds:.1f} s")
+        if error is None and self._num_hung > MAXIMUM_HUNG_CALLS:
+            error = TimeoutError(f"{self._num_hung} calls never came back")
+        if error is not None:
+            self.why_open = f"{type(error).__name__}: {error}"
+            self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
+            self._probe_at = self._clock() + self._retry_seconds
+            return
+        logger.warning("tier %s answers again", self.name)
+        self.why_open = ""
+        self._num_errors = 0
+        with self._changed:
+            self._hire()
+
+    def _fail_waiting(self) -> list[Part]:
+        calls: list[_Call] = []
+        with self._changed:
+            for waiting in self._waiting:
+                calls += waiting
+                waiting.clear()
+        return [self._report(call, None) for call in calls]
+
+    def _report(self, call: _Call, outcomes: Sequence[bool] | None) -> Part:
+        job, num_keys = call.job, call.last - call.first
+        outcomes = list(outcomes)[:num_keys] if outcomes is not None else []
+        outcomes += [False] * (num_keys - len(outcomes))
+        job.num_left -= num_keys
+        sizes = [size for _, size in job.extents[call.first : call.last]]
+        moved = sum(size for size, ok in zip(sizes, outcomes, strict=False) if ok)
+        if job.operation is Operation.WRITE:
+            self.queued_write_bytes -= sum(sizes)
+            self.counters["written_bytes"] += moved
+            self.counters["written_entries"] += sum(outcomes)
+            self.counters["failed_writes"] += num_keys - sum(outcomes)
+        elif job.operation is Operation.READ:
+            self.counters["read_bytes"] += moved
+            self.counters["read_entries"] += sum(outcomes)
+            self.counters["failed_reads"] += num_keys - sum(outcomes)
+        if self._num_errors >= ERRORS_TO_OPEN and not self.is_open:
+            self.leave_alone(f"{self._num_errors} calls in a row failed")
+        return Part(job, call.first, outcomes, not job.num_left, call.corrupt)
+
+    # --- threads --------------------------------------------------------------------------------------------------
+
+    def _hire(self) -> None:
+        """Have as many threads that do not hang as there should be."""
+        while self._num_workers - self._num_hung < self._num_threads:
+            self._num_workers += 1
+            threading.Thread(target=self._work, name=f"kvdepot-{self.name}-{self._num_workers}", daemon=True).start()
+
+    def _take(self) -> _Call | None:
+        for operation in (Operation.CONTAINS, Operation.READ):
+            if self._waiting[operation]:
+                return self._waiting[operation].popleft()
+        if self._waiting[Operation.CLEAR]:
+            if self._num_writing or self._is_clearing:
+                return None
+            self._is_clearing = True
+            return self._waiting[Operation.CLEAR].popleft()
+        if self._waiting[Operation.WRITE] and not self._is_clearing and self._num_writing < self._num_threads - 1:
+            self._num_writing += 1
+            return self._waiting[Operation.WRITE].popleft()
+        return None
+
+    def _work(self) -> None:
+        call: _Call | None = None
+        while True:
+            with self._changed:
+                while (call := self._take()) is None:
+                    if self._closing:
+                        self._num_workers -= 1
+                        return
+                    self._changed.wait()
+                call.started_at = self._clock()
+                self._running.add(call)
+            outcomes = self._call(call)
+            with self._changed:
+                self._running.discard(call)
+                if call.job.operation is Operation.WRITE and not call.is_late:
+                    self._num_writing -= 1
+                elif call.job.operation is Operation.CLEAR:
+                    self._is_clearing = False
+                was_late, self._num_hung = call.is_late, self._num_hung - call.is_late
+                self._num_errors = 0 if outcomes is not None else self._num_errors + 1
+                self._done.append((call, outcomes))
+                is_spare = was_late and self._num_workers - self._num_hung > self._num_threads
+                self._num_workers -= is_spare
+                self._changed.notify_all()
+            self._wake()
+            if is_spare:
+                return
+
+    def _call(self, call: _Call) -> Sequence[bool] | None:
+        job = call.job
+        keys, extents = job.keys[call.first : call.last], job.extents[call.first : call.last]
+        try:
+            match job.operation:
+                case Operation.CLEAR:
+                    job.num_cleared = self.tier.clear(*job.labels)
+                    return ()
+                case Operation.CONTAINS:
+                    return self.tier.contains(keys)
+                case Operation.READ:
+                    return self.tier.read(keys, extents)
+                case Operation.WRITE:
+                    return self._write(call, keys, extents)
+        except Exception as error:
+            level = logging.WARNING if self._num_errors < ERRORS_TO_OPEN else logging.DEBUG
+            logger.log(level, "tier %s: a %s failed: %r", self.name, job.operation.name.lower(), error)
+            self.counters["errors"] += 1
+            return None
+
+    def _write(self, call: _Call, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        checksums = call.job.checksums[call.first : call.last]
+        if not any(map(any, checksums)):
+            return self.tier.write(keys, extents)
+        from kvdepot.tiers.seal import checksum_of  # xxhash is not everybody's
+
+        intact = [
+            not any(checksum) or checksum_of(self._pool.view[offset : offset + size]) == checksum
+            for (offset, size), checksum in zip(extents, checksums, strict=True)
+        ]
+        places = [place for place, is_intact in enumerate(intact) if is_intact]
+        call.corrupt = [call.first + place for place, is_intact in enumerate(intact) if not is_intact]
+        written = self.tier.write([keys[place] for place in places], [extents[place] for place in places])
+        outcomes = [False] * len(keys)
+        for place, ok in zip(places, written, strict=True):
+            outcomes[place] = ok
+        return outcomes

@@ -1,0 +1,118 @@
+"""URLs of tiers, `SCHEME://HOST/PATH?OPTION=VALUE&...`, and who opens them: the entry point group `kvdepot.tiers`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Final, Self
+from urllib.parse import parse_qsl, urlsplit
+
+from kvdepot.config import parse_size
+from kvdepot.errors import ConfigError
+from kvdepot.protocols import Tier, TierPool
+
+ENTRY_POINT_GROUP: Final = "kvdepot.tiers"
+KNOWN_TIERS: Final = {
+    "disk": "kvdepot[disk]", "memory": "kvdepot[disk]", "mooncake": "kvdepot[mooncake]",
+    "s3": "kvdepot[object]", "gs": "kvdepot[object]", "az": "kvdepot[object]", "file": "kvdepot[object]",
+    "valkey": "kvdepot[valkey]", "redis": "kvdepot[valkey]", "rediss": "kvdepot[valkey]", "valkeys": "kvdepot[valkey]",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class TierUrl:
+    """A tier's URL, taken apart. Options are taken out by who knows them; one that is left is an error."""
+
+    scheme: str
+    location: str  # the URL without options, as it was written; may hold a password
+    host: str
+    path: str
+    options: dict[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Take a URL apart.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        try:
+            parts = urlsplit(text)
+            options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+            host = parts.hostname or ""
+        except ValueError as error:
+            raise ConfigError(f"--tier {_hide(text)}: {error}") from error
+        if not parts.scheme or "://" not in text:
+            raise ConfigError(
+                f"--tier {_hide(text)}: write a URL, for example disk:///var/cache/kvdepot?capacity=200GiB"
+            )
+        return cls(parts.scheme, text.partition("?")[0], host, parts.path, options)
+
+    @property
+    def name(self) -> str:
+        """The location without user and password, for logs and status."""
+        return _hide(self.location)
+
+    def take(self, option: str, default: str) -> str:
+        """Take an option out."""
+        return self.options.pop(option, default)
+
+    def take_size(self, option: str, default: int) -> int:
+        """Take out an option that is a size in bytes."""
+        text = self.options.pop(option, None)
+        return default if text is None else parse_size(text)
+
+    def take_number(self, option: str, default: float, least: float = 0.0) -> float:
+        """Take out an option that is a number of at least `least`.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        text = self.options.pop(option, None)
+        try:
+            number = default if text is None else float(text)
+        except ValueError:
+            number = float("nan")
+        if not number >= least:
+            raise ConfigError(f"--tier {self.name}: {option}={text}: a number of at least {least:g}")
+        return number
+
+    def check_done(self) -> None:
+        """Refuse options that nobody took.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        if self.options:
+            raise ConfigError(f"--tier {self.name} has no option {', '.join(map(repr, self.options))}")
+
+
+def open_tier(url: TierUrl, pool: TierPool) -> Tier:
+    """Open the tier that a URL names; takes its options out.
+
+    Raises:
+        ConfigError: there is no such tier, a library is missing, or the URL cannot work; the text has the way out.
+    """
+    entry = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}.get(url.scheme)
+    if entry is None:
+        known = ", ".join(sorted({*KNOWN_TIERS, *(e.name for e in entry_points(group=ENTRY_POINT_GROUP))}))
+        raise ConfigError(f"--tier {url.name}: no tier {url.scheme!r}; there are {known}")
+    try:
+        opener: Callable[[TierUrl, TierPool], Tier] = entry.load()
+    except ImportError as error:
+        way_out = f"pip install '{KNOWN_TIERS[url.scheme]}'" if url.scheme in KNOWN_TIERS else "install its library"
+        raise ConfigError(f"--tier {url.name} needs {error.name or 'a library'}: {way_out}") from error
+    tier = opener(url, pool)
+    try:
+        url.check_done()
+    except ConfigError:
+        tier.close()
+        raise
+    return tier
+
+
+def _hide(text: str) -> str:
+    """Leave out what may be a secret: user, password and options."""
+    text = text.partition("?")[0]
+    scheme, separator, rest = text.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path}"

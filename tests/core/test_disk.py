@@ -1,0 +1,257 @@
+"""The disk tier: the suite with and without `O_DIRECT`, killed writers, full and read-only file systems, capacity."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.errors import ConfigError
+from kvdepot.protocols import Tier, TierPool
+from kvdepot.testing.processes import wait_until
+from kvdepot.testing.tier import (
+    EXTENT_BYTES,
+    Damage,
+    TierSuite,
+    contains,
+    content,
+    extents_of,
+    fill,
+    make_key,
+    make_pool,
+    read,
+    write,
+)
+from kvdepot.tiers.disk import DiskTier
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.url import TierUrl, open_tier
+
+FILE_BYTES = EXTENT_BYTES + 4096
+
+
+class TestDiskTier(TierSuite):
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> None:
+        self.directory = tmp_path / "tier"
+
+    def open_tier(self, pool: TierPool) -> Tier:
+        tier = DiskTier(pool, self.directory, 1 << 20)
+        wait_until(lambda: tier.is_listed)
+        return tier
+
+    def damage(self, key: bytes, other: bytes, how: Damage) -> None:
+        path, elsewhere = file_of(self.directory, key), file_of(self.directory, other)
+        data = bytearray(path.read_bytes())
+        match how:
+            case Damage.FLIPPED:
+                data[1000] ^= 4
+            case Damage.TRUNCATED:
+                del data[-4096:]
+            case Damage.SWAPPED:
+                data = bytearray(elsewhere.read_bytes())
+        path.write_bytes(data)
+
+    @pytest.mark.parametrize("place", [0, 4095, EXTENT_BYTES - 1, EXTENT_BYTES, EXTENT_BYTES + 30, EXTENT_BYTES + 119])
+    def test_a_bit_that_flips_anywhere_is_found(self, queue: TierQueue, pool: TierPool, place: int) -> None:
+        fill(pool, 0, [make_key(0)], [EXTENT_BYTES])
+        write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
+        path = file_of(self.directory, make_key(0))
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.write_bytes(data)
+        assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [False]
+        assert not path.exists()
+
+
+class TestDiskTierWithoutDirect(TestDiskTier):
+    @pytest.fixture(autouse=True)
+    def no_direct(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = os.open
+
+        def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real(path, flags, *arguments, **options)
+
+        monkeypatch.setattr(os, "open", refuse)
+
+
+def file_of(directory: Path, key: bytes) -> Path:
+    (path,) = (path for path in directory.glob("*/*/*/*") if path.name.endswith(key[-32:].hex()))
+    return path
+
+
+@pytest.fixture
+def pool() -> TierPool:
+    return make_pool()
+
+
+def opened(pool: TierPool, directory: Path, capacity_bytes: int = 1 << 20) -> TierQueue:
+    tier = DiskTier(pool, directory, capacity_bytes)
+    wait_until(lambda: tier.is_listed)
+    return TierQueue(tier, pool, "disk", deadline_seconds=10.0)
+
+
+def test_at_its_capacity_what_was_used_longest_ago_leaves(pool: TierPool, tmp_path: Path) -> None:
+    queue = opened(pool, tmp_path, 10 * FILE_BYTES)
+    keys = [make_key(number) for number in range(20)]
+    fill(pool, 0, keys, [EXTENT_BYTES] * 20)
+    for number, extent in enumerate(extents_of(0, [EXTENT_BYTES] * 20)):
+        assert write(queue, [keys[number]], [extent]) == [True]
+        assert read(queue, keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
+    here = contains(queue, keys)
+    assert here[0], "it was read all the time"
+    assert here[-1]
+    assert 8 <= sum(here) <= 10
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*/*/*")) == queue.tier.usage().used_bytes
+    queue.close()
+
+
+def test_an_entry_larger_than_the_tier_is_not_written(pool: TierPool, tmp_path: Path) -> None:
+    queue = opened(pool, tmp_path, EXTENT_BYTES)
+    assert write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [False]
+    queue.close()
+
+
+def test_a_smaller_capacity_is_kept_after_a_restart(pool: TierPool, tmp_path: Path) -> None:
+    queue = opened(pool, tmp_path)
+    keys = [make_key(number) for number in range(20)]
+    fill(pool, 0, keys, [EXTENT_BYTES] * 20)
+    write(queue, keys, extents_of(0, [EXTENT_BYTES] * 20))
+    queue.close()
+    queue = opened(pool, tmp_path, 10 * FILE_BYTES)
+    wait_until(lambda: queue.tier.usage().used_bytes <= 10 * FILE_BYTES)
+    queue.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from kvdepot.testing.tier import *
+from kvdepot.tiers.disk import DiskTier
+
+pool = make_pool(1 << 20)
+tier = DiskTier(pool, Path(sys.argv[1]), 1 << 30)
+print("ready", flush=True)
+for number in range(1_000_000):
+    key = make_key(number)
+    pool.view[: 1 << 20] = content(key, 64) * (1 << 14)
+    tier.write([key], [(0, 1 << 20)])
+    print(number, flush=True)
+"""
+
+
+def test_a_writer_killed_at_any_byte_leaves_whole_entries_or_none(tmp_path: Path) -> None:
+    pool = make_pool(1 << 20)
+    rng = random.Random(1)
+    for _ in range(5):
+        child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        for _ in range(rng.randint(3, 30)):
+            child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        queue = opened(pool, tmp_path, 1 << 30)
+        assert not [path for path in tmp_path.glob("*/*/*/*") if path.name.endswith(".tmp")]
+        num_entries = queue.tier.usage().num_entries
+        assert num_entries > 3
+        for number in range(num_entries):
+            assert read(queue, [make_key(number)], [(0, 1 << 20)]) == [True]
+            assert pool.view[: 1 << 20] == content(make_key(number), 64) * (1 << 14)
+        assert queue.tier.usage().counters.get("corrupt", 0) == 0
+        queue.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_file_system_makes_room_and_refuses_what_does_not_fit(pool: TierPool, small_disk: Path) -> None:
+    queue = opened(pool, small_disk, 1 << 30)
+    keys = [make_key(number) for number in range(40)]
+    fill(pool, 0, keys, [EXTENT_BYTES] * 40)
+    outcomes = [write(queue, [key], extents_of(place, [EXTENT_BYTES]))[0] for place, key in enumerate(keys)]
+    assert sum(outcomes) > 30
+    assert not queue.is_open
+    here = contains(queue, keys)
+    assert any(here)
+    found = read(queue, keys, extents_of(40, [EXTENT_BYTES] * 40))
+    assert found == here
+    queue.close()
+
+
+def test_a_file_system_filled_by_others_costs_only_writes(pool: TierPool, small_disk: Path) -> None:
+    queue = opened(pool, small_disk, 1 << 30)
+    fill(pool, 0, [make_key(0)], [EXTENT_BYTES])
+    write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
+    with (small_disk / "somebody's").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(4096))
+    for number in range(1, 6):
+        write(queue, [make_key(number)], extents_of(0, [EXTENT_BYTES]))
+    assert not queue.is_open
+    assert queue.tier.usage().num_entries <= 1
+    queue.close()
+
+
+def test_a_file_system_that_turns_read_only_still_serves_and_is_left_alone_for_writes(
+    pool: TierPool, small_disk: Path
+) -> None:
+    queue = opened(pool, small_disk, 1 << 30)
+    fill(pool, 0, [make_key(0)], [EXTENT_BYTES])
+    write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [True]
+    for number in range(1, 4):
+        assert write(queue, [make_key(number)], extents_of(0, [EXTENT_BYTES])) == [False]
+    assert queue.is_open
+    queue.close()
+
+
+def test_two_depots_do_not_share_a_folder(pool: TierPool, tmp_path: Path) -> None:
+    queue = opened(pool, tmp_path)
+    with pytest.raises(ConfigError, match="another depot uses this folder"):
+        DiskTier(pool, tmp_path, 1 << 20)
+    queue.close()
+    opened(pool, tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("disk://host/path?capacity=1GiB", "three slashes"),
+        ("disk:///proc/nothing?capacity=1GiB", "No such file"),
+        ("disk:///tmp/x", "needs its capacity"),
+    ],
+)
+def test_a_folder_that_cannot_be_says_why(url: str, words: str, pool: TierPool) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_tier(TierUrl.parse(url), pool)
+
+
+def test_foreign_files_are_left_alone(pool: TierPool, tmp_path: Path) -> None:
+    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+    foreign = [tmp_path / "note", tmp_path / "a" / "b" / "c" / "note"]
+    for path in foreign:
+        path.write_text("not ours")
+    queue = opened(pool, tmp_path)
+    assert queue.tier.usage().num_entries == 0
+    queue.close()
+    assert all(path.read_text() == "not ours" for path in foreign)

@@ -1,0 +1,68 @@
+"""What fuzzing kept and what it starts from, replayed without it; and as many new inputs as there is time for.
+
+`python -m tests.fuzz` looks for more, guided by coverage: see docs/reliability.md.
+"""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.mutate import mutate_message
+from tests.fuzz.targets import TARGETS, kept_inputs
+
+MESSAGES = [name for name, target in TARGETS.items() if target.is_message]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.promise(60)
+def test_every_input_that_is_kept_passes(name: str) -> None:
+    paths = kept_inputs(name)
+    assert paths, "an empty corpus shows nothing"
+    for path in paths:
+        try:
+            TARGETS[name].run(path.read_bytes())
+        except BaseException as error:
+            error.add_note(f"the input is {path}")
+            raise
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_seed_passes(name: str) -> None:
+    for seed in TARGETS[name].seeds():
+        TARGETS[name].run(seed)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+@pytest.mark.promise(60)
+def test_any_bytes_pass(name: str, data: st.DataObject) -> None:
+    target = TARGETS[name]
+    target.run(data.draw(st.binary(max_size=min(target.maximum_bytes, 400))))
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name not in MESSAGES])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+@pytest.mark.promise(60)
+def test_seeds_with_changed_bytes_pass(name: str, data: st.DataObject) -> None:
+    target = TARGETS[name]
+    seed = bytearray(data.draw(st.sampled_from([seed for seed in target.seeds() if 0 < len(seed) < 10_000])))
+    for place, value in data.draw(st.lists(st.tuples(st.integers(0, len(seed) - 1), st.integers(0, 255)), max_size=8)):
+        seed[place] = value
+    target.run(bytes(seed))
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+@settings(max_examples=300, deadline=None)
+@given(number=st.integers(0, 2**32))
+@pytest.mark.promise(60)
+def test_messages_with_changed_values_pass(name: str, number: int) -> None:
+    target, rng = TARGETS[name], random.Random(number)
+    data = rng.choice(target.seeds())
+    for _ in range(3):
+        body = mutate_message(data[target.prefix :], rng)
+        data = data if body is None else data[: target.prefix] + body
+        target.run(data)

@@ -1,0 +1,553 @@
+"""What goes down to tiers and comes up again, asked through the depot; bytes follow from their keys."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from kvdepot import messages as m
+from kvdepot.config import Demotion
+from kvdepot.extents import ExtentAllocator
+from kvdepot.index import ChunkIndex
+from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.server.depot import Deferred, Depot
+from kvdepot.server.tiering import Tiering, TieringSettings
+from kvdepot.table import IndexTable, Writer, table_size_bytes
+from kvdepot.testing.processes import wait_until
+from kvdepot.testing.tier import FaultyTier, make_pool
+from kvdepot.tiers.memory import MemoryTier
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.seal import checksum_of
+
+PAGE = 4096
+NUM_RECORDS = 256
+FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
+PLAIN = (m.GroupShape(FULL, 1),)
+SHARDED = (m.GroupShape(FULL, 1, num_shards=2),)
+WINDOWS = (m.GroupShape(WINDOW, 1, window_tokens=3),)
+HYBRID = (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1))
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """A depot with a small pool and tiers in memory that can be made to fail."""
+
+    def __init__(
+        self,
+        groups: tuple[m.GroupShape, ...] = PLAIN,
+        *,
+        pages: int = 16,
+        num_tiers: int = 1,
+        demotion: Demotion = Demotion.STORE,
+        least_tokens: int = 0,
+        write_bytes: int = 1 << 20,
+        verify: bool = False,
+    ) -> None:
+        self.clock = Clock()
+        self.spec = m.CacheSpec(1, groups, "bytes")
+        self.pool = make_pool(pages * PAGE)
+        self.index = ChunkIndex(
+            ExtentAllocator(pages * PAGE), IndexTable(bytearray(table_size_bytes(NUM_RECORDS)), NUM_RECORDS)
+        )
+        self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=self.clock)
+        self.tiers = [FaultyTier(MemoryTier(self.pool, 1 << 20)) for _ in range(num_tiers)]
+        self.tiering = Tiering(
+            self.index,
+            [
+                TierQueue(tier, self.pool, f"tier-{number}", write_bytes=write_bytes, deadline_seconds=1.0,
+                          clock=self.clock)
+                for number, tier in enumerate(self.tiers)
+            ],
+            TieringSettings(demotion, least_tokens, promotion_seconds=1.0),
+            names_of=self.depot.labels.__getitem__,
+            on_corrupt=self.depot.remove_corrupt,
+            clock=self.clock,
+        )  # fmt: skip
+        self.depot.tiering = self.tiering
+        self.verify = verify
+        self.time_passes = False  # while something is waited for and a tier hangs
+        self.contexts = [self.register(shard) for shard in range(max(self.shard(g, 1) for g in range(len(groups))) + 1)]
+
+    def register(self, shard: int, session: int = 1, model: str = "model") -> int:
+        details = tuple(
+            m.GroupDetail((PAGE,), 8, shard=shard if group.num_shards > 1 else 0) for group in self.spec.groups
+        )
+        request = m.RegisterKVCache(1, "engine", shard, 2, "none", "none", model, self.spec, details)
+        return self.ask(request, session).context
+
+    def ask(self, request: m.Request, session: int = 1) -> Any:
+        return self.depot.handle(session, Writer(1, 1), request)
+
+    def store(self, run: KeyRun, *covered: int) -> None:
+        """Store from every rank."""
+        covered = covered or (run.num_chunks,) * len(self.spec.groups)
+        shard: int
+        for shard, context in enumerate(self.contexts):
+            plan = self.ask(m.PrepareStore(context, "r", run.tenant, run.digests, run.first_chunk, run.parent, covered))
+            if not plan.ticket:
+                continue
+            checksums = b""
+            for chunk, group, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
+                data = content(run, run.first_chunk + chunk, group, self.shard(group, shard))
+                self.pool.view[offset : offset + size] = data
+                if self.verify:
+                    checksums += checksum_of(data)
+            self.ask(m.CommitStore(context, plan.ticket, checksums))
+
+    def shard(self, group: int, rank: int) -> int:
+        shapes: tuple[m.GroupShape, ...] = self.spec.groups
+        return rank if shapes[group].num_shards > 1 else 0
+
+    def settle(self) -> None:
+        """Let everything that was demoted arrive."""
+
+        def is_quiet() -> bool:
+            self.tiering.turn()
+            return all(not queue.queued_write_bytes for queue in self.tiering.queues)
+
+        wait_until(is_quiet, what="the end of demotions")
+
+    def lookup(self, run: KeyRun, *, wait_seconds: float = 5.0) -> int:
+        """Return how many chunks are found, all of whose bytes are right."""
+        reply = self.wait(self.begin_lookup(run, wait_seconds))
+        assert reply.num_chunks <= run.num_chunks
+        self.check(run.slice(0, reply.num_chunks))
+        if reply.lease:
+            self.ask(m.Release(self.contexts[0], (reply.lease,)))
+        return reply.num_chunks
+
+    def begin_lookup(self, run: KeyRun, wait_seconds: float = 5.0) -> m.LookupReply | Deferred:
+        return self.ask(m.Lookup(self.contexts[0], "r", run.digests, run.tenant, wait_seconds))
+
+    def wait(self, reply: Any) -> Any:
+        if not isinstance(reply, Deferred):
+            return reply
+
+        def is_here() -> bool:
+            if self.time_passes and any(tier.hang for tier in self.tiers):
+                self.clock.now += 0.1
+            self.tiering.turn()
+            return reply.reply is not None
+
+        wait_until(is_here, what="the answer to a lookup")
+        return reply.reply
+
+    def check(self, run: KeyRun) -> None:
+        if not run.num_chunks:
+            return
+        reach = [run.num_chunks if g.kind is FULL else min(run.num_chunks, 3 if g.kind is WINDOW else 1)
+                 for g in self.spec.groups]  # fmt: skip
+        covered = tuple(min(chunks, 2) if g.kind is WINDOW else chunks
+                        for g, chunks in zip(self.spec.groups, reach, strict=True))  # fmt: skip
+        shard: int
+        for shard, context in enumerate(self.contexts):
+            plan = self.ask(m.PrepareRetrieve(context, "r", run.digests, 0, covered))
+            assert plan.num_chunks == run.num_chunks
+            for chunk, group, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
+                expected = content(run, chunk, group, self.shard(group, shard))
+                assert self.pool.view[offset : offset + size] == expected, "wrong bytes"
+            self.ask(m.Release(context, (plan.lease,)))
+
+    def forget(self) -> None:
+        """Empty the pool, not the tiers."""
+        self.settle()
+        self.depot.clear(None)
+        assert self.index.extents.used_bytes == 0
+
+    def finish_promotions(self) -> None:
+        def is_quiet() -> bool:
+            self.tiering.turn()
+            return not self.tiering.num_promotions
+
+        wait_until(is_quiet, what="the end of promotions")
+
+    def audit(self) -> None:
+        """Nothing is left under way or pinned."""
+        for tier in self.tiers:
+            tier.hang = False
+        self.settle()
+        self.finish_promotions()
+        self.clock.now += 100.0
+        self.depot.expire()
+        self.depot.clear(None)
+        assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
+        assert self.tiering.num_under_way == 0
+
+    def close(self) -> None:
+        self.tiering.close()
+
+
+def content(run: KeyRun, chunk: int, group: int, shard: int) -> bytes:
+    chunk -= run.first_chunk
+    key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+    return random.Random(key + bytes([group, shard])).randbytes(PAGE)
+
+
+def prompt(num_chunks: int, name: int = 0, tenant: str = "default") -> KeyRun:
+    return hash_prefix(Namespace("model", tenant=tenant), 1, [name * 100 + i for i in range(num_chunks)])
+
+
+@dataclass
+class Maker:
+    benches: list[Bench]
+
+    def __call__(self, *arguments: Any, **options: Any) -> Bench:
+        self.benches.append(Bench(*arguments, **options))
+        return self.benches[-1]
+
+
+@pytest.fixture
+def make() -> Iterator[Maker]:
+    maker = Maker([])
+    yield maker
+    for bench in maker.benches:
+        bench.audit()
+        bench.close()
+
+
+@pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])
+def test_what_left_the_pool_comes_back_from_a_tier(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
+    bench = make(groups, pages=64)
+    bench.store(prompt(8))
+    bench.forget()
+    assert bench.lookup(prompt(8)) == 8
+    assert bench.tiers[0].num_calls > 0
+
+
+@pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
+def test_a_shorter_and_a_longer_prompt_get_what_they_share(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
+    bench = make(groups, pages=64)
+    bench.store(prompt(8))
+    bench.forget()
+    assert bench.lookup(prompt(12)) == 8
+    bench.forget()
+    if groups is HYBRID:  # its last states are stored with every chunk here
+        assert bench.lookup(prompt(5)) == 5
+    assert bench.lookup(prompt(5, name=1)) == 0
+
+
+@pytest.mark.promise(50)
+def test_a_pool_hit_asks_no_tier(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(4))
+    bench.settle()
+    before = bench.tiers[0].num_calls
+    assert bench.lookup(prompt(4)) == 4
+    assert bench.tiers[0].num_calls == before
+
+
+def test_only_what_the_pool_lacks_is_read(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(8))
+    bench.forget()
+    bench.store(prompt(4))
+    assert bench.lookup(prompt(8)) == 8
+    assert bench.tiering.counters["entries_promoted"] == 4
+
+
+def test_the_tiers_are_asked_in_their_order(make: Maker) -> None:
+    bench = make(num_tiers=2)
+    bench.store(prompt(8))
+    bench.forget()
+    inner = bench.tiers[0].inner
+    assert isinstance(inner, MemoryTier)
+    inner.clear(None, None)
+    bench.store(prompt(3))
+    bench.forget()
+    assert bench.lookup(prompt(8)) == 8
+    counters = [queue.counters["read_entries"] for queue in bench.tiering.queues]
+    assert counters == [3, 5]
+
+
+def test_two_lookups_of_the_same_prefix_read_it_once(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(8))
+    bench.forget()
+    bench.tiers[0].hang = True
+    first, second = bench.begin_lookup(prompt(8)), bench.begin_lookup(prompt(8))
+    bench.tiers[0].hang = False
+    assert bench.wait(first).num_chunks == bench.wait(second).num_chunks == 8
+    assert bench.tiering.queues[0].counters["read_entries"] == 8
+
+
+def test_a_lookup_waits_no_longer_than_it_wants_and_what_comes_later_is_kept(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(8))
+    bench.forget()
+    bench.tiers[0].hang = True
+    pending = bench.begin_lookup(prompt(8), wait_seconds=0.5)
+    bench.tiering.turn()
+    assert isinstance(pending, Deferred)
+    assert pending.reply is None
+    bench.clock.now += 0.6
+    assert bench.wait(pending).num_chunks == 0
+    bench.tiers[0].hang = False
+    bench.finish_promotions()
+    before = bench.tiers[0].num_calls
+    assert bench.lookup(prompt(8)) in (0, 8)
+    assert bench.tiers[0].num_calls >= before
+
+
+@pytest.mark.promise(31)
+def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(8))
+    bench.forget()
+    bench.store(prompt(4))
+    bench.settle()
+    before = bench.tiers[0].num_calls
+    bench.tiers[0].hang = True
+    pending = bench.begin_lookup(prompt(8))
+    wait_until(lambda: bench.tiers[0].num_calls > before)
+    bench.clock.now += 1.1
+    assert bench.wait(pending).num_chunks == 4
+    assert bench.tiering.queues[0].is_open
+    at_once = bench.begin_lookup(prompt(8))
+    assert isinstance(at_once, m.LookupReply)
+    assert at_once.num_chunks == 4
+
+
+@pytest.mark.promise(31)
+def test_a_tier_that_lies_about_existence_gives_its_space_back(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(2))
+    bench.forget()
+    bench.tiers[0].lie = True
+    assert bench.lookup(prompt(6)) == 2
+    assert bench.index.extents.used_bytes == 2 * PAGE
+
+
+def test_a_chunk_that_cannot_be_read_costs_itself_and_what_follows(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(8))
+    bench.forget()
+    entries = cast("dict[bytes, bytes]", vars(bench.tiers[0].inner)["_entries"])
+    lost = sorted(entries.keys(), key=lambda key: prompt(8).digests.index(key[-DIGEST_BYTES:]))[5]
+    entries[lost] = b"short"
+    assert bench.lookup(prompt(8)) == 5
+    assert bench.index.extents.used_bytes == 5 * PAGE
+
+
+@pytest.mark.promise(31)
+def test_a_tier_that_raises_is_a_miss_and_the_next_tier_is_asked(make: Maker) -> None:
+    bench = make(num_tiers=2)
+    bench.store(prompt(8))
+    bench.forget()
+    bench.tiers[0].error = OSError("broken")
+    assert bench.lookup(prompt(8)) == 8
+
+
+def test_other_layouts_and_other_models_are_misses(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(4))
+    bench.forget()
+    bench.ask(m.Unregister(bench.contexts[0]))
+    bench.contexts = [bench.register(0, model="another")]
+    assert bench.lookup(prompt(4)) == 0
+    bench.ask(m.Unregister(bench.contexts[0]))
+    details = (m.GroupDetail((PAGE // 2,), 8),)
+    request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", bench.spec, details)
+    bench.contexts = [bench.ask(request).context]
+    assert bench.lookup(prompt(4)) == 0
+
+
+def test_without_a_worker_nobody_knows_what_to_make_room_for(make: Maker) -> None:
+    bench = make(SHARDED)
+    bench.store(prompt(4))
+    bench.forget()
+    bench.ask(m.Unregister(bench.contexts[1]))
+    scheduler = bench.ask(m.RegisterScheduler(1, "engine", "model", bench.spec)).context
+    reply = bench.ask(m.Lookup(scheduler, "r", prompt(4).digests, prompt(4).tenant, 1.0))
+    assert isinstance(reply, m.LookupReply)
+    assert reply.num_chunks == 0
+    bench.contexts = bench.contexts[:1]
+
+
+def test_promotion_evicts_what_it_needs_but_never_what_it_continues(make: Maker) -> None:
+    bench = make(pages=8)
+    bench.store(prompt(6))
+    bench.forget()
+    bench.store(prompt(3))
+    bench.store(prompt(5, name=1))
+    bench.settle()
+    assert bench.lookup(prompt(6)) == 6
+    assert bench.index.extents.used_bytes == 8 * PAGE
+
+
+def test_a_prefix_for_which_there_is_not_enough_room_comes_as_far_as_there_is_room(make: Maker) -> None:
+    bench = make(pages=32)
+    bench.store(prompt(20))
+    bench.forget()
+    bench.store(prompt(16, name=1))
+    bench.settle()
+    lease = bench.wait(bench.begin_lookup(prompt(16, name=1))).lease
+    assert bench.lookup(prompt(20)) == 16
+    bench.ask(m.Release(bench.contexts[0], (lease,)))
+
+
+def test_a_session_that_ends_while_its_lookup_waits_harms_nobody(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(8))
+    bench.forget()
+    bench.tiers[0].hang = True
+    pending = bench.begin_lookup(prompt(8))
+    bench.depot.end_session(1)
+    bench.tiers[0].hang = False
+    bench.contexts = [bench.register(0, session=2)]
+    bench.finish_promotions()
+    assert isinstance(pending, Deferred)
+    assert pending.reply is None
+    assert len(bench.depot.leases) == 0
+
+
+def test_with_reuse_only_what_is_used_again_goes_down(make: Maker) -> None:
+    bench = make(demotion=Demotion.REUSE)
+    bench.store(prompt(4))
+    bench.store(prompt(4, name=1))
+    bench.settle()
+    assert bench.lookup(prompt(3)) == 3
+    bench.settle()
+    assert bench.tiers[0].usage().num_entries == 3
+
+
+def test_with_evict_what_leaves_goes_down_and_the_pool_keeps_a_reserve(make: Maker) -> None:
+    bench = make(pages=40, demotion=Demotion.EVICT)
+    for name in range(12):
+        bench.store(prompt(5, name=name))
+        bench.settle()
+    assert bench.tiers[0].usage().num_entries >= 60 - 40
+    assert bench.index.extents.free_bytes >= 2 * PAGE
+    assert [bench.lookup(prompt(5, name=name)) for name in range(12)] == [5] * 12
+
+
+def test_short_prefixes_stay_in_the_pool(make: Maker) -> None:
+    bench = make(least_tokens=4)
+    bench.store(prompt(3))
+    bench.store(prompt(4, name=1))
+    bench.settle()
+    assert bench.tiers[0].usage().num_entries == 4
+
+
+def test_under_pressure_the_beginning_of_each_prefix_is_kept(make: Maker) -> None:
+    bench = make(pages=64, write_bytes=16 * PAGE)
+    bench.tiers[0].hang = True
+    bench.store(prompt(12))
+    bench.store(prompt(8, name=1))
+    bench.store(prompt(8, name=2))
+    bench.tiers[0].hang = False
+    bench.forget()
+    assert bench.lookup(prompt(12)) == 12
+    assert 0 < bench.lookup(prompt(8, name=1)) < 8
+    assert bench.tiering.counters["demotions_dropped"] > 8
+
+
+def test_what_could_not_be_written_is_tried_again_when_it_is_used(make: Maker) -> None:
+    bench = make()
+    bench.tiers[0].error = OSError("full")
+    bench.store(prompt(4))
+    bench.settle()
+    assert bench.tiers[0].usage().num_entries == 0
+    bench.tiers[0].error = None
+    bench.lookup(prompt(4))
+    bench.settle()
+    assert bench.tiers[0].usage().num_entries == 4
+
+
+def test_what_was_promoted_is_not_written_again(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(4))
+    bench.forget()
+    assert bench.lookup(prompt(4)) == 4
+    bench.lookup(prompt(4))
+    bench.settle()
+    assert bench.tiering.queues[0].counters["written_entries"] == 4
+
+
+def test_bytes_that_changed_in_the_pool_never_go_down(make: Maker) -> None:
+    bench = make(verify=True)
+    bench.tiers[0].hang = True
+    run = prompt(4)
+    bench.store(run)
+    record = bench.index.entries(bench.index.visible(bench.index.spaces[0], run.digests[64:96], 2) or 0)[0]
+    bench.pool.view[bench.index.table.extent(record)[0]] ^= 1
+    bench.tiers[0].hang = False
+    bench.settle()
+    assert bench.depot.counters["entries_corrupt"] in (0, 1)
+    bench.forget()
+    assert bench.lookup(run) in (2, 4)
+
+
+def test_an_entry_removed_while_it_is_being_written_keeps_its_extent_until_then(make: Maker) -> None:
+    bench = make(pages=4)
+    bench.tiers[0].hang = True
+    bench.store(prompt(4))
+    node = bench.index.visible(bench.index.spaces[0], prompt(4).digests[-32:], 3)
+    assert node is not None
+    (record,) = bench.index.entries(node)
+    assert bench.depot.remove_corrupt(record, bench.index.table.header(record))
+    assert bench.index.extents.free_bytes == 0, "the tier may still be reading it"
+    bench.tiers[0].hang = False
+    bench.settle()
+    assert bench.index.extents.free_bytes == PAGE
+
+
+def test_clear_reaches_the_tiers(make: Maker) -> None:
+    bench = make(num_tiers=2)
+    bench.store(prompt(4, tenant="a"))
+    bench.store(prompt(4, tenant="b"))
+    bench.settle()
+    reply = bench.wait(bench.depot.clear_everywhere("a", None))
+    assert reply.count == 12
+    assert bench.lookup(prompt(4, tenant="a")) == 0
+    bench.forget()
+    assert bench.lookup(prompt(4, tenant="b")) == 4
+
+
+@pytest.mark.promise(29, 31)
+@pytest.mark.parametrize("demotion", Demotion)
+@pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])
+def test_random_traffic_with_bad_days_is_right_bytes_or_a_miss(
+    groups: tuple[m.GroupShape, ...], demotion: Demotion, make: Maker
+) -> None:
+    rng = random.Random(7)
+    bench = make(groups, pages=30, num_tiers=2, demotion=demotion)
+    bench.time_passes = True
+    pending: list[tuple[KeyRun, Any]] = []
+    hits = 0
+    for step in range(250):
+        run = prompt(rng.randint(1, 8), name=rng.randint(0, 7), tenant=f"tenant-{rng.randint(0, 1)}")
+        match rng.randint(0, 9):
+            case 0 | 1 | 2:
+                bench.store(run)
+            case 3 | 4 | 5:
+                hits += bench.lookup(run)
+            case 6:
+                pending.append((run, bench.begin_lookup(run, wait_seconds=0.5)))
+            case 7:
+                tier = rng.choice(bench.tiers)
+                tier.hang, tier.lie = rng.random() < 0.2, rng.random() < 0.3
+                tier.error = OSError("broken") if rng.random() < 0.3 else None
+                bench.clock.now += rng.random()
+            case _:
+                bench.clock.now += 0.7
+                bench.tiering.turn()
+        if step % 25 == 24:
+            for tier in bench.tiers:
+                tier.hang, tier.lie, tier.error = False, False, None
+            bench.clock.now += 31
+            bench.settle()
+            for _, reply in pending:
+                lease = bench.wait(reply).lease
+                if lease:
+                    bench.ask(m.Release(bench.contexts[0], (lease,)))
+            pending.clear()
+    assert hits > 20

@@ -1,0 +1,33 @@
+"""What a worker does before its first transfer, so that this is as fast as later ones."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvdepot.protocols import CacheGroup
+from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot_cpu.context import CpuTransferContext
+
+
+def resident_bytes(folder: Path) -> int:
+    """Return how much of this process's mapping of a pool has its pages."""
+    found = 0
+    for block in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
+        if f"{folder}/pool" in block.splitlines()[0] if block else False:
+            size = re.search(r"^Rss: +(\d+) kB", block, re.MULTILINE)
+            assert size is not None
+            found += int(size[1]) * 1024
+    return found
+
+
+@pytest.mark.promise(38)
+def test_a_worker_touches_the_whole_pool_before_it_needs_it() -> None:
+    with DepotProcess() as depot:
+        context = CpuTransferContext([CacheGroup([np.zeros((8, 64), np.uint8)], 16)], "e", dtype="bytes", url=depot.url)
+        try:
+            context.wait_until_connected(10)
+            wait_until(lambda: resident_bytes(depot.pool_directory) == 64 << 20, 20, "every page of the pool")
+        finally:
+            context.close()

@@ -1,0 +1,257 @@
+"""Depots with tiers, as processes, and engines that use them: right bytes or a miss, whatever the storage does."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvdepot import messages as m
+from kvdepot.client.connection import ask_depot
+from kvdepot.testing.processes import DepotProcess, wait_until
+from tests.cpu.test_faults import CHUNK, Engine
+
+DEADLINE_SECONDS = 1.0  # of lookups that wait for tiers
+
+
+class Node:
+    """A depot with tiers and its engines."""
+
+    def __init__(self, *tiers: str, pool_size: str = "64MiB", options: tuple[str, ...] = ()) -> None:
+        flags = [flag for tier in tiers for flag in ("--tier", tier)]
+        self.depot = DepotProcess(*flags, *options, pool_size=pool_size)
+        self.engines: list[Engine] = []
+
+    def spawn(self, name: str = "engine") -> Engine:
+        self.engines.append(Engine(self.depot, name))
+        return self.engines[-1]
+
+    def tier(self, number: int = 0) -> m.TierStatus:
+        return self.depot.status().tiers[number]
+
+    def settle(self) -> None:
+        wait_until(lambda: not self.tier().queued_write_bytes, what="the end of writes")
+
+    def lose_the_pool(self) -> None:
+        """As when the machine was restarted."""
+        self.settle()
+        self.depot.kill()
+        for path in self.depot.pool_directory.glob("*"):
+            path.unlink()
+        self.depot.start()
+        wait_until(lambda: self.depot.status().num_sessions == 2 * len(self.engines), what="the engines")
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+        self.depot.close()
+
+
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture
+def make() -> Iterator[MakeNode]:
+    nodes: list[Node] = []
+
+    def make(*tiers: str, pool_size: str = "64MiB", options: tuple[str, ...] = ()) -> Node:
+        nodes.append(Node(*tiers, pool_size=pool_size, options=options))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+
+
+def disk(folder: Path) -> str:
+    return f"disk://{folder}/tier?capacity=1GiB"
+
+
+def find(engine: Engine, salt: int, num_chunks: int) -> int:
+    """Return how many chunks an engine finds and retrieves, all of them right."""
+    found = int(engine.ask(f"lookup {salt} {num_chunks}")[0])
+    if found:
+        assert engine.ask(f"retrieve {salt} {found}") == [str(found), "0"]
+    return found
+
+
+def test_what_was_stored_outlives_the_pool(make: MakeNode, tmp_path: Path) -> None:
+    node = make(disk(tmp_path))
+    engine = node.spawn()
+    assert engine.ask("store 1 16") == ["True", "16"]
+    node.lose_the_pool()
+    wait_until(lambda: node.tier().num_entries == 16)
+    assert find(engine, 1, 16) == 16
+    assert find(engine, 1, 20) == 16
+    assert find(engine, 2, 16) == 0
+
+
+def test_a_pool_that_is_too_small_is_a_window_on_the_disk(make: MakeNode, tmp_path: Path) -> None:
+    node = make(disk(tmp_path), pool_size="8MiB")
+    engine, other = node.spawn("one"), node.spawn("two")
+    for salt in range(6):
+        assert engine.ask(f"store {salt} 16") == ["True", "16"]
+        node.settle()
+    for salt in range(6):
+        assert find(other, salt, 16) == 16
+    status = node.depot.status()
+    assert status.pool_used_bytes <= 8 << 20
+    assert status.counters["entries_promoted"] >= 6 * 16 - (8 << 20) // CHUNK
+
+
+@pytest.mark.parametrize("rule", ["store", "reuse", "evict"])
+def test_every_rule_of_demotion_serves_right_bytes_under_pressure(rule: str, make: MakeNode, tmp_path: Path) -> None:
+    node = make(disk(tmp_path), pool_size="8MiB", options=("--demote", rule))
+    engines = [node.spawn("one"), node.spawn("two")]
+    found = 0
+    for turn in range(24):
+        engine, salt = engines[turn % 2], turn // 2 * 5 % 8
+        here = find(engine, salt, 8)
+        found += here
+        if here < 8:
+            engine.ask(f"store {salt} 8")
+        node.settle()
+    assert found > 0
+
+
+@pytest.mark.promise(29)
+def test_a_depot_killed_while_it_writes_and_reads_leaves_no_wrong_byte(make: MakeNode, tmp_path: Path) -> None:
+    node = make(disk(tmp_path), pool_size="8MiB")
+    engines = [node.spawn("one"), node.spawn("two")]
+    for turn in range(6):
+        for engine in engines:
+            engine.say(f"store {turn} 16")
+        for engine in engines:
+            engine.listen()
+        for number, engine in enumerate(engines):
+            engine.say(f"lookup {max(0, turn - number)} 16")
+        node.depot.kill()
+        for engine in engines:
+            engine.listen()
+        node.depot.start()
+        wait_until(lambda: node.depot.status().num_sessions == 4)
+        wait_until(lambda: not node.depot.status().recovering)
+        for salt in range(turn + 1):
+            find(engines[turn % 2], salt, 16)
+    assert node.depot.status().quarantined_bytes == 0
+
+
+def test_clear_reaches_the_disk(make: MakeNode, tmp_path: Path) -> None:
+    node = make(disk(tmp_path))
+    engine = node.spawn()
+    engine.ask("store 1 4")
+    node.settle()
+    reply = ask_depot(m.Clear(), node.depot.url)
+    assert isinstance(reply, m.Done)
+    assert reply.count == 8
+    assert find(engine, 1, 4) == 0
+    assert not list(tmp_path.glob("tier/*/*/*/*"))
+
+
+@pytest.mark.promise(30)
+def test_damaged_files_are_misses_and_gone(make: MakeNode, tmp_path: Path) -> None:
+    node = make(disk(tmp_path))
+    engine = node.spawn()
+    engine.ask("store 1 8")
+    node.lose_the_pool()
+    for path in tmp_path.glob("tier/*/*/*/*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3] ^= 1
+        path.write_bytes(data)
+    assert find(engine, 1, 8) == 0
+    assert node.tier().counters["corrupt"] >= 1
+
+
+HANGING = """
+import time
+from pathlib import Path
+
+from kvdepot.tiers.memory import MemoryTier
+
+class Hanging(MemoryTier):
+    def __init__(self, pool, flag):
+        super().__init__(pool, 1 << 30)
+        self.flag = Path(flag)
+
+    def wait(self):
+        while self.flag.exists():
+            time.sleep(0.01)
+
+    def contains(self, keys):
+        self.wait()
+        return super().contains(keys)
+
+    def write(self, keys, extents):
+        self.wait()
+        return super().write(keys, extents)
+
+    def read(self, keys, extents):
+        self.wait()
+        return super().read(keys, extents)
+
+    def probe(self):
+        self.wait()
+
+def open_tier(url, pool):
+    return Hanging(pool, url.path)
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install a third party's tier, which hangs as long as a file is there; return the file."""
+    package = tmp_path / "installed"
+    information = package / "hanging_tier-1.0.dist-info"
+    information.mkdir(parents=True)
+    (package / "hanging_tier.py").write_text(HANGING)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging-tier\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[kvdepot.tiers]\nhanging = hanging_tier:open_tier\n")
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    return tmp_path / "hangs"
+
+
+@pytest.mark.promise(25, 31)
+def test_a_tier_that_hangs_costs_a_lookup_its_deadline_once_and_then_nothing(make: MakeNode, hanging: Path) -> None:
+    node = make(f"hanging://{hanging}")
+    engine = node.spawn()
+    engine.ask("store 1 8")
+    node.lose_the_pool()
+    engine.ask("store 2 4")
+    node.settle()
+    hanging.touch()
+    began = time.monotonic()
+    assert find(engine, 2, 8) == 4
+    assert DEADLINE_SECONDS * 0.9 < time.monotonic() - began < DEADLINE_SECONDS + 2
+    wait_until(lambda: node.tier().state == "open")
+    began = time.monotonic()
+    for _ in range(20):
+        assert find(engine, 2, 8) == 4
+        assert engine.ask("store 3 4")[0] == "True"
+    assert time.monotonic() - began < DEADLINE_SECONDS, "a tier that is left alone costs nothing"
+    hanging.unlink()
+    wait_until(lambda: node.tier().state == "closed", 10)
+    assert find(engine, 2, 8) == 4
+
+
+def test_a_depot_stops_in_time_while_a_tier_hangs(make: MakeNode, hanging: Path) -> None:
+    node = make(f"hanging://{hanging}")
+    engine = node.spawn()
+    hanging.touch()
+    engine.ask("store 1 8")
+    assert node.depot.terminate(15) == 0
+
+
+def test_a_depot_that_is_stopped_writes_what_waits_to_be_written(make: MakeNode, tmp_path: Path) -> None:
+    node = make(disk(tmp_path))
+    engine = node.spawn()
+    engine.ask("store 1 16")
+    os.kill(node.depot.pid, signal.SIGTERM)
+    wait_until(lambda: not Path(f"/proc/{node.depot.pid}/exe").exists(), 10)
+    node.depot.kill()
+    for path in node.depot.pool_directory.glob("*"):
+        path.unlink()
+    node.depot.start()
+    wait_until(lambda: node.depot.status().num_sessions == 2)
+    assert find(engine, 1, 16) == 16

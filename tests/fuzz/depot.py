@@ -1,0 +1,405 @@
+# pyright: reportPrivateUsage=false
+"""The stateful target: bytes become requests and events of a depot without sockets, whose state must always add up."""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdepot import messages as m
+from kvdepot.eviction import NO_NODE
+from kvdepot.extents import ExtentAllocator, extent_size
+from kvdepot.index import ChunkIndex, Space
+from kvdepot.keys import Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.quotas import QuotaTable
+from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.table import NO_RECORD, SEALED, WRITING, IndexTable, Writer, table_size_bytes
+
+PAGE = 4096
+NUM_RECORDS = 24
+LEASE_SECONDS = 10.0
+FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
+SPECS = (
+    m.CacheSpec(1, (m.GroupShape(FULL, 1),), "plain"),
+    m.CacheSpec(1, (m.GroupShape(FULL, 1, num_shards=2),), "two shards"),
+    m.CacheSpec(1, (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, 3), m.GroupShape(STATE, 1)), "hybrid"),
+    m.CacheSpec(1, (m.GroupShape(WINDOW, 1, 3, num_shards=2),), "only a window"),
+)
+PROMPTS = tuple(
+    hash_prefix(Namespace("model", tenant=f"tenant-{n % 2}"), 1, [n // 2 * (i > 2) + i for i in range(8)])
+    for n in range(4)
+)
+NUM_SESSIONS = 3
+
+
+def check_index(index: ChunkIndex) -> None:
+    """Fail unless table, space, nodes and visibility agree with each other."""
+    tree, records = index._tree, list(index.table.records())
+    assert index.num_entries == sum(record.state == SEALED for record in records)
+    spans = sorted((record.offset, record.offset + extent_size(record.num_bytes)) for record in records)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "extents overlap"
+    used = sum(end - start for start, end in spans)
+    assert used == index.extents.used_bytes == sum(index.label_bytes.values()) == sum(index.quotas.used_bytes)
+    assert used + sum(size for _, size in index.extents.holes()) == index.extents.ready_bytes
+    children = Counter[int]()
+    linked = 0
+    for space in index.spaces:
+        for key, node in space.nodes.items():
+            assert (tree.keys[node], index._space_of[node]) == (key, space.number)
+            parent = tree.parent[node]
+            if parent != NO_NODE:
+                children[parent] += 1
+                assert (index._depth[parent], index._space_of[parent]) == (index._depth[node] - 1, space.number)
+            linked += len(list(index._entries(node)))
+            _check_node(index, space, node)
+    assert linked == len(records)
+    assert all(tree.num_children[node] == count for node, count in children.items())
+    assert index.num_chunks == sum(len(space.nodes) for space in index.spaces)
+
+
+def _check_node(index: ChunkIndex, space: Space, node: int) -> None:
+    tree = index._tree
+    sealed = 0
+    for number, group in enumerate(space.spec.groups):
+        shards = [
+            index.table.place_of(record)[1]
+            for record in index._entries(node)
+            if index.table.place_of(record)[0] == number and index._is_sealed(record)
+        ]
+        assert len(shards) == len(set(shards)), "an entry is there twice"
+        sealed |= (len(shards) == group.num_shards) << number
+    assert index._sealed_groups[node] == sealed
+    writing = sum(not index._is_sealed(record) for record in index._entries(node))
+    assert tree.holds[node] >= writing
+    parent = tree.parent[node]
+    complete = bool(sealed) and sealed & space.full_mask == space.full_mask
+    expected = complete and not (space.full_mask and parent != NO_NODE and not index._visible[parent])
+    assert bool(index._visible[node]) == expected, "what can be found is not what is complete"
+    assert index._first_entry[node] != NO_RECORD or tree.num_children[node] or tree.holds[node], "an idle hole"
+
+
+def empty_by_eviction(index: ChunkIndex) -> None:
+    """Fail unless everything can leave when nobody uses anything."""
+    for share in range(index.quotas.num_shares):
+        while index.evict_one(share):
+            pass
+    check_empty(index)
+
+
+def check_empty(index: ChunkIndex) -> None:
+    """Fail unless nothing is left."""
+    check_index(index)
+    assert (index.extents.used_bytes, index.num_entries, index.num_chunks) == (0, 0, 0)
+    assert index.extents.holes() == [(0, index.extents.ready_bytes)]
+    assert not any(index.table.header(number) & 0xFF for number in range(index.table.num_records))
+
+
+@dataclass
+class Bytes:
+    """Numbers out of the input; zeros after its end."""
+
+    data: bytes
+    place: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.place >= len(self.data)
+
+    def byte(self) -> int:
+        self.place += 1
+        return 0 if self.place > len(self.data) else self.data[self.place - 1]
+
+    def below(self, limit: int) -> int:
+        return self.byte() % limit
+
+    def take(self, count: int) -> bytes:
+        self.place += count
+        return self.data[self.place - count : self.place]
+
+
+@dataclass
+class Life:
+    """A depot, three processes with a session each, and the requests that an input spells."""
+
+    source: Bytes
+    now: float = 0.0
+    sessions: list[int] = field(default_factory=lambda: list(range(1, NUM_SESSIONS + 1)))
+    writers: list[Writer] = field(default_factory=lambda: [Writer(100 + n, 1) for n in range(NUM_SESSIONS)])
+    next_number: int = NUM_SESSIONS + 1
+
+    def __post_init__(self) -> None:
+        setting = self.source.byte()
+        self.policy = ("lru", "arc")[setting & 1]
+        self.quotas = {"tenant-0": 4 * PAGE} if setting & 2 else {}
+        self.spec = setting >> 2 & 3
+        self.pages = 5 + self.source.below(32)
+        self.memory = bytearray(table_size_bytes(NUM_RECORDS))
+        self.start()
+        for who in range(NUM_SESSIONS):
+            self.join(who)
+
+    def start(self) -> None:
+        """Make an empty depot over the table."""
+        size = self.pages * PAGE
+        index = ChunkIndex(
+            ExtentAllocator(size), IndexTable(self.memory, NUM_RECORDS), self.policy, QuotaTable(size, self.quotas)
+        )
+        self.depot = Depot(index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
+
+    def run(self) -> None:
+        """Do what the input says; after every eighth step the depot is consistent, at the end nothing is left."""
+        steps = [
+            self.register_worker, self.register_scheduler, self.unregister, self.lookup, self.release,
+            self.end_request, self.prepare, self.commit, self.abort, self.retrieve, self.report, self.clear,
+            self.time_passes, self.connection_closes, self.process_dies, self.restart, self.frame, self.drain,
+        ]  # fmt: skip
+        for number in itertools.count(1):
+            if self.source.is_over:
+                break
+            steps[self.source.below(len(steps))]()
+            if number % 8 == 0:
+                self.check()
+        self.check()
+        self.finish()
+
+    def ask(self, request: m.Request, who: int) -> m.Reply | None:
+        """Send a request; one that is refused changes nothing."""
+        before = self.state()
+        try:
+            reply = self.depot.handle(self.sessions[who], self.writers[who], request)
+        except Refused as error:
+            assert str(error)
+            assert self.state() == before, "a refused request changed something"
+            return None
+        assert not isinstance(reply, Deferred), "there is no tier to wait for"
+        assert m.decode_reply(bytes(m.encode_frame(0, reply))) == reply
+        return reply
+
+    def state(self) -> tuple[Any, ...]:
+        depot = self.depot
+        return (
+            bytes(self.memory), dict(depot.tickets), dict(depot.contexts), list(depot.quarantines),
+            list(depot.labels), dict(depot.leases._leases), len(depot.index.spaces), list(depot.index._tree.holds),
+        )  # fmt: skip
+
+    # --- what the input can choose from ---------------------------------------------------------------------------
+
+    def who(self) -> int:
+        return self.source.below(NUM_SESSIONS)
+
+    def context(self, who: int) -> int:
+        """Return mostly a context of that session; now and then anybody's, or none."""
+        choice = self.source.byte()
+        own = [c.number for c in self.depot.contexts.values() if c.session == self.sessions[who]]
+        return own[choice % len(own)] if own and choice < 0xF0 else choice & 0xF
+
+    def covered(self, context: int, num_chunks: int) -> tuple[int, ...]:
+        known = self.depot.contexts.get(context)
+        count = len(known.space.spec.groups) if known else 1
+        choices = [self.source.byte() for _ in range(count)]
+        return tuple(num_chunks if choice < 0xA0 else choice % (num_chunks + 2) for choice in choices)
+
+    def request_id(self) -> str:
+        return "abc"[self.source.below(3)]
+
+    def run_of_chunks(self) -> tuple[bytes, int, bytes, str]:
+        """Return digests, first chunk, parent and tenant: mostly of a true prompt, else of a forged one."""
+        prompt, choice = PROMPTS[self.source.below(4)], self.source.byte()
+        start, length = (choice & 7), (choice >> 3) % 8 + 1
+        run = prompt.slice(start, min(8, start + length))
+        if choice & 0xC0 == 0xC0:  # forged: the same digests at another depth, cut, or twice
+            kind = self.source.byte()
+            digests = run.digests[: len(run.digests) - kind % 3] if kind & 4 else run.digests * (1 + kind % 2)
+            first_chunk = kind >> 3 if kind < 0xF0 else (1 << 31) - 1
+            return digests, first_chunk, run.parent, run.tenant
+        return run.digests, run.first_chunk, run.parent, run.tenant
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def join(self, who: int) -> None:
+        """Register a worker as its engine would; two have shard 0, one has shard 1."""
+        self.register(who, self.spec | (who & 1) << 2)
+
+    def register_worker(self) -> None:
+        self.register(self.who(), self.source.byte())
+
+    def register(self, who: int, choice: int) -> None:
+        spec, shard = SPECS[choice & 3], choice >> 2 & 1
+        page = PAGE * (1 + (choice >> 3 & 1)) + (choice >> 4 & 1)
+        version, world_size = (m.PROTOCOL_VERSION, 2) if choice < 0xF0 else (choice & 3, 1)
+        details = tuple(m.GroupDetail((page,), 8, shard=shard % group.num_shards) for group in spec.groups)
+        name = f"engine-{choice >> 5 & 1}"
+        self.ask(m.RegisterKVCache(version, name, shard, world_size, "none", "none", "model", spec, details), who)
+
+    def register_scheduler(self) -> None:
+        self.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPECS[self.source.below(4)]), self.who())
+
+    def unregister(self) -> None:
+        who = self.who()
+        self.ask(m.Unregister(self.context(who)), who)
+
+    def lookup(self) -> None:
+        who = self.who()
+        context, request_id = self.context(who), self.request_id()
+        digests, *_ = self.run_of_chunks()
+        reply = self.ask(m.Lookup(context, request_id, digests), who)
+        assert reply is None or (isinstance(reply, m.LookupReply) and bool(reply.num_chunks) == bool(reply.lease))
+
+    def release(self) -> None:
+        who = self.who()
+        context = self.context(who)
+        leases = list(self.depot.leases._leases) or [0]
+        self.ask(m.Release(context, tuple(leases[self.source.byte() % len(leases)] for _ in range(2))), who)
+
+    def end_request(self) -> None:
+        who = self.who()
+        self.ask(m.EndRequest(self.context(who), self.request_id()), who)
+
+    def prepare(self) -> None:
+        who = self.who()
+        context = self.context(who)
+        digests, first_chunk, parent, tenant = self.run_of_chunks()
+        covered = self.covered(context, len(digests) // 32)
+        message = m.PrepareStore(context, self.request_id(), tenant, digests, first_chunk, parent, covered)
+        reply = self.ask(message, who)
+        if isinstance(reply, m.StorePlan):
+            extents = list(m.EXTENT.iter_unpack(reply.extents))
+            assert bool(extents) == bool(reply.ticket)
+            assert len(extents) + reply.num_present + reply.num_declined == sum(covered)
+            for _, _, _, record, _, header, offset, num_bytes in extents:
+                assert self.depot.index.table.header(record) == header - SEALED + WRITING
+                assert self.depot.index.table.extent(record) == (offset, num_bytes)
+
+    def ticket(self) -> int:
+        tickets, choice = list(self.depot.tickets), self.source.byte()
+        return tickets[choice % len(tickets)] if tickets else choice
+
+    def commit(self) -> None:
+        who = self.who()
+        context, ticket, length = self.context(who), self.ticket(), self.source.byte()
+        known = self.depot.tickets.get(ticket)
+        checksums = b"" if length < 0xA0 else bytes(16 * (len(known.records) if known else 1) + length % 2)
+        self.ask(m.CommitStore(context, ticket, checksums), who)
+
+    def abort(self) -> None:
+        who = self.who()
+        self.ask(m.AbortStore(self.context(who), self.ticket()), who)
+
+    def retrieve(self) -> None:
+        who = self.who()
+        context = self.context(who)
+        digests, first_chunk, _, _ = self.run_of_chunks()
+        covered = self.covered(context, len(digests) // 32)
+        reply = self.ask(m.PrepareRetrieve(context, self.request_id(), digests, first_chunk, covered), who)
+        if isinstance(reply, m.RetrievePlan):
+            for chunk, group, _, number, _, header, offset, num_bytes in m.EXTENT.iter_unpack(reply.extents):
+                record = self.depot.index.table.record(number)
+                assert record is not None
+                assert record.state == SEALED
+                assert (record.key, record.group) == (digests[32 * chunk : 32 * chunk + 32], group)
+                assert (record.offset, record.num_bytes) == (offset, num_bytes)
+                assert self.depot.index.table.header(number) == header
+
+    def report(self) -> None:
+        who = self.who()
+        context, number, choice = self.context(who), self.source.below(NUM_RECORDS + 2), self.source.byte()
+        header = self.depot.index.table.header(number) if number < NUM_RECORDS and choice < 0xC0 else choice
+        self.ask(m.ReportCorrupt(context, ((number, header), (number, header))), who)
+
+    def frame(self) -> None:
+        """Decode the next bytes as a frame, as the loop does."""
+        who = self.who()
+        frame = bytes(8) + self.source.take(self.source.byte())
+        try:
+            request = m.decode_request(frame)
+        except m.FrameError:
+            return
+        if not isinstance(request, m.Hello | m.Status | m.Clear):
+            self.ask(request, who)
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        self.depot.clear((None, "tenant-0", "nobody")[self.source.below(3)])
+
+    def time_passes(self) -> None:
+        self.now += self.source.below(12)
+        self.depot.expire()
+
+    def connection_closes(self) -> None:
+        """The same process connects again."""
+        who = self.who()
+        self.depot.end_session(self.sessions[who])
+        self.sessions[who] = self.next_number
+        self.next_number += 1
+        self.join(who)
+
+    def process_dies(self) -> None:
+        """Another takes its place."""
+        who = self.who()
+        self.depot.end_session(self.sessions[who])
+        self.depot.end_process(self.writers[who])
+        self.sessions[who], self.writers[who] = self.next_number, Writer(100 + self.next_number, 1)
+        self.next_number += 1
+        self.join(who)
+
+    def drain(self) -> None:
+        self.depot.accepts_stores = not self.depot.accepts_stores
+
+    def restart(self) -> None:
+        """The server is killed; the next one reads the table. What was unfinished waits, as its loop does it."""
+        specs = [space.spec for space in self.depot.index.spaces]
+        labels = self.depot.labels
+        sealed = {r.key: r for r in self.depot.index.table.records() if r.state == SEALED}
+        visible = [
+            {key for key, node in space.nodes.items() if self.depot.index._visible[node]}
+            for space in self.depot.index.spaces
+        ]
+        self.start()
+        self.depot.restore_labels(labels)
+        index = self.depot.index
+        for record in [record for record in index.restore(specs, len(labels)) if record is not None]:
+            self.depot.quarantine((index.table.writer_of(record), index.table.owner_of(record)), [record])
+        assert len({r.key for r in index.table.records() if r.state == SEALED}) <= len(sealed)
+        for space, before in zip(index.spaces, visible, strict=True):
+            assert {key for key, node in space.nodes.items() if index._visible[node]} == before
+        self.sessions = [self.next_number + n for n in range(NUM_SESSIONS)]
+        self.next_number += NUM_SESSIONS
+        for who in range(NUM_SESSIONS):
+            self.join(who)
+
+    # --- what always holds ----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        depot, index = self.depot, self.depot.index
+        check_index(index)
+        writing = [n for t in depot.tickets.values() for n in t.records]
+        writing += [n for q in depot.quarantines for n in q.records]
+        assert sorted(writing) == [r.number for r in index.table.records() if r.state == WRITING]
+        holds = Counter(index._node_of[number] for number in writing)
+        for lease in depot.leases._leases.values():
+            assert lease.context in depot.contexts
+            assert lease.expiry_seconds > self.now - LEASE_SECONDS
+            holds.update(lease.nodes)
+        for node in range(len(index._tree.keys)):
+            assert index._tree.holds[node] == holds[node] or index._tree.keys[node] is None
+        assert all(ticket.context in depot.contexts for ticket in depot.tickets.values())
+        depot.status_fields()
+
+    def finish(self) -> None:
+        for who in range(NUM_SESSIONS):
+            self.depot.end_session(self.sessions[who])
+        for quarantine in list(self.depot.quarantines):
+            self.depot.end_process(quarantine.fence[0])
+        assert (len(self.depot.leases), len(self.depot.tickets), len(self.depot.quarantines)) == (0, 0, 0)
+        if len(self.source.data) % 2:
+            self.depot.clear(None)
+            check_empty(self.depot.index)
+        else:
+            empty_by_eviction(self.depot.index)
+
+
+def live(data: bytes) -> None:
+    """Run one input, at most 400 bytes of it: longer ones find nothing that shorter ones do not."""
+    Life(Bytes(data[:400])).run()

