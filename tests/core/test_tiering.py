@@ -133,6 +133,7 @@ class Bench:
             return reply
 
         def is_here() -> bool:
+            self.depot.work(lambda: True)
             if self.time_passes and any(tier.hang for tier in self.tiers):
                 self.clock.now += 0.1
             self.tiering.turn()

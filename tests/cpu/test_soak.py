@@ -3,18 +3,22 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 
 @pytest.mark.promise(24, 25, 29)
-def test_a_minute_of_load_and_kills_leaves_nothing_wrong_late_or_behind() -> None:
+@pytest.mark.parametrize("disk", [False, True], ids=["pool", "pool and disk"])
+def test_a_minute_of_load_and_kills_leaves_nothing_wrong_late_or_behind(disk: bool, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvdepot", "soak", "--seconds", "60", "--engines", "2", "--seed", "7", "--json"]
+    command += ["--disk", str(tmp_path / "tier")] if disk else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert result["failures"] == []
     for what in ("kill an engine", "stop an engine", "kill the depot", "stop the depot"):
         assert result[what] > 0, f"{what}: never, so the run shows little"
+    assert not disk or result["damage a file"] > 0
     assert result["requests"] > 100
     assert result["verified_bytes"] > 10**8

@@ -28,7 +28,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.testing.processes import DepotProcess, wait_until
 
 _NUM_CLIENTS: Final = 4
-_STORE_BATCH: Final = 4096
+_STORE_BATCH: Final = m.MAXIMUM_BATCH_CHUNKS
 _LOOKUPS_PER_REQUEST: Final = 16  # leases are given back with their request
 
 

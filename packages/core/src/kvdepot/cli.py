@@ -153,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     soak.add_argument("--seconds", type=float, default=60.0, help="how long (default %(default)s)")
     soak.add_argument("--engines", type=int, default=3, help="engine processes (default %(default)s)")
     soak.add_argument("--seed", type=int, default=1, help="of prompts and kills (default %(default)s)")
+    soak.add_argument("--disk", type=Path, metavar="DIR", help="a tier on disk below a smaller pool, in this folder")
     soak.add_argument("--verify", choices=[*m.Verify], default="all", help="as in serve (default all)")
 
     bench = commands.add_parser("bench", parents=[common, json_output], help="measure, as ratios within one run")
@@ -401,7 +402,7 @@ def _soak(options: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    result = Soak(options.seconds, options.engines, options.seed, options.verify, say).run()
+    result = Soak(options.seconds, options.engines, options.seed, options.verify, options.disk, say).run()
     if options.json:
         print(json.dumps(result, indent=2))
     else:

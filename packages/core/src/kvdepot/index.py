@@ -29,8 +29,10 @@ from kvdepot.protocols import EvictionPolicy
 from kvdepot.quotas import QuotaTable
 from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 
-_RESTORE_STEP: Final = 2000  # records between two pauses: a few milliseconds
+_RESTORE_STEP: Final = 500  # records between two pauses: a few milliseconds
+_CLEAR_STEP: Final = 200  # nodes between two pauses: at most a few milliseconds
 _SPARE_DEADLINES: Final = 1024
+
 
 _Place = tuple[int, int, bytes]  # space, depth and the start of a key
 
@@ -506,18 +508,26 @@ class ChunkIndex:
     def _policy_of(self, node: int) -> EvictionPolicy:
         return self._policies[self._tree.share[node]][self._tree.rank[node]]
 
-    def clear(self, wanted: Callable[[int, Space], bool]) -> int:
-        """Remove every chunk for which `wanted(label, space)` holds and that nobody uses; return the entries removed.
+    def clear(self, wanted: Callable[[int, Space], bool]) -> Iterator[int]:
+        """Remove every chunk for which `wanted(label, space)` holds and that nobody uses.
 
-        A chunk with a descendant that stays, stays too.
+        A chunk with a descendant that stays, stays too. Yields how many entries were removed since it last did; between
+        two steps the index may be used for anything.
         """
         before = self.num_entries
-        for node in sorted(range(len(self._tree.keys)), key=self._depth.__getitem__, reverse=True):
-            if self._tree.evictable(node) and wanted(self._label_of[node], self.spaces[self._space_of[node]]):
-                self._remove(node)
-        return before - self.num_entries
+        for number in range(len(self._tree.keys)):
+            node = number
+            while node != NO_NODE and self._tree.evictable(node):
+                if not wanted(self._label_of[node], self.spaces[self._space_of[node]]):
+                    break
+                node = self._remove(node)
+            if number % _CLEAR_STEP == 0:
+                yield before - self.num_entries
+                before = self.num_entries
+        yield before - self.num_entries
 
-    def _remove(self, node: int) -> None:
+    def _remove(self, node: int) -> int:
+        """Remove an evictable chunk; return the one before it if that can leave now, else `NO_NODE`."""
         record = self._first_entry[node]
         while record != NO_RECORD:
             following = self._next_entry[record]
@@ -525,7 +535,7 @@ class ChunkIndex:
             self._free_entry(record)
             record = following
         self._first_entry[node] = NO_RECORD
-        self._drop_node(node)
+        return self._drop_node(node)
 
     # --- rebuilding -----------------------------------------------------------------------------------------------
 
@@ -647,8 +657,11 @@ class ChunkIndex:
             tree.num_children[place.parent] += 1
         return node
 
-    def _drop_node(self, node: int) -> None:
-        """Remove a node without entries and children, and the holes above it that nothing needs any more."""
+    def _drop_node(self, node: int) -> int:
+        """Remove a node without entries and children, and the holes above it that nothing needs any more.
+
+        Returns the node where that ended if it can leave now, else `NO_NODE`.
+        """
         tree = self._tree
         while True:
             self._policy_of(node).removed(node)
@@ -662,13 +675,13 @@ class ChunkIndex:
             self._deadlines.pop(node, None)
             self._free_nodes.append(node)
             if parent == NO_NODE:
-                return
+                return NO_NODE
             tree.num_children[parent] -= 1
             if not tree.evictable(parent):
-                return
+                return NO_NODE
             if self._first_entry[parent] != NO_RECORD:
                 self._policy_of(parent).unpinned(parent)
-                return
+                return parent
             node = parent
 
     def _entries(self, node: int) -> Iterator[int]:

@@ -21,7 +21,8 @@ from kvdepot.layout import CacheLayout, GroupKind
 PROTOCOL_VERSION: Final = 1
 MINIMUM_PROTOCOL_VERSION: Final = 1
 MAXIMUM_FRAME_BYTES: Final = 4 << 20
-MAXIMUM_CHUNKS: Final = 65_536  # of one request: 4 million tokens in chunks of 64
+MAXIMUM_CHUNKS: Final = 65_536  # of one lookup: 4 million tokens in chunks of 64
+MAXIMUM_BATCH_CHUNKS: Final = 1024  # of one store or retrieve, which take the server some microseconds each
 
 EXTENT: Final = struct.Struct("<IHHIIQQQ")
 """One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, 0 u16, record u32, 0 u32, header u64 (the
@@ -34,6 +35,7 @@ Count = Annotated[int, Meta(ge=0, le=_U32)]
 ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the last of a run is a u32 in the index too
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
+BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_BATCH_CHUNKS * 32)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
@@ -171,7 +173,7 @@ class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
     context: Identifier
     request_id: Label
     tenant: Name
-    digests: Digests
+    digests: BatchDigests
     first_chunk: ChunkNumber
     parent: Digest
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
@@ -185,7 +187,7 @@ class CommitStore(Struct, array_like=True, tag="commit_store", frozen=True):
 
     context: Identifier
     ticket: Identifier
-    checksums: Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 16)] = b""
+    checksums: Annotated[bytes, Meta(max_length=MAXIMUM_BATCH_CHUNKS * 64 * 16)] = b""
 
 
 class AbortStore(Struct, array_like=True, tag="abort_store", frozen=True):
@@ -203,7 +205,7 @@ class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=Tr
 
     context: Identifier
     request_id: Label
-    digests: Digests
+    digests: BatchDigests
     first_chunk: ChunkNumber
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
 

@@ -1,7 +1,8 @@
 """`kvdepot soak`: engines under load while processes are killed and stopped at random, then an audit.
 
 Engines serve prompts that share prefixes and verify every byte that they retrieve. A seeded hand kills and stops
-engines and the depot, abandons requests and clears the cache. At the end nothing may be wrong, late or left over.
+engines and the depot, abandons requests, clears the cache, and damages files of a tier on disk. At the end nothing may
+be wrong, late or left over.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ _GEOMETRY: Final = Geometry("8B GQA, 2 of 32 layers", 2, GEOMETRY_8B.num_kv_head
 _NUM_CONVERSATIONS: Final = 24
 _MAXIMUM_TURNS: Final = 6
 _POOL_BYTES: Final = 192 << 20  # holds about half of all conversations: there is always eviction
+_DISK_BYTES: Final = 320 << 20  # holds most of them, so that it evicts, too
 _ENGINE_CACHE_BYTES: Final = 48 << 20
 _LEAKED_MEMORY_BYTES: Final = 64 << 20
 
@@ -88,11 +90,18 @@ class Soak:
         num_engines: processes, each with a scheduler and a worker.
         seed: of prompts and of what is killed when.
         verify: as `kvdepot serve --verify`.
+        disk: a folder for a tier below the pool, which then holds a third of what is asked for.
         say: is told how it goes.
     """
 
     def __init__(
-        self, seconds: float, num_engines: int, seed: int, verify: str = "off", say: Callable[[str], None] = print
+        self,
+        seconds: float,
+        num_engines: int,
+        seed: int,
+        verify: str = "off",
+        disk: Path | None = None,
+        say: Callable[[str], None] = print,
     ) -> None:
         self.seed = seed
         self.is_over = False
@@ -102,7 +111,10 @@ class Soak:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._longest_wait = 0.0
-        self._depot = DepotProcess("--verify", verify, pool_size=str(_POOL_BYTES), log_level="error")
+        self._disk = disk
+        options = [f"--tier=disk://{disk.absolute()}?capacity={_DISK_BYTES}"] if disk else []
+        pool_bytes = _POOL_BYTES // 2 if disk else _POOL_BYTES
+        self._depot = DepotProcess("--verify", verify, *options, pool_size=str(pool_bytes), log_level="error")
         self._fresh_descriptors, self._fresh_memory = _resources(self._depot.pid)
         self._drivers = [_Driver(self, number) for number in range(num_engines)]
 
@@ -167,7 +179,8 @@ class Soak:
 
     def _disturb(self) -> None:
         what = self._random.choices(
-            ("kill an engine", "stop an engine", "kill the depot", "stop the depot", "clear"), (4, 3, 2, 2, 1)
+            ("kill an engine", "stop an engine", "kill the depot", "stop the depot", "clear", "damage a file"),
+            (4, 3, 2, 2, 1, 4 if self._disk else 0),
         )[0]
         driver = self._random.choice(self._drivers)
         engine = driver.engine
@@ -182,6 +195,8 @@ class Soak:
             self._depot.signal(signal.SIGSTOP)
             time.sleep(seconds)
             self._depot.signal(signal.SIGCONT)
+        elif what == "damage a file":
+            self._damage()
         elif what == "clear":
             with contextlib.suppress(KVDepotError):
                 ask_depot(m.Clear(), self._depot.url)
@@ -195,6 +210,22 @@ class Soak:
                     time.sleep(seconds)
                     driver.was_stopped = True
                     os.kill(engine.pid, signal.SIGCONT)
+
+    def _damage(self) -> None:
+        """Flip a bit of a random entry on disk, or cut it short."""
+        assert self._disk is not None
+        files = [path for path in self._disk.glob("*/*/*/*") if path.suffix != ".tmp"]
+        with contextlib.suppress(OSError, IndexError):
+            path = self._random.choice(files)
+            size = path.stat().st_size
+            if self._random.random() < 0.3:
+                os.truncate(path, self._random.randrange(size))
+                return
+            with path.open("r+b") as file:
+                file.seek(self._random.randrange(size))
+                value = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([value[0] ^ 1 << self._random.randrange(8)]))
 
     def _look_for_hangs(self) -> None:
         for driver in self._drivers:
@@ -234,6 +265,9 @@ class Soak:
             "leases_left": status.num_leases,
             "tickets_left": status.num_tickets,
             "quarantined_bytes_left": status.quarantined_bytes,
+            "tier_bytes_left_to_write": sum(tier.queued_write_bytes for tier in status.tiers),
+            "tiers_left_alone": sum(tier.state != "closed" for tier in status.tiers),
+            "tier_entries_leaked": sum(tier.num_entries for tier in cleared.tiers),
             "pool_bytes_leaked": cleared.pool_used_bytes,
             "entries_leaked": cleared.num_entries,
             "chunks_leaked": cleared.num_chunks,
@@ -248,6 +282,7 @@ class Soak:
             "engines": len(self._drivers),
             **{name: self._counts[name] for name in sorted(self._counts)},
             "hit_rate": round(self._counts["retrieved_tokens"] / max(1, self._counts["prompt_tokens"]), 3),
+            "entries_promoted_since_the_last_kill": status.counters.get("entries_promoted", 0),
             "longest_wait_seconds": round(self._longest_wait, 2),
             "memory_growth_bytes": memory - self._fresh_memory,
             **must_be_zero,
@@ -256,7 +291,10 @@ class Soak:
 
     def _is_at_rest(self) -> bool:
         status = self._depot.status()
-        return not (status.num_sessions or status.num_leases or status.num_tickets or status.quarantined_bytes)
+        waiting = sum(tier.queued_write_bytes + tier.num_hung_calls for tier in status.tiers)
+        return not (
+            waiting or status.num_sessions or status.num_leases or status.num_tickets or status.quarantined_bytes
+        )
 
 
 def _prompt(conversation: int, num_turns: int, request_id: str, abandon: bool = False) -> Prompt:

@@ -27,7 +27,7 @@ from kvdepot.protocols import BlockIds, ReadyEvent, TransferFuture
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 64 << 20  # of one prepare: long enough to hide a round trip, short enough to share the depot
-_BATCH_CHUNKS: Final = 512
+_BATCH_CHUNKS: Final = 256
 _GIVE_BACK_SECONDS: Final = 0.1  # waited for a lease that nobody wants any more, before it is left to a later reply
 
 

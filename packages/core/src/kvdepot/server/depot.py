@@ -7,7 +7,7 @@ has changed nothing.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -125,6 +125,7 @@ class Depot:
         self.quarantines: list[Quarantine] = []
         self.labels: list[tuple[str, str]] = []  # tenant and model, by number
         self.tiering: Tiering | None = None
+        self._chores: list[Iterator[int]] = []  # what takes long: done in steps
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
         self.on_names_changed: Callable[[], None] = lambda: None
         self._clock = clock
@@ -567,20 +568,28 @@ class Depot:
 
     def clear(self, tenant: str | None, model: str | None = None) -> int:
         """Remove the entries of a tenant or a model (None: all) that nobody uses; return how many."""
+        return sum(self._clear(tenant, model))
 
+    def _clear(self, tenant: str | None, model: str | None) -> Iterator[int]:
         def is_wanted(label: int, _space: Space) -> bool:
             names = self.labels[label]
             return tenant in (None, names[0]) and model in (None, names[1])
 
         return self.index.clear(is_wanted)
 
-    def clear_everywhere(self, tenant: str | None, model: str | None) -> m.Reply | Deferred:
-        """Like `clear`, in the tiers too; the reply comes when those that answer are done."""
-        removed = self.clear(tenant, model)
-        if self.tiering is None:
-            return m.Done(self.epoch, removed)
+    def work(self, is_over: Callable[[], bool]) -> bool:
+        """Go on with what takes long, until `is_over`; return whether there is more."""
+        while self._chores:
+            if next(self._chores[0], None) is None:
+                del self._chores[0]
+            if is_over():
+                break
+        return bool(self._chores)
+
+    def clear_everywhere(self, tenant: str | None, model: str | None) -> Deferred:
+        """Like `clear`, step by step in `work`, and then in the tiers; the reply comes when they are done."""
         deferred = Deferred()
-        num_left = 0
+        removed = num_left = 0
 
         def on_cleared(in_tier: int) -> None:
             nonlocal removed, num_left
@@ -588,8 +597,17 @@ class Depot:
             if not num_left:
                 deferred.send(m.Done(self.epoch, removed))
 
-        num_left = self.tiering.clear(tenant, model, on_cleared)
-        return deferred if num_left else m.Done(self.epoch, removed)
+        def chore() -> Iterator[int]:
+            nonlocal removed, num_left
+            for count in self._clear(tenant, model):
+                removed += count
+                yield count
+            num_left = 0 if self.tiering is None else self.tiering.clear(tenant, model, on_cleared)
+            if not num_left:
+                deferred.send(m.Done(self.epoch, removed))
+
+        self._chores.append(chore())
+        return deferred
 
     def restore_labels(self, labels: list[tuple[str, str]]) -> None:
         """Number tenants and models as an earlier server did."""
