@@ -88,6 +88,13 @@ def test_the_same_request_id_twice_is_two_leases(client: SchedulerClient, depot:
     assert second.num_chunks == 3
 
 
+def test_a_hint_reaches_the_depot_and_nothing_waits_for_it(client: SchedulerClient, depot: DepotProcess) -> None:
+    before = depot.status().counters.get("hints", 0)
+    client.hint(prompt(3), session_ended=True)
+    client.hint(prompt(0), session_ended=True)
+    wait_until(lambda: depot.status().counters.get("hints", 0) == before + 1, 1.0)
+
+
 def test_a_pending_lookup_is_polled_without_waiting(client: SchedulerClient) -> None:
     pending = client.submit_lookup("r", prompt(3))
     wait_until(pending.query, 1.0)

@@ -116,6 +116,18 @@ class DepotMachine(RuleBasedStateMachine):
     @rule(
         who=st.integers(0, 9),
         prompt=st.sampled_from(PROMPTS),
+        length=st.integers(1, 8),
+        ended=st.booleans(),
+        priority=st.integers(0, m.MAXIMUM_PRIORITY),
+        ttl_seconds=st.sampled_from([0.0, 5.0]),
+    )
+    def hint(self, who: int, prompt: KeyRun, length: int, ended: bool, priority: int, ttl_seconds: float) -> None:
+        worker, run = self.worker(who), prompt.slice(0, length)
+        self.ask(worker, m.Hint(worker.context, run.tenant, run.digests, ended, priority, ttl_seconds))
+
+    @rule(
+        who=st.integers(0, 9),
+        prompt=st.sampled_from(PROMPTS),
         start=st.integers(0, 6),
         length=st.integers(1, 8),
         data=st.data(),

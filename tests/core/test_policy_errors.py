@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.eviction import NO_NODE, POLICIES, ChunkTree, LeastRecentlyUsed
+from kvdepot.eviction import NO_NODE, NORMAL, POLICIES, ChunkTree, LeastRecentlyUsed
 from tests.core.test_index import PAGE, Bench, prompt
 from tests.fuzz.depot import check_index
 
@@ -78,7 +78,7 @@ def test_a_victim_that_cannot_leave_does_not_leave(node: int, bench: Bench, monk
     worker = bench.worker()
     worker.lookup(prompt(1, 0))
     assert bench.index.node(bench.index.spaces[0], prompt(1, 0).digests, 0) == 0
-    policy = bench.index._policies[0]._policy  # pyright: ignore[reportPrivateUsage]
+    policy = bench.index._policies[0][NORMAL]._policy  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(policy, "victim", lambda: node)
     assert worker.store(prompt(1, 10)).num_declined == 1
     assert worker.lookup(prompt(1, 0)).num_chunks == 1

@@ -168,6 +168,16 @@ def test_table_for_machines_is_json() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_sessions_that_say_when_they_end_leave_room_for_the_others(policy: str) -> None:
+    prompts = [[1, 2], [3, 4], [5, 6], [1, 2]]
+    hits = [
+        simulate(requests_of(prompts), [4 * CHUNK], [policy], BYTES, share).row(policy, 4 * CHUNK).hit_chunks
+        for share in (0.0, 1.0)
+    ]
+    assert (hits, row(prompts, BELADY, 4).hit_chunks) == ([0, 2], 2)
+
+
 def test_what_cannot_be_simulated_is_refused_in_words() -> None:
     requests = requests_of([[1]])
     with pytest.raises(ConfigError, match="no eviction policy 'fifo': there are arc, lru"):
@@ -178,6 +188,8 @@ def test_what_cannot_be_simulated_is_refused_in_words() -> None:
         simulate(requests, [CHUNK], bytes_per_token=0)
     with pytest.raises(ConfigError, match="is not a size"):
         parse_pool_sizes("4GiB,many")
+    with pytest.raises(ConfigError, match="share from 0 to 1"):
+        simulate(requests, [CHUNK], session_ends=2)
     with pytest.raises(TraceError, match="no requests"):
         simulate([])
 

@@ -31,6 +31,7 @@ class Client:
     answers: bool = True
     asked: list[int] = field(default_factory=list[int])
     released: list[Lease] = field(default_factory=list[Lease])
+    hints: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
     cancelled: int = 0
 
     def submit_lookup(self, request_id: str, key: KeyRun) -> Any:
@@ -42,6 +43,9 @@ class Client:
 
     def cancel(self) -> None:
         self.cancelled += 1
+
+    def hint(self, key: KeyRun, **hints: Any) -> None:
+        self.hints.append((key.num_chunks, hints))
 
     def release(self, lease: Lease) -> None:
         self.released.append(lease)
@@ -313,6 +317,36 @@ def test_a_request_says_what_it_wants(wishes: Any, scene: Callable[..., Scene]) 
     it.side.allocated(request, (blocks(1, 3),), 0)
     stores = it.step(request, 40, (blocks(1, 3),)).stores
     assert bool(stores) == (wants.get("store") is not False)
+
+
+def test_hints_go_to_the_depot_when_all_of_the_request_is_there(scene: Callable[..., Scene]) -> None:
+    it = scene()
+    wishes = {"session_end": True, "priority": 2, "ttl_seconds": 600}
+    request = it.request(40, kv_transfer_params={"kvdepot": wishes})
+    it.side.matched_tokens(request, 0)
+    plan = it.step(request, 40, (blocks(1, 3),))
+    it.side.finished(request, (blocks(1, 3),))
+    assert it.client.hints == []
+    it.report(plan)
+    assert it.client.hints == [(2, {"session_ended": True, "priority": 2, "ttl_seconds": 600.0})]
+
+
+@pytest.mark.parametrize(
+    "wishes", [{"session_end": 1}, {"priority": 9}, {"priority": True}, {"ttl_seconds": "10"}, {"ttl_seconds": -1}, {}]
+)
+def test_a_bad_hint_is_one_line_in_the_log(
+    wishes: dict[str, Any], scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
+) -> None:
+    it = scene()
+    request = it.request(40, kv_transfer_params={"kvdepot": wishes})
+    it.report(it.step(request, 40, (blocks(1, 3),)))
+    it.side.finished(request, (blocks(1, 3),))
+    lines = [record for record in caplog.records if record.name == "kvdepot_vllm.hints"]
+    assert (it.client.hints, len(lines)) == ([], len(wishes))
+    other = it.request(40, "other", kv_transfer_params={"kvdepot": {**wishes, "priority": 1}})
+    it.report(it.step(other, 40, (blocks(1, 3),)))
+    it.side.finished(other, (blocks(1, 3),))
+    assert it.client.hints == [(2, {"session_ended": False, "priority": 1, "ttl_seconds": 0.0})]
 
 
 def test_a_store_that_goes_wrong_stops_nothing_but_itself(scene: Callable[..., Scene]) -> None:

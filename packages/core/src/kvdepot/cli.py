@@ -152,6 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--requests", type=int, help="only the first so many (default 500; all with --simulate)")
     replay.add_argument("--simulate", action="store_true", help="index and policies only: hit rate by pool size")
     replay.add_argument("--pool-size", help="of the depot (default 1GiB); with --simulate a list, as in 64GiB,256GiB")
+    replay.add_argument(
+        "--session-ends", type=float, default=0.0, help="with --simulate: share of the sessions that say when they end"
+    )
     replay.add_argument("--policy", choices=sorted(POLICIES), help="with --simulate only this one (default: all)")
     replay.add_argument(
         "--bytes-per-token", type=_size, default=128 << 10, help="with --simulate (default 128KiB: an 8B model in bf16)"
@@ -419,6 +422,7 @@ def _replay(options: argparse.Namespace) -> int:
             parse_pool_sizes(options.pool_size) if options.pool_size else (),
             (options.policy,) if options.policy else tuple(POLICIES),
             options.bytes_per_token,
+            options.session_ends,
             on_row=lambda row: print(
                 f"{row.policy} {format_size(row.pool_bytes)}: {row.hit_rate:.1%}", file=sys.stderr
             ),

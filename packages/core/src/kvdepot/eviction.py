@@ -18,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 NO_NODE: Final = 0xFFFFFFFF
 
+# Ranks: what has a lower one leaves first, whatever the policy; clients' hints change them.
+ENDED: Final = 0  # its client said that nobody will ask for it again
+NORMAL: Final = 1  # priority 0; above it one for each higher priority
+
 
 @dataclass(slots=True)
 class ChunkTree:
@@ -28,25 +32,28 @@ class ChunkTree:
     num_children: "array[int]" = field(default_factory=lambda: array("I"))
     holds: "array[int]" = field(default_factory=lambda: array("I"))  # leases and unfinished writes
     share: "array[int]" = field(default_factory=lambda: array("I"))  # of the pool, which the chunk counts against
+    rank: bytearray = field(default_factory=bytearray)
 
     def evictable(self, node: int) -> bool:
         """Whether nothing needs the chunk."""
         return not self.num_children[node] and not self.holds[node] and self.keys[node] is not None
 
-    def of_share(self, number: int) -> "ShareTree":
-        """Return the same columns as the policy of one share sees them."""
-        return ShareTree(self.keys, self.parent, self.num_children, self.holds, self.share, number)
+    def of_share(self, number: int, rank: int) -> "ShareTree":
+        """Return the same columns as the policy of one rank of one share sees them."""
+        columns = self.keys, self.parent, self.num_children, self.holds, self.share, self.rank
+        return ShareTree(*columns, number, rank)
 
 
 @dataclass(slots=True)
 class ShareTree(ChunkTree):
-    """A tree of which only the chunks of one share can leave: numbers go from one share to another."""
+    """A tree of which only the chunks of one rank of one share can leave: node numbers go from one to another."""
 
     number: int = 0
+    own_rank: int = NORMAL
 
     def evictable(self, node: int) -> bool:
-        """Whether it is of this share and nothing needs it."""
-        return self.share[node] == self.number and ChunkTree.evictable(self, node)
+        """Whether it is of this share and rank and nothing needs it."""
+        return self.share[node] == self.number and self.rank[node] == self.own_rank and ChunkTree.evictable(self, node)
 
 
 class LeastRecentlyUsed:

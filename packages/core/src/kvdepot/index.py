@@ -14,12 +14,13 @@ Nothing here does I/O but for the table, and nothing knows of sessions; `server.
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Final
 
 import msgspec
 from blake3 import blake3
 
-from kvdepot.eviction import NO_NODE, POLICIES, ChunkTree, GuardedPolicy
+from kvdepot.eviction import ENDED, NO_NODE, NORMAL, POLICIES, ChunkTree, GuardedPolicy
 from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind, window_chunks
@@ -30,6 +31,7 @@ from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTab
 
 _RESTORE_STEP: Final = 500  # records between two pauses: a few milliseconds
 _CLEAR_STEP: Final = 200  # nodes between two pauses: at most a few milliseconds
+_SPARE_DEADLINES: Final = 1024
 
 
 _Place = tuple[int, int, bytes]  # space, depth and the start of a key
@@ -98,8 +100,11 @@ class ChunkIndex:
         self._space_by_spec: dict[bytes, Space] = {}
         self._tree = ChunkTree()
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
-        trees = [self._tree.of_share(number) for number in range(self.quotas.num_shares)]
-        self._policies = [GuardedPolicy(POLICIES[policy](tree), tree) for tree in trees]
+        self._factory = POLICIES[policy]
+        # By share and rank: those that were ever needed, what leaves first before the others.
+        self._policies = [{NORMAL: self._policy(number, NORMAL)} for number in range(self.quotas.num_shares)]
+        self._deadlines: dict[int, float] = {}  # by node: when what ends there is not worth keeping any more
+        self._next_deadlines: list[tuple[float, int]] = []  # heap, with some that no longer hold
         self._depth = array("I")
         self._space_of = array("I")
         self._label_of = array("I")
@@ -134,7 +139,7 @@ class ChunkIndex:
     @property
     def num_policy_errors(self) -> int:
         """Calls of eviction policies that failed."""
-        return sum(policy.num_errors for policy in self._policies)
+        return sum(policy.num_errors for ranks in self._policies for policy in ranks.values())
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -303,7 +308,12 @@ class ChunkIndex:
         self._release_hold(node)
 
     def used(self, node: int) -> None:
-        """Tell the policy that a prefix ending here was used."""
+        """Tell the policy that a prefix ending here was used. One that was said to have ended has not."""
+        self._deadlines.pop(node, None)
+        above = node
+        while above != NO_NODE and self._tree.rank[above] == ENDED:
+            self._set_rank(above, NORMAL)
+            above = self._tree.parent[above]
         self._policy_of(node).used(node)
 
     def _release_hold(self, node: int) -> None:
@@ -313,6 +323,63 @@ class ChunkIndex:
                 self._drop_node(node)
             else:
                 self._policy_of(node).unpinned(node)
+
+    # --- hints ----------------------------------------------------------------------------------------------------
+
+    def set_priority(self, node: int, is_own: Callable[[int], bool], priority: int) -> int:
+        """Let what only this prefix needs leave after chunks of lower priority of its share; return how many.
+
+        Only chunks whose label `is_own`, here and below.
+        """
+        return self._rank_own_chunks(node, is_own, NORMAL + priority)
+
+    def end_session(self, node: int, is_own: Callable[[int], bool]) -> int:
+        """Let what only this prefix needs leave before all other chunks of its share; return how many."""
+        return self._rank_own_chunks(node, is_own, ENDED)
+
+    def end_session_at(self, node: int, is_own: Callable[[int], bool], deadline: float) -> None:
+        """Do what `end_session` does at a later time, unless the prefix is used before."""
+        if not is_own(self._label_of[node]):
+            return
+        self._deadlines[node] = deadline
+        heappush(self._next_deadlines, (deadline, node))
+        if len(self._next_deadlines) > 2 * len(self._deadlines) + _SPARE_DEADLINES:
+            self._next_deadlines = sorted((deadline, node) for node, deadline in self._deadlines.items())
+
+    def expire(self, now: float) -> None:
+        """End the sessions whose time has come."""
+        while self._next_deadlines and self._next_deadlines[0][0] <= now:
+            deadline, node = heappop(self._next_deadlines)
+            if self._deadlines.get(node) == deadline:
+                self.end_session(node, self._label_of[node].__eq__)
+
+    def _rank_own_chunks(self, node: int, is_own: Callable[[int], bool], rank: int) -> int:
+        """From the end of a prefix up to where another branches off or somebody else's chunks begin."""
+        tree, count = self._tree, 0
+        if is_own(self._label_of[node]):
+            self._deadlines.pop(node, None)
+        while node != NO_NODE and tree.num_children[node] <= (count > 0) and is_own(self._label_of[node]):
+            self._set_rank(node, rank)
+            node = tree.parent[node]
+            count += 1
+        return count
+
+    def _set_rank(self, node: int, rank: int) -> None:
+        if self._tree.rank[node] == rank:
+            return
+        is_known = any(self._is_sealed(record) for record in self._entries(node))
+        if is_known:
+            self._policy_of(node).removed(node)
+        self._tree.rank[node] = rank
+        share = self._tree.share[node]
+        if rank not in self._policies[share]:
+            self._policies[share] = dict(sorted([*self._policies[share].items(), (rank, self._policy(share, rank))]))
+        if is_known:
+            self._policy_of(node).added(node)
+
+    def _policy(self, share: int, rank: int) -> GuardedPolicy:
+        tree = self._tree.of_share(share, rank)
+        return GuardedPolicy(self._factory(tree), tree)
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -413,19 +480,21 @@ class ChunkIndex:
     def evict_one(self, share: int = 0) -> bool:
         """Evict the next chunk to make room for a share of the pool; False if none can leave."""
         for number in self.quotas.victims(share):
-            node = self._policies[number].victim()
-            if node is not None:
-                self._remove(node)
-                self.num_evicted += 1
-                return True
+            for policy in self._policies[number].values():
+                node = policy.victim()
+                if node is not None:
+                    self._remove(node)
+                    self.num_evicted += 1
+                    return True
         return False
 
     def next_victim(self) -> int | None:
         """Return the chunk that would leave next to make room for anybody, without removing it."""
         for number in self.quotas.victims(0):
-            node = self._policies[number].victim()
-            if node is not None:
-                return node
+            for policy in self._policies[number].values():
+                node = policy.victim()
+                if node is not None:
+                    return node
         return None
 
     def evict(self, node: int) -> bool:
@@ -437,7 +506,7 @@ class ChunkIndex:
         return True
 
     def _policy_of(self, node: int) -> EvictionPolicy:
-        return self._policies[self._tree.share[node]]
+        return self._policies[self._tree.share[node]][self._tree.rank[node]]
 
     def clear(self, wanted: Callable[[int, Space], bool]) -> Iterator[int]:
         """Remove every chunk for which `wanted(label, space)` holds and that nobody uses.
@@ -570,6 +639,7 @@ class ChunkIndex:
             self._sealed_groups.append(0)
             self._first_entry.append(NO_RECORD)
             self._visible.append(0)
+            tree.rank.append(NORMAL)
         tree.keys[node] = place.key
         tree.parent[node] = place.parent
         tree.num_children[node] = 0
@@ -578,6 +648,7 @@ class ChunkIndex:
         self._space_of[node] = place.space.number
         self._label_of[node] = place.label
         tree.share[node] = self.quotas.share_of(place.label)
+        tree.rank[node] = NORMAL
         self._sealed_groups[node] = 0
         self._first_entry[node] = NO_RECORD
         self._visible[node] = 0
@@ -601,6 +672,7 @@ class ChunkIndex:
             tree.parent[node] = NO_NODE
             self._visible[node] = 0
             self._hidden.discard(node)
+            self._deadlines.pop(node, None)
             self._free_nodes.append(node)
             if parent == NO_NODE:
                 return NO_NODE

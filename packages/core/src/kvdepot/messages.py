@@ -48,6 +48,8 @@ class Verify(enum.StrEnum):
 
 
 VERIFY_ONE_IN: Final = 16
+MAXIMUM_PRIORITY: Final = 3
+MAXIMUM_TTL_SECONDS: Final = 1e9
 CHECKSUM_BYTES: Final = 16  # XXH3-128 of an extent's payload; zeros stand for none
 
 
@@ -208,6 +210,22 @@ class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=Tr
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 
+class Hint(Struct, array_like=True, tag="hint", frozen=True):
+    """Say how long a prefix is worth keeping: of the chunks named, from chunk 0 on, those that no other prefix needs.
+
+    `session_ended`: nobody will ask for it again, it leaves before everything else of its quota share. `ttl_seconds`
+    above 0: the same, that much later, unless the prefix is used before. `priority`: within its share it leaves after
+    what has a lower one. A new hint replaces the one before; a use takes back all but the priority.
+    """
+
+    context: Identifier
+    tenant: Name
+    digests: Digests
+    session_ended: bool = False
+    priority: Annotated[int, Meta(ge=0, le=MAXIMUM_PRIORITY)] = 0
+    ttl_seconds: Annotated[float, Meta(ge=0, le=MAXIMUM_TTL_SECONDS)] = 0.0
+
+
 class ReportCorrupt(Struct, array_like=True, tag="report_corrupt", frozen=True):
     """Say that entries do not have their checksum: `(record, header)` of each, as its extent named them."""
 
@@ -253,6 +271,7 @@ Request = (
     | AbortStore
     | PrepareRetrieve
     | ReportCorrupt
+    | Hint
     | Status
     | Clear
     | Warm

@@ -138,6 +138,7 @@ def simulate(
     pool_sizes: Sequence[int] = (),
     policies: Sequence[str] = tuple(POLICIES),
     bytes_per_token: float = BYTES_PER_TOKEN,
+    session_ends: float = 0.0,
     on_row: Callable[[SimulationRow], None] | None = None,
 ) -> SimulationTable:
     """Replay a trace with each policy and each pool size.
@@ -149,6 +150,8 @@ def simulate(
         pool_sizes: in bytes; none: `LADDER`, of what the trace's chunks take.
         policies: names of `POLICIES`.
         bytes_per_token: of the model's KV cache, on all workers together.
+        session_ends: share of the requests after which nothing that only they have is asked for again that say so, as a
+            client's hint does. Known from the rest of the trace.
         on_row: is called with each row when it is ready.
 
     Raises:
@@ -160,6 +163,8 @@ def simulate(
         raise ConfigError(f"no eviction policy {unknown[0]!r}: there are {', '.join(sorted(POLICIES))}")
     if bytes_per_token <= 0 or any(size <= 0 for size in pool_sizes):
         raise ConfigError(f"pools of {list(pool_sizes)} bytes, {bytes_per_token} bytes a token: all must be above 0")
+    if not 0 <= session_ends <= 1:
+        raise ConfigError(f"{session_ends} of the sessions say that they end: give a share from 0 to 1")
     workload = _Workload.of(requests)
     if not workload.digests:
         raise TraceError("the trace has no requests with blocks")
@@ -167,6 +172,7 @@ def simulate(
     unique_bytes = len(workload.digests) * chunk_bytes
     sizes = sorted(set(pool_sizes)) or [_whole_chunks(share * unique_bytes, chunk_bytes) for share in LADDER]
     next_uses = _next_uses(workload)
+    ends = _session_ends(workload, next_uses, session_ends)
     rows: list[SimulationRow] = []
 
     def add(policy: str, pool_bytes: int, replay: Callable[[], tuple[list[int], int]]) -> None:
@@ -185,7 +191,7 @@ def simulate(
         add(BELADY, size, lambda size=size: _replay_offline(workload, next_uses, size // chunk_bytes))
     for policy in dict.fromkeys(policies):
         for size in sizes:
-            add(policy, size, lambda policy=policy, size=size: _replay(workload, policy, size, chunk_bytes))
+            add(policy, size, lambda policy=policy, size=size: _replay(workload, ends, policy, size, chunk_bytes))
     num_chunks = sum(map(len, workload.paths))
     return SimulationTable(
         len(workload.lengths), workload.prompt_tokens, num_chunks, len(workload.digests), chunk_bytes, tuple(rows)
@@ -226,14 +232,16 @@ class _Workload:
         return sum(self.lengths)
 
 
-def _replay(workload: _Workload, policy: str, pool_bytes: int, chunk_bytes: int) -> tuple[list[int], int]:
+def _replay(
+    workload: _Workload, ends: bytearray, policy: str, pool_bytes: int, chunk_bytes: int
+) -> tuple[list[int], int]:
     """Return the chunks found by each request and the chunks evicted, with the real index."""
     digests = workload.digests
     num_records = max(1, min(len(digests), pool_bytes // chunk_bytes))
     index = ChunkIndex(ExtentAllocator(pool_bytes), IndexTable.in_memory(num_records), policy)
     space = index.space(_SPEC)
     found: list[int] = []
-    for path, packed in zip(workload.paths, workload.packed, strict=True):
+    for path, packed, is_end in zip(workload.paths, workload.packed, ends, strict=True):
         hits, nodes = index.longest_prefix(space, packed)
         found.append(hits)
         parent = NO_NODE
@@ -249,6 +257,8 @@ def _replay(workload: _Workload, policy: str, pool_bytes: int, chunk_bytes: int)
             records.append(record)
             parent = space.nodes[key]
         index.seal_entries(records)
+        if is_end and parent != NO_NODE:
+            index.end_session(parent, lambda _label: True)
     return found, index.num_evicted
 
 
@@ -273,6 +283,23 @@ def _next_uses(workload: _Workload) -> "list[array[int]]":
             upcoming[number] = request
     next_uses.reverse()
     return next_uses
+
+
+def _session_ends(workload: _Workload, next_uses: "list[array[int]]", share: float) -> bytearray:
+    """Return for each request whether it says that its session is over.
+
+    It is when its last whole chunk is not used again: a partial one at the end never is, once the session goes on.
+    """
+    ends = bytearray(len(workload.paths))
+    due = 0.0
+    for request, (length, upcoming) in enumerate(zip(workload.lengths, next_uses, strict=True)):
+        place = length // BLOCK_TOKENS - 1
+        if upcoming and upcoming[max(0, place)] == _NEVER:
+            due += share
+            if due >= 1:
+                due -= 1
+                ends[request] = 1
+    return ends
 
 
 def _replay_offline(workload: _Workload, next_uses: "list[array[int]]", capacity_chunks: int) -> tuple[list[int], int]:

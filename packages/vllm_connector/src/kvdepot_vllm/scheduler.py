@@ -22,6 +22,7 @@ from kvdepot.messages import MAXIMUM_CHUNKS
 from kvdepot.protocols import NO_BLOCK
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob, Step, StepPlan, StoreJob, WorkerReport
 from kvdepot_vllm.groups import EngineCache, EngineGroup
+from kvdepot_vllm.hints import Hints
 from kvdepot_vllm.identity import RequestIdentity
 from kvdepot_vllm.settings import Settings
 
@@ -41,6 +42,7 @@ class _Request:
     hasher: PrefixHasher
     may_load: bool
     may_store: bool
+    hints: Hints | None
     lookup: PendingLookup | None = None
     lease: Lease | None = None  # the answer to the last lookup
     asked_at: float = 0.0
@@ -100,6 +102,7 @@ class SchedulerSide:
         self._stores: list[StoreJob] = []
         self._pinned: dict[int, _PinnedStore] = {}
         self._num_pinned_blocks = 0
+        self._late_hints: dict[str, tuple[KeyRun, Hints]] = {}  # until the last store of their request has ended
         self._next_job = 1
         self._is_idle = True  # nothing was computed in the last step
         self._pool: BlockPool | None = None
@@ -136,6 +139,7 @@ class SchedulerSide:
             hasher,
             may_load=self._settings.load and wishes.get("load") is not False and not request.resumable,
             may_store=self._settings.store != "none" and wishes.get("store") is not False and not request.resumable,
+            hints=Hints.parse(wishes),
         )
         stale = self._requests.pop(request.request_id, None)
         if stale is not None:
@@ -439,6 +443,7 @@ class SchedulerSide:
             cut = store.num_chunks - num_chunks
             covered = tuple(max(0, count - cut) for count in store.covered)
             self._on_stored(store.request, store.first_chunk, num_chunks, covered)
+        self._send_hints(store.request.request_id)
 
     @property
     def has_pending_stores(self) -> bool:
@@ -465,7 +470,22 @@ class SchedulerSide:
         if state.may_store and not has_failed and state.load is None:
             computed = min(request.num_computed_tokens - request.num_in_flight_tokens, state.num_computed)
             self._plan_stores(state, lambda: table, (), num_ready=computed)
+        if state.hints is not None:
+            chunks = min(state.num_stored, MAXIMUM_CHUNKS, state.hasher.num_tokens // self._cache.chunk_tokens)
+            self._late_hints[request.request_id] = state.hasher.run(0, chunks), state.hints
+            self._send_hints(request.request_id)
         self._forget(state)
+
+    def _send_hints(self, request_id: str) -> None:
+        """Say what an ended request has said of its prefix, once all of it is in the depot."""
+        if request_id not in self._late_hints or any(
+            store.request.request_id == request_id for store in self._pinned.values()
+        ):
+            return
+        key, hints = self._late_hints.pop(request_id)
+        self._client.hint(
+            key, session_ended=hints.session_ended, priority=hints.priority, ttl_seconds=hints.ttl_seconds
+        )
 
     def _forget(self, state: _Request) -> None:
         with contextlib.suppress(KVDepotError):

@@ -150,6 +150,20 @@ class SchedulerClient:
             if channel is not None:
                 self._post(channel.link, m.EndRequest(channel.link.context, request_id))
 
+    def hint(self, key: KeyRun, *, session_ended: bool = False, priority: int = 0, ttl_seconds: float = 0.0) -> None:
+        """Say how long the chunks of `key` (a run from chunk 0 on) are worth keeping; see `messages.Hint`.
+
+        Nothing comes back, and a depot that is away, or too old to know hints, does not matter.
+        """
+        with self._lock:
+            channel = self._current()
+            if channel is not None and key.digests:
+                context = channel.link.context
+                self._post(
+                    channel.link,
+                    m.Hint(context, key.tenant, key.digests, session_ended, priority, ttl_seconds),
+                )
+
     def close(self) -> None:
         """Leave the depot; every lease ends. Twice is harmless."""
         with self._lock:

@@ -151,6 +151,7 @@ class Depot:
             m.Lookup: self._lookup,
             m.Release: self._release,
             m.EndRequest: self._end_request,
+            m.Hint: self._hint,
             m.PrepareStore: self._prepare_store,
             m.CommitStore: self._commit_store,
             m.AbortStore: self._abort_store,
@@ -364,6 +365,24 @@ class Depot:
         context = self._context(session, request.context)
         return m.Done(self.epoch, self.leases.end_request(context.number, request.request_id))
 
+    def _hint(self, session: int, writer: Writer, request: m.Hint) -> m.Reply:
+        context = self._context(session, request.context)
+        _count_digests(request.digests)
+        found, nodes = self.index.longest_prefix(context.space, request.digests)
+        self.counters["hints"] += 1
+        if not found:
+            return m.Done(self.epoch, 0)
+
+        def is_own(label: int) -> bool:
+            return self.labels[label][0] == request.tenant
+
+        if request.session_ended:
+            return m.Done(self.epoch, self.index.end_session(nodes[-1], is_own))
+        count = self.index.set_priority(nodes[-1], is_own, request.priority)
+        if request.ttl_seconds:
+            self.index.end_session_at(nodes[-1], is_own, self._clock() + request.ttl_seconds)
+        return m.Done(self.epoch, count)
+
     # --- workers --------------------------------------------------------------------------------------------------
 
     def _prepare_store(self, session: int, writer: Writer, request: m.PrepareStore) -> m.Reply:
@@ -556,6 +575,7 @@ class Depot:
         """End what has lived too long."""
         now = self._clock()
         self.leases.expire(now)
+        self.index.expire(now)
         self._end_pins(lambda pin: pin.expiry_seconds <= now)
 
     # --- operators ------------------------------------------------------------------------------------------------

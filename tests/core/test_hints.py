@@ -1,0 +1,153 @@
+"""What clients say of the future of a prefix, and what leaves first because of it."""
+
+from typing import Any
+
+import pytest
+
+from kvdepot import messages as m
+from kvdepot.eviction import ENDED, NORMAL, POLICIES
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from tests.core.test_index import PAGE, Bench, Worker, prompt
+
+TTL_SECONDS = 60.0
+
+
+def session(name: int, num_chunks: int = 3, shared: int = 1) -> KeyRun:
+    """A prompt whose first `shared` chunks are those of every other."""
+    tokens = [*range(shared), *(1000 * name + place for place in range(shared, num_chunks))]
+    return hash_prefix(Namespace("model"), 1, tokens)
+
+
+def hint(worker: Worker, run: KeyRun, **hints: Any) -> int:
+    reply = worker.ask(m.Hint(worker.context, run.tenant, run.digests, **hints))
+    assert isinstance(reply, m.Done)
+    return reply.count
+
+
+def length(worker: Worker, run: KeyRun) -> int:
+    """What is left of a prompt, without using it."""
+    return worker.bench.index.longest_prefix(worker.bench.index.spaces[0], run.digests)[0]
+
+
+policies = pytest.mark.parametrize("policy", POLICIES)
+
+
+@policies
+def test_an_ended_session_leaves_first_and_what_it_shares_stays(policy: str) -> None:
+    bench = Bench(pages=5, policy=policy)
+    worker = bench.worker()
+    for name in (1, 2):
+        worker.store(session(name))
+    assert hint(worker, session(2), session_ended=True) == 2
+    worker.store(prompt(2, 9))
+    assert (length(worker, session(1)), length(worker, session(2)), length(worker, prompt(2, 9))) == (3, 1, 2)
+    bench.drain()
+
+
+@policies
+def test_a_session_that_goes_on_has_not_ended(policy: str) -> None:
+    worker = Bench(pages=4, policy=policy).worker()
+    worker.store(prompt(2, 1))
+    assert hint(worker, prompt(2, 1), session_ended=True) == 2
+    worker.release(worker.lookup(prompt(2, 1)).lease)
+    worker.store(prompt(2, 2))
+    worker.release(worker.lookup(prompt(2, 1)).lease)
+    assert hint(worker, prompt(2, 2), session_ended=True) == 2
+    worker.store(prompt(2, 3))
+    assert [length(worker, prompt(2, name)) for name in (1, 2, 3)] == [2, 0, 2]
+
+
+@policies
+def test_a_session_whose_time_is_over_leaves_first_unless_it_was_used(policy: str) -> None:
+    bench = Bench(pages=6, policy=policy)
+    worker = bench.worker()
+    for name in (1, 2, 3):
+        worker.store(prompt(2, name))
+    for name in (2, 3):
+        hint(worker, prompt(2, name), ttl_seconds=TTL_SECONDS)
+    worker.release(worker.lookup(prompt(2, 2)).lease)
+    bench.now += TTL_SECONDS
+    bench.depot.expire()
+    worker.store(prompt(2, 4))
+    assert [length(worker, prompt(2, name)) for name in (1, 2, 3, 4)] == [2, 2, 0, 2]
+
+
+def test_what_was_extended_does_not_expire() -> None:
+    bench = Bench(pages=4)
+    worker = bench.worker()
+    worker.store(prompt(2))
+    hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
+    worker.store(prompt(3).slice(2))
+    bench.now += TTL_SECONDS
+    bench.depot.expire()
+    worker.store(prompt(1, 1))
+    worker.store(prompt(1, 2))
+    assert (length(worker, prompt(3)), length(worker, prompt(1, 1)), length(worker, prompt(1, 2))) == (2, 1, 1)
+
+
+def test_deadlines_that_were_replaced_take_no_memory() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    worker.store(prompt(2))
+    for _ in range(3000):
+        hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
+    assert len(bench.index._next_deadlines) < 2000  # pyright: ignore[reportPrivateUsage]
+
+
+@policies
+def test_priority_keeps_longer_until_it_is_taken_back(policy: str) -> None:
+    worker = Bench(pages=4, policy=policy).worker()
+    worker.store(prompt(2, 1))
+    hint(worker, prompt(2, 1), priority=2)
+    for name in range(2, 10):
+        worker.store(prompt(2, name))
+    assert length(worker, prompt(2, 1)) == 2
+    hint(worker, prompt(2, 1))
+    hint(worker, prompt(2, 9), priority=1)
+    worker.store(prompt(2, 10))
+    assert (length(worker, prompt(2, 1)), length(worker, prompt(2, 9))) == (0, 2)
+
+
+@policies
+def test_priority_takes_nothing_from_another_share(policy: str) -> None:
+    bench = Bench(pages=8, policy=policy, quotas={"a": 4, "b": 4})
+    worker = bench.worker()
+    for name in range(4):
+        worker.store(prompt(1, name, "b"))
+    for name in range(10):
+        worker.store(prompt(1, name, "a"))
+        hint(worker, prompt(1, name, "a"), priority=m.MAXIMUM_PRIORITY)
+    assert sum(length(worker, prompt(1, name, "b")) for name in range(4)) == 4
+    assert bench.index.quotas.used_bytes == [0, 4 * PAGE, 4 * PAGE]
+
+
+def test_nobody_changes_what_another_tenant_said() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    worker.store(prompt(2, 1, "a"))
+    worker.store(prompt(2, 1, "b"))
+    run = prompt(2, 1, "a")
+    hint(worker, run, ttl_seconds=TTL_SECONDS)
+    for tenant in ("b", "unknown"):
+        other = KeyRun(run.digests, 0, run.parent, tenant)
+        assert hint(worker, other, session_ended=True) == hint(worker, other, priority=3, ttl_seconds=1.0) == 0
+    bench.now += 2
+    bench.depot.expire()
+    assert set(bench.index._tree.rank) == {NORMAL}  # pyright: ignore[reportPrivateUsage]
+    bench.now += TTL_SECONDS
+    bench.depot.expire()
+    assert sorted(bench.index._tree.rank) == [ENDED] * 2 + [NORMAL] * 2  # pyright: ignore[reportPrivateUsage]
+
+
+@policies
+def test_leased_chunks_of_an_ended_session_stay_until_the_lease_ends(policy: str) -> None:
+    worker = Bench(pages=4, policy=policy).worker()
+    worker.store(prompt(2, 1))
+    lease = worker.lookup(prompt(2, 1)).lease
+    hint(worker, prompt(2, 1), session_ended=True)
+    worker.store(prompt(2, 2))
+    assert worker.store(prompt(2, 3)).num_declined == 0
+    assert length(worker, prompt(2, 1)) == 2
+    worker.release(lease)
+    worker.store(prompt(1, 4))
+    assert length(worker, prompt(2, 1)) == 1
