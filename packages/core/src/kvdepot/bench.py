@@ -55,11 +55,13 @@ class TransferCase:
     block_tokens: int
     chunk_tokens: int
     copy_threads: int = 1
+    verify: str = "off"  # as in `kvdepot serve`
 
 
 DEFAULT_CASES: Final = (
     TransferCase(16, 64), TransferCase(16, 256), TransferCase(32, 64), TransferCase(32, 256),
     TransferCase(128, 128), TransferCase(128, 256), TransferCase(16, 256, copy_threads=2),
+    TransferCase(16, 256, verify="sample"), TransferCase(16, 256, verify="all"),
 )  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def _transfer_row(case: TransferCase, geometry: Geometry, num_bytes: int, rounds
     geometry = replace(geometry, block_tokens=case.block_tokens)
     num_chunks = max(1, num_bytes // (geometry.bytes_per_token * case.chunk_tokens))
     num_bytes = num_chunks * geometry.bytes_per_token * case.chunk_tokens
-    with DepotProcess(pool_size=str(2 * num_bytes + (64 << 20))) as depot:
+    with DepotProcess("--verify", case.verify, pool_size=str(2 * num_bytes + (64 << 20))) as depot:
         engine = EngineModel(
             "bench", geometry, 4 * num_bytes // geometry.block_size_bytes, Namespace("bench"),
             url=depot.url, chunk_tokens=case.chunk_tokens, copy_threads=case.copy_threads,
@@ -126,6 +128,7 @@ def _transfer_row(case: TransferCase, geometry: Geometry, num_bytes: int, rounds
         "block_tokens": case.block_tokens,
         "chunk_tokens": case.chunk_tokens,
         "copy_threads": case.copy_threads,
+        "verify": case.verify,
         "page_bytes": geometry.page_size_bytes,
         "num_bytes": num_bytes,
         "memcpy_gb_per_s": round(num_bytes / statistics.median(times["memcpy"]) / 1e9, 2),
@@ -147,7 +150,8 @@ def _transfer_line(row: dict[str, Any]) -> str:
         for name in ("store", "retrieve")
     ]
     return (
-        f"blocks of {row['block_tokens']:3} tokens, chunks of {row['chunk_tokens']:3}, {row['copy_threads']} threads:"
+        f"blocks of {row['block_tokens']:3} tokens, chunks of {row['chunk_tokens']:3}, {row['copy_threads']} threads,"
+        f" verify {row['verify']:6}:"
         f" memcpy {row['memcpy_gb_per_s']:5.2f} GB/s; " + "; ".join(parts)
     )
 

@@ -282,6 +282,8 @@ def describe_status(status: m.DepotStatus) -> str:
         lookups_line + (f" ({hit / asked:.1%})" if asked else ""),
         f"{leases_line}; {status.num_tickets:,} stores under way",
     ]
+    slow = f"; {status.loop_slow_turns:,} of more than 5 ms" if status.loop_slow_turns else ""
+    lines.append(f"loop     longest turn {status.loop_longest_work_seconds * 1e3:.1f} ms of work{slow}")
     if status.recovering:
         lines.append("reading back the entries of an earlier server")
     for name, usage in sorted(status.tenants.items()):

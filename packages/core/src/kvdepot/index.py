@@ -29,6 +29,7 @@ from kvdepot.protocols import EvictionPolicy
 from kvdepot.quotas import QuotaTable
 from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 
+MAXIMUM_HINTED_CHUNKS: Final = 1024  # at the end of a prefix that a hint orders: about three milliseconds
 _RESTORE_STEP: Final = 500  # records between two pauses: a few milliseconds
 _CLEAR_STEP: Final = 200  # nodes between two pauses: at most a few milliseconds
 _SPARE_DEADLINES: Final = 1024
@@ -347,11 +348,12 @@ class ChunkIndex:
             self._next_deadlines = sorted((deadline, node) for node, deadline in self._deadlines.items())
 
     def expire(self, now: float) -> None:
-        """End the sessions whose time has come."""
-        while self._next_deadlines and self._next_deadlines[0][0] <= now:
+        """End the sessions whose time has come, or as many of them as take a few milliseconds."""
+        count = 0
+        while self._next_deadlines and self._next_deadlines[0][0] <= now and count < MAXIMUM_HINTED_CHUNKS:
             deadline, node = heappop(self._next_deadlines)
             if self._deadlines.get(node) == deadline:
-                self.end_session(node, self._label_of[node].__eq__)
+                count += self.end_session(node, self._label_of[node].__eq__)
 
     def _rank_own_chunks(self, node: int, is_own: Callable[[int], bool], rank: int) -> int:
         """From the end of a prefix up to where another branches off or somebody else's chunks begin."""
@@ -359,6 +361,8 @@ class ChunkIndex:
         if is_own(self._label_of[node]):
             self._deadlines.pop(node, None)
         while node != NO_NODE and tree.num_children[node] <= (count > 0) and is_own(self._label_of[node]):
+            if count == MAXIMUM_HINTED_CHUNKS:
+                break
             self._set_rank(node, rank)
             node = tree.parent[node]
             count += 1
