@@ -128,7 +128,7 @@ def main() -> int:
         }
         small: DepotProcess | None = None
         if arguments.disk:
-            tier = f"disk://{arguments.disk.absolute()}?capacity=16GiB"
+            tier = f"disk://{arguments.disk.absolute()}?capacity=16GiB&queue=1GiB"
             small = stack.enter_context(DepotProcess("--tier", tier, pool_size=f"{arguments.tokens * 136}KiB"))
             configs["disk"] = connector(small.url)
 

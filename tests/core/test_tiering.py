@@ -513,6 +513,43 @@ def test_clear_reaches_the_tiers(make: Maker) -> None:
     assert bench.lookup(prompt(4, tenant="b")) == 4
 
 
+def test_what_waited_to_be_written_does_not_come_back_after_a_clear(make: Maker) -> None:
+    bench = make(pages=64)
+    bench.tiers[0].batch_entries = 1
+    bench.tiers[0].hang = True
+    bench.store(prompt(16, tenant="a"))
+    bench.store(prompt(2, tenant="b"))
+    deferred = bench.depot.clear_everywhere("a", None)
+    for _ in range(3):
+        bench.depot.work(lambda: True)
+        bench.tiering.turn()
+    bench.tiers[0].hang = False
+    bench.wait(deferred)
+    bench.forget()
+    assert bench.lookup(prompt(16, tenant="a")) == 0
+    assert bench.lookup(prompt(2, tenant="b")) == 2
+
+
+@pytest.mark.promise(31)
+def test_entries_on_their_way_from_a_tier_that_hangs_are_waited_for_once(make: Maker) -> None:
+    bench = make(num_tiers=2)
+    bench.store(prompt(8))
+    bench.forget()
+    bench.tiers[1].inner.clear(None, None)
+    inner, stuck = bench.tiers[0].inner, FaultyTier(bench.tiers[0].inner)
+    answers = inner.contains
+    stuck.contains = answers  # type: ignore[method-assign]
+    stuck.hang = True
+    bench.tiers[0].inner = stuck
+    first = bench.begin_lookup(prompt(8))
+    wait_until(lambda: bench.tiering.turn() or stuck.num_calls > 0)  # type: ignore[func-returns-value]
+    bench.clock.now += 1.1
+    assert bench.wait(first).num_chunks == 0
+    second = bench.begin_lookup(prompt(8))
+    assert bench.wait(second).num_chunks == 0, "no time has passed"
+    stuck.hang = False
+
+
 def test_lookups_that_do_not_wait_do_not_make_a_tier_slow(make: Maker) -> None:
     bench = make()
     bench.store(prompt(8))

@@ -70,7 +70,7 @@ def make() -> Iterator[MakeNode]:
 
 
 def disk(folder: Path) -> str:
-    return f"disk://{folder}/tier?capacity=1GiB"
+    return f"disk://{folder}/tier?capacity=1GiB&queue=64MiB"
 
 
 def find(engine: Engine, salt: int, num_chunks: int) -> int:

@@ -137,7 +137,10 @@ class DepotServer:
             for text in config.tiers:
                 url = TierUrl.parse(text)
                 deadline = url.take_number("deadline", _TIER_DEADLINE_SECONDS, 0.01)
-                threads, waiting = int(url.take_number("threads", 4, 2)), url.take_size("queue", 1 << 30)
+                threads, waiting = (
+                    int(url.take_number("threads", 4, 2)),
+                    url.take_size("queue", min(1 << 30, self._files.size_bytes // 2)),
+                )
                 queue = TierQueue(
                     open_tier(url, pool), pool, url.name, deadline_seconds=deadline, num_threads=threads,
                     write_bytes=waiting, wake=self._wake,

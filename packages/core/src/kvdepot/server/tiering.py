@@ -77,6 +77,7 @@ class _Flight:
     chunk: int
     node: int
     state: _State = _State.COMING
+    is_late: bool = False  # nobody waits for it any more
 
 
 @dataclass(slots=True, eq=False)
@@ -389,7 +390,7 @@ class Tiering:
                 if (chunk, group, place.shard) in there:
                     continue
                 record = None if node is None else index.entry(node, group, place.shard)
-                if record is None or not (index.table.header(record) & 0xFF == SEALED or record in self._coming):
+                if record is None or not (index.table.header(record) & 0xFF == SEALED or self._is_coming(record)):
                     return False
             return True
 
@@ -431,11 +432,11 @@ class Tiering:
             node = index.node(space, digest, chunk)
             record = None if node is None else index.entry(node, place.group, place.shard)
             if record is not None:
-                if record in self._coming:
+                if self._is_coming(record):
                     self._awaited.setdefault(record, []).append(promotion)
                     promotion.num_awaited += 1
                 elif index.table.header(record) & 0xFF != SEALED:
-                    promotion.wanted.clear()  # a worker is writing it
+                    promotion.wanted.clear()  # a worker is writing it, or a tier that hangs
                 continue
             parent = index.node(space, promotion.digest(chunk - 1), chunk - 1) if chunk else None
             if (chunk and parent is None and space.full_mask) or (node is None and digest in space.nodes):
@@ -504,8 +505,15 @@ class Tiering:
         self.counters["promotions_failed"] += 1
         self._arrived(flight.record)
 
+    def _is_coming(self, record: int) -> bool:
+        flight = self._coming.get(record)
+        return flight is not None and not flight.is_late
+
     def _arrived(self, record: int) -> None:
         del self._coming[record]
+        self._stop_waiting(record)
+
+    def _stop_waiting(self, record: int) -> None:
         for promotion in self._awaited.pop(record, ()):
             promotion.num_awaited -= 1
             if promotion in self._promotions:
@@ -561,6 +569,11 @@ class Tiering:
         """Jobs of tiers, and entries on their way up."""
         return len(self._jobs) + len(self._coming)
 
+    def drop_writes(self, tenant: str | None, model: str | None) -> None:
+        """Do not begin what waits to be written of a tenant or a model."""
+        for queue in self.queues:
+            queue.drop_writes(None if tenant is None else label_of(tenant), None if model is None else label_of(model))
+
     def status(self) -> list[TierStatus]:
         """Return what an operator wants to see of each tier."""
         return [queue.status() for queue in self.queues]
@@ -572,8 +585,13 @@ class Tiering:
         now = self._clock()
         for tier, queue in enumerate(self.queues):
             late, parts = queue.expire()
-            if late:
-                self.counters["tiers_late"] += 1
+            for job in late:
+                self.counters["tier_jobs_late"] += 1
+                _, flights = self._readings.get(id(job), (None, ()))
+                for flight in flights:
+                    if flight.state is _State.COMING and not flight.is_late:
+                        flight.is_late = True
+                        self._stop_waiting(flight.record)
             for part in (*queue.poll(), *parts):
                 self._take(tier, part)
         for promotion in [p for p in self._promotions if p.on_answer is not None and p.deadline <= now]:

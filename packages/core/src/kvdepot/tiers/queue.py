@@ -19,6 +19,7 @@ from typing import Final
 
 from kvdepot.messages import TierStatus
 from kvdepot.protocols import Extents, Tier, TierPool
+from kvdepot.tiers.keys import has_labels
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,16 @@ class TierQueue:
                 self._waiting[job.operation].append(_Call(job, first, min(first + step, len(job.keys))))
             self._changed.notify_all()
         return True
+
+    def drop_writes(self, tenant: bytes | None, model: bytes | None) -> None:
+        """Let writes that wait fail if they are of this tenant and this model (None: any)."""
+        with self._changed:
+            waiting = self._waiting[Operation.WRITE]
+            dropped = [call for call in waiting if has_labels(call.job.keys[call.first], tenant, model)]
+            for call in dropped:
+                waiting.remove(call)
+            self._done += [(call, None) for call in dropped]
+        self._wake()
 
     def poll(self) -> list[Part]:
         """Return what has ended. Every key of every job is reported once."""
