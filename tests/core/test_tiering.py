@@ -1,7 +1,7 @@
 """What goes down to tiers and comes up again, asked through the depot; bytes follow from their keys."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -267,6 +267,24 @@ def test_the_tiers_are_asked_in_their_order(make: Maker) -> None:
     assert bench.lookup(prompt(8)) == 8
     counters = [queue.counters["read_entries"] for queue in bench.tiering.queues]
     assert counters == [3, 5]
+
+
+def test_a_prompt_that_nobody_has_seen_costs_one_question(make: Maker) -> None:
+    bench = make(pages=64)
+    asked: list[int] = []
+    contains = bench.tiers[0].contains
+
+    def count(keys: Sequence[bytes]) -> Sequence[bool]:
+        asked.append(len(keys))
+        return contains(keys)
+
+    bench.tiers[0].contains = count  # type: ignore[method-assign]
+    assert bench.lookup(prompt(50)) == 0
+    assert asked == [1]
+    bench.store(prompt(20))
+    bench.forget()
+    assert bench.lookup(prompt(50)) == 20
+    assert asked == [1, 1, 50], "the first chunk, then all of it"
 
 
 def test_two_lookups_of_the_same_prefix_read_it_once(make: Maker) -> None:

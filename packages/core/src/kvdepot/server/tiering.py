@@ -97,6 +97,7 @@ class Promotion:
     limit: int = 0  # chunks that are looked at
     asked: list[tuple[int, ShardPlace]] = field(default_factory=list[tuple[int, ShardPlace]])
     there: list[bool] = field(default_factory=list[bool])
+    rest: list[tuple[int, ShardPlace]] = field(default_factory=list[tuple[int, ShardPlace]])  # asked for if those are
     wanted: deque[tuple[int, ShardPlace]] = field(default_factory=deque[tuple[int, ShardPlace]])
     flights: deque[_Flight] = field(default_factory=deque[_Flight])
     num_awaited: int = 0  # entries on their way in other promotions
@@ -310,26 +311,39 @@ class Tiering:
         return True
 
     def _ask_next(self, promotion: Promotion) -> None:
-        """Ask the next tier that answers, or end."""
+        """Ask the next tier that answers, or end.
+
+        The first chunk that is missing is asked for by itself: a prompt that nobody has seen costs one small question,
+        however long it is.
+        """
         while promotion.tier + 1 < len(self.queues):
             promotion.tier += 1
-            queue = self.queues[promotion.tier]
-            promotion.asked = [] if queue.is_open else self._missing(promotion)
-            if not promotion.asked:
+            missing = [] if self.queues[promotion.tier].is_open else self._missing(promotion)
+            if not missing:
                 continue
-            tenant, model = self._labels_of(promotion.label)
-            keys = [
-                tier_key(tenant, model, self._place(promotion.space, place), promotion.digest(chunk))
-                for chunk, place in promotion.asked
-            ]
-            job = Job(Operation.CONTAINS, keys)
-            if queue.submit(job):
-                promotion.there = [False] * len(keys)
-                promotion.is_asking = True
-                self._questions[id(job)] = promotion
-                self._jobs[id(job)] = job
+            full_mask = promotion.space.full_mask
+            first = [(c, place) for c, place in missing if c == promotion.found and full_mask & 1 << place.group]
+            promotion.rest = missing if len(first) < len(missing) else []
+            if self._ask(promotion, first or missing):
                 return
         self._end(promotion)
+
+    def _ask(self, promotion: Promotion, entries: list[tuple[int, ShardPlace]]) -> bool:
+        tenant, model = self._labels_of(promotion.label)
+        keys = [
+            tier_key(tenant, model, self._place(promotion.space, place), promotion.digest(chunk))
+            for chunk, place in entries
+        ]
+        job = Job(Operation.CONTAINS, keys)
+        if not self.queues[promotion.tier].submit(job):
+            return False
+        if entries is promotion.rest:
+            promotion.rest = []
+        promotion.asked, promotion.there = entries, [False] * len(keys)
+        promotion.is_asking = True
+        self._questions[id(job)] = promotion
+        self._jobs[id(job)] = job
+        return True
 
     def _missing(self, promotion: Promotion) -> list[tuple[int, ShardPlace]]:
         """Return the entries that the pool lacks and that a longer prefix may need, by chunk."""
@@ -354,6 +368,10 @@ class Tiering:
         if not part.is_last:
             return
         promotion.is_asking = False
+        if promotion.rest:
+            if not all(promotion.there) or not self._ask(promotion, promotion.rest):
+                self._ask_next(promotion)
+            return
         there = {
             (chunk, place.group, place.shard)
             for (chunk, place), is_there in zip(promotion.asked, promotion.there, strict=True)
