@@ -136,3 +136,12 @@ def test_backends_are_listed_with_their_reasons() -> None:
     backends = {backend["name"]: backend for backend in run_json("backends")}
     assert backends["cpu"]["why_unavailable"] is None
     assert backends["cuda"]["why_unavailable"]
+
+
+@pytest.mark.parametrize("flag", ["--tier=disk:///tmp/x", "--tier=nonsense://", "--listen=ipc:///proc/nothing"])
+def test_a_start_that_fails_leaves_no_file_behind(flag: str, tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    result = run("serve", "--dir", str(tmp_path / "run"), "--pool-dir", str(pool), "--pool-size", "1MiB", flag)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert not pool.exists()

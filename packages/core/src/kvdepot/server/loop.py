@@ -4,6 +4,7 @@ A plain loop over a ZMQ ROUTER (on two cores 25,000 round trips a second with fo
 Whatever a handler raises becomes a typed error reply; nothing a peer sends ends the loop.
 """
 
+import contextlib
 import fcntl
 import functools
 import logging
@@ -75,53 +76,61 @@ class DepotServer:
         keys = _load_keys(config)
         self._access.prepare_directory(config.directory)
         self._lock = self._take_lock()
-        size = resolve_pool_size(config)
-        entries = config.max_entries or min(max(size // _BYTES_PER_ENTRY, _MINIMUM_ENTRIES), _MAXIMUM_ENTRIES)
-        quotas = QuotaTable(size, config.quotas)
-        self._files = open_pool(config.pool_path, size, entries, fresh=config.fresh)
-        ready = allocate_first(self._files.pool_fd, size) if self._files.is_new else size
-        extents = ExtentAllocator(size, ready)
-        self._depot = Depot(
-            ChunkIndex(extents, self._files.table, config.policy, quotas),
-            epoch=self.epoch,
-            lease_seconds=config.lease_seconds,
-            clock=time.monotonic,
-            verify=m.Verify(config.verify),
-        )
-        self._started_at = time.monotonic()
-        self._stopping_at: float | None = None
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
-        self._ready_bytes = extents.ready_bytes
-        self._allocation_error: OSError | None = None
-        self._context = zmq.Context()
-        self._router = self._bind()
-        self._remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
-        (config.directory / SESSION_SOCKET).unlink(missing_ok=True)
-        self._sessions = SessionTable(
-            config.directory / SESSION_SOCKET,
-            self._access,
-            welcome=self._welcome,
-            on_end=self._depot.end_session,
-            on_death=self._depot.end_process,
-            is_awaited=lambda writer: any(q.fence[0] == writer for q in self._depot.quarantines),
-        )
-        self._pool_memory: mmap.mmap | None = None
-        if config.tiers:
-            self._depot.tiering = self._open_tiers()
-            # Threads of tiers run Python between their system calls; the loop must not wait 5 ms for them.
-            sys.setswitchinterval(_SWITCH_SECONDS)
-        self._longest_seconds = self._longest_work_seconds = 0.0
-        self._slow_turns = 0
-        self._has_chores = False  # of the depot: what takes long, done between messages
-        names = self._files.names
-        self._restoring = None if self._files.is_new else self._depot.index.restore(names.spaces, len(names.labels))
-        self._unfinished: list[int] = []
-        if self._restoring is not None:
-            self._depot.accepts_stores = False
-            self._depot.restore_labels(names.labels)
-        self._depot.on_names_changed = self._save_names
+        with contextlib.ExitStack() as undo:  # a start that fails leaves nothing behind
+            undo.callback(os.close, self._lock)
+            size = resolve_pool_size(config)
+            entries = config.max_entries or min(max(size // _BYTES_PER_ENTRY, _MINIMUM_ENTRIES), _MAXIMUM_ENTRIES)
+            quotas = QuotaTable(size, config.quotas)
+            self._files = open_pool(config.pool_path, size, entries, fresh=config.fresh)
+            undo.callback(self._files.close, remove=self._files.is_new)
+            ready = allocate_first(self._files.pool_fd, size) if self._files.is_new else size
+            extents = ExtentAllocator(size, ready)
+            self._depot = Depot(
+                ChunkIndex(extents, self._files.table, config.policy, quotas),
+                epoch=self.epoch,
+                lease_seconds=config.lease_seconds,
+                clock=time.monotonic,
+                verify=m.Verify(config.verify),
+            )
+            self._started_at = time.monotonic()
+            self._stopping_at: float | None = None
+            self._wake_reader, self._wake_writer = socket.socketpair()
+            self._wake_reader.setblocking(False)
+            self._wake_writer.setblocking(False)
+            undo.callback(self._wake_reader.close)
+            undo.callback(self._wake_writer.close)
+            self._ready_bytes = extents.ready_bytes
+            self._allocation_error: OSError | None = None
+            self._context = zmq.Context()
+            undo.callback(self._context.destroy, linger=0)
+            self._router = self._bind()
+            self._remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
+            (config.directory / SESSION_SOCKET).unlink(missing_ok=True)
+            self._sessions = SessionTable(
+                config.directory / SESSION_SOCKET,
+                self._access,
+                welcome=self._welcome,
+                on_end=self._depot.end_session,
+                on_death=self._depot.end_process,
+                is_awaited=lambda writer: any(q.fence[0] == writer for q in self._depot.quarantines),
+            )
+            undo.callback(self._sessions.close)
+            self._pool_memory: mmap.mmap | None = None
+            if config.tiers:
+                self._depot.tiering = self._open_tiers()
+                # Threads of tiers run Python between their system calls; the loop must not wait 5 ms for them.
+                sys.setswitchinterval(_SWITCH_SECONDS)
+            self._longest_seconds = self._longest_work_seconds = 0.0
+            self._slow_turns = 0
+            self._has_chores = False  # of the depot: what takes long, done between messages
+            names = self._files.names
+            self._restoring = None if self._files.is_new else self._depot.index.restore(names.spaces, len(names.labels))
+            self._unfinished: list[int] = []
+            if self._restoring is not None:
+                self._depot.accepts_stores = False
+                self._depot.restore_labels(names.labels)
+            self._depot.on_names_changed = self._save_names
+            undo.pop_all()
 
     def _open_tiers(self) -> Tiering:
         """Open the tiers that the settings name; the pool is mapped for them.
@@ -137,12 +146,10 @@ class DepotServer:
             for text in config.tiers:
                 url = TierUrl.parse(text)
                 deadline = url.take_number("deadline", _TIER_DEADLINE_SECONDS, 0.01)
-                threads, waiting = (
-                    int(url.take_number("threads", 4, 2)),
-                    url.take_size("queue", min(1 << 30, self._files.size_bytes // 2)),
-                )
+                num_threads = int(url.take_number("threads", 4, 2))
+                waiting = url.take_size("queue", min(1 << 30, self._files.size_bytes // 2))
                 queue = TierQueue(
-                    open_tier(url, pool), pool, url.name, deadline_seconds=deadline, num_threads=threads,
+                    open_tier(url, pool), pool, url.name, deadline_seconds=deadline, num_threads=num_threads,
                     write_bytes=waiting, wake=self._wake,
                 )  # fmt: skip
                 queues.append(queue)
