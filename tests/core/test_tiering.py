@@ -49,6 +49,7 @@ class Bench:
         num_tiers: int = 1,
         demotion: Demotion = Demotion.STORE,
         least_tokens: int = 0,
+        promotion_least_tokens: int = 0,
         write_bytes: int = 1 << 20,
         verify: bool = False,
     ) -> None:
@@ -67,7 +68,7 @@ class Bench:
                           clock=self.clock)
                 for number, tier in enumerate(self.tiers)
             ],
-            TieringSettings(demotion, least_tokens, promotion_seconds=1.0),
+            TieringSettings(demotion, least_tokens, 1.0, promotion_least_tokens),
             names_of=self.depot.labels.__getitem__,
             on_corrupt=self.depot.remove_corrupt,
             clock=self.clock,
@@ -285,6 +286,20 @@ def test_a_prompt_that_nobody_has_seen_costs_one_question(make: Maker) -> None:
     bench.forget()
     assert bench.lookup(prompt(50)) == 20
     assert asked == [1, 1, 50], "the first chunk, then all of it"
+
+
+@pytest.mark.promise(52)
+def test_a_tier_is_not_asked_for_what_an_engine_computes_faster(make: Maker) -> None:
+    bench = make(promotion_least_tokens=6)
+    bench.store(prompt(8))
+    bench.forget()
+    bench.store(prompt(4))
+    bench.settle()
+    before = bench.tiers[0].num_calls
+    assert bench.lookup(prompt(8)) == 4
+    assert bench.tiers[0].num_calls == before
+    bench.forget()
+    assert bench.lookup(prompt(8)) == 8
 
 
 def test_two_lookups_of_the_same_prefix_read_it_once(make: Maker) -> None:

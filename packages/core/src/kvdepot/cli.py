@@ -91,6 +91,10 @@ def _parser() -> argparse.ArgumentParser:
         "--demote-min-tokens", type=int, default=0, metavar="N", help="prefixes of fewer tokens stay in the pool"
     )
     serve.add_argument(
+        "--promote-min-tokens", type=int, default=0, metavar="N",
+        help="tiers are not asked for fewer tokens than that, which an engine computes faster",
+    )  # fmt: skip
+    serve.add_argument(
         "--promote-seconds", type=float, default=1.0, help="the most that a lookup waits for tiers (default 1)"
     )
     serve.add_argument("--http", metavar="HOST:PORT", help="operations and metrics over HTTP: not built yet")
@@ -212,7 +216,7 @@ def _serve(options: argparse.Namespace) -> int:
         lease_seconds=options.lease_seconds, verify=options.verify, quotas=dict(options.quota),
         ephemeral=options.ephemeral, fresh=options.fresh, tiers=tuple(options.tier),
         demotion=Demotion(options.demote), demotion_least_tokens=options.demote_min_tokens,
-        promotion_seconds=options.promote_seconds,
+        promotion_seconds=options.promote_seconds, promotion_least_tokens=options.promote_min_tokens,
         curve_secret=options.curve_secret,
         curve_clients=options.curve_clients, socket_group=options.socket_group,
     )  # fmt: skip

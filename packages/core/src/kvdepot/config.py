@@ -136,6 +136,7 @@ class ServerConfig:
     demotion: Demotion = Demotion.STORE
     demotion_least_tokens: int = 0  # shorter prefixes are not
     promotion_seconds: float = 1.0  # the most that a lookup waits for tiers
+    promotion_least_tokens: int = 0  # tiers are not asked for fewer
 
     def __post_init__(self) -> None:
         for endpoint in self.listen:

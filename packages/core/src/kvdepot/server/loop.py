@@ -157,7 +157,9 @@ class DepotServer:
             for queue in queues:
                 queue.close()
             raise
-        settings = TieringSettings(config.demotion, config.demotion_least_tokens, config.promotion_seconds)
+        settings = TieringSettings(
+            config.demotion, config.demotion_least_tokens, config.promotion_seconds, config.promotion_least_tokens
+        )
         return Tiering(
             depot.index, queues, settings, names_of=depot.labels.__getitem__, on_corrupt=depot.remove_corrupt,
             clock=time.monotonic,

@@ -51,6 +51,7 @@ class TieringSettings:
     demotion: Demotion = Demotion.STORE
     least_tokens: int = 0  # prefixes that are shorter are not demoted
     promotion_seconds: float = 1.0  # the most that a lookup waits for tiers
+    promotion_least_tokens: int = 0  # tiers are not asked for fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +301,9 @@ class Tiering:
         Returns:
             False if there is nobody to ask; then `on_answer` is never called.
         """
-        if not places or all(queue.is_open for queue in self.queues):
+        missing_tokens = (len(digests) // DIGEST_BYTES - found) * space.spec.chunk_tokens
+        is_worth_it = missing_tokens >= self.settings.promotion_least_tokens
+        if not places or not is_worth_it or all(queue.is_open for queue in self.queues):
             return False
         self._index.pin(pins)
         deadline = self._clock() + wait_seconds
