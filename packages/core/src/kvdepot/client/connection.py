@@ -3,7 +3,7 @@
 One thread a connection owns the session socket. It sleeps in a read: the server's death wakes it at once, and then it
 tries to connect again, waiting longer each time, registers, and publishes a new **link**. There is no link while the
 depot is away, starting, hung or slow, and callers then answer "miss" without waiting. A call that runs into its
-deadline, or several in a row that wait for an eighth of it, make the link suspended: the thread pings on the session
+deadline, or several that wait for an eighth of it, make the link suspended: the thread pings on the session
 socket, and when the server answers quickly the link is used again. So a hung server costs one deadline, a slow one a
 bounded wait, a dead one less.
 
@@ -40,6 +40,7 @@ _FIRST_RETRY_SECONDS: Final = 0.05
 _LAST_RETRY_SECONDS: Final = 1.0
 _REFUSED_RETRY_SECONDS: Final = 10.0
 SLOW_WAITS_TO_SUSPEND: Final = 5
+_QUICK_WEIGHT: Final = 0.25  # of a short wait against a long one
 _SLOW_SHARE: Final = 1 / 8  # of a deadline: longer waits are slow
 _FIRST_PROBE_SECONDS: Final = 0.05
 _LAST_PROBE_SECONDS: Final = 1.0
@@ -59,7 +60,7 @@ class Link:
         self.context = 0  # as registered
         self.verify = m.Verify.OFF
         self.suspended = False
-        self.num_slow = 0  # waits in a row that were long
+        self.slowness = 0.0  # long waits, less a part of the short ones since
         self.lost_fd, lost_writer = os.pipe()  # readable once the link is lost; open as long as anybody has the link
         weakref.finalize(self, os.close, self.lost_fd)
         self.mark_lost = weakref.finalize(self, os.close, lost_writer)  # wakes everybody who waits for an answer
@@ -289,14 +290,14 @@ class Connection:
             self._wake()
 
     def note_wait(self, link: Link, seconds: float) -> None:
-        """A call over this link kept its caller waiting for the depot: several long waits in a row are enough."""
+        """A call over this link kept its caller waiting: many long waits among few short ones are enough."""
         if seconds <= self._slow_seconds:
-            link.num_slow = 0
+            link.slowness = max(0.0, link.slowness - _QUICK_WEIGHT)
             return
-        link.num_slow += 1
-        if link.num_slow >= SLOW_WAITS_TO_SUSPEND and not link.suspended:
+        link.slowness += 1
+        if link.slowness >= SLOW_WAITS_TO_SUSPEND and not link.suspended:
             link.suspended = True
-            self.why_away = f"{link.num_slow} calls in a row waited for more than {self._slow_seconds:g} s"
+            self.why_away = f"calls waited for more than {self._slow_seconds:g} s again and again"
             logger.warning("the depot in %s is slow (%s); requests are misses until it is not", self.directory,
                            self.why_away)  # fmt: skip
             self._wake()
@@ -423,7 +424,7 @@ class Connection:
 
     def _resume(self, link: Link) -> None:
         with self._changed:
-            link.num_slow = 0
+            link.slowness = 0.0
             link.suspended = False
             self._changed.notify_all()
         logger.info("the depot in %s answers again", self.directory)
