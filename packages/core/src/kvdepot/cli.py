@@ -164,6 +164,25 @@ def _parser() -> argparse.ArgumentParser:
         "--bytes-per-token", type=_size, default=128 << 10, help="with --simulate (default 128KiB: an 8B model in bf16)"
     )
 
+    doctor = commands.add_parser(
+        "doctor", parents=[common, json_output], help="what of this machine stands in a depot's way",
+        description="Look at kernel, memory, limits and packages as a depot would find them, and say what to change."
+        " Ends with 1 if something keeps a depot from working.",
+    )  # fmt: skip
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--dir", type=Path, default=default_directory(), help="as in serve (default %(default)s)")
+    doctor.add_argument("--pool-size", type=_size, help="as in serve")
+    doctor.add_argument("--pool-dir", type=Path, help="as in serve")
+
+    sizing = commands.add_parser(
+        "sizing", parents=[common, json_output], help="how many tokens of a model a pool holds",
+        description="How many bytes a model's KV cache takes, and how many tokens a pool holds.",
+    )  # fmt: skip
+    sizing.set_defaults(run=_sizing)
+    sizing.add_argument("model", metavar="MODEL_CONFIG.json", help="the model's config.json, or the folder it is in")
+    sizing.add_argument("--kv-cache-dtype", default="auto", help="as in vLLM (default: the model's own)")
+    sizing.add_argument("--pool-size", type=_size, default=64 << 30, help="default 64GiB")
+
     soak = commands.add_parser(
         "soak", parents=[common, json_output], help="load, random kills, and an audit",
         description="Engines under load, killed and stopped at random with the depot; then an audit.",
@@ -446,6 +465,33 @@ def _replay(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(summary, indent=2))
     return 1 if summary["wrong_bytes"] else 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from kvdepot.doctor import Verdict, diagnose, read_facts
+
+    config = ServerConfig(directory=options.dir, pool_directory=options.pool_dir, pool_size_bytes=options.pool_size)
+    findings = diagnose(read_facts(config))
+    if options.json:
+        print(json.dumps([_as_dict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            mark = "" if finding.verdict is Verdict.FINE else f"{finding.verdict.upper()}: "
+            print(f"{finding.subject:13} {mark}{finding.text}")
+            if finding.way_out:
+                print(f"{'':13} -> {finding.way_out}")
+    return any(finding.verdict is Verdict.BROKEN for finding in findings)
+
+
+def _sizing(options: argparse.Namespace) -> int:
+    from kvdepot.sizing import read_model_config, size_model
+
+    sizing = size_model(read_model_config(options.model), options.kv_cache_dtype)
+    if options.json:
+        print(json.dumps(sizing.as_dict(options.pool_size), indent=2))
+    else:
+        print(sizing.describe(options.pool_size))
+    return 0
 
 
 def _soak(options: argparse.Namespace) -> int:
