@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--promote-seconds", type=float, default=1.0, help="the most that a lookup waits for tiers (default 1)"
     )
-    serve.add_argument("--http", metavar="HOST:PORT", help="operations and metrics over HTTP: not built yet")
+    serve.add_argument("--http", metavar="HOST:PORT", help="health, status, metrics and operations over HTTP")
+    serve.add_argument(
+        "--http-token",
+        type=Path,
+        metavar="FILE",
+        help="has the bearer token that changes over HTTP take",
+    )
     serve.add_argument(
         "--policy", choices=sorted(POLICIES), default="lru", help="which chunks leave first (default lru)"
     )
@@ -225,8 +231,6 @@ def _quota(text: str) -> tuple[str, int]:
 def _serve(options: argparse.Namespace) -> int:
     from kvdepot.server.loop import DepotServer, raise_descriptor_limit
 
-    if options.http:
-        raise ConfigError("--http is not built yet in this version: start the depot without it")
     if not 0 < options.promote_seconds <= 60:
         raise ConfigError(f"--promote-seconds {options.promote_seconds:g}: above 0, at most 60")
     config = ServerConfig(
@@ -240,9 +244,19 @@ def _serve(options: argparse.Namespace) -> int:
         curve_clients=options.curve_clients, socket_group=options.socket_group,
     )  # fmt: skip
     raise_descriptor_limit()
+    serve_http = _http_of(options)
     server = DepotServer(config)
     server.stop_on_signals()
-    server.run()
+    try:
+        http = serve_http()
+    except ConfigError:
+        server.close()
+        raise
+    try:
+        server.run()
+    finally:
+        if http is not None:
+            http.close()
     if config.tiers:
         # Libraries of tiers have threads of their own, which may hang in a call that nobody can end.
         logging.shutdown()
@@ -271,6 +285,20 @@ def _client_keys(options: argparse.Namespace) -> ClientKeys | None:
     return ClientKeys(
         load_pair(options.curve_secret, "--curve-secret"), load_public(options.curve_server, "--curve-server")
     )
+
+
+def _http_of(options: argparse.Namespace) -> Callable[[], Any]:
+    """Return what starts the HTTP server once the depot is there; it does nothing where none is wanted."""
+    if not options.http:
+        if options.http_token:
+            raise ConfigError("--http-token needs --http HOST:PORT")
+        return lambda: None
+    try:
+        from kvdepot.http import HttpServer, HttpSettings
+    except ImportError as error:
+        raise ConfigError(f"--http needs {error.name}: pip install 'kvdepot[http]'") from error
+    settings = HttpSettings.parse(options.http, options.http_token)
+    return lambda: HttpServer(str(options.dir), settings)
 
 
 def _status(options: argparse.Namespace) -> int:
