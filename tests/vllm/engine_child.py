@@ -115,7 +115,7 @@ class Child:
             "cached": last.num_cached_tokens, "tokens": list(last.outputs[0].token_ids),
         }  # fmt: skip
 
-    def drain(self, seconds: float = 20.0) -> Any:
+    def drain(self, seconds: float = 60.0) -> Any:
         """Step until nothing is held for stores any more."""
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
         end = time.monotonic() + seconds

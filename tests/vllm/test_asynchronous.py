@@ -11,6 +11,7 @@ from tests.vllm.conftest import MakeModel
 from tests.vllm.engines import Engine, cached, connector, prompts
 
 HIT, OTHER, THIRD, FOURTH = prompts(4, 700, seed=40)
+_NUM_RUNNING = "result = len(child.llm.llm_engine.engine_core.engine_core.scheduler.running)"
 
 
 @pytest.fixture
@@ -61,7 +62,8 @@ def test_stores_never_hold_more_than_their_share(depot: DepotProcess, model: Mak
 def test_a_lookup_without_an_answer_stops_nobody(depot: DepotProcess, model: MakeModel) -> None:
     config = connector(depot.url, deadline_seconds=30.0)
     with Engine(model("gqa"), config, enable_prefix_caching=False) as engine:
-        engine.ask("submit", requests={"running": THIRD}, max_tokens=200, steps=3)
+        engine.ask("submit", requests={"running": THIRD}, max_tokens=200, steps=1)
+        wait_until(lambda: engine.ask("step", steps=1) and engine.execute(_NUM_RUNNING), 20, "the first token")
         depot.signal(signal.SIGSTOP)
         try:
             started = time.monotonic()
