@@ -60,7 +60,7 @@ def test_stores_never_hold_more_than_their_share(depot: DepotProcess, model: Mak
 
 @pytest.mark.promise(36)
 def test_a_lookup_without_an_answer_stops_nobody(depot: DepotProcess, model: MakeModel) -> None:
-    config = connector(depot.url, deadline_seconds=30.0)
+    config = connector(depot.url, deadline_seconds=100.0)
     with Engine(model("gqa"), config, enable_prefix_caching=False) as engine:
         engine.ask("submit", requests={"running": THIRD}, max_tokens=200, steps=1)
         wait_until(lambda: engine.ask("step", steps=1) and engine.execute(_NUM_RUNNING), 20, "the first token")
@@ -70,7 +70,7 @@ def test_a_lookup_without_an_answer_stops_nobody(depot: DepotProcess, model: Mak
             done = engine.ask("submit", requests={"waiting": HIT}, max_tokens=4, steps=150)
             assert done["finished"] == []
             assert engine.ask("step", steps=100)["finished"] == ["running"]
-            assert time.monotonic() - started < 30, "no step waited for the deadline"
+            assert time.monotonic() - started < 100, "no step waited for the deadline"
         finally:
             depot.signal(signal.SIGCONT)
         wait_until(lambda: engine.ask("step", steps=5)["finished"] == ["waiting"], 20)
