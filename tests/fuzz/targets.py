@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -308,7 +309,7 @@ class Target:
     prefix: int = 0
 
 
-TARGETS: Final = {
+TARGETS: Final[dict[str, Target]] = {
     "request": Target(request, _request_seeds, 2000, is_message=True, prefix=8),
     "reply": Target(reply, _reply_seeds, 2000, is_message=True, prefix=8),
     "session": Target(session, _session_seeds, is_message=True),
@@ -319,6 +320,10 @@ TARGETS: Final = {
     "settings": Target(settings, _settings_seeds, 6000),
     "depot": Target(live, _depot_seeds, 400),
 }
+if find_spec("starlette") and find_spec("prometheus_client") and find_spec("uvicorn"):  # kvdepot[http]
+    from tests.fuzz import http
+
+    TARGETS["http"] = Target(http.call, http.seeds, 2000)
 
 
 def kept_inputs(target: str) -> list[Path]:

@@ -154,7 +154,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
                 return refused
             try:
                 wanted = request_of(await body(request, kind))
-            except (ValueError, msgspec.DecodeError) as error:
+            except (ValueError, RecursionError, msgspec.DecodeError) as error:
                 return _json({"error": str(error)}, 400)
             reply = await _in_thread(lambda: ask(wanted, _CHANGE_SECONDS))
             assert isinstance(reply, m.Done)

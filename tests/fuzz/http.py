@@ -1,0 +1,117 @@
+"""HTTP as a fuzz target: a request given by bytes, straight into the application."""
+
+import asyncio
+from typing import Any, Final
+
+from kvdepot import messages as m
+from kvdepot.errors import ErrorCode, RemoteError
+from kvdepot.http import HttpSettings, create_app
+
+_TOKEN: Final = "a token that nobody guesses"
+_PATHS: Final = (
+    b"/cache/clear",
+    b"/cache/warm",
+    b"/cache/unpin",
+    b"/healthz",
+    b"/readyz",
+    b"/status",
+    b"/metrics",
+    b"/tenants",
+    b"/",
+)
+_METHODS: Final = ("POST", "GET", "DELETE", "HEAD")
+_ANSWERS: Final = {200, 400, 401, 404, 405, 409}
+_STATUS: Final = m.DepotStatus(
+    server_version="",
+    protocol_version=1,
+    epoch=1,
+    pid=1,
+    uptime_seconds=0.0,
+    policy="lru",
+    num_entries=0,
+    num_chunks=0,
+    max_entries=0,
+    pool_size_bytes=0,
+    pool_ready_bytes=0,
+    pool_used_bytes=0,
+    quarantined_bytes=0,
+    num_leases=0,
+    num_tickets=0,
+    num_sessions=0,
+    recovering=False,
+    contexts=[],
+    tenants={},
+    counters={},
+)
+
+
+def call(data: bytes) -> None:
+    """Byte 0 chooses the path, byte 1 method and whether the token is right; the rest is a header's value and the body.
+
+    The answer is one that is promised, and nothing is changed without the token.
+    """
+    choice, flags, *_ = data[:2] + bytes(2)
+    value, _, body = data[2:].partition(b"\0")
+    has_token = bool(flags & 4)
+    authorization = f"Bearer {_TOKEN}".encode() if has_token else value
+    statuses: list[int] = []
+
+    def ask(request: m.OperatorRequest, _seconds: float) -> m.Reply:
+        if isinstance(request, m.Clear | m.Warm | m.Unpin):
+            assert has_token or value.decode("latin-1") == f"Bearer {_TOKEN}", "changed without the token"
+        try:
+            m.decode_request(bytes(m.encode_frame(0, request)))
+        except m.FrameError as error:
+            raise RemoteError(ErrorCode.MALFORMED, str(error)) from error
+        if isinstance(request, m.Status):
+            return m.StatusReply(1, _STATUS)
+        return m.HelloReply(1, 1, 1, "", 1) if isinstance(request, m.Hello) else m.Done(1, 0)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    path = _PATHS[choice % len(_PATHS)]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": _METHODS[flags & 3],
+        "path": path.decode(),
+        "raw_path": path,
+        "query_string": value,
+        "root_path": "",
+        "scheme": "http",
+        "headers": [(b"authorization", authorization)],
+        "client": None,
+        "server": None,
+    }
+    app = create_app(ask, HttpSettings("127.0.0.1", 0, _TOKEN))
+    asyncio.run(app(scope, receive, send))
+    assert statuses, "no answer"
+    assert statuses[0] in _ANSWERS, statuses
+
+
+def seeds() -> list[bytes]:
+    """Return requests of every kind, right and wrong."""
+    digest = b'"' + b"9f" * 32 + b'"'
+    bodies = [
+        b"",
+        b"{}",
+        b'{"tenant": "a", "model": "m"}',
+        b'{"tenant": null}',
+        b'{"colour": 1}',
+        b"[[[[[[",
+        b'{"tenant": "\\ud800"}',
+        b'{"digests": [' + digest + b'], "pin_seconds": 60}',
+        b'{"digests": ["zz"]}',
+        b'{"digests": [], "pin_seconds": -1}',
+        b'{"digests": [' + digest + b'], "tenant": "' + b"x" * 300 + b'"}',
+        b'{"pin_seconds": 1e999}',
+        b"\xff\xfe",
+    ]
+    requests = [bytes([path, flags]) + b"\0" + body for path in range(3) for flags in (4, 0) for body in bodies]
+    return [*requests, *(bytes([path, 1]) + b"x\0" for path in range(9)), b"\0\0Bearer \xff\0{}"]
