@@ -25,6 +25,7 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
     "cuStreamCreateWithPriority": (71,),
     "cuEventCreate": (72,),
     "cuThreadExchangeStreamCaptureMode": (0,),
+    "cuStreamIsCapturing": (REAL.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE,),
     "cuCtxPopCurrent": (70,),
 }
 
@@ -125,6 +126,14 @@ def test_a_thread_is_left_as_it_was_after_an_error_too(cuda: StandIn) -> None:
         ("cuCtxPushCurrent", 70), ("cuThreadExchangeStreamCaptureMode", relaxed), ("cuMemHostRegister", 4096, 4096, 1),
         ("cuThreadExchangeStreamCaptureMode", 0), ("cuCtxPopCurrent",),
     ]  # fmt: skip
+
+
+def test_a_stream_that_is_captured_is_not_marked(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    active = REAL.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+    monkeypatch.setitem(ANSWERS, "cuStreamIsCapturing", (active,))
+    with pytest.raises(DriverError, match="STATUS_ACTIVE"):
+        CudaDriver(0).record_event(72, 0)
+    assert "cuEventRecord" not in cuda.names()
 
 
 def test_a_code_that_the_bindings_do_not_know_is_a_number(cuda: StandIn) -> None:

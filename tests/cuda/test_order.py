@@ -3,15 +3,17 @@
 The fake device does nothing that nobody waits for, so a missing wait is wrong bytes every time, not now and then.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvdepot.testing.backend import PLANS, Cache, prompt
 from kvdepot.testing.processes import DepotProcess
-from kvdepot_cuda.testing import FakeDriver, FakeEvent
+from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from tests.cuda.fake_worker import FakeWorker
 
 MakeCache = Callable[..., Cache]
@@ -163,6 +165,50 @@ def test_a_retrieve_does_not_wait_for_a_store(cache: MakeCache) -> None:
     assert not stuck.query()
     gate.set()
     assert stuck.result(WAIT_SECONDS)
+
+
+def test_what_is_submitted_during_a_graph_capture_is_a_miss(cache: MakeCache) -> None:
+    driver = FakeDriver()
+    worker = cache(driver)
+    assert worker.store(prompt(2))
+    driver.capturing.add(DEFAULT_STREAM)
+    waits = driver.calls["wait_for_event"]
+    assert worker.retrieve(prompt(2)) == 0
+    assert not worker.store(prompt(2, salt=1))
+    assert driver.calls["wait_for_event"] == waits
+    driver.capturing.clear()
+    assert worker.retrieve(prompt(2)) == 2
+
+
+class TorchTensor(FakeTensor):
+    __module__ = "torch"
+
+
+class TorchDriver(FakeDriver):
+    def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
+        made = super().tensor(num_blocks, page_size_bytes, padding_bytes)
+        return TorchTensor(made.data_ptr(), made.shape, made.stride())
+
+
+def test_with_tensors_of_torch_its_current_stream_is_waited_for(
+    cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = TorchDriver()
+    with driver.activated():
+        stream = driver.create_stream()
+
+    def current_stream(ordinal: int) -> SimpleNamespace:
+        assert ordinal == 0
+        return SimpleNamespace(cuda_stream=stream)
+
+    torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=current_stream))
+    monkeypatch.setitem(sys.modules, "torch", cast("ModuleType", torch))
+    worker = cache(driver, stream=None)
+    run = prompt(3)
+    block_ids = worker.blocks(run)
+    driver.launch(lambda: worker.fill(run, block_ids), stream)
+    assert worker.context.submit_store("request", run, block_ids).result(WAIT_SECONDS)
+    assert worker.retrieve(run) == 3
 
 
 def test_events_of_the_engines_stream_are_used_again(cache: MakeCache) -> None:

@@ -71,7 +71,10 @@ class Driver(Protocol):
         ...
 
     def record_event(self, event: int, stream: int) -> None:
-        """Let an event stand for the work that the stream has now."""
+        """Let an event stand for the work that the stream has now.
+
+        Refused while the stream is captured into a graph: who then waits for the event would become part of it.
+        """
         ...
 
     def wait_for_event(self, stream: int, event: int) -> None:

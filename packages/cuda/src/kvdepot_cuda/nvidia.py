@@ -117,6 +117,9 @@ class CudaDriver:
 
     def record_event(self, event: int, stream: int) -> None:
         """See `Driver`."""
+        status = self._call("cuStreamIsCapturing", stream)
+        if status != self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            raise DriverError("cuStreamIsCapturing", status.name, f"stream {stream:#x} cannot be waited for")
         self._call("cuEventRecord", event, stream)
 
     def wait_for_event(self, stream: int, event: int) -> None:

@@ -151,6 +151,7 @@ class FakeDriver:
         self.largest_batch = 0
         self.largest_registered_bytes = 0
         self.is_closed = False
+        self.capturing: set[int] = set()  # streams that are captured into a graph
         self._local = threading.local()
         self._lock = threading.RLock()
         self._numbers = itertools.count(0x1000)
@@ -261,6 +262,8 @@ class FakeDriver:
         found = self._stream(stream, "record_event")
         if event not in self._events:
             raise DriverError("record_event", "CUDA_ERROR_INVALID_HANDLE (400)")
+        if stream in self.capturing:
+            raise DriverError("record_event", "the stream is captured")
         self._events[event] = found, found.num_added
 
     def wait_for_event(self, stream: int, event: int) -> None:
