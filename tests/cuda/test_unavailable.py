@@ -1,34 +1,146 @@
-"""The cuda backend is not built yet, and says so."""
+"""Where there is no device the backend says so in words, and a mode that is not built too."""
 
+import ctypes
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvdepot import get_backend, list_backends
-from kvdepot.errors import BackendUnavailable
-from kvdepot_cuda import backend as planned
+from kvdepot.errors import BackendUnavailable, ConfigError, LayoutError
+from kvdepot.protocols import CacheGroup, Capability
+from kvdepot_cuda import availability, backend
+from kvdepot_cuda.context import CudaTransferContext
+from kvdepot_cuda.driver import DriverError
+from kvdepot_cuda.nvidia import CudaDriver
+from kvdepot_cuda.testing import FakeDriver
+
+HAS_DEVICE = any(Path("/dev").glob("nvidia[0-9]*"))
+without_a_device = pytest.mark.skipif(HAS_DEVICE, reason="there is a device here")
 
 
+@without_a_device
 @pytest.mark.promise(34)
 def test_it_says_in_words_why_it_cannot_be_used() -> None:
-    backend = next(backend for backend in list_backends() if backend.name == "cuda")
-    assert backend.distribution
-    assert backend.why_unavailable is not None
-    assert "not built yet" in backend.why_unavailable
+    found = next(backend for backend in list_backends() if backend.name == "cuda")
+    assert found.distribution
+    assert found.capabilities == (Capability.ASYNCHRONOUS,)
+    assert found.why_unavailable is not None
+    assert "NVIDIA" in found.why_unavailable
+
+
+@without_a_device
+@pytest.mark.promise(34)
+def test_asking_for_it_is_an_error_with_the_way_out() -> None:
+    with pytest.raises(BackendUnavailable, match=r"NVIDIA.*"):
+        get_backend("cuda")
+    with pytest.raises(BackendUnavailable, match=r"NVIDIA.*"):
+        backend.create_context([], "engine", dtype="bytes")
+
+
+@without_a_device
+def test_the_real_driver_says_that_it_is_not_there() -> None:
+    with pytest.raises(DriverError, match=r"CUDA|cu[A-Z]"):
+        CudaDriver(0)
 
 
 @pytest.mark.promise(34)
-def test_asking_for_it_is_an_error_with_the_way_out() -> None:
-    with pytest.raises(BackendUnavailable, match=r"kvdepot\[cpu\]"):
-        get_backend("cuda")
+def test_each_thing_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(_name: str) -> None:
+        raise OSError
+
+    def a_library(_name: str) -> None:
+        pass
+
+    def no_device(_path: Path, _pattern: str) -> Any:
+        return iter(())
+
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    assert "libcuda.so.1" in str(availability.why_unavailable())
+    monkeypatch.setattr(ctypes, "CDLL", a_library)
+    monkeypatch.setattr(Path, "glob", no_device)
+    assert "no NVIDIA device" in str(availability.why_unavailable())
+    monkeypatch.setattr(availability, "version", _version("12.6.2"))
+    assert "cuda-bindings>=12.8" in str(availability.why_unavailable())
+    monkeypatch.setattr(availability, "version", _version(None))
+    assert "kvdepot[cuda]" in str(availability.why_unavailable())
 
 
-def test_a_context_cannot_be_made_past_the_registry_either() -> None:
-    with pytest.raises(BackendUnavailable, match=r"not built yet.*kvdepot\[cpu\]"):
-        planned.create_context()
+def _version(number: str | None) -> Callable[[str], str]:
+    def version(name: str) -> str:
+        if number is None:
+            raise PackageNotFoundError(name)
+        return number
+
+    return version
+
+
+@pytest.mark.promise(34)
+def test_a_driver_that_refuses_is_an_error_with_its_word() -> None:
+    def refuse(_ordinal: int) -> FakeDriver:
+        raise DriverError("cuInit", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)")
+
+    with pytest.raises(BackendUnavailable, match=r"cuda:0.*cuInit.*MISMATCH"):
+        make_context(FakeDriver(), open_driver=refuse)
+
+
+def test_a_device_without_room_for_streams_is_given_back() -> None:
+    driver = FakeDriver()
+    driver.fail("create_stream", "CUDA_ERROR_OUT_OF_MEMORY (2)")
+    with pytest.raises(BackendUnavailable, match="create_stream"):
+        make_context(driver)
+    assert driver.left_over == {}
+
+
+def test_modes_that_are_not_built_are_refused_with_the_reason() -> None:
+    with pytest.raises(BackendUnavailable, match=r"'ipc'.*not built yet.*mode='direct'"):
+        make_context(FakeDriver(), mode="ipc")
+    with pytest.raises(BackendUnavailable, match=r"'auto'.*mode='direct'"):
+        make_context(FakeDriver(), mode="auto")
+    with pytest.raises(ConfigError, match="'direct'"):
+        make_context(FakeDriver(), mode="quick")
+
+
+@pytest.mark.parametrize("options", [{"piece_bytes": 4097}, {"piece_bytes": 128 << 30}, {"batch_runs": 0}])
+def test_sizes_that_cannot_work_are_refused_and_the_device_is_given_back(options: dict[str, Any]) -> None:
+    driver = FakeDriver()
+    with pytest.raises(ConfigError):
+        make_context(driver, **options)
+    assert driver.left_over == {}
+
+
+def test_tensors_of_the_host_or_of_two_devices_are_refused() -> None:
+    one, other = FakeDriver(0), FakeDriver(1)
+    with pytest.raises(LayoutError, match=r"devices \[0, 1\]"):
+        make_context(one, tensors=[one.tensor(4, 64), other.tensor(4, 64)])
+    on_host = one.tensor(4, 64)
+    on_host.device = type(on_host.device)("cpu")
+    with pytest.raises(LayoutError, match="backend of cpu"):
+        make_context(one, tensors=[on_host])
+    with pytest.raises(LayoutError, match="bytearray has no data_ptr"):
+        make_context(one, tensors=[bytearray(64)])
+    for driver in (one, other):
+        driver.close()
+
+
+def make_context(driver: FakeDriver, *, tensors: list[Any] | None = None, **options: Any) -> CudaTransferContext:
+    def open_driver(_ordinal: int) -> FakeDriver:
+        return driver
+
+    options.setdefault("open_driver", open_driver)
+    groups = [CacheGroup(tensors or [driver.tensor(4, 64)], block_tokens=16)]
+    return CudaTransferContext(groups, "engine", dtype="bytes", **options)
 
 
 def test_finding_it_loads_no_device_library() -> None:
-    code = "import sys, kvdepot_cuda; sys.exit(bool({'torch', 'cuda'} & set(sys.modules)))"
+    code = "import sys, kvdepot_cuda; sys.exit(bool({'torch', 'cuda', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_context_loads_neither_torch_nor_cuda() -> None:
+    code = "import sys, kvdepot_cuda.context; sys.exit(bool({'torch', 'cuda'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,11 +1,45 @@
-"""kvdepot on CUDA devices: planned, not built yet. Importing it loads neither a driver nor torch."""
+"""kvdepot on CUDA devices: engines whose KV cache lies in device memory attach to a depot.
 
-from pathlib import Path
+`backend` is what the entry point names; it imports nothing heavy. `CudaTransferContext` is in `kvdepot_cuda.context`.
+Written against the driver's documentation and tested over a driver without a device: it never ran on a GPU.
+"""
 
-from kvdepot.registry import PlannedBackend
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-_way_out = "engines with their KV cache in host memory use kvdepot[cpu]"
-if not Path("/dev/nvidiactl").exists():
-    _way_out += "; nor is an NVIDIA driver loaded here (no /dev/nvidiactl)"
+from kvdepot.errors import BackendUnavailable
+from kvdepot.protocols import CacheGroup, Capability
+from kvdepot_cuda.availability import why_unavailable
 
-backend = PlannedBackend("cuda", "cuda", _way_out)
+if TYPE_CHECKING:
+    from kvdepot_cuda.context import CudaTransferContext
+
+
+class CudaBackend:
+    """See `kvdepot.protocols.Backend`."""
+
+    name = "cuda"
+    device_type = "cuda"
+    capabilities = frozenset({Capability.ASYNCHRONOUS})
+
+    def why_unavailable(self) -> str | None:
+        """Return None if it can probably be used here, else a sentence with the way out. Initialises no device."""
+        return why_unavailable()
+
+    def create_context(
+        self, groups: Sequence[CacheGroup], instance: str, *, dtype: str, **options: Any
+    ) -> "CudaTransferContext":
+        """Return a `CudaTransferContext`; see `Backend`.
+
+        Raises:
+            BackendUnavailable: no device, no driver, or a mode that is not built.
+        """
+        reason = self.why_unavailable()
+        if reason is not None:
+            raise BackendUnavailable(f"backend 'cuda': {reason}")
+        from kvdepot_cuda.context import CudaTransferContext
+
+        return CudaTransferContext(groups, instance, dtype=dtype, **options)
+
+
+backend = CudaBackend()

@@ -214,12 +214,25 @@ class WorkerTransfers:
         if link is None or self._closed:
             transfer.resolve(False)
             return transfer
-        job = _Job(transfer, link, request_id, key, block_ids, covered, ready, skip_tokens)
+        job = _Job(transfer, link, request_id, key, block_ids, covered, self._ready_of(lane, ready), skip_tokens)
         if self._synchronous:
             self._lanes[lane].run(job)
         else:
             self._lanes[lane].put(job)
         return transfer
+
+    def _ready_of(self, lane: int, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """Return what a transfer has to wait for; called by who submits it, in lane 0 for stores, 1 for retrieves.
+
+        Devices whose work is ordered by streams record here where the engine's stream is.
+        """
+        del lane
+        return ready
+
+    def _wait_for(self, lane: int, ready: ReadyEvent) -> None:
+        """Have what the lane does from now on come after `ready`; called by who does the transfer."""
+        del lane
+        ready.synchronize()
 
     def _covered(self, key: KeyRun, block_ids: BlockIds, *, may_skip: bool) -> tuple[int, ...]:
         groups = self._layout.groups
@@ -246,7 +259,7 @@ class WorkerTransfers:
 
     def _store(self, channel: Channel, job: _Job) -> bool:
         if job.ready is not None:
-            job.ready.synchronize()
+            self._wait_for(0, job.ready)
         commits: list[tuple[int, int]] = []
         complete = True
         for start, run, covered in self._batches(job, 0):
@@ -282,6 +295,8 @@ class WorkerTransfers:
     # --- retrieve -------------------------------------------------------------------------------------------------
 
     def _retrieve(self, channel: Channel, job: _Job) -> bool:
+        if job.ready is not None:
+            self._wait_for(1, job.ready)
         transfer = job.transfer
         first = job.skip_tokens // self._layout.chunk_tokens
         transfer.num_chunks = first

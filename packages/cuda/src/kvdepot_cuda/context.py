@@ -1,0 +1,173 @@
+"""`CudaTransferContext`: a worker whose KV cache lies in the memory of a CUDA device, and that copies by itself.
+
+This is the mode `direct`: the worker's own process registers the depot's pool with its device and copies on two streams
+of low priority, one for stores and one for retrieves. The protocol with the depot is in `kvdepot.client.transfers`, the
+copies are in `kvdepot_cuda.copy`.
+
+Order: a store reads its blocks after `ready`, or, if none is given, after what the engine's stream has at the time of
+the call. A retrieve always comes after what that stream has then, which may still read or clear the blocks. Both waits
+are the device's own; no thread waits for the engine. Which stream that is says `stream`.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from kvdepot import messages as m
+from kvdepot.client.connection import Link
+from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers
+from kvdepot.errors import BackendUnavailable, ConfigError
+from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, default_chunk_tokens
+from kvdepot.pool import PoolMapping
+from kvdepot.protocols import CacheGroup, ReadyEvent
+from kvdepot_cuda.arrays import ordinal_of, page_layout_of
+from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
+from kvdepot_cuda.driver import DriverError, OpenDriver
+from kvdepot_cuda.nvidia import CudaDriver
+
+DIRECT: Final = "direct"
+_NOT_BUILT: Final = {
+    "ipc": "copies by a process of the depot are not built yet",
+    "auto": "there is only one mode yet",
+}
+
+
+class CudaTransferContext(WorkerTransfers):
+    """Moves blocks between an engine's KV cache on a CUDA device and the depot.
+
+    Args as in `Backend.create_context`, and:
+        mode: only "direct" is built.
+        stream: returns the handle of the stream on which the engine writes and reads its cache, asked at each
+            submission; None for torch's current stream if the tensors are torch's, else nothing is waited for but
+            `ready`.
+        synchronous: transfer on the caller's thread.
+        batch_bytes: how much of a run is asked for at once.
+        piece_bytes: how much of the pool is registered by one call of the driver.
+        batch_runs: how many runs one call of the driver copies.
+        open_driver: opens the driver of a device by its number.
+
+    Raises:
+        LayoutError: the tensors are not what they are said to be.
+        BackendUnavailable: a mode that is not built, or a device that cannot be used; the text has the driver's word.
+        ConfigError: an option that cannot work.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        instance: str,
+        *,
+        dtype: str,
+        rank: int = 0,
+        world_size: int = 1,
+        model: str = "",
+        format: str = "",  # noqa: A002  # the field's word
+        chunk_tokens: int | None = None,
+        url: str | None = None,
+        deadline_seconds: float = 2.0,
+        mode: str = DIRECT,
+        stream: Callable[[], int] | None = None,
+        synchronous: bool = False,
+        batch_bytes: int = BATCH_BYTES,
+        piece_bytes: int = PIECE_BYTES,
+        batch_runs: int = BATCH_RUNS,
+        open_driver: OpenDriver = CudaDriver,
+    ) -> None:
+        _check_mode(mode)
+        if chunk_tokens is None:
+            chunk_tokens = default_chunk_tokens(g.block_tokens for g in groups if g.kind is not GroupKind.RECURRENT)
+        layout = CacheLayout(tuple(_layer_group(group) for group in groups), chunk_tokens, dtype, format)
+        ordinal = ordinal_of(tensor for group in groups for tensor in group.tensors)
+        registration = m.RegisterKVCache(
+            m.PROTOCOL_VERSION, instance, rank, world_size, f"cuda:{ordinal}", DIRECT, model, m.spec_of(layout),
+            tuple(_detail(group, layer_group, dtype) for group, layer_group in zip(groups, layout.groups, strict=True)),
+        )  # fmt: skip
+        self._stream = stream or _stream_of_torch(groups[0].tensors[0], ordinal)
+        self._mapping: PoolMapping | None = None
+        try:
+            driver = open_driver(ordinal)
+        except DriverError as error:
+            raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
+        try:
+            self._engine = CopyEngine(
+                driver, layout, [list(group.tensors) for group in groups],
+                piece_bytes=piece_bytes, batch_runs=batch_runs,
+            )  # fmt: skip
+        except BaseException as error:
+            with suppress(DriverError):
+                driver.close()
+            if isinstance(error, DriverError):
+                raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
+            raise
+        super().__init__(
+            registration, layout, self._engine,
+            url=url, deadline_seconds=deadline_seconds, synchronous=synchronous, batch_bytes=batch_bytes,
+        )  # fmt: skip
+
+    @property
+    def num_registered(self) -> int:
+        """Pieces of the pool that the device knows; copies elsewhere are pageable."""
+        return self._engine.num_registered
+
+    def _ready_of(self, lane: int, ready: ReadyEvent | None) -> ReadyEvent | None:
+        if self._stream is None or (lane == 0 and ready is not None):
+            return ready
+        try:
+            return self._engine.mark(self._stream())
+        except DriverError as error:
+            return _Unordered(error)
+
+    def _wait_for(self, lane: int, ready: ReadyEvent) -> None:
+        self._engine.wait_for(lane, ready)
+
+    def _on_open(self, link: Link) -> None:
+        super()._on_open(link)
+        if link.mapping is not None and link.mapping is not self._mapping:
+            self._mapping = link.mapping
+            self._engine.attach(link.mapping, self._no_copy_running)
+
+
+class _Unordered:
+    """The engine's stream could not be marked: the transfer fails when it comes to it, which is a miss."""
+
+    def __init__(self, error: DriverError) -> None:
+        self._error = error
+
+    def synchronize(self) -> None:
+        raise self._error
+
+
+def _check_mode(mode: str) -> None:
+    if mode in _NOT_BUILT:
+        raise BackendUnavailable(f"mode {mode!r}: {_NOT_BUILT[mode]}; use mode={DIRECT!r}, in which the worker copies")
+    if mode != DIRECT:
+        raise ConfigError(f"mode {mode!r}: there is {DIRECT!r}")
+
+
+def _stream_of_torch(tensor: Any, ordinal: int) -> Callable[[], int] | None:
+    if type(tensor).__module__.partition(".")[0] != "torch":
+        return None
+    current_stream = importlib.import_module("torch").cuda.current_stream
+    return lambda: int(current_stream(ordinal).cuda_stream)
+
+
+def _layer_group(group: CacheGroup) -> LayerGroup:
+    pages: tuple[PageLayout, ...] = tuple(page_layout_of(tensor) for tensor in group.tensors)
+    return LayerGroup(group.kind, group.block_tokens, pages, group.window_tokens, group.shard, group.num_shards)
+
+
+def _detail(group: CacheGroup, layer_group: LayerGroup, dtype: str) -> m.GroupDetail:
+    return m.GroupDetail(
+        page_sizes_bytes=tuple(page.page_size_bytes for page in layer_group.pages),
+        num_blocks=layer_group.num_blocks,
+        shard=group.shard,
+        physical_block_tokens=group.physical_block_tokens,
+        compress_ratio=group.compress_ratio,
+        num_layers=group.num_layers or len(group.tensors),
+        hidden_dims=group.hidden_dims,
+        dtype=dtype,
+        is_mla=group.is_mla,
+        shape=tuple(int(size) for size in group.tensors[0].shape)[:8],
+        attention_backend=group.attention_backend,
+    )

@@ -1,0 +1,212 @@
+"""`CopyEngine`: one worker's copies between its device and the pool, by DMA on two streams of its own.
+
+The ladder, from fast to slow, taken for each run by where it lies: batches where the pool is registered with the
+device and the driver takes batches; single copies in stream order where it takes none; single pageable copies where the
+pool is not registered (yet). A driver that fails a batch is asked for single copies at once and from then on.
+
+Nothing is reported before the stream was synchronised, and nothing is thrown either: what a failed transfer had begun
+could otherwise still be written when its extents and blocks belong to others.
+"""
+
+import collections
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Final
+
+from kvdepot.client.transfers import CopyBatch
+from kvdepot.errors import ConfigError
+from kvdepot.layout import CacheLayout
+from kvdepot.pool import PoolMapping
+from kvdepot.protocols import ReadyEvent
+from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
+from kvdepot_cuda.registration import PoolRegistration
+from kvdepot_cuda.runs import BatchRuns, Runs, merge, split
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 1 << 30
+BATCH_RUNS: Final = 4096  # of one call of the driver
+_DIRECTIONS: Final = (Direction.TO_HOST, Direction.TO_DEVICE)  # by lane
+_PAGE_BYTES: Final = 4096
+
+
+class CopyEngine:
+    """The `Copier` of a device.
+
+    Args:
+        driver: of the device; owned by this object from now on.
+        layout: where the blocks are.
+        keep_alive: what owns the memory of the blocks.
+        piece_bytes: how much of the pool is registered by one call.
+        batch_runs: how many runs one call of the driver gets.
+
+    Raises:
+        ConfigError: a size that cannot work.
+        DriverError: no streams can be made.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        layout: CacheLayout,
+        keep_alive: object,
+        *,
+        piece_bytes: int = PIECE_BYTES,
+        batch_runs: int = BATCH_RUNS,
+    ) -> None:
+        if piece_bytes % _PAGE_BYTES or not 0 < piece_bytes <= MAXIMUM_REGISTERED_BYTES:
+            raise ConfigError(f"piece_bytes={piece_bytes}: a multiple of {_PAGE_BYTES}, at most 64 GiB")
+        if batch_runs < 1:
+            raise ConfigError(f"batch_runs={batch_runs}: at least 1")
+        self._driver = driver
+        self._keep_alive = keep_alive
+        self._runs = BatchRuns(layout)
+        self._piece_bytes = piece_bytes
+        self._batch_runs = batch_runs
+        self._takes_batches = driver.has_batch_copy
+        self._registration: PoolRegistration | None = None
+        self._registering: threading.Thread | None = None
+        self._stop_registering = threading.Event()
+        self._is_closed = False
+        self._events: list[int] = []
+        self._idle_events: collections.deque[int] = collections.deque()
+        self._streams: list[int] = []  # of stores, of retrieves
+        with driver.activated():
+            for _ in _DIRECTIONS:
+                self._streams.append(driver.create_stream())
+
+    @property
+    def num_registered(self) -> int:
+        """Pieces of the pool that are registered now."""
+        return 0 if self._registration is None else self._registration.num_registered
+
+    # --- order ----------------------------------------------------------------------------------------------------
+
+    def mark(self, stream: int) -> "Mark":
+        """Return what stands for all the work that a stream of the engine has now."""
+        with self._driver.activated():
+            try:
+                event = self._idle_events.pop()
+            except IndexError:
+                event = self._driver.create_event()
+                self._events.append(event)
+            mark = Mark(event)
+            weakref.finalize(mark, self._idle_events.append, event)  # no call of the driver: any thread may collect it
+            self._driver.record_event(event, stream)
+        return mark
+
+    def wait_for(self, lane: int, ready: ReadyEvent) -> None:
+        """Have the copies of a lane come after `ready`: on the device if it has a handle, else here."""
+        handle = getattr(ready, "cuda_event", 0)  # torch's word; 0 or None if it was never recorded
+        if not handle:
+            ready.synchronize()
+            return
+        with self._driver.activated():
+            self._driver.wait_for_event(self._streams[lane], int(handle))
+
+    # --- the pool -------------------------------------------------------------------------------------------------
+
+    def attach(self, mapping: PoolMapping, fence: Callable[[], AbstractContextManager[object]]) -> None:
+        """Register a new mapping of the pool, and unregister the one before, on a thread.
+
+        Args:
+            mapping: the new one; copies may use it already.
+            fence: held while no copy runs; after it none uses the mapping before.
+        """
+        if self._is_closed:
+            return
+        self._stop_registering.set()
+        stop, before = threading.Event(), self._registering
+
+        def change() -> None:
+            if before is not None:
+                before.join()
+            with fence():
+                old, self._registration = self._registration, PoolRegistration(self._driver, mapping, self._piece_bytes)
+            if old is not None:
+                old.close()
+            self._registration.register(stop)
+
+        self._stop_registering = stop
+        self._registering = threading.Thread(target=change, name="kvdepot-register", daemon=True)
+        self._registering.start()
+
+    # --- copies ---------------------------------------------------------------------------------------------------
+
+    def store(self, batch: CopyBatch) -> None:
+        """See `Copier`."""
+        self._move(0, batch)
+
+    def retrieve(self, batch: CopyBatch) -> None:
+        """See `Copier`."""
+        self._move(1, batch)
+
+    def close(self) -> None:
+        """See `Copier`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._stop_registering.set()
+        if self._registering is not None:
+            self._registering.join()
+        if self._registration is not None:
+            self._registration.close()
+        with contextlib.suppress(DriverError), self._driver.activated():  # of a device that failed nothing can be freed
+            for event in self._events:
+                self._driver.destroy_event(event)
+            for stream in self._streams:
+                self._driver.destroy_stream(stream)
+        with contextlib.suppress(DriverError):
+            self._driver.close()
+
+    def _move(self, lane: int, batch: CopyBatch) -> None:
+        runs = split(merge(self._runs.of(batch)), self._piece_bytes)
+        registration = self._registration
+        with self._driver.activated():
+            try:
+                if registration is None or registration.mapping is not batch.mapping:
+                    self._copy_singly(lane, batch, runs)
+                    return
+                is_registered = registration.covers(runs.offsets)
+                self._copy_in_batches(lane, batch, runs.where(is_registered))
+                self._copy_singly(lane, batch, runs.where(~is_registered))
+            finally:
+                self._driver.synchronize_stream(self._streams[lane])
+
+    def _copy_in_batches(self, lane: int, batch: CopyBatch, runs: Runs) -> None:
+        for start in range(0, len(runs), self._batch_runs):
+            some = runs.where(slice(start, start + self._batch_runs))
+            if self._takes_batches:
+                pool = some.offsets + batch.mapping.address
+                sources, targets = (some.blocks, pool) if lane == 0 else (pool, some.blocks)
+                try:
+                    self._driver.copy_batch(sources, targets, some.sizes, _DIRECTIONS[lane], self._streams[lane])
+                    continue
+                except DriverError as error:
+                    self._takes_batches = False
+                    logger.warning("no batches of copies any more, single ones are slower: %s", error)
+            self._copy_singly(lane, batch, some)
+
+    def _copy_singly(self, lane: int, batch: CopyBatch, runs: Runs) -> None:
+        direction, stream, address = _DIRECTIONS[lane], self._streams[lane], batch.mapping.address
+        columns = zip(runs.blocks.tolist(), runs.offsets.tolist(), runs.sizes.tolist(), strict=True)
+        for block, offset, size in columns:
+            source, target = (block, address + offset) if lane == 0 else (address + offset, block)
+            self._driver.copy(source, target, size, direction, stream)
+
+
+class Mark:
+    """A `ReadyEvent` that the engine recorded on a stream of somebody else; waited for on the device."""
+
+    __slots__ = ("__weakref__", "cuda_event")
+
+    def __init__(self, event: int) -> None:
+        self.cuda_event = event
+
+    def synchronize(self) -> None:
+        """Nobody waits for it on the host."""
+        raise NotImplementedError("a mark is waited for on the device")

@@ -1,0 +1,114 @@
+"""What the copy engine asks of a device's driver, and nothing more: the seam behind which a device can be replaced.
+
+`kvdepot_cuda.nvidia` answers it with the CUDA driver API, `kvdepot_cuda.testing` without a device. The words are those
+that drivers share (streams, events, registered host memory), so that another one fits in; none other is written.
+
+Every call that fails raises `DriverError`. Handles are plain integers, as drivers and torch name them; 0 is the default
+stream of the context. Calls are made with the device current, inside `activated()`.
+"""
+
+import enum
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.errors import KVDepotError
+
+Addresses = npt.NDArray[np.uint64]
+
+MAXIMUM_REGISTERED_BYTES: Final = 64 << 30  # of one call: drivers from 580 on refuse 512 GiB
+
+
+class DriverError(KVDepotError):
+    """A call of the driver failed: `call` names it, `code` is the driver's word for what happened."""
+
+    def __init__(self, call: str, code: str, detail: str = "") -> None:
+        super().__init__(f"{call}: {code}" + (f" ({detail})" if detail else ""))
+        self.call = call
+        self.code = code
+
+
+class Direction(enum.Enum):
+    """Where bytes go."""
+
+    TO_HOST = "to_host"  # a store
+    TO_DEVICE = "to_device"  # a retrieve
+
+
+class Driver(Protocol):
+    """One device, used by several threads. Addresses and sizes are bytes."""
+
+    @property
+    def has_batch_copy(self) -> bool:
+        """Whether `copy_batch` can be called."""
+        ...
+
+    def activated(self) -> AbstractContextManager[None]:
+        """Make the device current in this thread until the end of the block, and leave the thread as it was."""
+        ...
+
+    def create_stream(self) -> int:
+        """Return a new stream of the lowest priority that does not wait for the default stream."""
+        ...
+
+    def destroy_stream(self, stream: int) -> None:
+        """Give up a stream."""
+        ...
+
+    def synchronize_stream(self, stream: int) -> None:
+        """Wait until all work of a stream is done; what failed in it is raised here."""
+        ...
+
+    def create_event(self) -> int:
+        """Return a new event; threads that wait for it sleep."""
+        ...
+
+    def destroy_event(self, event: int) -> None:
+        """Give up an event."""
+        ...
+
+    def record_event(self, event: int, stream: int) -> None:
+        """Let an event stand for the work that the stream has now.
+
+        Refused while the stream is captured into a graph: who then waits for the event would become part of it.
+        """
+        ...
+
+    def wait_for_event(self, stream: int, event: int) -> None:
+        """Have what the stream gets from now on wait, on the device, for what the event stands for now."""
+        ...
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """Make host memory known to the device, so that it is copied without staging; at most 64 GiB a call."""
+        ...
+
+    def unregister_host(self, address: int) -> None:
+        """Take back one `register_host`, by its address."""
+        ...
+
+    def copy(self, source: int, target: int, num_bytes: int, direction: Direction, stream: int) -> None:
+        """Copy one run in stream order. Its host side lies in one registered range or touches none.
+
+        With host memory that is not registered the call may wait for the copy.
+        """
+        ...
+
+    def copy_batch(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: Direction, stream: int
+    ) -> None:
+        """Copy runs, `(num_runs,)` each, in any order among themselves; host sides are registered, targets disjoint.
+
+        The arrays can be reused after the call.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the device up. Twice is harmless."""
+        ...
+
+
+OpenDriver = Callable[[int], Driver]
+"""Opens the driver of a device, by its ordinal in this process."""

@@ -1,0 +1,193 @@
+"""`CudaDriver`: the `Driver` of NVIDIA devices, by the CUDA driver API as cuda-bindings has it.
+
+Nothing of CUDA is imported before the first use. The driver API, and not the runtime's, because its errors stay in the
+return codes: a failed runtime call leaves its error behind for torch to find.
+
+It works in the device's primary context, which is the one that torch uses. The API makes no context current by itself,
+so each use pushes it and takes it off again. For as long, the thread's capture mode is relaxed: with the default a
+registration or a wait here would break a CUDA graph that the engine is capturing in another thread.
+"""
+
+import contextlib
+import ctypes
+import importlib
+from collections.abc import Generator
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot_cuda.driver import Addresses, Direction, DriverError
+
+_BATCH_COPY_VERSION: Final = 12080  # the signature that has `failIdx`; drivers of CUDA 13 still offer it
+_ORDER_STREAM: Final = 1  # the source is read in stream order
+_ORDER_ANY: Final = 3  # ... at any time: nothing in the stream writes it
+_NO_FAILURE_INDEX: Final = 2**64 - 1
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes; the hints are for managed memory only."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_uint32),
+        ("source_hint", ctypes.c_int32 * 2),
+        ("target_hint", ctypes.c_int32 * 2),
+        ("flags", ctypes.c_uint32),
+    )
+
+
+assert ctypes.sizeof(_CopyAttributes) == 24
+
+BatchCopy = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p,
+)  # fmt: skip
+
+
+class CudaDriver:
+    """See `kvdepot_cuda.driver.Driver`.
+
+    Args:
+        ordinal: of the device, as CUDA numbers devices in this process.
+
+    Raises:
+        DriverError: there is no driver, no such device, or it cannot be used.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self._cuda = _load()
+        self._is_open = False
+        self._done: dict[int, int] = {}  # stream: the event by which it is waited for
+        self._call("cuInit", 0)
+        self._device = self._call("cuDeviceGet", ordinal)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._is_open = True
+        self._batch_copy = self._find_batch_copy()
+
+    @property
+    def has_batch_copy(self) -> bool:
+        """See `Driver`: from CUDA 12.8 on."""
+        return self._batch_copy is not None
+
+    @contextlib.contextmanager
+    def activated(self) -> Generator[None]:
+        """See `Driver`."""
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            before = self._call(
+                "cuThreadExchangeStreamCaptureMode", self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            )
+            try:
+                yield
+            finally:
+                self._call("cuThreadExchangeStreamCaptureMode", before)
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def create_stream(self) -> int:
+        """See `Driver`."""
+        lowest, _ = self._call("cuCtxGetStreamPriorityRange")
+        flags = int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        stream = int(self._call("cuStreamCreateWithPriority", flags, lowest))
+        self._done[stream] = self.create_event()
+        return stream
+
+    def destroy_stream(self, stream: int) -> None:
+        """See `Driver`."""
+        self.destroy_event(self._done.pop(stream))
+        self._call("cuStreamDestroy", stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        """See `Driver`: by an event, as a thread that waits for one sleeps instead of spinning."""
+        event = self._done[stream]
+        try:
+            self._call("cuEventRecord", event, stream)
+            self._call("cuEventSynchronize", event)
+        except DriverError:
+            self._call("cuStreamSynchronize", stream)  # whatever it was, nothing may be under way after this
+            raise
+
+    def create_event(self) -> int:
+        """See `Driver`."""
+        kinds = self._cuda.CUevent_flags
+        return int(self._call("cuEventCreate", int(kinds.CU_EVENT_DISABLE_TIMING) | int(kinds.CU_EVENT_BLOCKING_SYNC)))
+
+    def destroy_event(self, event: int) -> None:
+        """See `Driver`."""
+        self._call("cuEventDestroy", event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        """See `Driver`."""
+        status = self._call("cuStreamIsCapturing", stream)
+        if status != self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            raise DriverError("cuStreamIsCapturing", status.name, f"stream {stream:#x} cannot be waited for")
+        self._call("cuEventRecord", event, stream)
+
+    def wait_for_event(self, stream: int, event: int) -> None:
+        """See `Driver`."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """See `Driver`."""
+        self._call("cuMemHostRegister", address, num_bytes, int(self._cuda.CU_MEMHOSTREGISTER_PORTABLE))
+
+    def unregister_host(self, address: int) -> None:
+        """See `Driver`."""
+        self._call("cuMemHostUnregister", address)
+
+    def copy(self, source: int, target: int, num_bytes: int, direction: Direction, stream: int) -> None:
+        """See `Driver`."""
+        call = "cuMemcpyDtoHAsync" if direction is Direction.TO_HOST else "cuMemcpyHtoDAsync"
+        self._call(call, target, source, num_bytes, stream)
+
+    def copy_batch(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: Direction, stream: int
+    ) -> None:
+        """See `Driver`: one call with the arrays as they are; the binding's own wants lists of Python objects."""
+        assert self._batch_copy is not None
+        sources, targets, sizes = (np.ascontiguousarray(column, np.uint64) for column in (sources, targets, sizes))
+        # What a store reads was written in stream order; what a retrieve reads is leased, and does not change.
+        order = _ORDER_STREAM if direction is Direction.TO_HOST else _ORDER_ANY
+        attributes = _CopyAttributes(source_order=order)
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_FAILURE_INDEX)
+        code = self._batch_copy(
+            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), ctypes.addressof(attributes),
+            ctypes.addressof(first), 1, ctypes.addressof(failed), stream,
+        )  # fmt: skip
+        if code:
+            run = "no run named" if failed.value == _NO_FAILURE_INDEX else f"run {failed.value}"
+            raise DriverError("cuMemcpyBatchAsync", self._name_of(code), f"{run} of {len(sizes)}")
+
+    def close(self) -> None:
+        """See `Driver`."""
+        if self._is_open:
+            self._is_open = False
+            self._call("cuDevicePrimaryCtxRelease", self._device)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Make one call and return what it returns but for the code: nothing, one value or a tuple."""
+        code, *values = getattr(self._cuda, name)(*arguments)
+        if int(code):
+            raise DriverError(name, self._name_of(int(code)))
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _name_of(self, code: int) -> str:
+        try:
+            return f"{self._cuda.CUresult(code).name} ({code})"
+        except ValueError:  # of a driver that is newer than the bindings
+            return f"error {code}"
+
+    def _find_batch_copy(self) -> Any:
+        try:
+            address, found = self._call("cuGetProcAddress", b"cuMemcpyBatchAsync", _BATCH_COPY_VERSION, 0)
+        except DriverError:  # the driver is older than the version that is asked for
+            return None
+        return BatchCopy(int(address)) if int(found) == 0 and address else None
+
+
+def _load() -> Any:
+    try:
+        cuda = importlib.import_module("cuda.bindings.driver")
+        cuda.cuDriverGetVersion()  # the first call looks for the driver, and raises if there is none
+    except (ImportError, RuntimeError) as error:
+        raise DriverError("loading the CUDA driver", "not possible", str(error)) from error
+    return cuda

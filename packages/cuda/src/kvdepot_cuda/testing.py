@@ -1,0 +1,426 @@
+"""`FakeDriver`: a `Driver` without a device, as strict as a real one and as late as one can be.
+
+Device memory is a segment of shared memory. Every stream is a thread that does nothing until somebody waits for it, and
+then works in order: a copy that nobody synchronises never happens, and meanwhile its target holds poison. Calls that a
+real driver refuses are refused: without a current context, with addresses in no allocation, with host memory half
+registered, on the default stream. What a real driver would let pass and what is wrong all the same (unregistering under
+a copy, targets that overlap) is in `violations`. `fail` makes any call fail.
+
+It proves the worker's side: order, waits, errors, what is registered when, what is given back. It proves nothing about
+a device: no speed, no ordering inside hardware, no behaviour of NVIDIA's driver that nobody told it.
+"""
+
+import collections
+import contextlib
+import ctypes
+import itertools
+import mmap
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Addresses, Direction, DriverError
+
+POISON: Final = 0xAB
+DEFAULT_STREAM: Final = 0
+_WAIT_SECONDS: Final = 30.0
+_PAGE_BYTES: Final = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class FakeDevice:
+    """What `torch.device` has."""
+
+    type: str = "cuda"
+    index: int = 0
+
+
+class FakeTensor:
+    """A tensor of bytes on the fake device, as far as a backend looks at it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], index: int = 0) -> None:
+        self.shape = shape
+        self.device = FakeDevice(index=index)
+        self._address = address
+        self._strides = strides
+
+    def data_ptr(self) -> int:
+        """As in torch."""
+        return self._address
+
+    def stride(self) -> tuple[int, ...]:
+        """As in torch: in elements, which are bytes here."""
+        return self._strides
+
+    def element_size(self) -> int:
+        """As in torch."""
+        return 1
+
+
+class FakeEvent:
+    """What `torch.cuda.Event` has: recorded on a stream of the fake device."""
+
+    def __init__(self, driver: "FakeDriver", stream: int) -> None:
+        self._driver, self._stream = driver, stream
+        with driver.activated():
+            self.cuda_event = driver.create_event()
+            driver.record_event(self.cuda_event, stream)
+
+    def synchronize(self) -> None:
+        """As in torch."""
+        with self._driver.activated():
+            self._driver.synchronize_stream(self._stream)
+
+
+class _Stream:
+    """Work in order, on a thread, on demand."""
+
+    def __init__(self, name: str) -> None:
+        self.changed = threading.Condition()
+        self.error: DriverError | None = None
+        self.num_added = 0
+        self.num_done = 0
+        self.touched: collections.deque[tuple[int, list[tuple[int, int]]]] = collections.deque()  # host ranges
+        self.num_waits = 0  # for events, not done
+        self._demanded = 0
+        self._work: collections.deque[Callable[[], None]] = collections.deque()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, work: Callable[[], None], host_ranges: list[tuple[int, int]] | None = None) -> int:
+        with self.changed:
+            self._work.append(work)
+            self.num_added += 1
+            if host_ranges:
+                self.touched.append((self.num_added, host_ranges))
+            self.changed.notify_all()
+            return self.num_added
+
+    def finish(self, number: int) -> None:
+        """Have the first `number` works done and wait for it."""
+        with self.changed:
+            self._demanded = max(self._demanded, number)
+            self.changed.notify_all()
+            if not self.changed.wait_for(lambda: self.num_done >= number, _WAIT_SECONDS):
+                raise DriverError("synchronize", "the fake device hangs")
+
+    def close(self) -> None:
+        with self.changed:
+            self._is_open = False
+            self.changed.notify_all()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: not self._is_open or (self._work and self.num_done < self._demanded))
+                if not self._is_open:
+                    return
+                work = self._work.popleft()
+            try:
+                work()
+            except DriverError as error:
+                self.error = error
+            with self.changed:
+                self.num_done += 1
+                while self.touched and self.touched[0][0] <= self.num_done:
+                    self.touched.popleft()
+                self.changed.notify_all()
+
+
+@dataclass(slots=True)
+class _Failure:
+    code: str
+    after: int
+    times: int
+
+
+class FakeDriver:
+    """See `kvdepot_cuda.driver.Driver`; `calls` counts calls by name, `"pageable"` those copies, `"runs"` all runs."""
+
+    def __init__(self, ordinal: int = 0, *, has_batch_copy: bool = True) -> None:
+        self.ordinal = ordinal
+        self.has_batch_copy = has_batch_copy
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.violations: list[str] = []
+        self.largest_batch = 0
+        self.largest_registered_bytes = 0
+        self.is_closed = False
+        self.capturing: set[int] = set()  # streams that are captured into a graph
+        self._local = threading.local()
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(0x1000)
+        self._allocations: dict[int, tuple[mmap.mmap, int]] = {}
+        self._registered: dict[int, int] = {}
+        self._events: dict[int, tuple[_Stream, int] | None] = {}
+        self._failures: dict[str, _Failure] = {}
+        self._streams = {DEFAULT_STREAM: _Stream("fake-default-stream")}
+
+    # --- what tests use -------------------------------------------------------------------------------------------
+
+    def allocate(self, num_bytes: int) -> int:
+        """Return the address of new device memory, zeroed."""
+        memory = mmap.mmap(-1, num_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._allocations[address] = memory, num_bytes
+        return address
+
+    def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
+        """Return a new tensor `(num_blocks, page_size_bytes)`."""
+        stride = page_size_bytes + padding_bytes
+        return FakeTensor(self.allocate(num_blocks * stride), (num_blocks, page_size_bytes), (stride, 1), self.ordinal)
+
+    def bytes_at(self, address: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return device memory as it is now, writable."""
+        if not self._is_on_device(address, num_bytes):
+            raise AssertionError(f"{num_bytes} bytes at {address:#x} are not on the device")
+        return np.frombuffer(memoryview((ctypes.c_uint8 * num_bytes).from_address(address)).cast("B"), np.uint8)
+
+    def launch(self, kernel: Callable[[], None], stream: int = DEFAULT_STREAM) -> None:
+        """Put a function into a stream, as an engine does with its kernels."""
+        self._streams[stream].add(kernel)
+
+    def fail(self, call: str, code: str = "CUDA_ERROR_UNKNOWN (999)", *, after: int = 0, times: int = 1 << 30) -> None:
+        """Have a call fail `times` times, `after` calls from now; `"execute"` fails copies while they are done."""
+        self._failures[call] = _Failure(code, after, times)
+
+    @property
+    def left_over(self) -> dict[str, int]:
+        """What was made and not given back."""
+        found = {
+            "streams": len(self._streams) - 1,
+            "events": len(self._events),
+            "registrations": len(self._registered),
+            "open": int(not self.is_closed),
+        }
+        return {name: count for name, count in found.items() if count}
+
+    @property
+    def registered_bytes(self) -> int:
+        """Host memory that is registered now."""
+        return sum(self._registered.values())
+
+    # --- Driver ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def activated(self) -> Generator[None]:
+        """See `Driver`."""
+        if self.is_closed:
+            raise DriverError("activated", "CUDA_ERROR_CONTEXT_IS_DESTROYED (709)")
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._local.depth -= 1
+
+    def create_stream(self) -> int:
+        """See `Driver`."""
+        self._enter("create_stream")
+        stream = next(self._numbers)
+        self._streams[stream] = _Stream(f"fake-stream-{stream:#x}")
+        return stream
+
+    def destroy_stream(self, stream: int) -> None:
+        """See `Driver`."""
+        self._enter("destroy_stream")
+        found = self._stream(stream, "destroy_stream")
+        if found.touched:
+            self._note(f"stream {stream:#x} was destroyed with copies in it")
+        del self._streams[stream]
+        found.close()
+
+    def synchronize_stream(self, stream: int) -> None:
+        """See `Driver`."""
+        found = self._stream(stream, "synchronize_stream")
+        found.finish(found.num_added)
+        self._enter("synchronize_stream")
+        error, found.error = found.error, None
+        if error is not None:
+            raise error
+
+    def create_event(self) -> int:
+        """See `Driver`."""
+        self._enter("create_event")
+        event = next(self._numbers)
+        self._events[event] = None
+        return event
+
+    def destroy_event(self, event: int) -> None:
+        """See `Driver`."""
+        self._enter("destroy_event")
+        if self._events.pop(event, -1) == -1:
+            raise DriverError("destroy_event", "CUDA_ERROR_INVALID_HANDLE (400)")
+
+    def record_event(self, event: int, stream: int) -> None:
+        """See `Driver`."""
+        self._enter("record_event")
+        found = self._stream(stream, "record_event")
+        if event not in self._events:
+            raise DriverError("record_event", "CUDA_ERROR_INVALID_HANDLE (400)")
+        if stream in self.capturing:
+            raise DriverError("record_event", "the stream is captured")
+        self._events[event] = found, found.num_added
+
+    def wait_for_event(self, stream: int, event: int) -> None:
+        """See `Driver`."""
+        self._enter("wait_for_event")
+        found = self._stream(stream, "wait_for_event")
+        if event not in self._events:
+            raise DriverError("wait_for_event", "CUDA_ERROR_INVALID_HANDLE (400)")
+        recorded = self._events[event]
+        if recorded is None:  # an event that was never recorded is over
+            return
+
+        def wait() -> None:
+            recorded[0].finish(recorded[1])
+            found.num_waits -= 1
+
+        found.num_waits += 1
+        found.add(wait)
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """See `Driver`."""
+        self._enter("register_host")
+        if not 0 < num_bytes <= MAXIMUM_REGISTERED_BYTES or not _is_mapped(address, num_bytes):
+            raise DriverError("register_host", "CUDA_ERROR_INVALID_VALUE (1)")
+        with self._lock:
+            if any(start < address + num_bytes and address < start + size for start, size in self._registered.items()):
+                raise DriverError("register_host", "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)")
+            self._registered[address] = num_bytes
+            self.largest_registered_bytes = max(self.largest_registered_bytes, num_bytes)
+
+    def unregister_host(self, address: int) -> None:
+        """See `Driver`."""
+        self._enter("unregister_host")
+        with self._lock:
+            size = self._registered.get(address)
+            if size is None:
+                raise DriverError("unregister_host", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED (713)")
+            for stream in self._streams.values():
+                with stream.changed:
+                    for _, ranges in stream.touched:
+                        if any(start < address + size and address < start + length for start, length in ranges):
+                            self._note(f"host memory at {address:#x} was unregistered under a copy")
+            del self._registered[address]
+
+    def copy(self, source: int, target: int, num_bytes: int, direction: Direction, stream: int) -> None:
+        """See `Driver`."""
+        self._enter("copy")
+        found = self._copy_stream(stream, "copy")
+        is_registered = self._check_run(source, target, num_bytes, direction, "copy")
+        number = self._add(found, [(source, target, num_bytes)], direction)
+        if not is_registered:
+            self.calls["pageable"] += 1
+            found.finish(number)
+
+    def copy_batch(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: Direction, stream: int
+    ) -> None:
+        """See `Driver`."""
+        self._enter("copy_batch")
+        found = self._copy_stream(stream, "copy_batch")
+        runs = list(zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True))
+        if not self.has_batch_copy or not runs:
+            raise DriverError("copy_batch", "CUDA_ERROR_INVALID_VALUE (1)", "no runs, or no such call")
+        for source, target, size in runs:
+            if not self._check_run(source, target, size, direction, "copy_batch"):
+                raise DriverError("copy_batch", "CUDA_ERROR_INVALID_VALUE (1)", "host memory that is not registered")
+        ordered = sorted((target, size) for _, target, size in runs)
+        if any(start + size > following for (start, size), (following, _) in itertools.pairwise(ordered)):
+            self._note("targets of a batch overlap")
+        self.largest_batch = max(self.largest_batch, len(runs))
+        self._add(found, runs[::-1], direction)  # in any order
+
+    def close(self) -> None:
+        """See `Driver`."""
+        if not self.is_closed:
+            self.is_closed = True
+            for stream in self._streams.values():
+                stream.close()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _enter(self, call: str) -> None:
+        if not getattr(self._local, "depth", 0):
+            raise DriverError(call, "CUDA_ERROR_INVALID_CONTEXT (201)")
+        with self._lock:
+            self.calls[call] += 1
+            self._fail_if_told(call)
+
+    def _fail_if_told(self, call: str) -> None:
+        failure = self._failures.get(call)
+        if failure is None:
+            return
+        if failure.after:
+            failure.after -= 1
+        elif failure.times:
+            failure.times -= 1
+            raise DriverError(call, failure.code)
+
+    def _note(self, violation: str) -> None:
+        self.violations.append(violation)
+
+    def _stream(self, stream: int, call: str) -> _Stream:
+        found = self._streams.get(stream)
+        if found is None:
+            raise DriverError(call, "CUDA_ERROR_INVALID_HANDLE (400)")
+        return found
+
+    def _copy_stream(self, stream: int, call: str) -> _Stream:
+        if stream == DEFAULT_STREAM:
+            raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", "the default stream")
+        return self._stream(stream, call)
+
+    def _is_on_device(self, address: int, num_bytes: int) -> bool:
+        return any(
+            start <= address and address + num_bytes <= start + size for start, (_, size) in self._allocations.items()
+        )
+
+    def _check_run(self, source: int, target: int, num_bytes: int, direction: Direction, call: str) -> bool:
+        """Refuse what a driver refuses; return whether the host side is registered."""
+        device, host = (source, target) if direction is Direction.TO_HOST else (target, source)
+        if num_bytes <= 0 or not self._is_on_device(device, num_bytes):
+            raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", f"{num_bytes} bytes at {device:#x} on the device")
+        with self._lock:
+            touched = [
+                (start, size) for start, size in self._registered.items()
+                if start < host + num_bytes and host < start + size
+            ]  # fmt: skip
+        if not touched:
+            if self._is_on_device(host, num_bytes) or not _is_mapped(host, num_bytes):
+                raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", f"{num_bytes} bytes at {host:#x} of the host")
+            return False
+        if len(touched) > 1 or not touched[0][0] <= host <= host + num_bytes <= sum(touched[0]):
+            raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", "across the end of registered memory")
+        return True
+
+    def _add(self, stream: _Stream, runs: list[tuple[int, int, int]], direction: Direction) -> int:
+        self.calls["runs"] += len(runs)
+        to_host = direction is Direction.TO_HOST
+        if to_host or not stream.num_waits:  # what comes before it may still look at the target
+            for _, target, size in runs:
+                ctypes.memset(target, POISON, size)
+
+        def copy() -> None:
+            with self._lock:
+                self._fail_if_told("execute")
+            for source, target, size in runs:
+                ctypes.memmove(target, source, size)
+
+        return stream.add(copy, [(target if to_host else source, size) for source, target, size in runs])
+
+
+_libc = ctypes.CDLL(None)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def _is_mapped(address: int, num_bytes: int) -> bool:
+    start = address // _PAGE_BYTES * _PAGE_BYTES
+    size = address + num_bytes - start
+    pages = ctypes.create_string_buffer(-(-size // _PAGE_BYTES))
+    return _libc.mincore(start, size, pages) == 0

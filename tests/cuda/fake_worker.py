@@ -1,0 +1,44 @@
+"""A worker of the conformance suite whose device is the fake driver."""
+
+from typing import Any
+
+import numpy as np
+
+from kvdepot.protocols import CacheGroup
+from kvdepot.testing.backend import WorkerPlan
+from kvdepot_cuda.context import CudaTransferContext
+from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver
+
+PIECE_BYTES = 8 << 20  # eight pieces of the suite's pool
+
+
+class FakeWorker:
+    def __init__(self, url: str, plan: WorkerPlan, *, driver: FakeDriver | None = None, **options: Any) -> None:
+        self.driver = driver or FakeDriver()
+        self.tensors = [
+            [self.driver.tensor(plan.num_blocks, size, group.padding_bytes) for size in group.page_sizes_bytes]
+            for group in plan.groups
+        ]
+        groups = [
+            CacheGroup(tensors, g.block_tokens, g.kind, g.window_tokens, g.shard, g.num_shards)
+            for g, tensors in zip(plan.groups, self.tensors, strict=True)
+        ]
+        options = {"piece_bytes": PIECE_BYTES, "batch_runs": 64, "stream": lambda: DEFAULT_STREAM} | options
+        self.context = CudaTransferContext(
+            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
+            chunk_tokens=plan.chunk_tokens, url=url, open_driver=lambda _ordinal: self.driver, **options,
+        )  # fmt: skip
+        self.spec = self.context.spec
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        self.context.wait_until_connected(timeout_seconds)
+
+    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
+        self._block(group, page, block)[:] = np.frombuffer(data, np.uint8)
+
+    def read_block(self, group: int, page: int, block: int) -> bytes:
+        return self._block(group, page, block).tobytes()
+
+    def _block(self, group: int, page: int, block: int) -> Any:
+        tensor = self.tensors[group][page]
+        return self.driver.bytes_at(tensor.data_ptr() + block * tensor.stride()[0], tensor.shape[1])

@@ -1,0 +1,201 @@
+"""What a driver refuses or fails is a miss, once; what the pool's registration holds is given back."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvdepot.testing.backend import PLANS, Cache, prompt
+from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot_cuda.testing import FakeDriver
+from tests.cuda.fake_worker import PIECE_BYTES, FakeWorker
+
+MakeCache = Callable[..., Cache]
+POOL_BYTES = 64 << 20
+NUM_PIECES = POOL_BYTES // PIECE_BYTES
+WAIT_SECONDS = 20.0
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    with DepotProcess() as depot:
+        yield depot
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def cache(depot: DepotProcess, driver: FakeDriver) -> Iterator[MakeCache]:
+    """Makes connected workers whose pool is registered, as far as the driver lets them."""
+    made: list[Cache] = []
+
+    def make(*, plan: str = "one group", num_pieces: int = NUM_PIECES, **options: Any) -> Cache:
+        worker = FakeWorker(depot.url, PLANS[plan], driver=driver, **options)
+        made.append(Cache(worker, PLANS[plan]))
+        worker.wait_until_connected(WAIT_SECONDS)
+        wait_until(lambda: worker.context.num_registered == num_pieces, what="the pool to be registered")
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.context.close()
+    assert driver.violations == []
+    assert driver.left_over == {}
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(9, 24)
+@pytest.mark.parametrize("call", ["execute", "synchronize_stream", "record_event", "wait_for_event"])
+def test_a_call_that_fails_is_a_miss_and_the_next_transfer_works(
+    call: str, cache: MakeCache, driver: FakeDriver, depot: DepotProcess
+) -> None:
+    worker = cache()
+    driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", times=1)
+    assert not worker.store(prompt(4))
+    assert depot.status().num_entries == 0
+    assert worker.store(prompt(4))
+    driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", times=1)
+    assert worker.retrieve(prompt(4)) == 0
+    assert worker.retrieve(prompt(4)) == 4
+    wait_until(lambda: depot.status().num_leases == 0)
+    assert (depot.status().num_tickets, depot.status().quarantined_bytes) == (0, 0)
+
+
+def test_a_copy_that_fails_half_way_is_a_miss_after_the_others_are_done(cache: MakeCache, driver: FakeDriver) -> None:
+    """The fake says so if a stream still writes when the extents are given back."""
+    driver.has_batch_copy = False
+    worker = cache()
+    driver.fail("copy", "CUDA_ERROR_INVALID_VALUE (1)", after=5, times=1)
+    waits = driver.calls["synchronize_stream"]
+    assert not worker.store(prompt(4))
+    assert driver.calls["synchronize_stream"] == waits + 1
+    assert worker.store(prompt(4))
+    assert worker.retrieve(prompt(4)) == 4
+
+
+def test_a_driver_whose_batches_fail_is_asked_for_single_copies(
+    cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = cache()
+    assert worker.store(prompt(2))
+    assert driver.calls["copy"] == 0
+    driver.fail("copy_batch", "CUDA_ERROR_NOT_SUPPORTED (801)")
+    batches = driver.calls["copy_batch"]
+    for salt in range(3):
+        assert worker.store(prompt(2, salt=salt))
+        assert worker.retrieve(prompt(2, salt=salt)) == 2
+    assert driver.calls["copy_batch"] == batches + 1
+    assert len([record for record in caplog.records if "no batches" in record.message]) == 1
+
+
+def test_a_device_that_is_lost_is_misses_for_ever_and_closes(cache: MakeCache, driver: FakeDriver) -> None:
+    worker = cache()
+    assert worker.store(prompt(2))
+    for call in ("synchronize_stream", "copy", "copy_batch", "record_event", "wait_for_event"):
+        driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+    for _ in range(3):
+        assert worker.retrieve(prompt(2)) == 0
+        assert not worker.store(prompt(2, salt=1))
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_bounded(cache: MakeCache, driver: FakeDriver) -> None:
+    worker = cache(batch_runs=10)
+    assert worker.store(prompt(15))
+    assert worker.retrieve(prompt(15)) == 15
+    assert driver.largest_batch == 10
+
+
+@pytest.mark.promise(51)
+def test_blocks_that_follow_each_other_are_one_run(cache: MakeCache, driver: FakeDriver) -> None:
+    worker = cache()
+    run = prompt(4)
+    blocks = [list(range(8, 24))]
+    worker.fill(run, blocks)
+    assert worker.context.submit_store("request", run, blocks).result(WAIT_SECONDS)
+    assert driver.calls["runs"] <= 4 * 4  # a chunk and layer each, not 4 * 4 * 4
+    assert worker.retrieve(run) == 4
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def test_the_pool_is_registered_in_pieces_and_given_back(cache: MakeCache, driver: FakeDriver) -> None:
+    worker = cache()
+    assert driver.registered_bytes == POOL_BYTES
+    assert driver.largest_registered_bytes == PIECE_BYTES
+    worker.context.close()
+    assert driver.calls["unregister_host"] == NUM_PIECES
+    assert driver.left_over == {}
+
+
+@pytest.mark.parametrize("piece_bytes", [5 * 4096, 1 << 20])
+def test_no_copy_crosses_the_end_of_a_piece(piece_bytes: int, cache: MakeCache, driver: FakeDriver) -> None:
+    """Pages of 64 KiB, pieces that end inside them: the fake refuses what crosses, as drivers do."""
+    worker = cache(plan="large pages", num_pieces=-(-POOL_BYTES // piece_bytes), piece_bytes=piece_bytes)
+    assert worker.store(prompt(5))
+    assert worker.retrieve(prompt(5)) == 5
+    assert driver.calls["pageable"] == 0
+
+
+@pytest.mark.parametrize(("after", "times", "refused"), [(0, 1 << 30, NUM_PIECES), (0, 2, 2), (1, 2, 2)])
+def test_what_cannot_be_registered_is_copied_all_the_same(
+    after: int, times: int, refused: int, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, pageable copies there, batches elsewhere."""
+    driver.fail("register_host", "CUDA_ERROR_OUT_OF_MEMORY (2)", after=after, times=times)
+    worker = cache(plan="large pages", num_pieces=NUM_PIECES - refused)
+    wait_until(lambda: "cannot be registered" in caplog.text)
+    for salt in range(6):
+        assert worker.store(prompt(8, salt=salt))
+        assert worker.retrieve(prompt(8, salt=salt)) == 8
+    assert driver.calls["pageable"] > 0
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
+@pytest.mark.promise(23, 27)
+def test_ten_restarts_of_the_depot_leave_one_registration(
+    cache: MakeCache, driver: FakeDriver, depot: DepotProcess
+) -> None:
+    worker = cache()
+    assert worker.store(prompt(3))
+    for _ in range(10):
+        before = driver.calls["register_host"]
+        depot.kill()
+        assert worker.retrieve(prompt(3)) == 0
+        depot.start()
+        worker.worker.wait_until_connected(WAIT_SECONDS)
+        wait_until(lambda before=before: driver.calls["register_host"] == before + NUM_PIECES)
+        wait_until(lambda: not depot.status().recovering)
+        assert worker.retrieve(prompt(3)) == 3
+    assert driver.registered_bytes == POOL_BYTES
+    assert driver.calls["unregister_host"] == 10 * NUM_PIECES
+    assert driver.left_over == {"streams": 2, "events": driver.calls["create_event"], "registrations": NUM_PIECES,
+                                "open": 1}  # fmt: skip
+    assert driver.calls["create_event"] <= 4
+
+
+def test_transfers_do_not_wait_for_the_registration(driver: FakeDriver, depot: DepotProcess) -> None:
+    """A worker that is closed while its pool is being registered gives everything back, too."""
+    worker = FakeWorker(depot.url, PLANS["one group"], driver=driver, piece_bytes=16384)
+    cache = Cache(worker, PLANS["one group"])
+    worker.wait_until_connected(WAIT_SECONDS)
+    assert cache.store(prompt(4))
+    assert cache.retrieve(prompt(4)) == 4
+    worker.context.close()
+    assert driver.left_over == {}
+    assert driver.violations == []
+
+
+def test_the_depot_knows_how_bytes_are_moved(cache: MakeCache, depot: DepotProcess) -> None:
+    cache()
+    (context,) = depot.status().contexts
+    assert (context.transfer_mode, context.device) == ("direct", "cuda:0")

@@ -1,0 +1,183 @@
+"""`CudaDriver` without a device: the names and arguments of its calls against the bindings, and what batches pass on.
+
+A stand-in for `cuda.bindings.driver` answers the calls. What NVIDIA's driver makes of them only a GPU can tell.
+"""
+
+import ctypes
+import importlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdepot_cuda import nvidia
+from kvdepot_cuda.driver import Direction, DriverError
+from kvdepot_cuda.nvidia import CudaDriver
+
+REAL: Any = importlib.import_module("cuda.bindings.driver")
+ANSWERS: dict[str, tuple[Any, ...]] = {
+    "cuDriverGetVersion": (13000,),
+    "cuDeviceGet": (7,),
+    "cuDevicePrimaryCtxRetain": (70,),
+    "cuCtxGetStreamPriorityRange": (0, -5),
+    "cuStreamCreateWithPriority": (71,),
+    "cuEventCreate": (72,),
+    "cuThreadExchangeStreamCaptureMode": (0,),
+    "cuStreamIsCapturing": (REAL.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE,),
+    "cuCtxPopCurrent": (70,),
+}
+
+
+class StandIn(types.SimpleNamespace):
+    """Records calls, each with as many arguments as the real one takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+        self.codes: dict[str, int] = {}
+        self.batches: list[dict[str, Any]] = []
+        self.batch_code = 0
+        self._batch_copy = nvidia.BatchCopy(self._copy_batch)
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(REAL, name)
+        if not (name.startswith("cu") and callable(real)):
+            return real
+        first_line = str(real.__doc__).partition("\n")[0]
+        parameters = first_line[first_line.index("(") + 1 : first_line.rindex(")")]
+        expected = len([part for part in parameters.split(",") if part.strip()])
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            assert len(arguments) == expected, f"{first_line} was called with {arguments}"
+            self.calls.append((name, *arguments))
+            code = self.codes.get(name, 0)
+            if name == "cuGetProcAddress":
+                return code, ctypes.cast(self._batch_copy, ctypes.c_void_p).value, 0
+            return (code, *ANSWERS.get(name, ()))
+
+        return call
+
+    def _copy_batch(self, *arguments: Any) -> int:
+        targets, sources, sizes, count, attributes, first, num_attributes, failed, stream = arguments
+        columns = [(ctypes.c_uint64 * count).from_address(place) for place in (sources, targets, sizes)]
+        self.batches.append({
+            "runs": list(zip(*columns, strict=True)),
+            "attributes": bytes((ctypes.c_uint8 * 24).from_address(attributes)),
+            "first": ctypes.c_size_t.from_address(first).value,
+            "num_attributes": num_attributes,
+            "stream": stream,
+        })  # fmt: skip
+        if self.batch_code:
+            ctypes.c_size_t.from_address(failed).value = 1
+        return self.batch_code
+
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    stand_in = StandIn()
+    monkeypatch.setattr(nvidia, "_load", lambda: stand_in)
+    yield stand_in
+
+
+def test_every_call_has_the_arguments_that_the_bindings_take(cuda: StandIn) -> None:
+    driver = CudaDriver(3)
+    with driver.activated():
+        stream = driver.create_stream()
+        event = driver.create_event()
+        driver.record_event(event, stream)
+        driver.wait_for_event(stream, event)
+        driver.register_host(4096, 8192)
+        driver.copy(1, 2, 3, Direction.TO_HOST, stream)
+        driver.copy(1, 2, 3, Direction.TO_DEVICE, stream)
+        driver.synchronize_stream(stream)
+        driver.unregister_host(4096)
+        driver.destroy_event(event)
+        driver.destroy_stream(stream)
+    driver.close()
+    driver.close()
+    assert ("cuDeviceGet", 3) in cuda.calls
+    assert ("cuMemHostRegister", 4096, 8192, 1) in cuda.calls
+    assert ("cuMemcpyDtoHAsync", 2, 1, 3, 71) in cuda.calls
+    assert ("cuMemcpyHtoDAsync", 2, 1, 3, 71) in cuda.calls
+    assert cuda.names().count("cuEventCreate") == cuda.names().count("cuEventDestroy") == 2
+    assert cuda.names().count("cuDevicePrimaryCtxRelease") == 1
+
+
+def test_streams_have_the_lowest_priority_and_do_not_wait_for_the_default_stream(cuda: StandIn) -> None:
+    driver = CudaDriver(0)
+    with driver.activated():
+        driver.create_stream()
+    assert ("cuStreamCreateWithPriority", 1, 0) in cuda.calls  # CU_STREAM_NON_BLOCKING, the least of (0, -5)
+
+
+def test_a_thread_is_left_as_it_was_after_an_error_too(cuda: StandIn) -> None:
+    driver = CudaDriver(0)
+    cuda.calls.clear()
+    cuda.codes["cuMemHostRegister"] = 712
+    with pytest.raises(DriverError, match=r"cuMemHostRegister: .*ALREADY_REGISTERED \(712\)"), driver.activated():
+        driver.register_host(4096, 4096)
+    relaxed = REAL.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    assert cuda.calls == [
+        ("cuCtxPushCurrent", 70), ("cuThreadExchangeStreamCaptureMode", relaxed), ("cuMemHostRegister", 4096, 4096, 1),
+        ("cuThreadExchangeStreamCaptureMode", 0), ("cuCtxPopCurrent",),
+    ]  # fmt: skip
+
+
+def test_a_stream_that_is_captured_is_not_marked(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    active = REAL.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+    monkeypatch.setitem(ANSWERS, "cuStreamIsCapturing", (active,))
+    with pytest.raises(DriverError, match="STATUS_ACTIVE"):
+        CudaDriver(0).record_event(72, 0)
+    assert "cuEventRecord" not in cuda.names()
+
+
+def test_a_code_that_the_bindings_do_not_know_is_a_number(cuda: StandIn) -> None:
+    cuda.codes["cuInit"] = 99999
+    with pytest.raises(DriverError, match="cuInit: error 99999"):
+        CudaDriver(0)
+
+
+def test_after_a_wait_that_failed_the_stream_is_waited_for(cuda: StandIn) -> None:
+    driver = CudaDriver(0)
+    with driver.activated():
+        stream = driver.create_stream()
+        cuda.codes["cuEventRecord"] = 400
+        with pytest.raises(DriverError, match="cuEventRecord"):
+            driver.synchronize_stream(stream)
+    assert ("cuStreamSynchronize", stream) in cuda.calls
+
+
+@pytest.mark.parametrize(("direction", "order"), [(Direction.TO_HOST, 1), (Direction.TO_DEVICE, 3)])
+def test_a_batch_is_one_call_with_the_arrays_as_they_are(direction: Direction, order: int, cuda: StandIn) -> None:
+    driver = CudaDriver(0)
+    assert driver.has_batch_copy
+    assert ("cuGetProcAddress", b"cuMemcpyBatchAsync", 12080, 0) in cuda.calls
+    sources, targets, sizes = (np.array(column, np.uint64) for column in ((2**40, 11), (20, 2**41), (4, 2**33)))
+    driver.copy_batch(sources, targets, sizes, direction, 71)
+    (batch,) = cuda.batches
+    assert batch["runs"] == [(2**40, 20, 4), (11, 2**41, 2**33)]
+    assert batch["attributes"] == order.to_bytes(4, "little") + bytes(20)
+    assert (batch["first"], batch["num_attributes"], batch["stream"]) == (0, 1, 71)
+
+
+def test_columns_that_are_not_contiguous_are_passed_right(cuda: StandIn) -> None:
+    columns = np.arange(12, dtype=np.uint64).reshape(4, 3)
+    CudaDriver(0).copy_batch(columns[:, 0], columns[:, 1], columns[:, 2], Direction.TO_HOST, 71)
+    assert cuda.batches[0]["runs"] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
+
+
+def test_a_batch_that_fails_names_the_run(cuda: StandIn) -> None:
+    cuda.batch_code = 1
+    one = np.ones(2, np.uint64)
+    with pytest.raises(DriverError, match=r"cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE \(1\) \(run 1 of 2\)"):
+        CudaDriver(0).copy_batch(one, one, one, Direction.TO_HOST, 71)
+
+
+def test_a_driver_older_than_12_8_has_no_batches(cuda: StandIn) -> None:
+    cuda.codes["cuGetProcAddress"] = 1
+    assert not CudaDriver(0).has_batch_copy

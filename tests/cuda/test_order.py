@@ -1,0 +1,221 @@
+"""Nothing is read too early or reported too early, and without the waits that see to it the same tests fail.
+
+The fake device does nothing that nobody waits for, so a missing wait is wrong bytes every time, not now and then.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvdepot.testing.backend import PLANS, Cache, prompt
+from kvdepot.testing.processes import DepotProcess
+from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
+from tests.cuda.fake_worker import FakeWorker
+
+MakeCache = Callable[..., Cache]
+PLAN = PLANS["one group"]
+WAIT_SECONDS = 20.0
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    with DepotProcess() as depot:
+        yield depot
+
+
+@pytest.fixture
+def cache(depot: DepotProcess) -> Iterator[MakeCache]:
+    made: list[Cache] = []
+
+    def make(driver: FakeDriver, **options: Any) -> Cache:
+        worker = FakeWorker(depot.url, PLAN, driver=driver, **options)
+        made.append(Cache(worker, PLAN))
+        worker.wait_until_connected(WAIT_SECONDS)
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.context.close()
+
+
+class NeverSynchronises(FakeDriver):
+    def synchronize_stream(self, stream: int) -> None:
+        del stream
+
+
+class IgnoresEvents(FakeDriver):
+    def wait_for_event(self, stream: int, event: int) -> None:
+        del stream, event
+
+
+class RecordsNothing(FakeDriver):
+    def record_event(self, event: int, stream: int) -> None:
+        del event, stream
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_a_copy_that_is_not_waited_for_is_seen(lane: int, cache: MakeCache) -> None:
+    """Proves the fake: the final synchronisation left out, of stores or of retrieves, cannot pass."""
+    drivers = [FakeDriver(), FakeDriver()]
+    drivers[lane] = NeverSynchronises()
+    writer, reader = cache(drivers[0]), cache(drivers[1])
+    assert writer.store(prompt(4))
+    with pytest.raises(AssertionError, match="wrong bytes were served"):
+        reader.retrieve(prompt(4))
+
+
+def store_of_what_a_kernel_writes(writer: Cache, driver: FakeDriver, *, with_event: bool) -> None:
+    """Have a kernel of the engine write the blocks, late, and store them."""
+    run = prompt(3)
+    block_ids = writer.blocks(run)
+    stream = 0
+    if with_event:
+        with driver.activated():
+            stream = driver.create_stream()  # not the one that the context was told of
+    driver.launch(lambda: writer.fill(run, block_ids), stream)
+    ready = FakeEvent(driver, stream) if with_event else None
+    future = writer.context.submit_store("request", run, block_ids, ready)
+    assert future.result(WAIT_SECONDS)
+
+
+@pytest.mark.parametrize("with_event", [True, False])
+def test_a_store_comes_after_the_kernel_that_writes_its_blocks(with_event: bool, cache: MakeCache) -> None:
+    """After the event that is handed in; without one, after the engine's stream."""
+    driver = FakeDriver()
+    writer = cache(driver)
+    store_of_what_a_kernel_writes(writer, driver, with_event=with_event)
+    assert writer.retrieve(prompt(3)) == 3
+
+
+@pytest.mark.parametrize("with_event", [True, False])
+@pytest.mark.parametrize("careless", [IgnoresEvents, RecordsNothing])
+def test_a_store_that_does_not_wait_for_the_kernel_is_seen(
+    careless: type[FakeDriver], with_event: bool, cache: MakeCache
+) -> None:
+    """Proves the test above."""
+    driver = careless()
+    writer, reader = cache(driver), cache(FakeDriver())
+    store_of_what_a_kernel_writes(writer, driver, with_event=with_event)
+    with pytest.raises(AssertionError, match="wrong bytes were served"):
+        reader.retrieve(prompt(3))
+
+
+def retrieve_into_blocks_that_a_kernel_clears(cache: Cache, driver: FakeDriver) -> bool:
+    """Have a kernel of the engine clear the blocks, late, and fill them; return whether the bytes are right."""
+    run = prompt(3)
+    assert cache.store(run)
+    wanted = cache.blocks(run, rotate=1)
+    driver.launch(cache.wipe)
+    assert cache.context.submit_retrieve("request", run, wanted).result(WAIT_SECONDS)
+    with driver.activated():
+        driver.synchronize_stream(0)
+    return cache.holds(run, wanted)
+
+
+def test_a_retrieve_comes_after_what_the_engine_still_does_to_its_blocks(cache: MakeCache) -> None:
+    driver = FakeDriver()
+    assert retrieve_into_blocks_that_a_kernel_clears(cache(driver), driver)
+
+
+def test_a_retrieve_that_does_not_wait_for_the_engine_is_seen(cache: MakeCache) -> None:
+    driver = IgnoresEvents()
+    assert not retrieve_into_blocks_that_a_kernel_clears(cache(driver), driver)
+
+
+@pytest.mark.promise(13, 18)
+def test_a_future_is_not_done_while_the_kernel_runs_and_submitting_does_not_wait(cache: MakeCache) -> None:
+    driver = FakeDriver()
+    worker = cache(driver)
+    run = prompt(3)
+    block_ids = worker.blocks(run)
+    gate = threading.Event()
+
+    def kernel() -> None:
+        assert gate.wait(WAIT_SECONDS)
+        worker.fill(run, block_ids)
+
+    driver.launch(kernel)
+    future = worker.context.submit_store("request", run, block_ids)
+    with pytest.raises(TimeoutError):
+        future.result(0.1)
+    gate.set()
+    assert future.result(WAIT_SECONDS)
+    assert worker.retrieve(run) == 3
+
+
+def test_a_retrieve_does_not_wait_for_a_store(cache: MakeCache) -> None:
+    """Each direction has its stream."""
+    driver = FakeDriver()
+    worker = cache(driver, stream=None)
+    assert worker.store(prompt(3))
+    with driver.activated():
+        stream = driver.create_stream()
+    gate = threading.Event()
+
+    def kernel() -> None:
+        gate.wait(WAIT_SECONDS)
+
+    driver.launch(kernel, stream)
+    stuck = worker.context.submit_store("request", prompt(2, salt=1), [list(range(56, 64))], FakeEvent(driver, stream))
+    assert worker.context.submit_retrieve("request", prompt(3), [list(range(12))]).result(WAIT_SECONDS)
+    assert not stuck.query()
+    gate.set()
+    assert stuck.result(WAIT_SECONDS)
+
+
+def test_what_is_submitted_during_a_graph_capture_is_a_miss(cache: MakeCache) -> None:
+    driver = FakeDriver()
+    worker = cache(driver)
+    assert worker.store(prompt(2))
+    driver.capturing.add(DEFAULT_STREAM)
+    waits = driver.calls["wait_for_event"]
+    assert worker.retrieve(prompt(2)) == 0
+    assert not worker.store(prompt(2, salt=1))
+    assert driver.calls["wait_for_event"] == waits
+    driver.capturing.clear()
+    assert worker.retrieve(prompt(2)) == 2
+
+
+class TorchTensor(FakeTensor):
+    __module__ = "torch"
+
+
+class TorchDriver(FakeDriver):
+    def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
+        made = super().tensor(num_blocks, page_size_bytes, padding_bytes)
+        return TorchTensor(made.data_ptr(), made.shape, made.stride())
+
+
+def test_with_tensors_of_torch_its_current_stream_is_waited_for(
+    cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = TorchDriver()
+    with driver.activated():
+        stream = driver.create_stream()
+
+    def current_stream(ordinal: int) -> SimpleNamespace:
+        assert ordinal == 0
+        return SimpleNamespace(cuda_stream=stream)
+
+    torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=current_stream))
+    monkeypatch.setitem(sys.modules, "torch", cast("ModuleType", torch))
+    worker = cache(driver, stream=None)
+    run = prompt(3)
+    block_ids = worker.blocks(run)
+    driver.launch(lambda: worker.fill(run, block_ids), stream)
+    assert worker.context.submit_store("request", run, block_ids).result(WAIT_SECONDS)
+    assert worker.retrieve(run) == 3
+
+
+def test_events_of_the_engines_stream_are_used_again(cache: MakeCache) -> None:
+    driver = FakeDriver()
+    worker = cache(driver)
+    for salt in range(20):
+        assert worker.store(prompt(1, salt=salt))
+        assert worker.retrieve(prompt(1, salt=salt)) == 1
+    assert driver.calls["record_event"] == 40
+    assert driver.calls["create_event"] <= 4

@@ -1,0 +1,127 @@
+"""Runs: merged, cut and turned into addresses, they move the bytes that a plain loop would move."""
+
+import itertools
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdepot.client.transfers import CopyBatch
+from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout
+from kvdepot.messages import EXTENT
+from kvdepot.pool import PoolMapping
+from kvdepot.protocols import NO_BLOCK
+from kvdepot_cuda.runs import BatchRuns, Runs, merge, split
+
+PAGE = 8
+NUM_BLOCKS = 12
+
+
+def batch(extents: bytes, block_ids: list[list[int]], first: tuple[int, ...], skip: tuple[int, ...]) -> CopyBatch:
+    return CopyBatch(
+        cast("PoolMapping", None), extents, block_ids, first, skip
+    )  # where the pool is mapped is added later
+
+
+def columns(*runs: tuple[int, int, int]) -> Runs:
+    blocks, offsets, sizes = (np.array(column, np.uint64) for column in zip(*runs, strict=True))
+    return Runs(blocks, offsets, sizes)
+
+
+def rows(runs: Runs) -> list[tuple[int, int, int]]:
+    return list(zip(runs.blocks.tolist(), runs.offsets.tolist(), runs.sizes.tolist(), strict=True))
+
+
+def bytes_moved(runs: Runs) -> list[tuple[int, int]]:
+    """Return for every byte where it comes from and where it goes."""
+    return sorted((block + i, offset + i) for block, offset, size in rows(runs) for i in range(size))
+
+
+@st.composite
+def some_runs(draw: st.DrawFn) -> Runs:
+    """Runs some of which continue the one before on one side, the other, both or none."""
+    made: list[tuple[int, int, int]] = []
+    block, offset = draw(st.integers(0, 100)), draw(st.integers(0, 100))
+    for _ in range(draw(st.integers(1, 12))):
+        size = draw(st.integers(1, 40))
+        made.append((block, offset, size))
+        block += size + draw(st.sampled_from((0, 0, 0, 5)))
+        offset += size + draw(st.sampled_from((0, 0, 0, 7)))
+    return columns(*made)
+
+
+@pytest.mark.promise(51)
+@given(some_runs())
+def test_merged_runs_move_the_same_bytes_and_no_two_continue_each_other(runs: Runs) -> None:
+    merged = merge(runs)
+    assert bytes_moved(merged) == bytes_moved(runs)
+    found = rows(merged)
+    assert not any(one[0] + one[2] == two[0] and one[1] + one[2] == two[1] for one, two in itertools.pairwise(found))
+
+
+@given(some_runs(), st.integers(1, 50))
+def test_cut_runs_move_the_same_bytes_and_none_crosses_a_piece(runs: Runs, piece_bytes: int) -> None:
+    pieces = split(merge(runs), piece_bytes)
+    assert bytes_moved(pieces) == bytes_moved(runs)
+    assert all(offset // piece_bytes == (offset + size - 1) // piece_bytes for _, offset, size in rows(pieces))
+
+
+def test_what_continues_on_one_side_only_stays_two_runs() -> None:
+    on_device, in_pool, on_both = ((0, 0, 8), (8, 16, 8)), ((0, 0, 8), (16, 8, 8)), ((0, 0, 8), (8, 8, 8))
+    assert len(merge(columns(*on_device))) == 2
+    assert len(merge(columns(*in_pool))) == 2
+    assert rows(merge(columns(*on_both))) == [(0, 0, 16)]
+
+
+@pytest.mark.promise(51)
+def test_a_block_with_all_its_layers_in_one_place_is_one_run() -> None:
+    """The block outermost, one block a chunk: layers follow each other on the device as they do in the pool."""
+    layers = tuple(PageLayout(1000 + PAGE * layer, NUM_BLOCKS, PAGE, PAGE * 4) for layer in range(4))
+    layout = CacheLayout((LayerGroup(GroupKind.FULL_ATTENTION, 64, layers),), 64, "bytes", "")
+    extents = b"".join(EXTENT.pack(chunk, 0, 0, 0, 0, 0, 4096 * chunk, 4 * PAGE) for chunk in range(3))
+    runs = BatchRuns(layout).of(batch(extents, [[7, 2, 5]], (0,), (0,)))
+    assert rows(merge(runs)) == [
+        (1000 + 7 * 4 * PAGE, 0, 4 * PAGE), (1000 + 2 * 4 * PAGE, 4096, 4 * PAGE), (1000 + 5 * 4 * PAGE, 8192, 4 * PAGE)
+    ]  # fmt: skip
+
+
+@given(
+    ids=st.permutations(range(NUM_BLOCKS)).flatmap(lambda ids: st.sampled_from((ids[:4], ids[:6], ids[:8]))),
+    skip=st.integers(0, 2),
+    left_out=st.integers(0, 7),
+    window_chunks=st.integers(1, 2),
+    layers=st.integers(1, 3),
+    padding=st.sampled_from((0, 24)),
+)  # fmt: skip
+def test_any_block_ids_become_the_bytes_of_a_plain_loop(
+    ids: list[int], skip: int, left_out: int, window_chunks: int, layers: int, padding: int
+) -> None:
+    """A full group and a window, two blocks a chunk, skipped blocks and blocks that are not wanted."""
+    ids = [NO_BLOCK if place == left_out else block for place, block in enumerate(ids)]
+    num_chunks = len(ids) // 2
+    window = list(range(NUM_BLOCKS - 2 * window_chunks, NUM_BLOCKS))
+    groups = tuple(
+        LayerGroup(
+            kind, 32,
+            tuple(PageLayout(base + 4096 * layer, NUM_BLOCKS, PAGE, PAGE + padding) for layer in range(layers)), size,
+        )
+        for kind, base, size in ((GroupKind.FULL_ATTENTION, 1 << 20, 0), (GroupKind.SLIDING_WINDOW, 1 << 30, 64))
+    )  # fmt: skip
+    first_covered = (0, num_chunks - window_chunks)
+    block_ids = [ids, window]
+    extents, expected = b"", list[tuple[int, int]]()
+    for number, (group, covered) in enumerate(zip(groups, first_covered, strict=True)):
+        for chunk in range(max(covered, 0), num_chunks):
+            place = 4096 * (1 + 16 * number + chunk)
+            extents += EXTENT.pack(chunk, number, 0, 0, 0, 0, place, 2 * layers * PAGE)
+            for layer, page in enumerate(group.pages):
+                for nth in range(2):
+                    block = block_ids[number][(chunk - covered) * 2 + nth]
+                    if block != NO_BLOCK and (chunk or nth >= skip):
+                        start, target = page.span(block)[0], place + (layer * 2 + nth) * PAGE
+                        expected += [(start + byte, target + byte) for byte in range(PAGE)]
+    layout = CacheLayout(groups, 64, "bytes", "")
+    runs = BatchRuns(layout).of(batch(extents, block_ids, first_covered, (skip, skip)))
+    assert bytes_moved(runs) == bytes_moved(merge(runs)) == sorted(expected)
