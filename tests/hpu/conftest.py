@@ -1,6 +1,7 @@
 """The device of these tests: a Gaudi where there is one, else the pretend one of `kvdepot.testing.device`.
 
 Without torch the tests that need it are skipped, unless KVDEPOT_REQUIRE_TORCH is set, as in the tox environment.
+With KVDEPOT_REQUIRE_GAUDI the pretend device does not count.
 """
 
 import importlib.util
@@ -20,6 +21,7 @@ if _torch_is_here and importlib.util.find_spec("habana_frameworks") is None:
 @pytest.fixture
 def hpu() -> None:
     """A device is there, pretended or real."""
+    assert _fake is None or not os.environ.get("KVDEPOT_REQUIRE_GAUDI"), "no habana_frameworks: this is no Gaudi"
     if not _torch_is_here:
         assert not os.environ.get("KVDEPOT_REQUIRE_TORCH"), "torch is missing, and these tests were to run"
         pytest.skip("torch is not installed: `tox r -e hpu` has it")

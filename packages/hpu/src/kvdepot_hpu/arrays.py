@@ -35,8 +35,8 @@ def tensors_of(group: CacheGroup) -> list[Any]:
     if not has_values:
         raise LayoutError(
             f"{len(found)} tensors for {group.num_layers or len(found)} layers without latent attention: keys"
-            " without values, as vllm-gaudi hands them over for fp8 with dynamic scales, which kvdepot cannot store: use"
-            " bfloat16 or static scales; else pass (keys, values), or is_mla=True for latent attention"
+            " without values, as vllm-gaudi hands them over for fp8 with dynamic scales, which kvdepot cannot store:"
+            " use bfloat16 or static scales; else pass (keys, values), or is_mla=True for latent attention"
         )
     return found
 
