@@ -67,7 +67,7 @@ class _Direction:
         buffers = [bridge.host_buffer(num_bytes) for _ in range(_NUM_SLOTS)]
         staged_ids = [bridge.host_buffer(num_ids * 8)[0].view(torch.int64) for _ in range(_NUM_SLOTS)]
         self.is_pinned = all(pinned for _, pinned in buffers)
-        self.slots = tuple(
+        self.slots: tuple[_Slot, ...] = tuple(
             _Slot(buffer.numpy().view(np.uint8), ids_on_host.numpy(), bridge.hpu.Event())
             for (buffer, _), ids_on_host in zip(buffers, staged_ids, strict=True)
         )
@@ -83,6 +83,11 @@ class _Direction:
                     ids[:bucket], gathered[:start], tuple(pages), tuple(buffer[:start] for buffer, _ in buffers),
                     tuple(each[:bucket] for each in staged_ids),
                 )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+        self.views.clear()
+        self.slots = ()
 
 
 class BlockCopier:
@@ -136,6 +141,8 @@ class BlockCopier:
     def close(self) -> None:
         """See `Copier`."""
         self._pages = []
+        self._stores.close()
+        self._retrieves.close()
 
     def warm_up(self) -> None:
         """Run every shape once in both directions; block 0 of every tensor is read and written with what it holds."""
