@@ -11,6 +11,7 @@ from kvdepot.protocols import CacheGroup
 from kvdepot.testing.device import FakeDevice
 from kvdepot_hpu.arrays import byte_view, page_layout_of, tensors_of, without_pad_block
 from kvdepot_hpu.context import HpuTransferContext
+from kvdepot_hpu.kernels.moves import Move
 from tests.hpu.copies import BLOCK_TOKENS, NUM_BLOCKS, Bench, Pool, round_trip
 from tests.hpu.workers import TensorTuple, torch
 
@@ -69,6 +70,25 @@ def test_both_directions_at_once_do_not_disturb_each_other(lazy: FakeDevice) -> 
     assert all(np.array_equal(after[32:], came[32:]) for after, came in zip(bench.read(), incoming, strict=True))
     bench.copier.retrieve(bench.batch(upper, outgoing))
     assert all(np.array_equal(after[32:], left[:32]) for after, left in zip(bench.read(), before, strict=True))
+
+
+@pytest.mark.parametrize("step", ["from_pool", "to_pool"])
+def test_after_an_error_half_way_nothing_is_under_way(
+    step: str, lazy: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(max_blocks=2)
+    calls: list[object] = []
+
+    def broken(*_: object) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise OSError("broken")
+
+    monkeypatch.setattr(Move, step, broken)
+    transfer = bench.copier.retrieve if step == "from_pool" else bench.copier.store
+    with pytest.raises(OSError, match="broken"):
+        transfer(bench.batch(list(range(16))))
+    assert all(stream.query() for stream in lazy.streams)
 
 
 @pytest.mark.usefixtures("hpu")

@@ -162,7 +162,7 @@ class BlockCopier:
             work(batch, direction, pool)
         except BaseException:
             # The caller may give blocks and extents away: nothing may be under way behind its back.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError), self._issue(direction):
                 self._bridge.launch()
                 direction.stream.synchronize()
             raise
