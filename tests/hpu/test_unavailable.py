@@ -1,34 +1,89 @@
-"""The hpu backend is not built yet, and says so."""
+"""Without a Gaudi the backend says so and what to do; finding it loads nothing of the device."""
 
+import importlib
+import importlib.machinery
+import importlib.util
 import subprocess
 import sys
+import types
+from typing import Any
 
 import pytest
 
 from kvdepot import get_backend, list_backends
 from kvdepot.errors import BackendUnavailable
-from kvdepot_hpu import backend as planned
+from kvdepot.protocols import CacheGroup
+from kvdepot.testing.device import FakeDevice
+from kvdepot_hpu import backend
+
+_WITHOUT = """
+import sys
+from importlib.util import find_spec
+if find_spec("habana_frameworks"):
+    sys.exit(0)
+from kvdepot import list_backends
+(hpu,) = (backend for backend in list_backends() if backend.name == "hpu")
+assert hpu.distribution.startswith("kvdepot-hpu "), hpu
+assert "Gaudi image" in hpu.why_unavailable and "kvdepot[cpu]" in hpu.why_unavailable, hpu
+assert not {"torch", "habana_frameworks", "numpy"} & set(sys.modules)
+"""
 
 
 @pytest.mark.promise(34)
-def test_it_says_in_words_why_it_cannot_be_used() -> None:
-    backend = next(backend for backend in list_backends() if backend.name == "hpu")
-    assert backend.distribution
-    assert backend.why_unavailable is not None
-    assert "not built yet" in backend.why_unavailable
+def test_without_the_software_it_says_so_in_words_and_loads_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", _WITHOUT], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.promise(34)
-def test_asking_for_it_is_an_error_with_the_way_out() -> None:
-    with pytest.raises(BackendUnavailable, match=r"kvdepot\[cpu\]"):
+def test_asking_for_it_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    _hide(monkeypatch)
+    with pytest.raises(BackendUnavailable, match=r"Gaudi image.*kvdepot\[cpu\]"):
         get_backend("hpu")
 
 
-def test_a_context_cannot_be_made_past_the_registry_either() -> None:
-    with pytest.raises(BackendUnavailable, match=r"not built yet.*kvdepot\[cpu\]"):
-        planned.create_context()
+def test_a_context_cannot_be_made_past_the_registry_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    _hide(monkeypatch)
+    with pytest.raises(BackendUnavailable, match=r"Gaudi image.*kvdepot\[cpu\]"):
+        backend.create_context([CacheGroup([], 16)], "engine", dtype="bfloat16")
 
 
-def test_finding_it_loads_no_device_library() -> None:
-    code = "import sys, kvdepot_hpu; sys.exit(bool({'torch', 'habana_frameworks'} & set(sys.modules)))"
+def test_a_bridge_that_does_not_load_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = types.ModuleType("habana_frameworks")
+    broken.__spec__ = importlib.machinery.ModuleSpec("habana_frameworks", None, is_package=True)
+    broken.__path__ = []
+    for name in [name for name in sys.modules if name.startswith("habana_frameworks")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "habana_frameworks", broken)
+    reason = backend.why_unavailable()
+    assert reason is not None
+    assert "does not load" in reason
+    assert "ModuleNotFoundError" in reason
+
+
+def test_no_device_is_said_with_what_to_look_at(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake.module, "is_available", lambda: False)
+    reason = backend.why_unavailable()
+    assert reason is not None
+    assert "HABANA_VISIBLE_DEVICES" in reason
+
+
+@pytest.mark.usefixtures("hpu")
+def test_with_a_device_it_can_be_used() -> None:
+    assert get_backend("hpu") is backend
+    (status,) = (status for status in list_backends() if status.name == "hpu")
+    assert status.why_unavailable is None
+
+
+def test_importing_it_loads_no_device_library() -> None:
+    code = "import sys, kvdepot_hpu; sys.exit(bool({'torch', 'habana_frameworks', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+
+    def hidden(name: str, package: str | None = None) -> Any:
+        return None if name == "habana_frameworks" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)

@@ -1,11 +1,72 @@
-"""kvdepot on Intel Gaudi: planned, not built yet. Importing it loads neither habana_frameworks nor torch."""
+"""kvdepot on Intel Gaudi: engines whose KV cache lies in the memory of an HPU attach to a depot.
 
+`backend` is what the entry point names; it imports neither torch nor habana_frameworks. `HpuTransferContext` is in
+`kvdepot_hpu.context`. Tested on a pretend device alone, see `docs/hpu.md`: it has never run on a Gaudi.
+"""
+
+import importlib
 import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from kvdepot.registry import PlannedBackend
+from kvdepot.errors import BackendUnavailable
+from kvdepot.protocols import CacheGroup, Capability
 
-_way_out = "engines with their KV cache in host memory use kvdepot[cpu]"
-if importlib.util.find_spec("habana_frameworks") is None:
-    _way_out += "; nor is habana_frameworks installed here, as it is in a Gaudi image"
+if TYPE_CHECKING:
+    from kvdepot_hpu.context import HpuTransferContext
 
-backend = PlannedBackend("hpu", "hpu", _way_out)
+_WAY_OUT = "engines with their KV cache in host memory use kvdepot[cpu]"
+
+
+class HpuBackend:
+    """See `kvdepot.protocols.Backend`."""
+
+    name = "hpu"
+    device_type = "hpu"
+    capabilities = frozenset({Capability.ASYNCHRONOUS})
+
+    def why_unavailable(self) -> str | None:
+        """Return None if it can be used here, else a sentence with the way out.
+
+        Where habana_frameworks is installed this loads it, and torch, to ask for the device.
+        """
+        if importlib.util.find_spec("numpy") is None:
+            return "numpy is not installed: pip install 'kvdepot[hpu]'"
+        if importlib.util.find_spec("habana_frameworks") is None:
+            return (
+                "habana_frameworks is not installed: run inside an Intel Gaudi image, which has it together with the"
+                f" torch that fits; {_WAY_OUT}"
+            )
+        try:
+            importlib.import_module("habana_frameworks.torch")
+            torch: Any = importlib.import_module("torch")
+            is_available = bool(torch.hpu.is_available())
+        except Exception as error:  # whatever a bridge that does not fit its torch or driver raises
+            return (
+                f"habana_frameworks is installed and does not load ({type(error).__name__}: {error}): its version must"
+                f" fit torch and the driver, as in an Intel Gaudi image; {_WAY_OUT}"
+            )
+        if not is_available:
+            return (
+                "habana_frameworks finds no Gaudi: look at hl-smi, give the container --runtime=habana and"
+                f" HABANA_VISIBLE_DEVICES, and end what else holds the device; {_WAY_OUT}"
+            )
+        return None
+
+    def create_context(
+        self, groups: Sequence[CacheGroup], instance: str, *, dtype: str, **options: Any
+    ) -> "HpuTransferContext":
+        """Return an `HpuTransferContext`; see `Backend`.
+
+        Raises:
+            BackendUnavailable: no Gaudi, or not the software for it.
+        """
+        reason = self.why_unavailable()
+        if reason is not None:
+            raise BackendUnavailable(f"backend 'hpu': {reason}")
+        from kvdepot_hpu.context import HpuTransferContext
+
+        return HpuTransferContext(groups, instance, dtype=dtype, **options)
+
+
+backend = HpuBackend()

@@ -1,6 +1,7 @@
 """Suites that every backend and tier inherits, and what tests of kvdepot are made of.
 
 - `kvdepot.testing.backend`: the conformance suite of transfer contexts.
+- `kvdepot.testing.device`: a pretend accelerator that shows forgotten waits and new shapes; needs torch.
 - `kvdepot.testing.pattern`: bytes that follow from a key, the oracle of every test that moves data.
 - `kvdepot.testing.processes`: depots and engines as real processes that can be killed.
 """

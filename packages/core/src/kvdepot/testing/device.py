@@ -1,0 +1,406 @@
+"""A pretend accelerator made of host memory, in Python alone: tests of a backend's worker side without the device.
+
+After `install("hpu")` tensors say `device="hpu"`, `torch.hpu` has streams and events, and `habana_frameworks` can be
+imported. Any name that torch does not know by itself will do: `"hpu"`, or `"fakexpu"` for XPU, as torch refuses `"xpu"`
+(write `getattr(torch, tensor.device.type)` in the code under test). One name a process, for ever; `lazy` may change
+between tests. Needs torch with an experimental function, tried with 2.13; importing this module loads no torch.
+
+It is stricter than a device, so that a forgotten step shows up as wrong bytes or an error:
+
+- Copies with `non_blocking=True` and operations that write into an existing tensor (`out=`, in place) run late: when
+  their stream, an event behind them, or the device is waited for, or when a later operation of the same stream needs
+  them. They read their operands as late as that. Streams know nothing of each other but by `wait_stream` and
+  `wait_event`.
+- A late copy to the host poisons its target with 0xAB until it runs.
+- With `lazy` late work starts only at `mark_step()` on its stream; waiting without it waits for nothing. (Pessimistic:
+  the real bridge launches in more places.)
+- The host cannot touch device memory (`data_ptr`, `numpy`, `memoryview`), nor does an operation take operands in host
+  memory, an index for example.
+- `stats.graphs` collects every (operation, shapes and dtypes) seen. A Gaudi compiles each new one, for seconds.
+
+What it shows: that waits, mark_step, shapes, slots and blocks are used in the right order, on the real code path, with
+real threads. What it cannot: that the vendor's bridge supports each operation and dtype, that its streams and events
+keep their promises, anything about pinned memory (there is none here), and speed.
+"""
+
+import contextlib
+import importlib
+import importlib.machinery
+import itertools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+POISON: Final = 0xAB
+
+_installed: "FakeDevice | None" = None  # torch keeps the name for the life of the process, and so does this
+
+
+@dataclass
+class Stats:
+    """What has happened on the device."""
+
+    num_copies_to_host: int = 0
+    num_copies_to_device: int = 0
+    num_waits: int = 0
+    num_mark_steps: int = 0
+    graphs: set[tuple[str, tuple[Any, ...]]] = field(default_factory=set[tuple[str, tuple[Any, ...]]])
+
+
+class Stream:
+    """Work in order: recorded (lazy, before its `mark_step`), then launched, then done."""
+
+    def __init__(self, device: "FakeDevice") -> None:
+        self._device = device
+        self._recorded: list[tuple[int, Callable[[], object]]] = []
+        self._launched: list[tuple[int, Callable[[], object]]] = []
+        device.streams.add(self)
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        """Run `work` late."""
+        with self._device.lock:
+            (self._recorded if self._device.lazy else self._launched).append((next(self._device.numbers), work))
+
+    def launch(self) -> None:
+        """Let what was recorded start."""
+        with self._device.lock:
+            self._launched += self._recorded
+            self._recorded = []
+
+    def last(self) -> int:
+        """Return the number of the last launched work."""
+        with self._device.lock:
+            return self._launched[-1][0] if self._launched else 0
+
+    def run(self, until: int | None = None) -> None:
+        """Do what was launched, as far as work number `until`."""
+        with self._device.lock, self._device.inference_mode():  # the memory may have been allocated in it
+            while self._launched and (until is None or self._launched[0][0] <= until):
+                self._launched.pop(0)[1]()
+
+    def is_done(self, until: int) -> bool:
+        """Return whether the work as far as number `until` is done."""
+        with self._device.lock:
+            return not self._launched or self._launched[0][0] > until
+
+    def drop(self) -> None:
+        """Forget what is not done."""
+        self._launched, self._recorded = [], []
+
+    def finish(self) -> None:
+        """Launch and do everything, as an operation whose result is needed at once makes a device do."""
+        self.launch()
+        self.run()
+
+    # --- as in torch ----------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait for what was launched."""
+        self._device.stats.num_waits += 1
+        self.run()
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Have what comes behind wait for what `other` has launched by now."""
+        until = other.last()
+        self.enqueue(lambda: other.run(until))
+
+    def wait_event(self, event: "Event") -> None:
+        """Have what comes behind wait for the event."""
+        self.enqueue(event.reached())
+
+    def query(self) -> bool:
+        """Return whether nothing is left to do."""
+        with self._device.lock:
+            return not self._launched and not self._recorded
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """Record an event here."""
+        event = event or Event(self._device)
+        event.record(self)
+        return event
+
+
+class Event:
+    """A place in a stream."""
+
+    def __init__(self, device: "FakeDevice") -> None:
+        self._device = device
+        self._stream: Stream | None = None
+        self._until = 0
+
+    def reached(self) -> Callable[[], None]:
+        """Return what brings its stream to the place recorded last."""
+        stream, until = self._stream, self._until
+        return lambda: None if stream is None else stream.run(until)
+
+    # --- as in torch ----------------------------------------------------------------------------------------------
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark what the stream has launched by now."""
+        self._stream = stream or self._device.current_stream()
+        self._until = self._stream.last()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """See `Stream.wait_event`."""
+        (stream or self._device.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self._device.stats.num_waits += 1
+        self.reached()()
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        return self._stream is None or self._stream.is_done(self._until)
+
+
+class FakeDevice:
+    """The device; `install` makes the only one."""
+
+    def __init__(self, name: str, *, lazy: bool) -> None:
+        self.name: Final = name
+        self.lazy = lazy
+        self.stats = Stats()
+        self.lock: Final = threading.RLock()
+        self.numbers: Final = itertools.count(1)
+        self.streams: Final = weakref.WeakSet[Stream]()
+        self.default_stream: Final = Stream(self)
+        self._current = threading.local()
+        self._torch: Any = importlib.import_module("torch")
+        self._pytree: Any = importlib.import_module("torch.utils._pytree")
+        self._tensor: Any = _tensor_class(self._torch, self)
+        self._library: Any = None
+        self.module: Final = self._module()
+
+    def inference_mode(self) -> Any:
+        """Return torch's mode in which any tensor can be written."""
+        return self._torch.inference_mode()
+
+    def current_stream(self, device: Any = None) -> Stream:
+        """Return this thread's stream."""
+        del device
+        return getattr(self._current, "stream", self.default_stream)
+
+    @contextlib.contextmanager
+    def stream(self, chosen: Stream) -> Generator[Stream]:
+        """Make a stream this thread's for a while."""
+        before = self.current_stream()
+        self._current.stream = chosen
+        try:
+            yield chosen
+        finally:
+            self._current.stream = before
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for what was launched on any stream."""
+        del device
+        self.stats.num_waits += 1
+        for stream in list(self.streams):
+            stream.run()
+
+    def mark_step(self, device_str: str = "", sync: bool = False) -> None:
+        """Launch what this thread's stream has recorded. Does not wait, as on a Gaudi, whatever `sync` says."""
+        del device_str, sync
+        self.stats.num_mark_steps += 1
+        self.current_stream().launch()
+
+    def drop_pending(self) -> None:
+        """Forget all that has not run; between tests, after one that left work behind on purpose."""
+        with self.lock:
+            for stream in list(self.streams):
+                stream.drop()
+
+    # --- running operations ---------------------------------------------------------------------------------------
+
+    def dispatch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation of which an operand or the result is on the device."""
+        with self.lock:
+            return self._dispatch(function, args, kwargs)
+
+    def _dispatch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        aten: Any = self._torch.ops.aten
+        if self._torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"):
+            return function.decompose(*args, **kwargs)  # in inference mode they come whole: `to`, `reshape`
+        leaves: list[Any] = self._pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, self._torch.Tensor)]
+        self.stats.graphs.add((str(function), tuple((tuple(t.shape), str(t.dtype)) for t in tensors)))
+        if function is aten.copy_.default:
+            return self.copy(*args, **kwargs)
+        if function is aten._to_copy.default:
+            return self._to_copy(args[0], **kwargs)
+        strangers = [t for t in tensors if not self._is_here(t) and t.dim() > 0]
+        if strangers and function not in (aten.index.Tensor, aten.index_put_.default):  # there torch itself takes them
+            raise RuntimeError(f"expected all tensors on {self.name}, found one on cpu: {function}")
+        plain_args, plain_kwargs = self._pytree.tree_map(self._plain, (args, kwargs))
+        if "device" in plain_kwargs:
+            plain_kwargs["device"] = "cpu"
+        if function.is_view:
+            return self._pytree.tree_map(self._wrapped, function(*plain_args, **plain_kwargs))
+        if function._schema.is_mutable:
+            self.current_stream().enqueue(lambda: function(*plain_args, **plain_kwargs))
+            return kwargs.get("out", args[0] if args else None)
+        self.current_stream().finish()
+        return self._pytree.tree_map(self._wrapped, function(*plain_args, **plain_kwargs))
+
+    def _to_copy(
+        self, source: Any, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any
+    ) -> Any:
+        plain = self._plain(source)
+        wanted = self._torch.device(device).type if device is not None else source.device.type
+        raw = self._torch.empty_like(plain, dtype=dtype or source.dtype, device="cpu")
+        return self.copy(raw if wanted == "cpu" else self._tensor(raw), source, non_blocking)
+
+    def copy(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
+        """Copy between host and device, or within the device."""
+        with self.lock:
+            to_device, from_device = self._is_here(target), self._is_here(source)
+            plain_target, plain_source = self._plain(target), self._plain(source)
+            if not to_device:
+                self.stats.num_copies_to_host += 1
+            elif not from_device:
+                self.stats.num_copies_to_device += 1
+            if non_blocking or (to_device and from_device):
+                if not to_device:
+                    self._poison(plain_target)
+                self.current_stream().enqueue(lambda: plain_target.copy_(plain_source))
+            else:
+                self.current_stream().finish()
+                plain_target.copy_(plain_source)
+            return target
+
+    def _poison(self, target: Any) -> None:
+        num_bytes = target.numel() * target.element_size()
+        poison = self._torch.full((num_bytes,), POISON, dtype=self._torch.uint8)
+        target.copy_(poison.view(target.dtype).view(target.shape))
+
+    def _is_here(self, value: Any) -> bool:
+        return isinstance(value, self._tensor)
+
+    def _plain(self, value: Any) -> Any:
+        return value.raw if self._is_here(value) else value
+
+    def _wrapped(self, value: Any) -> Any:
+        return self._tensor(value) if isinstance(value, self._torch.Tensor) else value
+
+    # --- being known ----------------------------------------------------------------------------------------------
+
+    def _module(self) -> types.ModuleType:
+        def new_stream(device: Any = None, **_: Any) -> Stream:
+            return Stream(self)
+
+        def new_event(enable_timing: bool = False, **_: Any) -> Event:
+            return Event(self)
+
+        module = _new_module("torch." + self.name)
+        vars(module).update(
+            Stream=new_stream,
+            Event=new_event,
+            stream=self.stream,
+            current_stream=self.current_stream,
+            default_stream=lambda device=None: self.default_stream,  # pyright: ignore[reportUnknownLambdaType]
+            synchronize=self.synchronize,
+            is_available=lambda: True,
+            is_initialized=lambda: True,
+            device_count=lambda: 1,
+            current_device=lambda: 0,
+            set_device=lambda device: None,  # pyright: ignore[reportUnknownLambdaType]
+            init=lambda: None,
+            _lazy_init=lambda: None,
+            _is_in_bad_fork=lambda: False,
+            mem_get_info=lambda device=None: (1 << 33, 1 << 34),  # pyright: ignore[reportUnknownLambdaType]
+        )
+        return module
+
+    def register(self) -> None:
+        """Make torch know it, for ever."""
+        backend_registration: Any = importlib.import_module("torch.utils.backend_registration")
+        backend_registration._setup_privateuseone_for_python_backend(rename=self.name, backend_module=self.module)
+        setattr(self._torch, self.name, self.module)
+
+        def empty(size: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
+            return self._tensor(self._torch.empty(size, dtype=dtype))
+
+        def empty_strided(size: Any, stride: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
+            return self._tensor(self._torch.empty_strided(size, stride, dtype=dtype))
+
+        def copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
+            return self.copy(target, source, non_blocking)
+
+        self._library = self._torch.library.Library("aten", "IMPL")  # the registrations live as long as it does
+        self._library.impl("empty.memory_format", empty, "PrivateUse1")
+        self._library.impl("empty_strided", empty_strided, "PrivateUse1")
+        self._library.impl("_copy_from", copy_from, "PrivateUse1")
+        if self.name == "hpu":
+            self._register_habana()
+
+    def _register_habana(self) -> None:
+        root, bridge, core, utils, internal = (
+            _new_module("habana_frameworks" + tail)
+            for tail in ("", ".torch", ".torch.core", ".torch.utils", ".torch.utils.internal")
+        )
+        vars(core).update(mark_step=self.mark_step)
+        vars(internal).update(is_lazy=lambda: self.lazy)
+        vars(utils).update(internal=internal)
+        vars(bridge).update(core=core, utils=utils, hpu=self.module, __version__="0.0.fake")
+        vars(root).update(torch=bridge)
+        sys.modules["habana_frameworks.torch.hpu"] = self.module
+
+
+def install(name: str, *, lazy: bool = False) -> FakeDevice:
+    """Make `name` a device that torch knows, for the life of this process; again with the same name returns the same.
+
+    Raises:
+        RuntimeError: another name is installed, or torch is too old or knows the name by itself.
+    """
+    global _installed
+    if _installed is None:
+        device = FakeDevice(name, lazy=lazy)
+        device.register()
+        _installed = device
+    if _installed.name != name:
+        raise RuntimeError(f"this process has the device {_installed.name}: test {name} in another one")
+    _installed.lazy = lazy
+    return _installed
+
+
+def _new_module(name: str) -> types.ModuleType:
+    """Return an empty package that can be imported and found."""
+    module = types.ModuleType(name)
+    module.__path__ = []
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    sys.modules[name] = module
+    return module
+
+
+def _tensor_class(torch: Any, device: FakeDevice) -> Any:
+    class DeviceTensor(torch.Tensor):
+        """Says that it lies on the device; its bytes are in `raw`, a CPU tensor."""
+
+        @staticmethod
+        def __new__(cls: Any, raw: Any) -> Any:
+            return torch.Tensor._make_wrapper_subclass(
+                cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
+                device=torch.device(device.name, 0),
+            )  # fmt: skip
+
+        def __init__(self, raw: Any) -> None:
+            self.raw = raw
+
+        def data_ptr(self) -> int:
+            raise RuntimeError(f"host access to memory of {device.name} (data_ptr)")
+
+        def numpy(self, **_: Any) -> Any:
+            raise TypeError(f"can't convert a tensor on {device.name} to numpy: copy it to the host first")
+
+        def __repr__(self, **_: Any) -> str:
+            return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, {device.name})"
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return device.dispatch(function, args, kwargs or {})
+
+    return DeviceTensor

@@ -1,0 +1,1 @@
+"""Moving blocks: which go together, and how."""

@@ -1,0 +1,87 @@
+"""A copier with a cache on the device and a pool in plain memory, without a depot."""
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.client.transfers import CopyBatch
+from kvdepot.layout import CacheLayout, GroupKind, LayerGroup
+from kvdepot.messages import EXTENT
+from kvdepot.pool import PoolMapping
+from kvdepot_hpu.arrays import page_layout_of, without_pad_block
+from kvdepot_hpu.bridge import Bridge
+from kvdepot_hpu.kernels.copy import BlockCopier
+from tests.hpu.workers import torch
+
+BLOCK_TOKENS = 16
+BLOCKS_PER_CHUNK = 2
+NUM_BLOCKS = 64
+NUM_LAYERS = 3
+HEAD = (2, 8)  # heads, elements
+
+
+@dataclass
+class Pool:
+    """What a copier needs of `PoolMapping`."""
+
+    pool: bytearray = field(default_factory=lambda: bytearray(4 << 20))
+
+
+class Bench:
+    """One group of `NUM_LAYERS` layers, keys and values apart, flat with a block of padding, and a copier."""
+
+    def __init__(self, *, dtype: str = "bfloat16", max_blocks: int = 8) -> None:
+        self.flat = [
+            torch().zeros(((NUM_BLOCKS + 1) * BLOCK_TOKENS, *HEAD), dtype=getattr(torch(), dtype), device="hpu")
+            for _ in range(2 * NUM_LAYERS)
+        ]
+        self.tensors = [without_pad_block(flat, BLOCK_TOKENS) for flat in self.flat]
+        pages = tuple(page_layout_of(tensor) for tensor in self.tensors)
+        group = LayerGroup(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, pages)
+        self.chunk_bytes = group.chunk_size_bytes(BLOCK_TOKENS * BLOCKS_PER_CHUNK)
+        self.pool = Pool()
+        self.bridge = Bridge.load()
+        layout = CacheLayout((group,), BLOCK_TOKENS * BLOCKS_PER_CHUNK, dtype)
+        self.copier = BlockCopier(self.bridge, layout, [self.tensors], max_blocks=max_blocks)
+
+    def batch(self, block_ids: list[int], pool: Pool | None = None) -> CopyBatch:
+        """Return a batch of whole chunks; their extents stand in reverse order in the pool."""
+        num_chunks = len(block_ids) // BLOCKS_PER_CHUNK
+        extents = b"".join(
+            EXTENT.pack(chunk, 0, 0, 0, 0, 0, (num_chunks - 1 - chunk) * self.chunk_bytes, self.chunk_bytes)
+            for chunk in range(num_chunks)
+        )
+        return CopyBatch(cast("PoolMapping", pool or self.pool), extents, [block_ids], (0,), (0,))
+
+    def write(self, tensors: list[Any], rng: np.random.Generator) -> list[Any]:
+        """Fill whole tensors with any bytes (NaNs of every kind among them), and return what they hold."""
+        contents: list[Any] = []
+        for tensor in tensors:
+            num_bytes = tensor.numel() * tensor.element_size()
+            raw = torch().from_numpy(rng.integers(0, 256, num_bytes, np.uint8))
+            contents.append(raw.view(tensor.dtype).view(tensor.shape))
+            with torch().inference_mode():  # as an engine does
+                tensor.copy_(contents[-1])
+        return contents
+
+    def read(self) -> list[npt.NDArray[np.uint8]]:
+        """Return the bytes of every tensor, `(num_blocks, page_size_bytes)`."""
+        return [t.to("cpu").view(torch().uint8).numpy().reshape(NUM_BLOCKS, -1) for t in self.tensors]
+
+
+def round_trip(bench: Bench, num_blocks: int, seed: int = 0) -> bool:
+    """Store blocks, lose them, retrieve them into others; return whether every byte of every block is right."""
+    rng = np.random.default_rng(seed)
+    bench.write(bench.flat, rng)
+    before = bench.read()
+    stored, loaded = (rng.permutation(NUM_BLOCKS)[:num_blocks].tolist() for _ in range(2))
+    bench.pool.pool[:] = b"\xee" * len(bench.pool.pool)
+    bench.copier.store(bench.batch(stored))
+    bench.write(bench.flat, rng)
+    expected = bench.read()
+    bench.copier.retrieve(bench.batch(loaded))
+    for page, kept in zip(expected, before, strict=True):
+        page[loaded] = kept[stored]
+    return all(np.array_equal(*pair) for pair in zip(bench.read(), expected, strict=True))

@@ -1,0 +1,27 @@
+"""The HPU backend passes the suite of every backend, on a Gaudi where there is one, else on the pretend device."""
+
+from typing import Any
+
+import pytest
+
+from kvdepot.testing.backend import BackendSuite, WorkerPlan
+from kvdepot.testing.device import FakeDevice
+from tests.hpu.workers import HpuWorker
+
+
+class TestEager(BackendSuite):
+    """In small moves, many a batch, so that the staging slots take turns."""
+
+    @pytest.fixture(autouse=True)
+    def _mode(self, hpu: None) -> None: ...
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> HpuWorker:
+        return HpuWorker(url, plan, max_blocks=4, **options)
+
+
+class TestLazy(BackendSuite):
+    @pytest.fixture(autouse=True)
+    def _mode(self, lazy: FakeDevice) -> None: ...
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> HpuWorker:
+        return HpuWorker(url, plan, **options)

@@ -1,0 +1,239 @@
+"""Each step that a device needs and no CPU does is left out in turn, and must be missed.
+
+This keeps the other tests honest: on the pretend device a step that could go unnoticed would prove nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdepot.client.transfers import WorkerTransfers
+from kvdepot.errors import LayoutError
+from kvdepot.testing.backend import Cache, WorkerPlan, prompt
+from kvdepot.testing.device import FakeDevice
+from kvdepot.testing.processes import DepotProcess
+from kvdepot_hpu.kernels import copy as kernels
+from kvdepot_hpu.kernels import moves
+from kvdepot_hpu.kernels.copy import BlockCopier
+from tests.hpu.copies import NUM_BLOCKS, Bench, round_trip
+from tests.hpu.workers import HpuWorker, torch
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def _nothing(*_: object) -> None: ...
+
+
+def _without(step: str) -> Patch:
+    return lambda monkeypatch: monkeypatch.setattr(BlockCopier, step, _nothing)
+
+
+def _without_following(direction: str) -> Patch:
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        follow: Any = BlockCopier._follow_compute  # pyright: ignore[reportPrivateUsage]
+
+        def follow_but_there(copier: Any, chosen: Any) -> None:
+            if chosen is not getattr(copier, direction):
+                follow(copier, chosen)
+
+        monkeypatch.setattr(BlockCopier, "_follow_compute", follow_but_there)
+
+    return patch
+
+
+def _with_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_NUM_SLOTS", 1)
+
+
+def _without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves.Move, "pad", _nothing)
+
+
+BYTES: dict[str, tuple[Patch, bool]] = {  # the step left out, and whether it is missed in eager mode too
+    "waiting before a staging slot is read": (_without("_wait_until_staged"), True),
+    "waiting before a staging slot is filled again": (_without("_wait_until_free"), True),
+    "waiting before a retrieve is reported": (_without("_wait_until_written"), True),
+    "having a store follow the engine's stream": (_without_following("_stores"), True),
+    "having a retrieve follow the engine's stream": (_without_following("_retrieves"), True),
+    "the second staging slot": (_with_one_slot, True),
+    "padding a scatter with the last block's bytes": (_without_padding, True),
+    "mark_step behind the copy of a store": (_without("_launch_store"), False),
+    "mark_step behind the scatter of a retrieve": (_without("_launch_retrieve"), False),
+}
+
+
+def _moves_right_bytes(fake: FakeDevice) -> bool:
+    """Right bytes in all of it: plain, through an engine that is still writing, and through one still reading."""
+    bench = Bench(max_blocks=8)
+    right = all(round_trip(bench, count, seed=count) for count in (2, 14, 46))
+    return right and _follows_writes(bench, fake) and _follows_reads(bench, fake)
+
+
+def _follows_reads(bench: Bench, fake: FakeDevice) -> bool:
+    """Retrieve into blocks whose reading the engine has launched, and not waited for."""
+    bench.write(bench.flat, np.random.default_rng(8))
+    bench.copier.store(bench.batch(list(range(14))))
+    expected = bench.read()
+    read = [torch().empty(tensor.shape, dtype=tensor.dtype) for tensor in bench.tensors]
+    for target, tensor in zip(read, bench.tensors, strict=True):
+        target.copy_(tensor, non_blocking=True)
+    fake.mark_step()
+    bench.copier.retrieve(bench.batch(list(range(30, 44))))
+    fake.synchronize()
+    raw = [target.view(torch().uint8).numpy().reshape(NUM_BLOCKS, -1) for target in read]
+    return all(np.array_equal(*pair) for pair in zip(raw, expected, strict=True))
+
+
+def _follows_writes(bench: Bench, fake: FakeDevice) -> bool:
+    """Store blocks that the engine has launched the writing of, and not waited for."""
+    source = np.random.default_rng(9).integers(0, 256, bench.tensors[0].numel() * 2, np.uint8)
+    written = torch().from_numpy(source).view(torch().bfloat16).view(bench.tensors[0].shape)
+    for tensor in bench.tensors:
+        tensor.copy_(written, non_blocking=True)
+    fake.mark_step()
+    bench.copier.store(bench.batch(list(range(14))))
+    fake.synchronize()
+    kept = [page[:14] for page in bench.read()]
+    bench.copier.retrieve(bench.batch(list(range(30, 44))))
+    return all(np.array_equal(page[30:44], each) for page, each in zip(bench.read(), kept, strict=True)) and all(
+        np.array_equal(each.reshape(-1), source[: each.size]) for each in kept
+    )
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_with_every_step_the_bytes_are_right(mode: str, fake: FakeDevice) -> None:
+    fake.lazy = mode == "lazy"
+    assert _moves_right_bytes(fake)
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize("step", BYTES)
+def test_without_a_step_they_are_wrong(step: str, mode: str, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out, also_eager = BYTES[step]
+    if mode == "eager" and not also_eager:
+        pytest.skip("eager mode launches by itself")
+    fake.lazy = mode == "lazy"
+    monkeypatch.setattr(BlockCopier, "_check", _nothing)  # it would find most of them before a test could
+    leave_out(monkeypatch)
+    assert not _moves_right_bytes(fake)
+
+
+def test_mark_step_that_does_nothing_is_missed_at_registration(
+    lazy: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("habana_frameworks.torch.core.mark_step", _nothing)
+    with pytest.raises(LayoutError, match="do not arrive"):
+        Bench()
+
+
+@pytest.mark.parametrize("launches", [True, False])
+def test_a_store_without_launching_what_the_engine_accumulated_is_wrong(launches: bool, lazy: FakeDevice) -> None:
+    plan, run = WorkerPlan(), prompt(2)
+    with DepotProcess() as depot:
+        worker = HpuWorker(depot.url, plan)
+        cache = Cache(worker, plan)
+        worker.wait_until_connected(20)
+        block_ids = cache.blocks(run)
+        cache.fill(run, block_ids)
+        contents = [page.to("cpu") for page in worker.pages[0]]
+        cache.wipe()
+        for page, content in zip(worker.pages[0], contents, strict=True):
+            page.copy_(content, non_blocking=True)
+        submit: Any = worker.context.submit_store if launches else partial(WorkerTransfers.submit_store, worker.context)
+        assert submit("request", run, block_ids).result(20)
+        cache.wipe()
+        assert worker.context.submit_retrieve("request", run, block_ids).result(20)
+        assert cache.holds(run, block_ids) == launches
+        worker.context.close()
+
+
+# --- bytes, not numbers -----------------------------------------------------------------------------------------------
+
+
+def test_without_the_byte_view_nothing_moves(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_bytes(tensor: Any, _: Any) -> Any:
+        return tensor.view(tensor.shape[0], -1)
+
+    monkeypatch.setattr(kernels, "byte_view", not_bytes)
+    with pytest.raises(RuntimeError):
+        Bench()
+
+
+def test_a_byte_view_that_is_a_copy_is_refused_at_registration(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copied(tensor: Any, int8: Any) -> Any:
+        return tensor.clone().view(tensor.shape[0], -1).view(int8)
+
+    monkeypatch.setattr(kernels, "byte_view", copied)
+    with pytest.raises(LayoutError, match="copies where it should view"):
+        Bench()
+
+
+def test_converting_instead_of_viewing_is_refused_at_registration(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def converted(tensor: Any, int8: Any) -> Any:
+        num_bytes = tensor.element_size()
+        return tensor.view(tensor.shape[0], -1).to(int8).repeat(1, num_bytes)
+
+    monkeypatch.setattr(kernels, "byte_view", converted)
+    with pytest.raises(LayoutError, match="do not arrive"):
+        Bench()
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _exact(num_blocks: int, largest: int) -> Any:
+    return (
+        (min(largest, num_blocks - start), min(largest, num_blocks - start)) for start in range(0, num_blocks, largest)
+    )
+
+
+class _AnyShape(dict[tuple[int, int], Any]):
+    """Makes the views of any number of blocks, as code without buckets would."""
+
+    def __missing__(self, key: tuple[int, int]) -> Any:
+        group, count = key
+        views = self[group, 1 << (count - 1).bit_length()]
+        size = len(views.gathered) // len(views.ids)
+        pages: list[Any] = []
+        start = 0
+        for page in views.pages:
+            pages.append(views.gathered[start : start + count * page.shape[1]].view(count, page.shape[1]))
+            start += count * page.shape[1]
+        return dataclasses.replace(
+            views, ids=views.ids[:count], gathered=views.gathered[: count * size], pages=tuple(pages),
+            staged=tuple(each[: count * size] for each in views.staged),
+            staged_ids=tuple(each[:count] for each in views.staged_ids),
+        )  # fmt: skip
+
+
+def _new_shapes(fake: FakeDevice, bench: Bench) -> int:
+    known = len(fake.stats.graphs)
+    for count in range(2, NUM_BLOCKS + 1, 2):
+        bench.copier.store(bench.batch(list(range(count))))
+        bench.copier.retrieve(bench.batch(list(range(count))))
+    return len(fake.stats.graphs) - known
+
+
+def test_without_buckets_new_shapes_are_met(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.stats.graphs.clear()
+    bench = Bench(max_blocks=32)
+    assert _new_shapes(fake, bench) == 0
+    monkeypatch.setattr(moves, "cut", _exact)
+    for direction in (bench.copier._stores, bench.copier._retrieves):  # pyright: ignore[reportPrivateUsage]
+        direction.views = _AnyShape(direction.views)
+    assert _new_shapes(fake, bench) > 0
+    assert round_trip(bench, 14), "right bytes all the same: only the compiler is asked more"
+
+
+def test_without_warming_up_new_shapes_are_met(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.stats.graphs.clear()
+    monkeypatch.setattr(BlockCopier, "warm_up", _nothing)
+    assert _new_shapes(fake, Bench()) > 0
