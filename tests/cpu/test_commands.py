@@ -126,12 +126,6 @@ def test_a_hung_depot_is_unhealthy_within_its_deadline() -> None:
     assert "does not answer" in result.stderr
 
 
-def test_what_is_not_built_yet_is_refused_and_not_ignored(tmp_path: Path) -> None:
-    result = run("serve", "--dir", str(tmp_path), "--pool-size", "1MiB", "--http=127.0.0.1:1")
-    assert result.returncode == 1
-    assert "not built yet" in result.stderr
-
-
 def test_backends_are_listed_with_their_reasons() -> None:
     backends = {backend["name"]: backend for backend in run_json("backends")}
     assert backends["cpu"]["why_unavailable"] is None
