@@ -168,6 +168,10 @@ def test_prefixes_are_warmed_and_pinned_by_command(make: MakeNode, tmp_path: Pat
     assert done.stdout == "8 of 8 chunks are in the pool and pinned\n", done.stderr
     assert node.depot.status().num_pins == 1
     assert node.depot.status().num_chunks == 8
+    traced = {"tokens": list(range(6 * 64)), "namespace": {"model": "test", "tenant_salt": "1"}, "chunk_tokens": 64}
+    keys.write_text(json.dumps(line) + "\n" + json.dumps(traced) + "\n")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "14 of 14 chunks are in the pool and pinned\n", done.stderr
     keys.write_text("nonsense")
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1

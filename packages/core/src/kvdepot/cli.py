@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,6 +18,8 @@ from kvdepot.config import Demotion, ServerConfig, default_directory, format_siz
 from kvdepot.curve import ClientKeys, generate_keys, load_pair, load_public
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
+from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
+from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 from kvdepot.registry import list_backends
 
 _WARM_SECONDS = 90.0  # for one prefix: the depot waits for a minute at most
@@ -129,11 +131,12 @@ def _parser() -> argparse.ArgumentParser:
 
     warm = commands.add_parser(
         "warm", parents=[client], help="bring prefixes up from the tiers, and pin them",
-        description="Bring prefixes up from the tiers. KEYS has one a line, as JSON: an object with the chunks' keys as"
-        ' hex strings and the tenant, {"digests": ["9f..", ..], "tenant": "default"}; - reads standard input.',
+        description="Bring prefixes up from tiers. The file has one a line, as JSON: the chunks' keys as hex strings,"
+        ' {"digests": ["9f..", ..], "tenant": "default"}, or a prompt as engines see it, {"tokens": [1, 2, ..],'
+        ' "namespace": {"model": ..}, "chunk_tokens": 64}; - reads standard input.',
     )  # fmt: skip
     warm.set_defaults(run=_warm)
-    warm.add_argument("keys", metavar="KEYS", help="a file, or -")
+    warm.add_argument("keys", metavar="KEYS|TRACE", help="a file, or -")
     warm.add_argument("--pin", type=float, default=0.0, metavar="SECONDS", help="keep them in the pool that long")
 
     unpin = commands.add_parser("unpin", parents=[client], help="end what warm --pin keeps")
@@ -413,26 +416,47 @@ def _clear(options: argparse.Namespace) -> int:
     return 0
 
 
-class _Prefix(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a file of keys."""
+class _Keys(msgspec.Struct, forbid_unknown_fields=True):
+    """One line of a file: a prefix by its chunks' keys."""
 
     digests: list[str]
     tenant: str = "default"
+
+    def packed(self) -> tuple[str, bytes]:
+        return self.tenant, b"".join(map(bytes.fromhex, self.digests))
+
+
+class _Traced(msgspec.Struct, forbid_unknown_fields=True):
+    """One line of a trace of prompts: what keys are made of."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+    namespace: Namespace
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] = MINIMUM_CHUNK_TOKENS
+
+    def packed(self) -> tuple[str, bytes]:
+        run = hash_prefix(self.namespace, self.chunk_tokens, self.tokens)
+        return run.tenant, run.digests
+
+
+def _prefix_of(line: str) -> tuple[str, bytes]:
+    """Return tenant and packed digests of one line."""
+    fields = msgspec.json.decode(line)
+    is_traced = isinstance(fields, dict) and "tokens" in fields
+    return msgspec.convert(fields, _Traced if is_traced else _Keys).packed()
 
 
 def _warm(options: argparse.Namespace) -> int:
     found = asked = 0
     try:
         lines = sys.stdin.readlines() if options.keys == "-" else Path(options.keys).read_text().splitlines()
-        prefixes = [msgspec.json.decode(line, type=_Prefix) for line in lines if line.strip()]
-        digests = [b"".join(map(bytes.fromhex, prefix.digests)) for prefix in prefixes]
+        prefixes = [_prefix_of(line) for line in lines if line.strip()]
     except (OSError, ValueError, msgspec.DecodeError) as error:
         raise ConfigError(f"{options.keys}: {error}") from error
-    for prefix, packed in zip(prefixes, digests, strict=True):
-        request = m.Warm(prefix.tenant, packed, options.pin)
+    for tenant, digests in prefixes:
+        request = m.Warm(tenant, digests, options.pin)
         reply = ask_depot(request, options.url, _WARM_SECONDS, keys=_client_keys(options))
         assert isinstance(reply, m.Done)
-        found, asked = found + reply.count, asked + len(prefix.digests)
+        found, asked = found + reply.count, asked + len(digests) // DIGEST_BYTES
     print(f"{found:,} of {asked:,} chunks are in the pool{' and pinned' if options.pin else ''}")
     return 0
 
