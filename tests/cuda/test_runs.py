@@ -13,7 +13,8 @@ from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout
 from kvdepot.messages import EXTENT
 from kvdepot.pool import PoolMapping
 from kvdepot.protocols import NO_BLOCK
-from kvdepot_cuda.runs import BatchRuns, Runs, merge, split
+from kvdepot.runs import BatchRuns, Runs
+from kvdepot_cuda.runs import merge, split
 
 PAGE = 8
 NUM_BLOCKS = 12

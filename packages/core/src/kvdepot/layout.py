@@ -55,6 +55,25 @@ class PageLayout:
         return self.address + block_id * self.stride_bytes, self.page_size_bytes
 
 
+def strided_pages(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> PageLayout:
+    """Return where the blocks of a tensor `(num_blocks, ...)` lie; `strides` and `itemsize` in bytes.
+
+    Raises:
+        LayoutError: there are no blocks, or the bytes of one are not contiguous.
+    """
+    if not shape or shape[0] < 1:
+        raise LayoutError(f"a cache of shape {shape}: the first dimension counts the blocks")
+    expected = itemsize
+    for size, stride in reversed(list(zip(shape[1:], strides[1:], strict=True))):
+        if size != 1 and stride != expected:
+            raise LayoutError(
+                f"shape {shape} with strides of {strides} bytes: the bytes of one block are not contiguous"
+            )
+        expected *= size
+    page_size_bytes = itemsize * math.prod(shape[1:])
+    return PageLayout(address, shape[0], page_size_bytes, strides[0] if shape[0] > 1 else page_size_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers that share one block table, on one worker.

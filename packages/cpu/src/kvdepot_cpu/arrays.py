@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from kvdepot.errors import LayoutError
-from kvdepot.layout import PageLayout
+from kvdepot.layout import PageLayout, strided_pages
 
 
 def page_layout_of(tensor: Any) -> PageLayout:
@@ -17,18 +17,7 @@ def page_layout_of(tensor: Any) -> PageLayout:
         LayoutError: not such a tensor, not in host memory, or the bytes of one block are not contiguous.
     """
     shape, strides, itemsize, address = _describe(tensor)
-    if not shape or shape[0] < 1:
-        raise LayoutError(f"a cache of shape {shape}: the first dimension counts the blocks")
-    expected = itemsize
-    for size, stride in reversed(list(zip(shape[1:], strides[1:], strict=True))):
-        if size != 1 and stride != expected:
-            raise LayoutError(
-                f"shape {shape} with strides of {strides} bytes: the bytes of one block are not contiguous"
-            )
-        expected *= size
-    page_size_bytes = itemsize * math.prod(shape[1:])
-    stride_bytes = strides[0] if shape[0] > 1 else page_size_bytes
-    return PageLayout(address, shape[0], page_size_bytes, stride_bytes)
+    return strided_pages(address, shape, strides, itemsize)
 
 
 def _describe(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:

@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 
 from kvdepot import messages as m
-from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers
-from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, default_chunk_tokens
+from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers, detail_of, layer_group_of
+from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
 from kvdepot.protocols import CacheGroup
 from kvdepot_cpu.arrays import page_layout_of
 from kvdepot_cpu.kernels.copy import PageCopier
@@ -48,10 +48,11 @@ class CpuTransferContext(WorkerTransfers):
     ) -> None:
         if chunk_tokens is None:
             chunk_tokens = default_chunk_tokens(g.block_tokens for g in groups if g.kind is not GroupKind.RECURRENT)
-        layout = CacheLayout(tuple(_layer_group(group) for group in groups), chunk_tokens, dtype, format)
+        layer_groups = [layer_group_of(group, list(map(page_layout_of, group.tensors))) for group in groups]
+        layout = CacheLayout(tuple(layer_groups), chunk_tokens, dtype, format)
         registration = m.RegisterKVCache(
             m.PROTOCOL_VERSION, instance, rank, world_size, "cpu", "worker-driven", model, m.spec_of(layout),
-            tuple(_detail(group, layer_group, dtype) for group, layer_group in zip(groups, layout.groups, strict=True)),
+            tuple(detail_of(*each, dtype, each[0].tensors[0].shape) for each in zip(groups, layer_groups, strict=True)),
         )  # fmt: skip
         cores = os.cpu_count() or 1
         threads = (max(1, min(4, cores // 2)), min(4, cores)) if copy_threads is None else (copy_threads, copy_threads)
@@ -59,24 +60,3 @@ class CpuTransferContext(WorkerTransfers):
             registration, layout, PageCopier(layout, threads, keep_alive=[list(group.tensors) for group in groups]),
             url=url, deadline_seconds=deadline_seconds, synchronous=synchronous, batch_bytes=batch_bytes,
         )  # fmt: skip
-
-
-def _layer_group(group: CacheGroup) -> LayerGroup:
-    pages: tuple[PageLayout, ...] = tuple(page_layout_of(tensor) for tensor in group.tensors)
-    return LayerGroup(group.kind, group.block_tokens, pages, group.window_tokens, group.shard, group.num_shards)
-
-
-def _detail(group: CacheGroup, layer_group: LayerGroup, dtype: str) -> m.GroupDetail:
-    return m.GroupDetail(
-        page_sizes_bytes=tuple(page.page_size_bytes for page in layer_group.pages),
-        num_blocks=layer_group.num_blocks,
-        shard=group.shard,
-        physical_block_tokens=group.physical_block_tokens,
-        compress_ratio=group.compress_ratio,
-        num_layers=group.num_layers or len(group.tensors),
-        hidden_dims=group.hidden_dims,
-        dtype=dtype,
-        is_mla=group.is_mla,
-        shape=tuple(int(size) for size in group.tensors[0].shape)[:8],
-        attention_backend=group.attention_backend,
-    )

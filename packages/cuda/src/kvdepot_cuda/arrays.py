@@ -1,11 +1,10 @@
 """Where the blocks of a tensor on a device lie, for tensors of any library, told by their attributes alone."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 from kvdepot.errors import LayoutError
-from kvdepot.layout import PageLayout
+from kvdepot.layout import PageLayout, strided_pages
 
 
 def page_layout_of(tensor: Any) -> PageLayout:
@@ -22,19 +21,7 @@ def page_layout_of(tensor: Any) -> PageLayout:
     itemsize = int(tensor.element_size())
     shape = tuple(int(size) for size in tensor.shape)
     strides = tuple(int(step) * itemsize for step in tensor.stride())
-    if not shape or shape[0] < 1:
-        raise LayoutError(f"a cache of shape {shape}: the first dimension counts the blocks")
-    expected = itemsize
-    for size, stride in reversed(list(zip(shape[1:], strides[1:], strict=True))):
-        if size != 1 and stride != expected:
-            raise LayoutError(
-                f"shape {shape} with strides of {strides} bytes: the bytes of one block are not contiguous"
-            )
-        expected *= size
-    page_size_bytes = itemsize * math.prod(shape[1:])
-    return PageLayout(
-        int(tensor.data_ptr()), shape[0], page_size_bytes, strides[0] if shape[0] > 1 else page_size_bytes
-    )
+    return strided_pages(int(tensor.data_ptr()), shape, strides, itemsize)
 
 
 def ordinal_of(tensors: Iterable[Any]) -> int:

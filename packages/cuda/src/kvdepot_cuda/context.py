@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from kvdepot import messages as m
 from kvdepot.client.connection import Link
-from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers
+from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers, detail_of, layer_group_of
 from kvdepot.errors import BackendUnavailable, ConfigError
-from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, default_chunk_tokens
+from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
 from kvdepot.pool import PoolMapping
 from kvdepot.protocols import CacheGroup, ReadyEvent
 from kvdepot_cuda.arrays import ordinal_of, page_layout_of
@@ -77,11 +77,12 @@ class CudaTransferContext(WorkerTransfers):
         _check_mode(mode)
         if chunk_tokens is None:
             chunk_tokens = default_chunk_tokens(g.block_tokens for g in groups if g.kind is not GroupKind.RECURRENT)
-        layout = CacheLayout(tuple(_layer_group(group) for group in groups), chunk_tokens, dtype, format)
+        layer_groups = [layer_group_of(group, list(map(page_layout_of, group.tensors))) for group in groups]
+        layout = CacheLayout(tuple(layer_groups), chunk_tokens, dtype, format)
         ordinal = ordinal_of(tensor for group in groups for tensor in group.tensors)
         registration = m.RegisterKVCache(
             m.PROTOCOL_VERSION, instance, rank, world_size, f"cuda:{ordinal}", DIRECT, model, m.spec_of(layout),
-            tuple(_detail(group, layer_group, dtype) for group, layer_group in zip(groups, layout.groups, strict=True)),
+            tuple(detail_of(*each, dtype, each[0].tensors[0].shape) for each in zip(groups, layer_groups, strict=True)),
         )  # fmt: skip
         self._stream = stream or _stream_of_torch(groups[0].tensors[0], ordinal)
         self._mapping: PoolMapping | None = None
@@ -150,24 +151,3 @@ def _stream_of_torch(tensor: Any, ordinal: int) -> Callable[[], int] | None:
         return None
     current_stream = importlib.import_module("torch").cuda.current_stream
     return lambda: int(current_stream(ordinal).cuda_stream)
-
-
-def _layer_group(group: CacheGroup) -> LayerGroup:
-    pages: tuple[PageLayout, ...] = tuple(page_layout_of(tensor) for tensor in group.tensors)
-    return LayerGroup(group.kind, group.block_tokens, pages, group.window_tokens, group.shard, group.num_shards)
-
-
-def _detail(group: CacheGroup, layer_group: LayerGroup, dtype: str) -> m.GroupDetail:
-    return m.GroupDetail(
-        page_sizes_bytes=tuple(page.page_size_bytes for page in layer_group.pages),
-        num_blocks=layer_group.num_blocks,
-        shard=group.shard,
-        physical_block_tokens=group.physical_block_tokens,
-        compress_ratio=group.compress_ratio,
-        num_layers=group.num_layers or len(group.tensors),
-        hidden_dims=group.hidden_dims,
-        dtype=dtype,
-        is_mla=group.is_mla,
-        shape=tuple(int(size) for size in group.tensors[0].shape)[:8],
-        attention_backend=group.attention_backend,
-    )

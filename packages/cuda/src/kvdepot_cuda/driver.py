@@ -12,12 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from kvdepot.errors import KVDepotError
-
-Addresses = npt.NDArray[np.uint64]
+from kvdepot.runs import Addresses
 
 MAXIMUM_REGISTERED_BYTES: Final = 64 << 30  # of one call: drivers from 580 on refuse 512 GiB
 

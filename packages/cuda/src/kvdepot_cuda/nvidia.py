@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot_cuda.driver import Addresses, Direction, DriverError
+from kvdepot.runs import Addresses
+from kvdepot_cuda.driver import Direction, DriverError
 
 _BATCH_COPY_VERSION: Final = 12080  # the signature that has `failIdx`; drivers of CUDA 13 still offer it
 _ORDER_STREAM: Final = 1  # the source is read in stream order

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.pool import PoolMapping
-from kvdepot_cuda.driver import Addresses, Driver, DriverError
+from kvdepot.runs import Addresses
+from kvdepot_cuda.driver import Driver, DriverError
 
 logger = logging.getLogger(__name__)
 

@@ -1,45 +1,13 @@
-"""Which bytes go where: arithmetic on columns of numbers, no Python object for a block.
+"""Runs as a driver wants them.
 
-A **run** is `(address on the device, offset in the pool, bytes)`. A batch becomes its runs, in the order of the pool;
-neighbours that continue each other on both sides become one, because the driver merges nothing and each run costs it
-half a microsecond; and no run crosses the end of a piece of the pool, because no copy may.
+A **run** is `(address on the device, offset in the pool, bytes)`, as `kvdepot.runs` makes them of a batch. Neighbours
+that continue each other on both sides become one, because the driver merges nothing and each run costs it half a
+microsecond; and no run crosses the end of a piece of the pool, because no copy may.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
-
 import numpy as np
-import numpy.typing as npt
 
-from kvdepot.client.transfers import CopyBatch
-from kvdepot.layout import CacheLayout, PageLayout
-from kvdepot.messages import EXTENT
-from kvdepot_cuda.driver import Addresses
-
-EXTENT_DTYPE: Final = np.dtype(
-    [
-        ("chunk", "<u4"), ("group", "<u2"), ("zero", "<u2"), ("record", "<u4"), ("zero2", "<u4"),
-        ("header", "<u8"), ("offset", "<u8"), ("num_bytes", "<u8"),
-    ]
-)  # fmt: skip
-assert EXTENT_DTYPE.itemsize == EXTENT.size
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Runs as columns, `(num_runs,)` each."""
-
-    blocks: Addresses  # addresses on the device
-    offsets: Addresses  # in the pool
-    sizes: Addresses  # bytes, none is 0
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def where(self, chosen: npt.NDArray[Any] | slice) -> "Runs":
-        """Return some of the runs."""
-        return Runs(self.blocks[chosen], self.offsets[chosen], self.sizes[chosen])
+from kvdepot.runs import Runs
 
 
 def merge(runs: Runs) -> Runs:
@@ -66,70 +34,3 @@ def split(runs: Runs, piece_bytes: int) -> Runs:
     starts = np.maximum(runs.offsets[whole], piece_starts)
     ends = np.minimum((runs.offsets + runs.sizes)[whole], piece_starts + piece)
     return Runs(runs.blocks[whole] + (starts - runs.offsets[whole]), starts, ends - starts)
-
-
-class BatchRuns:
-    """Turns batches of one cache into runs."""
-
-    def __init__(self, layout: CacheLayout) -> None:
-        self._groups = [
-            _GroupAddresses.of(group.pages, group.blocks_per_chunk(layout.chunk_tokens)) for group in layout.groups
-        ]
-
-    def of(self, batch: CopyBatch) -> Runs:
-        """Return a run for every page of the batch, in the order of its extents."""
-        records = np.frombuffer(batch.extents, EXTENT_DTYPE)
-        parts: list[Runs] = []
-        for number, group in enumerate(self._groups):
-            mine = records[records["group"] == number]
-            if len(mine):
-                chunks = mine["chunk"].astype(np.int64)
-                places = np.arange(group.blocks_per_chunk)
-                rows = (chunks - batch.first_covered[number])[:, None] * group.blocks_per_chunk
-                ids = np.asarray(batch.block_ids[number], np.int64)[rows + places]
-                wanted = (chunks > 0)[:, None] | (places >= batch.skip_blocks[number])
-                wanted &= ids >= 0  # not NO_BLOCK
-                parts.append(group.runs(ids.astype(np.uint64), mine["offset"].astype(np.uint64), wanted))
-        empty = np.empty(0, np.uint64)
-        return Runs(
-            np.concatenate([empty, *(part.blocks for part in parts)]),
-            np.concatenate([empty, *(part.offsets for part in parts)]),
-            np.concatenate([empty, *(part.sizes for part in parts)]),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupAddresses:
-    """The pages of one layer group, as columns of numbers."""
-
-    blocks_per_chunk: int
-    addresses: Addresses  # (num_pages,), of block 0
-    strides: Addresses
-    page_sizes: Addresses
-    run_offsets: Addresses  # of each page's bytes within an extent
-
-    @classmethod
-    def of(cls, pages: Sequence[PageLayout], blocks_per_chunk: int) -> "_GroupAddresses":
-        sizes = np.array([page.page_size_bytes for page in pages], np.uint64)
-        return cls(
-            blocks_per_chunk,
-            np.array([page.address for page in pages], np.uint64),
-            np.array([page.stride_bytes for page in pages], np.uint64),
-            sizes,
-            (np.cumsum(sizes) - sizes) * np.uint64(blocks_per_chunk),
-        )
-
-    def runs(self, ids: Addresses, extents: Addresses, wanted: npt.NDArray[np.bool_]) -> Runs:
-        """Return one run a page.
-
-        Args:
-            ids: block ids, `(num_chunks, blocks_per_chunk)`.
-            extents: offsets in the pool, `(num_chunks,)`.
-            wanted: which of `ids` to copy.
-        """
-        places = np.arange(self.blocks_per_chunk, dtype=np.uint64)
-        blocks = self.addresses[:, None] + ids[:, None, :] * self.strides[:, None]
-        offsets = extents[:, None, None] + self.run_offsets[:, None] + places * self.page_sizes[:, None]
-        shape: Any = blocks.shape
-        chosen = np.broadcast_to(wanted[:, None, :], shape)
-        return Runs(blocks[chosen], offsets[chosen], np.broadcast_to(self.page_sizes[:, None], shape)[chosen])

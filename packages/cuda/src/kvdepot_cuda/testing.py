@@ -23,7 +23,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Addresses, Direction, DriverError
+from kvdepot.runs import Addresses
+from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, DriverError
 
 POISON: Final = 0xAB
 DEFAULT_STREAM: Final = 0

@@ -5,12 +5,12 @@ and moves them on to the depot's pool. The protocol with the depot is in `kvdepo
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from kvdepot import messages as m
-from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers
+from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers, detail_of, layer_group_of
 from kvdepot.keys import KeyRun
-from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, default_chunk_tokens
+from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
 from kvdepot.protocols import BlockIds, CacheGroup, ReadyEvent, TransferFuture
 from kvdepot_hpu.arrays import page_layout_of, tensors_of
 from kvdepot_hpu.bridge import Bridge
@@ -56,12 +56,18 @@ class HpuTransferContext(WorkerTransfers):
             chunk_tokens = default_chunk_tokens(g.block_tokens for g in groups if g.kind is not GroupKind.RECURRENT)
         tensors = [tensors_of(group) for group in groups]
         layout = CacheLayout(
-            tuple(_layer_group(group, each) for group, each in zip(groups, tensors, strict=True)),
+            tuple(
+                layer_group_of(group, [page_layout_of(tensor) for tensor in each])
+                for group, each in zip(groups, tensors, strict=True)
+            ),
             chunk_tokens, dtype, format,
         )  # fmt: skip
         registration = m.RegisterKVCache(
             m.PROTOCOL_VERSION, instance, rank, world_size, "hpu", "worker-driven", model, m.spec_of(layout),
-            tuple(_detail(*each, dtype) for each in zip(groups, tensors, layout.groups, strict=True)),
+            tuple(
+                detail_of(group, layer_group, dtype, each[0].shape)
+                for group, layer_group, each in zip(groups, layout.groups, tensors, strict=True)
+            ),
         )  # fmt: skip
         self._bridge: Final = Bridge.load()
         self._bridge.launch()  # what made the cache may still be accumulated
@@ -85,24 +91,3 @@ class HpuTransferContext(WorkerTransfers):
         """See `TransferContext`. The blocks are written after what the engine has given its stream until now."""
         self._bridge.launch()
         return super().submit_retrieve(request_id, key, block_ids, skip_tokens)
-
-
-def _layer_group(group: CacheGroup, tensors: Sequence[Any]) -> LayerGroup:
-    pages = tuple(page_layout_of(tensor) for tensor in tensors)
-    return LayerGroup(group.kind, group.block_tokens, pages, group.window_tokens, group.shard, group.num_shards)
-
-
-def _detail(group: CacheGroup, tensors: Sequence[Any], layer_group: LayerGroup, dtype: str) -> m.GroupDetail:
-    return m.GroupDetail(
-        page_sizes_bytes=tuple(page.page_size_bytes for page in layer_group.pages),
-        num_blocks=layer_group.num_blocks,
-        shard=group.shard,
-        physical_block_tokens=group.physical_block_tokens,
-        compress_ratio=group.compress_ratio,
-        num_layers=group.num_layers or len(group.tensors),
-        hidden_dims=group.hidden_dims,
-        dtype=dtype,
-        is_mla=group.is_mla,
-        shape=tuple(int(size) for size in tensors[0].shape)[:8],
-        attention_backend=group.attention_backend,
-    )

@@ -20,9 +20,9 @@ from kvdepot import messages as m
 from kvdepot.client.connection import Channel, Connection, Link
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, LayoutError, RemoteError
 from kvdepot.keys import KeyRun
-from kvdepot.layout import CacheLayout, GroupKind, check_block_ids
+from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, check_block_ids
 from kvdepot.pool import PoolMapping
-from kvdepot.protocols import BlockIds, ReadyEvent, TransferFuture
+from kvdepot.protocols import BlockIds, CacheGroup, ReadyEvent, TransferFuture
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,28 @@ class CopyBatch:
     block_ids: BlockIds
     first_covered: tuple[int, ...]
     skip_blocks: tuple[int, ...]
+
+
+def layer_group_of(group: CacheGroup, pages: Sequence[PageLayout]) -> LayerGroup:
+    """Return a group with the places of its pages, as the backend found them."""
+    return LayerGroup(group.kind, group.block_tokens, tuple(pages), group.window_tokens, group.shard, group.num_shards)
+
+
+def detail_of(group: CacheGroup, layer_group: LayerGroup, dtype: str, shape: Sequence[int]) -> m.GroupDetail:
+    """Return what a worker registers of a group; `shape` is that of one layer's tensor."""
+    return m.GroupDetail(
+        page_sizes_bytes=tuple(page.page_size_bytes for page in layer_group.pages),
+        num_blocks=layer_group.num_blocks,
+        shard=group.shard,
+        physical_block_tokens=group.physical_block_tokens,
+        compress_ratio=group.compress_ratio,
+        num_layers=group.num_layers or len(group.tensors),
+        hidden_dims=group.hidden_dims,
+        dtype=dtype,
+        is_mla=group.is_mla,
+        shape=tuple(int(size) for size in shape)[:8],
+        attention_backend=group.attention_backend,
+    )
 
 
 class Copier(Protocol):

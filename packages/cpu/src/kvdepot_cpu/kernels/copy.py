@@ -8,30 +8,19 @@ Where it could not be built, a loop of libc's memcpy does the same at 0.7 to 0.9
 import ctypes
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvdepot.client.transfers import CopyBatch
-from kvdepot.layout import CacheLayout, PageLayout
-from kvdepot.messages import EXTENT
-
-EXTENT_DTYPE: Final = np.dtype(
-    [
-        ("chunk", "<u4"), ("group", "<u2"), ("zero", "<u2"), ("record", "<u4"), ("zero2", "<u4"),
-        ("header", "<u8"), ("offset", "<u8"), ("num_bytes", "<u8"),
-    ]
-)  # fmt: skip
-assert EXTENT_DTYPE.itemsize == EXTENT.size
+from kvdepot.layout import CacheLayout
+from kvdepot.runs import Addresses, BatchRuns
 
 _BYTES_WORTH_A_THREAD: Final = 8 << 20
 _BYTES_WORTH_STREAMING: Final = 1 << 20  # less than this stays in the caches for whoever comes next
 
-Addresses = npt.NDArray[np.uint64]
 CopyRuns = Callable[[Addresses, Addresses, Addresses], None]
 """Copies runs: sources, targets and sizes in bytes, each `(num_runs,)`; no two targets overlap."""
 
@@ -81,45 +70,24 @@ class PageCopier:
     ) -> None:
         self._keep_alive = keep_alive
         self._copy_runs = copy_runs or native_copy_runs() or memcpy_runs()
-        self._groups = [
-            _GroupAddresses.of(group.pages, group.blocks_per_chunk(layout.chunk_tokens)) for group in layout.groups
-        ]
+        self._runs = BatchRuns(layout)
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(max(num_threads), "kvdepot-copy") if max(num_threads) > 1 else None
 
     def store(self, batch: CopyBatch) -> None:
         """See `Copier`."""
-        blocks, extents, sizes = self._addresses(batch)
-        self._copy(blocks, extents, sizes, self._num_threads[0])
+        runs = self._runs.of(batch)
+        self._copy(runs.blocks, runs.offsets + np.uint64(batch.mapping.address), runs.sizes, self._num_threads[0])
 
     def retrieve(self, batch: CopyBatch) -> None:
         """See `Copier`."""
-        blocks, extents, sizes = self._addresses(batch)
-        self._copy(extents, blocks, sizes, self._num_threads[1])
+        runs = self._runs.of(batch)
+        self._copy(runs.offsets + np.uint64(batch.mapping.address), runs.blocks, runs.sizes, self._num_threads[1])
 
     def close(self) -> None:
         """See `Copier`."""
         if self._pool is not None:
             self._pool.shutdown()
-
-    def _addresses(self, batch: CopyBatch) -> tuple[Addresses, Addresses, Addresses]:
-        """Return for every block of every layer of the batch its address, its address in the pool, and its size."""
-        records = np.frombuffer(batch.extents, EXTENT_DTYPE)
-        parts: list[tuple[Addresses, Addresses, Addresses]] = []
-        for number, group in enumerate(self._groups):
-            mine = records[records["group"] == number]
-            if len(mine):
-                chunks = mine["chunk"].astype(np.int64)
-                block_ids = np.asarray(batch.block_ids[number], np.int64)
-                rows = (chunks - batch.first_covered[number])[:, None] * group.blocks_per_chunk
-                ids = block_ids[rows + np.arange(group.blocks_per_chunk)]
-                wanted = (chunks > 0)[:, None] | (np.arange(group.blocks_per_chunk) >= batch.skip_blocks[number])
-                wanted &= ids >= 0  # not NO_BLOCK
-                parts.append(
-                    group.runs(ids.astype(np.uint64), mine["offset"] + np.uint64(batch.mapping.address), wanted)
-                )
-        blocks, extents, sizes = zip(*parts, strict=True)
-        return np.concatenate(blocks), np.concatenate(extents), np.concatenate(sizes)
 
     def _copy(self, sources: Addresses, targets: Addresses, sizes: Addresses, num_threads: int) -> None:
         parts = min(num_threads, len(sizes), 1 + int(sizes.sum()) // _BYTES_WORTH_A_THREAD)
@@ -135,42 +103,3 @@ class PageCopier:
             job.exception()  # all of them end before anybody learns of an error
         for job in jobs:
             job.result()
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupAddresses:
-    """The pages of one layer group, as columns of numbers."""
-
-    blocks_per_chunk: int
-    addresses: Addresses  # (num_pages,), of block 0
-    strides: Addresses
-    page_sizes: Addresses
-    run_offsets: Addresses  # of each page's run within an extent
-
-    @classmethod
-    def of(cls, pages: Sequence[PageLayout], blocks_per_chunk: int) -> "_GroupAddresses":
-        sizes = np.array([page.page_size_bytes for page in pages], np.uint64)
-        return cls(
-            blocks_per_chunk,
-            np.array([page.address for page in pages], np.uint64),
-            np.array([page.stride_bytes for page in pages], np.uint64),
-            sizes,
-            (np.cumsum(sizes) - sizes) * np.uint64(blocks_per_chunk),
-        )
-
-    def runs(
-        self, ids: Addresses, extents: Addresses, wanted: npt.NDArray[np.bool_]
-    ) -> tuple[Addresses, Addresses, Addresses]:
-        """Return addresses of blocks, addresses in the pool, and sizes, in the order of the pool.
-
-        Args:
-            ids: block ids, `(num_chunks, blocks_per_chunk)`.
-            extents: addresses of the extents, `(num_chunks,)`.
-            wanted: which of `ids` to copy.
-        """
-        places = np.arange(self.blocks_per_chunk, dtype=np.uint64)
-        blocks = self.addresses[:, None] + ids[:, None, :] * self.strides[:, None]
-        targets = extents[:, None, None] + self.run_offsets[:, None] + places * self.page_sizes[:, None]
-        shape: Any = blocks.shape
-        chosen = np.broadcast_to(wanted[:, None, :], shape)
-        return blocks[chosen], targets[chosen], np.broadcast_to(self.page_sizes[:, None], shape)[chosen]

@@ -6,22 +6,14 @@ Pure: numbers in, numbers out.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdepot.client.transfers import CopyBatch
 from kvdepot.layout import LayerGroup
-from kvdepot.messages import EXTENT
-
-EXTENT_DTYPE: Final = np.dtype(
-    [
-        ("chunk", "<u4"), ("group", "<u2"), ("zero", "<u2"), ("record", "<u4"), ("zero2", "<u4"),
-        ("header", "<u8"), ("offset", "<u8"), ("num_bytes", "<u8"),
-    ]
-)  # fmt: skip
-assert EXTENT_DTYPE.itemsize == EXTENT.size
+from kvdepot.runs import EXTENT_DTYPE
 
 Ids = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
