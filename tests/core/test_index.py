@@ -760,3 +760,18 @@ def test_checksums_of_another_number_of_entries_are_refused() -> None:
     plan = worker.prepare(prompt(2))
     assert worker.refusal(m.CommitStore(worker.context, plan.ticket, bytes(16))) is ErrorCode.MALFORMED
     assert worker.commit(plan) == 2
+
+
+def test_the_number_of_different_caches_is_bounded_and_known_ones_still_register(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvdepot.server.depot.MAXIMUM_SPACES", 2)
+    bench = Bench()
+    worker = bench.worker()
+
+    def register(dtype: str) -> m.RegisterScheduler:
+        return m.RegisterScheduler(1, "engine", "model", m.CacheSpec(1, PLAIN, dtype))
+
+    assert isinstance(worker.ask(register("other")), m.Registered)
+    assert worker.refusal(register("one too many")) is ErrorCode.BAD_LAYOUT
+    assert isinstance(worker.ask(register("other")), m.Registered)

@@ -29,6 +29,7 @@ _PATIENT_SECONDS: Final = 60.0  # that an operator's request may wait for tiers
 
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
+MAXIMUM_SPACES: Final = 4096  # different caches; kept as long as the pool
 MAXIMUM_LABELS: Final = 65_536  # tenants and their models; names are kept as long as the pool
 
 
@@ -264,6 +265,8 @@ class Depot:
 
     def _space(self, spec: m.CacheSpec) -> Space:
         before = len(self.index.spaces)
+        if before >= MAXIMUM_SPACES and all(space.spec != spec for space in self.index.spaces):
+            raise Refused(ErrorCode.BAD_LAYOUT, f"more than {MAXIMUM_SPACES} different caches: start the depot --fresh")
         space = self.index.space(spec)
         if len(self.index.spaces) != before or not self._names_are_saved:
             self._save_names()
