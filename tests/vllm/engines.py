@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any, Self
 
+from kvdepot.testing.processes import DepotProcess, wait_until
+
 Prompt = list[int]
 
 
@@ -132,6 +134,18 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def wait_until_stored(engine: Engine, depot: DepotProcess, seed: int) -> None:
+    """Serve short prompts of their own until one is in the depot: an engine core in a process of its own and its
+    workers connect when they like."""
+    before = depot.status().num_chunks
+    for number in range(40):
+        engine.generate(prompts(1, 200, seed=seed + number))
+        if depot.status().num_chunks > before:
+            break
+    wait_until(lambda: depot.status().num_chunks > before, what="a prompt of an engine in the depot")
+    wait_until(lambda: depot.status().num_tickets == 0, what="no store is under way")
 
 
 def tokens(outputs: list[dict[str, Any]]) -> list[list[int]]:

@@ -6,7 +6,7 @@ import pytest
 
 from kvdepot.testing.processes import DepotProcess, wait_until
 from tests.vllm.conftest import MakeModel
-from tests.vllm.engines import Engine, cached, connector, prompts, tokens
+from tests.vllm.engines import Engine, cached, connector, prompts, tokens, wait_until_stored
 
 PROMPTS = prompts(3, 1500) + prompts(2, 1000, seed=1, shared=600)
 
@@ -92,11 +92,15 @@ def test_two_ranks_store_their_shards_or_what_both_hold_once(
     options: dict[str, Any] = {
         "tensor_parallel_size": 2, "multiprocessing": True, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     }  # fmt: skip
-    before = depot.status()
     with Engine(model(name), connector(depot.url), reference=PROMPTS[:2], **options) as engine:
+        wait_until_stored(engine, depot, seed=900)
+        before = depot.status()
         cold = engine.generate(PROMPTS[:2])
+        workers = [context for context in before.contexts if context.role == "worker"]
+        num_chunks = 2 * reuse // workers[0].chunk_tokens
+        wait_until(lambda: depot.status().num_chunks >= before.num_chunks + num_chunks, what="all chunks are stored")
+        wait_until(lambda: depot.status().num_tickets == 0)
         status = depot.status()
-        workers = [context for context in status.contexts if context.role == "worker"]
         assert sorted(worker.groups[0].shard for worker in workers) == list(range(num_shards)) * (2 // num_shards)
         assert status.num_entries - before.num_entries == num_shards * (status.num_chunks - before.num_chunks)
         engine.reset()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_vllm.settings import Settings
 from tests.vllm.conftest import MakeModel
-from tests.vllm.engines import Engine, cached, connector, prompts
+from tests.vllm.engines import Engine, cached, connector, prompts, wait_until_stored
 
 
 @pytest.mark.promise(55)
@@ -59,7 +59,10 @@ def test_every_way_to_name_it(way: str, depot: DepotProcess, model: MakeModel) -
 def test_vllm_s_engine_core_in_its_own_process(depot: DepotProcess, model: MakeModel) -> None:
     prompt = prompts(1, 400, seed=51)
     with Engine(model("gqa"), connector(depot.url), multiprocessing=True) as engine:
+        wait_until_stored(engine, depot, seed=5100)
+        before = depot.status().num_chunks
         engine.generate(prompt)
+        wait_until(lambda: depot.status().num_chunks >= before + 3 and depot.status().num_tickets == 0)
         engine.reset()
         assert cached(engine.generate(prompt)) == [384]
         engine.reset()  # held blocks were given back although nothing was asked of the engine since
