@@ -720,6 +720,24 @@ def test_a_corrupt_entry_hides_what_comes_after_it_until_it_is_stored_again(chun
     bench.drain()
 
 
+def test_a_lookup_ends_at_the_first_of_several_breaks() -> None:
+    bench = Bench(pages=32)
+    worker = bench.worker()
+    for number in range(2):
+        worker.store(prompt(12, number))
+    for chunk in (7, 3, 10):
+        assert report(worker, prompt(12), chunk) == (chunk < 10)  # behind a break nothing is served, so nothing found
+    assert report(worker, prompt(12, 1), 1) == 1
+    assert [worker.lookup(prompt(n)).num_chunks for n in (1, 2, 3, 4, 12)] == [1, 2, 3, 3, 3]
+    assert [worker.lookup(prompt(n, 1)).num_chunks for n in (1, 2, 12)] == [1, 1, 1]
+    worker.store(prompt(5))
+    assert [worker.lookup(prompt(n)).num_chunks for n in (5, 7, 12)] == [5, 7, 7]
+    worker.store(prompt(12))
+    assert worker.lookup(prompt(12)).num_chunks == 12
+    worker.ask(m.EndRequest(worker.context, "r"))
+    bench.drain()
+
+
 def test_a_leased_entry_can_be_corrupt_too() -> None:
     bench = Bench(pages=4)
     worker = bench.worker()

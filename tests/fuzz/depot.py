@@ -74,9 +74,21 @@ def _check_node(index: ChunkIndex, space: Space, node: int) -> None:
     assert tree.holds[node] >= writing
     parent = tree.parent[node]
     complete = bool(sealed) and sealed & space.full_mask == space.full_mask
-    expected = complete and not (space.full_mask and parent != NO_NODE and not index._visible[parent])
-    assert bool(index._visible[node]) == expected, "what can be found is not what is complete"
+    expected = complete and (not space.full_mask or parent == NO_NODE or is_found(index, parent))
+    assert is_found(index, node) == expected, "what can be found is not what is complete"
+    if space.full_mask and parent != NO_NODE and index._visible[node] and not index._visible[parent]:
+        assert parent in index._broken, "a lookup would pass over it"
+    assert not (node in index._broken and index._visible[node])
     assert index._first_entry[node] != NO_RECORD or tree.num_children[node] or tree.holds[node], "an idle hole"
+
+
+def is_found(index: ChunkIndex, node: int) -> bool:
+    """Whether lookups reach a node: it is marked, and with full attention all before it."""
+    while node != NO_NODE:
+        if not index._visible[node]:
+            return False
+        node = index._tree.parent[node] if index.space_of(node).full_mask else NO_NODE
+    return True
 
 
 def empty_by_eviction(index: ChunkIndex) -> None:
@@ -353,7 +365,7 @@ class Life:
         labels = self.depot.labels
         sealed = {r.key: r for r in self.depot.index.table.records() if r.state == SEALED}
         visible = [
-            {key for key, node in space.nodes.items() if self.depot.index._visible[node]}
+            {key for key, node in space.nodes.items() if is_found(self.depot.index, node)}
             for space in self.depot.index.spaces
         ]
         self.start()
@@ -363,7 +375,7 @@ class Life:
             self.depot.quarantine((index.table.writer_of(record), index.table.owner_of(record)), [record])
         assert len({r.key for r in index.table.records() if r.state == SEALED}) <= len(sealed)
         for space, before in zip(index.spaces, visible, strict=True):
-            assert {key for key, node in space.nodes.items() if index._visible[node]} == before
+            assert {key for key, node in space.nodes.items() if is_found(index, node)} == before
         self.sessions = [self.next_number + n for n in range(NUM_SESSIONS)]
         self.next_number += NUM_SESSIONS
         for who in range(NUM_SESSIONS):

@@ -23,7 +23,8 @@ def prompts(count: int, num_tokens: int = 700, seed: int = 0, shared: int = 0) -
 
 
 def connector(url: str, *, by_module: bool = False, **settings: Any) -> dict[str, Any]:
-    """Return a `--kv-transfer-config`."""
+    """Return a `--kv-transfer-config`; with a deadline that a busy machine keeps, unless `settings` has one."""
+    settings = {"deadline_seconds": 30.0, **settings}
     return {
         "kv_connector": "KVDepotConnector",
         "kv_role": "kv_both",
@@ -144,8 +145,8 @@ def wait_until_stored(engine: Engine, depot: DepotProcess, seed: int) -> None:
         engine.generate(prompts(1, 200, seed=seed + number))
         if depot.status().num_chunks > before:
             break
-    wait_until(lambda: depot.status().num_chunks > before, what="a prompt of an engine in the depot")
-    wait_until(lambda: depot.status().num_tickets == 0, what="no store is under way")
+    wait_until(lambda: depot.status().num_chunks > before, 60, "a prompt of an engine in the depot")
+    wait_until(lambda: depot.status().num_tickets == 0, 60, "no store is under way")
 
 
 def tokens(outputs: list[dict[str, Any]]) -> list[list[int]]:

@@ -98,8 +98,8 @@ def test_two_ranks_store_their_shards_or_what_both_hold_once(
         cold = engine.generate(PROMPTS[:2])
         workers = [context for context in before.contexts if context.role == "worker"]
         num_chunks = 2 * reuse // workers[0].chunk_tokens
-        wait_until(lambda: depot.status().num_chunks >= before.num_chunks + num_chunks, what="all chunks are stored")
-        wait_until(lambda: depot.status().num_tickets == 0)
+        wait_until(lambda: depot.status().num_chunks >= before.num_chunks + num_chunks, 60, "all chunks are stored")
+        wait_until(lambda: depot.status().num_tickets == 0, 60)
         status = depot.status()
         assert sorted(worker.groups[0].shard for worker in workers) == list(range(num_shards)) * (2 // num_shards)
         assert status.num_entries - before.num_entries == num_shards * (status.num_chunks - before.num_chunks)

@@ -62,7 +62,7 @@ def test_vllm_s_engine_core_in_its_own_process(depot: DepotProcess, model: MakeM
         wait_until_stored(engine, depot, seed=5100)
         before = depot.status().num_chunks
         engine.generate(prompt)
-        wait_until(lambda: depot.status().num_chunks >= before + 3 and depot.status().num_tickets == 0)
+        wait_until(lambda: depot.status().num_chunks >= before + 3 and depot.status().num_tickets == 0, 60)
         engine.reset()
         assert cached(engine.generate(prompt)) == [384]
         engine.reset()  # held blocks were given back although nothing was asked of the engine since

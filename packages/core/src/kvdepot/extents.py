@@ -5,9 +5,13 @@ freed extent is exactly what the next allocation needs.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from kvdepot.config import EXTENT_ALIGNMENT_BYTES
+
+_RESTORE_STEP: Final = 1000  # extents between two pauses: a few milliseconds
+_REGION_BYTES: Final = 64 << 20  # whose extents are sorted at once
 
 
 def extent_size(num_bytes: int) -> int:
@@ -54,33 +58,44 @@ class ExtentAllocator:
         self.used_bytes -= size
         self._add_hole(offset, size)
 
-    def restore(self, extents: Iterable[tuple[int, int]]) -> list[bool]:
+    def restore(self, extents: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
         """Mark extents `(offset, num_bytes)` of an earlier life as used; call once, before any allocation.
 
-        Returns:
-            for each whether it was taken; one that is misaligned, out of range or overlaps an earlier one is not.
+        The work is done as the result is iterated over; each item has places in `extents` of some that were
+        taken. One that is misaligned, out of range or overlaps an earlier one is not. Until the end nothing can
+        be allocated.
         """
         if self.used_bytes:
             raise ValueError("restore comes before the first allocation")
-        wanted = list(extents)
-        taken = [False] * len(wanted)
         self._size_at.clear()
         self._start_by_end.clear()
         self._by_size.clear()
+        return self._restore(extents)
+
+    def _restore(self, extents: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+        by_region: dict[int, list[int]] = {}
+        for place, (offset, _) in enumerate(extents):
+            by_region.setdefault(offset // _REGION_BYTES, []).append(place)
+            if place % _RESTORE_STEP == 0:
+                yield []
         end = 0
-        for number in sorted(range(len(wanted)), key=wanted.__getitem__):
-            offset, num_bytes = wanted[number]
-            size = extent_size(num_bytes)
-            if offset % EXTENT_ALIGNMENT_BYTES or offset < end or size <= 0 or offset + size > self.ready_bytes:
-                continue
-            if offset > end:
-                self._insert(end, offset - end)
-            taken[number] = True
-            self.used_bytes += size
-            end = offset + size
+        for region in sorted(by_region):
+            places = sorted(by_region.pop(region), key=extents.__getitem__)
+            for first in range(0, len(places), _RESTORE_STEP):
+                taken: list[int] = []
+                for place in places[first : first + _RESTORE_STEP]:
+                    offset, num_bytes = extents[place]
+                    size = extent_size(num_bytes)
+                    if offset % EXTENT_ALIGNMENT_BYTES or not end <= offset < offset + size <= self.ready_bytes:
+                        continue
+                    if offset > end:
+                        self._insert(end, offset - end)
+                    taken.append(place)
+                    self.used_bytes += size
+                    end = offset + size
+                yield taken
         if end < self.ready_bytes:
             self._insert(end, self.ready_bytes - end)
-        return taken
 
     @property
     def free_bytes(self) -> int:

@@ -4,7 +4,8 @@ A **node** is a chunk of one space (one `CacheSpec`); it hangs below the chunk b
 layer group x shard: an extent of the pool and a record of the table. A node is **visible**, and can be found, when
 every shard of every full-attention group of it and of all its ancestors is sealed. Only nodes without children, leases
 and unfinished writes leave, so full attention stays prefix-closed: if a chunk is visible, so is everything before it.
-That lets a lookup probe about ten chunks of 512, and a lease hold just the deepest.
+That lets a lookup probe about ten chunks of 512, and a lease hold just the deepest. An entry that is taken out of the
+middle as its bytes are wrong **breaks** its node: what comes after it keeps its mark, and a lookup ends at the break.
 
 A node whose entries are all gone stays as a hole while it has children; they are invisible and may be evicted.
 
@@ -30,7 +31,8 @@ from kvdepot.quotas import QuotaTable
 from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 
 MAXIMUM_HINTED_CHUNKS: Final = 1024  # at the end of a prefix that a hint orders: about three milliseconds
-_RESTORE_STEP: Final = 500  # records between two pauses: a few milliseconds
+_RESTORE_STEP: Final = 200  # records between two pauses: about two milliseconds
+_LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go is bounded by that, not by the pool
 _CLEAR_STEP: Final = 200  # nodes between two pauses: at most a few milliseconds
 _SPARE_DEADLINES: Final = 1024
 
@@ -114,6 +116,7 @@ class ChunkIndex:
         self._visible = bytearray()
         self._free_nodes: list[int] = []
         self._hidden: set[int] = set()  # complete nodes whose parent is not visible yet
+        self._broken: set[int] = set()  # nodes that were visible and are not; those after them may be
         self._next_entry = array("I")  # by record
         self._node_of = array("I")  # by record
         self._free_records: list[int] = []
@@ -165,12 +168,11 @@ class ChunkIndex:
             its chunks, and the nodes to pin so that all of it stays.
         """
         limit = len(digests) // DIGEST_BYTES
-        deepest = NO_NODE
         if space.full_mask:
-            limit, deepest = self._closed_prefix(space, digests, limit)
-            if not space.windows:
-                return limit, (deepest,) if limit else ()
-        while limit:
+            limit = self._closed_prefix(space, digests, limit)
+            if self._broken:
+                limit = self._unbroken_prefix(space, digests, limit)
+        while limit and space.windows:
             blocked = self._blocked_at(space, digests, limit)
             if blocked is None:
                 break
@@ -188,30 +190,39 @@ class ChunkIndex:
         node = space.nodes.get(digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES])
         return node if node is not None and self._visible[node] and self._depth[node] == place else None
 
-    def _closed_prefix(self, space: Space, digests: bytes, num_chunks: int) -> tuple[int, int]:
-        """Gallop and bisect: visible chunks are a prefix."""
-        if not num_chunks:
-            return 0, NO_NODE
-        last = self._visible_node(space, digests, num_chunks - 1)
-        if last is not None:
-            return num_chunks, last
-        low, found, step = 0, NO_NODE, 1  # chunks before `low` are here, `found` is the last of them
+    def _closed_prefix(self, space: Space, digests: bytes, num_chunks: int) -> int:
+        """Gallop and bisect: visible chunks are a prefix, but for breaks."""
+        if not num_chunks or self._visible_node(space, digests, num_chunks - 1) is not None:
+            return num_chunks
+        low, step = 0, 1  # chunks before `low` are here
         high = num_chunks - 1  # this chunk is not
         while low < high:
             probe = min(low + step, high) - 1
-            node = self._visible_node(space, digests, probe)
-            if node is None:
+            if self._visible_node(space, digests, probe) is None:
                 high = probe
                 break
-            low, found, step = probe + 1, node, step * 2
+            low, step = probe + 1, step * 2
         while low < high:
             middle = (low + high) // 2
-            node = self._visible_node(space, digests, middle)
-            if node is None:
+            if self._visible_node(space, digests, middle) is None:
                 high = middle
             else:
-                low, found = middle + 1, node
-        return low, found
+                low = middle + 1
+        return low
+
+    def _unbroken_prefix(self, space: Space, digests: bytes, num_chunks: int) -> int:
+        """Return where the first break is, at most `num_chunks`; in as many steps as there are chunks or breaks."""
+        if len(self._broken) > num_chunks:
+            for place in range(num_chunks):
+                if space.nodes.get(digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]) in self._broken:
+                    return place
+            return num_chunks
+        for node in self._broken:
+            place = self._depth[node]
+            key = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+            if place < num_chunks and self._space_of[node] == space.number and self._tree.keys[node] == key:
+                num_chunks = place
+        return num_chunks
 
     def _blocked_at(self, space: Space, digests: bytes, limit: int) -> int | None:
         """Return where a shorter prefix has to end as a window lacks a chunk; None if no window does."""
@@ -459,25 +470,15 @@ class ChunkIndex:
         full_mask = self.spaces[self._space_of[node]].full_mask
         sealed = self._sealed_groups[node]
         if self._visible[node] and (not sealed or sealed & full_mask != full_mask):
-            self._hide(node)
+            self._visible[node] = 0
+            if full_mask:
+                self._broken.add(node)
         if self._first_entry[node] != NO_RECORD:
             return
         if self._tree.evictable(node):
             self._drop_node(node)
         else:
             self._policy_of(node).removed(node)  # a hole: `added` again when it is stored again
-
-    def _hide(self, node: int) -> None:
-        """Make a node invisible, and with full attention all those after it. They wait for it to be complete again."""
-        self._visible[node] = 0
-        if not self.spaces[self._space_of[node]].full_mask:
-            return
-        hidden = {node}
-        for other in sorted(self.spaces[self._space_of[node]].nodes.values(), key=self._depth.__getitem__):
-            if self._visible[other] and self._tree.parent[other] in hidden:
-                self._visible[other] = 0
-                hidden.add(other)
-        self._hidden |= hidden - {node}
 
     # --- leaving --------------------------------------------------------------------------------------------------
 
@@ -557,49 +558,97 @@ class ChunkIndex:
         return self._restore(num_labels)
 
     def _restore(self, num_labels: int) -> Iterator[int | None]:
+        """Each loop pauses now and then, and frees what it has used up: a million objects at once take long, too."""
         found: list[Record] = []
+        spans: list[tuple[int, int]] = []
         for count, record in enumerate(self.table.records()):
             if record.space < len(self.spaces) and record.label < num_labels:
                 found.append(record)
+                spans.append((record.offset, record.num_bytes))
             if count % _RESTORE_STEP == 0:
                 yield None
-        taken = self.extents.restore((record.offset, record.num_bytes) for record in found)
+        num_known = found[-1].number + 1 if found else 0
+        self._node_of = array("I", [NO_NODE]) * num_known
+        self._next_entry = array("I", [NO_RECORD]) * num_known
+        by_depth: dict[int, list[Record]] = {}
+        taken = bytearray(len(found))
+        for places in self.extents.restore(spans):
+            for place in places:
+                taken[place] = 1
+            yield None
+        while found:
+            for is_taken, record in zip(taken[-_RESTORE_STEP:], found[-_RESTORE_STEP:], strict=True):
+                if is_taken:
+                    by_depth.setdefault(record.depth, []).append(record)
+            del taken[-_RESTORE_STEP:], found[-_RESTORE_STEP:], spans[-_RESTORE_STEP:]
+            yield None
         used = bytearray(self.table.num_records)
-        by_place: dict[_Place, int] = {}
+        nodes = array("I")
+        by_last_use: dict[int, list[Record]] = {}
         unfinished: list[int] = []
-        for count, place in enumerate(sorted(range(len(found)), key=lambda place: found[place].depth)):
-            record = found[place]
-            if taken[place] and self._restore_entry(record, by_place):
-                used[record.number] = 1
-                if record.state != SEALED:
-                    unfinished.append(record.number)
-            elif taken[place]:
-                self.extents.free(record.offset, record.num_bytes)
+        count = 0
+        level: dict[_Place, int] = {}
+        for depth in sorted(by_depth):
+            above, level = level, {}
+            for record in reversed(by_depth.pop(depth)):
+                if not self._restore_entry(record, above, level):
+                    self.extents.free(record.offset, record.num_bytes)
+                else:
+                    used[record.number] = 1
+                    if record.state == SEALED:
+                        by_last_use.setdefault(record.last_use >> _LAST_USE_SHIFT, []).append(record)
+                    else:
+                        unfinished.append(record.number)
+                count += 1
+                if count % _RESTORE_STEP == 0:
+                    yield None
+            nodes.extend(level.values())
+        for number in range(self.table.num_records - 1, -1, -1):
+            if not used[number]:
+                if self.table.header(number) & 0xFF:
+                    self.table.free(number)
+                if number < len(self._node_of):
+                    self._free_records.append(number)
+            if number % _RESTORE_STEP == 0:
+                yield None
+        yield from self._tell_policies(by_last_use)
+        for count, node in enumerate(nodes):  # parents come before their children
+            self._reveal(node)
             if count % _RESTORE_STEP == 0:
                 yield None
-        for number in range(self.table.num_records):
-            if not used[number] and self.table.header(number) & 0xFF:
-                self.table.free(number)
-        self._free_records = [number for number in range(len(self._node_of) - 1, -1, -1) if not used[number]]
-        nodes = sorted(by_place.values(), key=self._depth.__getitem__)
-        last_use = {self._node_of[record.number]: record.last_use for record in found if used[record.number]}
-        for node in sorted(nodes, key=last_use.__getitem__):
-            if any(self._is_sealed(record) for record in self._entries(node)):
-                self._policy_of(node).added(node)
-        for node in nodes:
-            self._reveal(node)
         yield from unfinished
 
-    def _restore_entry(self, record: Record, by_place: dict[_Place, int]) -> bool:
+    def _tell_policies(self, by_last_use: dict[int, list[Record]]) -> Iterator[None]:
+        """Add the nodes of sealed records to their policies, what was used last at the end."""
+        known = bytearray(len(self._depth))
+        for period in sorted(by_last_use):
+            records = by_last_use.pop(period)
+            by_second: dict[int, list[Record]] = {}
+            while records:
+                for record in records[-_RESTORE_STEP:]:
+                    by_second.setdefault(record.last_use, []).append(record)
+                del records[-_RESTORE_STEP:]
+                yield None
+            for second in sorted(by_second):
+                for count, record in enumerate(sorted(by_second.pop(second), key=_depth_of)):
+                    node = self._node_of[record.number]
+                    if not known[node]:
+                        known[node] = 1
+                        self._policy_of(node).added(node)
+                    if count % _RESTORE_STEP == 0:
+                        yield None
+
+    def _restore_entry(self, record: Record, above: dict[_Place, int], level: dict[_Place, int]) -> bool:
+        """Take an entry over into `level`, the nodes of its depth; `above` has those before, one chunk up."""
         space = self.spaces[record.space]
         if record.group >= len(space.spec.groups) or record.shard >= space.spec.groups[record.group].num_shards:
             return False
-        parent = by_place.get((space.number, record.depth - 1, record.parent), NO_NODE)
+        parent = above.get((space.number, record.depth - 1, record.parent), NO_NODE)
         if space.full_mask and record.depth and parent == NO_NODE:
             return False
         node = space.nodes.get(record.key)
         if node is None:
-            if (space.number, record.depth, record.key[:PARENT_BYTES]) in by_place:
+            if (space.number, record.depth, record.key[:PARENT_BYTES]) in level:
                 return False  # two keys that begin alike: which of them is whose parent is not told
             place = EntryPlace(
                 space, record.key, parent, record.depth, record.group, record.shard, record.num_bytes, record.layout,
@@ -608,11 +657,8 @@ class ChunkIndex:
             node = self._new_node(place)
         elif self._depth[node] != record.depth or self.has_entry(node, record.group, record.shard):
             return False
-        while len(self._node_of) <= record.number:
-            self._node_of.append(NO_NODE)
-            self._next_entry.append(NO_RECORD)
         self._link(record.number, node)
-        by_place[space.number, record.depth, record.key[:PARENT_BYTES]] = node
+        level[space.number, record.depth, record.key[:PARENT_BYTES]] = node
         self._account(node, extent_size(record.num_bytes))
         if record.state == SEALED:
             self.num_entries += 1
@@ -676,6 +722,7 @@ class ChunkIndex:
             tree.parent[node] = NO_NODE
             self._visible[node] = 0
             self._hidden.discard(node)
+            self._broken.discard(node)
             self._deadlines.pop(node, None)
             self._free_nodes.append(node)
             if parent == NO_NODE:
@@ -722,6 +769,7 @@ class ChunkIndex:
                 continue
             self._visible[node] = 1
             self._hidden.discard(node)
+            self._broken.discard(node)
             if self._hidden:
                 waiting += [other for other in self._hidden if self._tree.parent[other] == node]
 
@@ -776,6 +824,10 @@ class ChunkIndex:
                 return None
             offset = self.extents.allocate(num_bytes)
         return offset
+
+
+def _depth_of(record: Record) -> int:
+    return record.depth
 
 
 def pack_extent(chunk: int, group: int, extent: tuple[int, int, int, int]) -> bytes:

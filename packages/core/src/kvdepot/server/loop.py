@@ -7,6 +7,7 @@ Whatever a handler raises becomes a typed error reply; nothing a peer sends ends
 import contextlib
 import fcntl
 import functools
+import gc
 import logging
 import math
 import mmap
@@ -222,6 +223,8 @@ class DepotServer:
         if on_ready is not None:
             on_ready()
         next_sweep = 0.0
+        if self._restoring is not None:
+            gc.disable()  # what is read back is no garbage, and looking through a million objects takes 0.1 s
         try:
             while not self._is_over():
                 events = dict(poller.poll(self._idle_milliseconds()))
@@ -249,6 +252,7 @@ class DepotServer:
                 self._serve_tiers()
                 self._watch_turn(time.monotonic() - began, time.thread_time() - worked)
         finally:
+            gc.enable()
             self.close()
 
     def _watch_turn(self, seconds: float, work_seconds: float) -> None:
@@ -435,6 +439,8 @@ class DepotServer:
             if time.monotonic() >= until:
                 return
         self._restoring = None
+        gc.freeze()  # nor is it later
+        gc.enable()
         index = self._depot.index
         by_fence: dict[Fence, list[int]] = {}
         for record in self._unfinished:

@@ -77,8 +77,8 @@ class DepotProcess:
                 return
 
     def status(self) -> m.DepotStatus:
-        """Ask for the server's status."""
-        reply = ask_depot(m.Status(), self.url)
+        """Ask for the server's status, patiently: the machine may be busy."""
+        reply = ask_depot(m.Status(), self.url, 20.0)
         assert isinstance(reply, m.StatusReply)
         return reply.status
 

@@ -1,0 +1,69 @@
+"""How long reading back an index table takes, and how long the server's loop cannot do anything else meanwhile.
+
+`python benchmarks/restore.py --entries 1000000` needs 1.5 GB of memory and no pool.
+"""
+
+import argparse
+import gc
+import hashlib
+import statistics
+import time
+
+from kvdepot.eviction import NO_NODE
+from kvdepot.extents import ExtentAllocator
+from kvdepot.index import ChunkIndex, EntryPlace
+from kvdepot.layout import GroupKind
+from kvdepot.messages import CacheSpec, GroupShape
+from kvdepot.table import IndexTable, Writer
+
+_SPEC = CacheSpec(16, (GroupShape(GroupKind.FULL_ATTENTION, 16),), "bfloat16", "")
+_PROMPT_CHUNKS = 64
+_ENTRY_BYTES = 8192
+_ENTRIES_PER_SECOND = 500  # as told to the policy
+
+
+def fill(table: IndexTable, num_entries: int) -> None:
+    """Store prompts until the table has so many entries."""
+    index = ChunkIndex(ExtentAllocator(num_entries * _ENTRY_BYTES), table)
+    space = index.space(_SPEC)
+    parent = NO_NODE
+    records: list[int] = []
+    for number in range(num_entries):
+        depth = number % _PROMPT_CHUNKS
+        key = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
+        above = parent if depth else NO_NODE
+        record = index.begin_entry(EntryPlace(space, key, above, depth, 0, 0, _ENTRY_BYTES, 1, 0, Writer(1, 1)))
+        assert record is not None
+        parent = index.node_of(record)
+        records.append(record)
+        if depth == _PROMPT_CHUNKS - 1 or number == num_entries - 1:
+            index.seal_entries(records, now=number // _ENTRIES_PER_SECOND)
+            records.clear()
+
+
+def main() -> None:
+    """Fill a table, read it back as a new server does, and print the times of the steps."""
+    parser = argparse.ArgumentParser(description="Read back an index table.")
+    parser.add_argument("--entries", type=int, default=1_000_000)
+    num_entries: int = parser.parse_args().entries
+    table = IndexTable.in_memory(num_entries)
+    fill(table, num_entries)
+    index = ChunkIndex(ExtentAllocator(num_entries * _ENTRY_BYTES), table)
+    gc.collect()
+    gc.disable()  # as the server does
+    began = time.monotonic()
+    steps: list[float] = []
+    worked = time.thread_time()
+    for _ in index.restore([_SPEC]):
+        steps.append(time.thread_time() - worked)
+        worked = time.thread_time()
+    print(f"{index.num_entries} entries in {time.monotonic() - began:.1f} s, {len(steps)} steps")
+    longest = ", ".join(f"{seconds * 1e3:.1f}" for seconds in sorted(steps)[-5:])
+    slow = sum(seconds > 5e-3 for seconds in steps)
+    print(
+        f"median {statistics.median(steps) * 1e3:.2f} ms, {slow} above 5 ms, the longest {longest} ms of processor time"
+    )
+
+
+if __name__ == "__main__":
+    main()
