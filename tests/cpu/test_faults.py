@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,46 +15,7 @@ from kvdepot.testing.backend import prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cpu.context import CpuTransferContext
 from kvdepot_cpu.kernels.copy import PageCopier
-
-CHUNK = 4 * 4 * 16384
-
-
-class Engine:
-    """An engine process that obeys."""
-
-    def __init__(self, depot: DepotProcess, instance: str) -> None:
-        script = str(Path(__file__).with_name("engine_child.py"))
-        self.process = subprocess.Popen(
-            [sys.executable, script, depot.url, instance], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.listen() == ["ready"]
-
-    def say(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-
-    def listen(self) -> list[str]:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().split()
-
-    def ask(self, command: str) -> list[str]:
-        self.say(command)
-        return self.listen()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue
+from tests.cpu.engines import CHUNK, Engine
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.testing.backend import prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
-from tests.cpu.test_faults import CHUNK, Engine
+from tests.cpu.engines import CHUNK, Engine
 
 DEADLINE_SECONDS = 1.0  # of lookups that wait for tiers
 

@@ -22,7 +22,6 @@ from kvdepot.errors import KVDepotError
 from kvdepot.registry import BackendStatus, list_backends
 
 KERNEL_POPULATE: Final = (5, 14)  # MADV_POPULATE_WRITE
-KERNEL_PIDFD: Final = (6, 5)  # SO_PEERPIDFD
 LEAST_DESCRIPTORS: Final = 4096
 _PACKAGES: Final = ("kvdepot", "kvdepot-cpu", "kvdepot-cuda", "kvdepot-hpu", "kvdepot-vllm", "vllm", "torch", "pyzmq")
 
@@ -152,14 +151,6 @@ def _judge_kernel(facts: Facts) -> list[Finding]:
             Finding(
                 Verdict.SLOWER, "kernel", f"Linux {name} cannot fill a pool's pages beforehand: first copies are slow",
                 "Linux 5.14 or newer",
-            )
-        ]  # fmt: skip
-    if facts.kernel < KERNEL_PIDFD:
-        return [
-            Finding(
-                Verdict.SLOWER, "kernel", f"Linux {name} does not tell whose death a connection stands for: a worker of"
-                " another PID namespace that dies in a store keeps its space until the pool is made anew",
-                "Linux 6.5 or newer",
             )
         ]  # fmt: skip
     return [Finding(Verdict.FINE, "kernel", f"Linux {name}")]

@@ -6,9 +6,11 @@ who copies does (`map_pool`).
 """
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
+import struct
 import threading
 import zlib
 from collections.abc import Callable
@@ -33,6 +35,9 @@ _FIRST_ALLOCATION_BYTES = 64 << 20
 _ALLOCATION_STEP_BYTES = 256 << 20
 _POPULATE_STEP_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; `mmap` has no name for it
+
+
+_FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, process
 
 
 class Names(msgspec.Struct, frozen=True):
@@ -154,6 +159,27 @@ def _create(directory: Path, size_bytes: int, num_records: int) -> PoolFiles:
 
 def _read_only(directory: Path) -> int:
     return os.open(directory / TABLE_FILE, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def open_with_lock(fd: int, number: int) -> int:
+    """Open a file once more, with a lock on one byte, far behind its end, that nobody else has.
+
+    The lock lasts as long as anything of the new descriptor: itself, what was handed to other processes or inherited by
+    them, and mappings made through it. So it tells of writers that have no process number here.
+    """
+    copy = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(copy, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
+    except BaseException:
+        os.close(copy)
+        raise
+    return copy
+
+
+def is_locked(fd: int, number: int) -> bool:
+    """Whether anything of a descriptor of `open_with_lock` is left; `fd` is another one of the same file."""
+    lock = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
+    return _FLOCK.unpack(lock)[0] != fcntl.F_UNLCK
 
 
 def allocate_first(fd: int, size_bytes: int) -> int:

@@ -58,7 +58,11 @@ def _next_generation(header: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The process that may be writing an extent."""
+    """The process that may be writing an extent.
+
+    One of another PID namespace has no number here. Then `start_time` is a number of our own, of the byte of the pool's
+    file that is locked as long as the process maps the pool (`kvdepot.pool.open_with_lock`).
+    """
 
     pid: int = 0
     start_time: int = 0  # clock ticks since boot, from /proc: tells a process from a later one with its number

@@ -31,7 +31,7 @@ from kvdepot.curve import ServerKeys, load_allowed, load_pair
 from kvdepot.errors import ConfigError, DepotBusy, ErrorCode
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
-from kvdepot.pool import Names, allocate_first, allocate_in_background, open_pool
+from kvdepot.pool import Names, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.protocols import TierPool
 from kvdepot.quotas import QuotaTable
 from kvdepot.server.access import PRIVATE_UMASK, Access
@@ -39,7 +39,7 @@ from kvdepot.server.depot import Deferred, Depot, Fence, Refused
 from kvdepot.server.remote import RemoteSocket
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.server.tiering import Tiering, TieringSettings
-from kvdepot.table import table_size_bytes
+from kvdepot.table import Writer, table_size_bytes
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 
@@ -114,6 +114,8 @@ class DepotServer:
                 on_end=self._depot.end_session,
                 on_death=self._depot.end_process,
                 is_awaited=lambda writer: any(q.fence[0] == writer for q in self._depot.quarantines),
+                is_mapping=lambda writer: is_locked(self._files.pool_fd, writer.start_time),
+                epoch=self.epoch,
             )
             undo.callback(self._sessions.close)
             self._pool_memory: mmap.mmap | None = None
@@ -249,6 +251,7 @@ class DepotServer:
                     next_sweep = now + _TURN_MILLISECONDS / 1000
                     self._depot.expire()
                     self._sessions.expire_handshakes()
+                    self._sessions.find_dead()
                 self._serve_tiers()
                 self._watch_turn(time.monotonic() - began, time.thread_time() - worked)
         finally:
@@ -388,12 +391,17 @@ class DepotServer:
             **fields,
         )
 
-    def _welcome(self, token: bytes) -> tuple[m.SessionOpened, list[int]]:
+    def _welcome(self, token: bytes, writer: Writer) -> tuple[m.SessionOpened, list[int]]:
         files = self._files
         opened = m.SessionOpened(
             self.epoch, token, files.size_bytes, table_size_bytes(files.table.num_records), version("kvdepot")
         )
-        return opened, [files.pool_fd, files.table_fd]
+        pool_fd = os.dup(files.pool_fd) if writer.pid else open_with_lock(files.pool_fd, writer.start_time)
+        try:
+            return opened, [pool_fd, os.dup(files.table_fd)]
+        except OSError:
+            os.close(pool_fd)
+            raise
 
     # --- pool -----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 A client opens the session socket, says its protocol version and gets the descriptors of pool and table and a token; the
 token begins the routing id of its control sockets, so a message is known to come from that process. Bytes sent later
 are pings and are echoed. When the connection closes, the session is over; but a killed process lives on for up to
-150 ms after its connection closed (measured), so what it may still be writing is freed by its pidfd.
+150 ms after its connection closed (measured), so what it may still be writing is freed by its pidfd. A process of
+another PID namespace that a later server has to wait for is known by the lock on the pool that its mapping keeps.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ MAXIMUM_SESSIONS: Final = 4096
 _SO_PEERPIDFD: Final = 77  # Linux 6.5
 _MAXIMUM_OPEN_BYTES: Final = 4096
 _SECONDS_BETWEEN_COMPLAINTS: Final = 10.0
+_FIRST_LOCK: Final = 1 << 61  # behind the end of any pool
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -68,20 +70,24 @@ class SessionTable:
     Args:
         path: the Unix stream socket.
         access: who may connect to it.
-        welcome: makes the answer to a handshake, with the descriptors to hand over.
+        welcome: makes the answer to a handshake, with the descriptors to hand over, which are closed here.
         on_end: called with a session whose connection is over.
         on_death: called with a process that was being waited for and is dead now.
         is_awaited: whether anything waits for the death of a process.
+        is_mapping: whether a process without a number still maps the pool.
+        epoch: of the server.
     """
 
     def __init__(
         self,
         path: Path,
         access: Access,
-        welcome: Callable[[bytes], tuple[m.SessionOpened, list[int]]],
+        welcome: Callable[[bytes, Writer], tuple[m.SessionOpened, list[int]]],
         on_end: Callable[[int], None],
         on_death: Callable[[Writer], None],
         is_awaited: Callable[[Writer], bool],
+        is_mapping: Callable[[Writer], bool],
+        epoch: int,
     ) -> None:
         self._path = path
         self._access = access
@@ -89,9 +95,12 @@ class SessionTable:
         self._on_end = on_end
         self._on_death = on_death
         self._is_awaited = is_awaited
+        self._is_mapping = is_mapping
+        self._epoch = epoch
         self._sessions: dict[int, Session] = {}  # by descriptor of the connection
         self._by_token: dict[bytes, Session] = {}
         self._dying: dict[int, Writer] = {}  # by pidfd
+        self._unnumbered: set[Writer] = set()  # that are asked for again and again
         self._next = 1
         self._complained_at = float("-inf")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -134,10 +143,20 @@ class SessionTable:
         ]:
             self._end(session)
 
+    def find_dead(self) -> None:
+        """Bury the processes without a number that do not map the pool any more."""
+        for writer in [writer for writer in self._unnumbered if not self._is_mapping(writer)]:
+            self._unnumbered.discard(writer)
+            logger.info("a process of another PID namespace is dead or has let go of the pool")
+            self._on_death(writer)
+
     def await_death(self, writer: Writer) -> bool:
         """Watch a process of which only the number is known (from an earlier server's table); False if it is dead."""
         if not writer.pid:
-            return True  # of another PID namespace: nobody can tell, so its space stays until the pool is made anew
+            is_mapping = self._is_mapping(writer)
+            if is_mapping:
+                self._unnumbered.add(writer)
+            return is_mapping
         try:
             pidfd = os.pidfd_open(writer.pid)
         except OverflowError:
@@ -187,7 +206,7 @@ class SessionTable:
                 connection.close()
                 continue
             try:
-                started_at = process_start_time(pid) if pid > 0 else secrets.randbits(63)
+                started_at = process_start_time(pid) if pid > 0 else _FIRST_LOCK + secrets.randbits(61)
                 pidfd = _peer_pidfd(connection, pid)
             except OSError:
                 connection.close()  # its death would go unseen, or be seen while it lives
@@ -235,21 +254,25 @@ class SessionTable:
             self._refuse(session, ErrorCode.VERSION_MISMATCH, reason)
             return
         token = b"s" + secrets.token_bytes(TOKEN_BYTES - 1)
-        opened, descriptors = self._welcome(token)
+        descriptors: list[int] = []
         try:
+            opened, descriptors = self._welcome(token, session.writer)
             socket.send_fds(session.socket, [m.encode_session(opened)], descriptors)
-        except OSError:
+        except OSError as error:
+            logger.warning("session %d of process %d ends: %s", session.number, session.writer.pid, error)
             self._end(session)
             return
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
         session.received = None
         session.token = token
         self._by_token[token] = session
         logger.info("session %d: process %d (%s)", session.number, session.writer.pid, request.client)
 
     def _refuse(self, session: Session, code: ErrorCode, message: str) -> None:
-        opened, _ = self._welcome(b"")
         with contextlib.suppress(OSError):
-            session.socket.send(m.encode_session(m.ErrorReply(opened.epoch, code, message)))
+            session.socket.send(m.encode_session(m.ErrorReply(self._epoch, code, message)))
         self._end(session)
 
     def _end(self, session: Session) -> None:
@@ -260,8 +283,9 @@ class SessionTable:
             del self._by_token[session.token]
             self._on_end(session.number)
         if session.pidfd is None:
-            # Its process was gone before it could be watched.
-            self._on_death(session.writer)
+            # Its process was gone before it could be watched, or the kernel is too old to watch it.
+            if not self.await_death(session.writer):
+                self._on_death(session.writer)
         elif self._is_awaited(session.writer):
             self._watch(session.pidfd, session.writer)
         else:

@@ -37,17 +37,24 @@ class DepotProcess:
         arguments: further flags of `kvdepot serve`.
         pool_size: as in `--pool-size`.
         directory: where; None for a temporary one.
+        prefix: a command that runs the server as its last argument, `unshare` for example; it has one child.
     """
 
     def __init__(
-        self, *arguments: str, pool_size: str = "64MiB", directory: Path | None = None, log_level: str = "warning"
+        self,
+        *arguments: str,
+        pool_size: str = "64MiB",
+        directory: Path | None = None,
+        log_level: str = "warning",
+        prefix: Sequence[str] = (),
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvdepot-") if directory is None else None
         self.directory = Path(self._temporary.name) if self._temporary else directory or Path()
         self.url = str(self.directory)
         self.pool_directory = Path(tempfile.mkdtemp(prefix="kvdepot-pool-", dir="/dev/shm"))
+        self._has_prefix = bool(prefix)
         self._arguments = [
-            sys.executable, "-m", "kvdepot", "serve", "--dir", self.url, "--pool-size", pool_size,
+            *prefix, sys.executable, "-m", "kvdepot", "serve", "--dir", self.url, "--pool-size", pool_size,
             "--pool-dir", str(self.pool_directory), "--log-level", log_level, *arguments,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
@@ -57,7 +64,7 @@ class DepotProcess:
     def pid(self) -> int:
         """The server's process."""
         assert self._process is not None
-        return self._process.pid
+        return child_of(self._process.pid) if self._has_prefix else self._process.pid
 
     def start(self, timeout_seconds: float = 20.0) -> None:
         """Start the server and wait until it answers."""
@@ -90,13 +97,13 @@ class DepotProcess:
         """End the server as a crash would; its pool stays."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            os.kill(self.pid, signal.SIGKILL)
         self._process.wait()
 
     def terminate(self, timeout_seconds: float = 10.0) -> int:
         """End the server as an operator would; returns its exit status."""
         assert self._process is not None
-        self._process.terminate()
+        os.kill(self.pid, signal.SIGTERM)
         return self._process.wait(timeout_seconds)
 
     def close(self) -> None:
@@ -113,6 +120,21 @@ class DepotProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def child_of(pid: int) -> int:
+    """Return the only child of a process.
+
+    Raises:
+        ProcessLookupError: there is none.
+    """
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        children = []
+    if len(children) != 1:
+        raise ProcessLookupError(f"process {pid} has {len(children)} children")
+    return int(children[0])
 
 
 def remove_tree(directory: Path) -> None:

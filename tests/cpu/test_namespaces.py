@@ -1,0 +1,105 @@
+"""Containers that share a folder of sockets and nothing else: no PID, IPC or mount namespace, no `/dev/shm`."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvdepot.testing.processes import DepotProcess, child_of, wait_until
+from tests.cpu.engines import CHUNK, Engine
+
+_SERVER = ["unshare", "--fork", "--pid", "--ipc", "--mount-proc"]
+_WORKER = [*_SERVER, "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+
+
+def _why_not() -> str:
+    try:
+        done = subprocess.run([*_WORKER, "true"], check=False, capture_output=True, text=True)
+    except FileNotFoundError:
+        return "needs unshare"
+    return f"this user may not make namespaces: {done.stderr}" if done.returncode else ""
+
+
+pytestmark = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "-")
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    with DepotProcess(prefix=_SERVER) as depot:
+        yield depot
+
+
+@pytest.fixture
+def spawn(depot: DepotProcess) -> Iterator[Callable[[str], Engine]]:
+    engines: list[Engine] = []
+
+    def spawn(instance: str) -> Engine:
+        engines.append(Engine(depot, instance, _WORKER))
+        return engines[-1]
+
+    yield spawn
+    for engine in engines:
+        kill(engine)
+        engine.close()
+
+
+def kill(engine: Engine) -> None:
+    """End the engine itself; the command that runs it follows."""
+    if engine.process.poll() is None:
+        os.kill(child_of(engine.process.pid), signal.SIGKILL)
+        engine.process.wait()
+
+
+Spawn = Callable[[str], Engine]
+
+
+@pytest.mark.promise(54)
+def test_containers_share_what_one_of_them_stored(depot: DepotProcess, spawn: Spawn) -> None:
+    one, other = spawn("one"), spawn("other")
+    assert {context.pid for context in depot.status().contexts} == {0}
+    assert one.ask("store 1 5") == ["True", "5"]
+    assert other.ask("lookup 1 5") == ["5"]
+    assert other.ask("retrieve 1 5") == ["5", "0"]
+
+
+@pytest.mark.promise(24, 54)
+def test_what_a_killed_container_had_prepared_comes_back(depot: DepotProcess, spawn: Spawn) -> None:
+    victim, other = spawn("victim"), spawn("other")
+    assert victim.ask("prepare 1 3") == ["3"]
+    kill(victim)
+    wait_until(lambda: depot.status().pool_used_bytes == 0)
+    assert other.ask("store 1 3") == ["True", "3"]
+
+
+@pytest.mark.promise(23, 24, 54)
+def test_the_next_server_waits_for_a_container_that_may_be_writing_and_for_no_other(
+    depot: DepotProcess, spawn: Spawn
+) -> None:
+    stopped, killed, other = spawn("stopped"), spawn("killed"), spawn("other")
+    assert stopped.ask("prepare 1 3") == ["3"]
+    assert killed.ask("prepare 2 4") == ["4"]
+    assert other.ask("store 3 2") == ["True", "2"]
+    os.kill(child_of(stopped.process.pid), signal.SIGSTOP)
+    depot.kill()
+    kill(killed)
+    depot.start()
+    wait_until(lambda: not depot.status().recovering)
+    assert depot.status().quarantined_bytes == 3 * CHUNK
+    wait_until(lambda: other.ask("retrieve 3 2") == ["2", "0"])
+    kill(stopped)
+    wait_until(lambda: depot.status().quarantined_bytes == 0)
+    assert depot.status().pool_used_bytes == 2 * CHUNK
+
+
+@pytest.mark.promise(23, 54)
+def test_a_container_that_comes_back_to_the_next_server_frees_what_it_left(depot: DepotProcess, spawn: Spawn) -> None:
+    engine = spawn("engine")
+    assert engine.ask("prepare 1 3") == ["3"]
+    depot.kill()
+    depot.start()
+    wait_until(lambda: depot.status().num_sessions == 2 and not depot.status().recovering)
+    wait_until(lambda: depot.status().quarantined_bytes == 0)
+    wait_until(lambda: engine.ask("store 1 3") == ["True", "3"])
+    assert engine.ask("retrieve 1 3") == ["3", "0"]
