@@ -13,6 +13,7 @@ from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
+from kvdepot.protocols import Extents
 from kvdepot.server.depot import Deferred, Depot
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import IndexTable, Writer, table_size_bytes
@@ -117,17 +118,19 @@ class Bench:
 
         wait_until(is_quiet, what="the end of demotions")
 
-    def lookup(self, run: KeyRun, *, wait_seconds: float = 5.0) -> int:
+    def lookup(self, run: KeyRun, *, wait_seconds: float = 5.0, token_seconds: float = 0.0) -> int:
         """Return how many chunks are found, all of whose bytes are right."""
-        reply = self.wait(self.begin_lookup(run, wait_seconds))
+        reply = self.wait(self.begin_lookup(run, wait_seconds, token_seconds))
         assert reply.num_chunks <= run.num_chunks
         self.check(run.slice(0, reply.num_chunks))
         if reply.lease:
             self.ask(m.Release(self.contexts[0], (reply.lease,)))
         return reply.num_chunks
 
-    def begin_lookup(self, run: KeyRun, wait_seconds: float = 5.0) -> m.LookupReply | Deferred:
-        return self.ask(m.Lookup(self.contexts[0], "r", run.digests, run.tenant, wait_seconds))
+    def begin_lookup(
+        self, run: KeyRun, wait_seconds: float = 5.0, token_seconds: float = 0.0
+    ) -> m.LookupReply | Deferred:
+        return self.ask(m.Lookup(self.contexts[0], "r", run.digests, run.tenant, wait_seconds, token_seconds))
 
     def wait(self, reply: Any) -> Any:
         if not isinstance(reply, Deferred):
@@ -300,6 +303,48 @@ def test_a_tier_is_not_asked_for_what_an_engine_computes_faster(make: Maker) -> 
     assert bench.tiers[0].num_calls == before
     bench.forget()
     assert bench.lookup(prompt(8)) == 8
+
+
+@pytest.mark.promise(52)
+def test_a_tier_that_was_slower_than_the_engine_is_not_read_but_tried_now_and_then(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    tier, run = bench.tiers[0], prompt(4)
+    read = tier.read
+
+    def slow_read(keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        bench.clock.now += 0.1
+        return read(keys, extents)
+
+    monkeypatch.setattr(tier, "read", slow_read)
+    bench.store(run)
+    bench.settle()
+    for _ in range(3):  # until it is known what the tier takes: 25 ms a token
+        bench.forget()
+        assert bench.lookup(run, token_seconds=0.001) == 4
+    bench.forget()
+    assert bench.lookup(run, token_seconds=0.03) == 4
+    bench.forget()
+    found = [bench.lookup(run, token_seconds=0.001) for _ in range(16)]
+    assert found == [0] * 15 + [4]
+    assert bench.tiering.counters["promotions_not_worth_it"] == 15
+    bench.forget()
+    assert bench.lookup(run) == 4, "an engine that does not say how fast it is"
+
+
+@pytest.mark.promise(57)
+def test_what_was_retrieved_counts_as_time_saved(make: Maker) -> None:
+    bench = make(SHARDED)
+    bench.store(prompt(4))
+    bench.ask(m.RegisterScheduler(1, "engine", "model", bench.spec))
+    assert bench.lookup(prompt(4), token_seconds=0.5) == 4
+    before = bench.depot.saved_seconds
+    run = prompt(4).slice(1, 4)
+    for context in bench.contexts:
+        bench.ask(m.PrepareRetrieve(context, "r", run.digests, run.first_chunk, (3,)))
+    saved = bench.depot.status_fields()["prefill_seconds_saved"]
+    assert saved == before + 3 * 0.5, "three tokens, once and not for each rank"
 
 
 def test_two_lookups_of_the_same_prefix_read_it_once(make: Maker) -> None:

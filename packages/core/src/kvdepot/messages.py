@@ -140,6 +140,8 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     """Pin the longest usable prefix of the chunks named, from chunk 0 on, for a request.
 
     If the pool has less than all of it, tiers are asked for the rest, and the reply may come `wait_seconds` later.
+    `token_seconds` is what computing one token of prompt takes the engine, 0 for unknown: what a tier would bring later
+    than that is not read, and what is retrieved counts as so much time saved.
     """
 
     context: Identifier
@@ -147,6 +149,7 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     digests: Digests
     tenant: Name = ""
     wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
+    token_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
 
 
 class Release(Struct, array_like=True, tag="release", frozen=True):
@@ -437,6 +440,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     num_leases: int
     num_pins: int = 0  # prefixes that operators keep
     num_tickets: int
+    prefill_seconds_saved: float = 0.0  # of computing what was retrieved; what retrieving took is not taken off
     num_sessions: int
     recovering: bool
     verify: str = "off"

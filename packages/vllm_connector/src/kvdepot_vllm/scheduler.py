@@ -24,12 +24,14 @@ from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob, S
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 from kvdepot_vllm.hints import Hints
 from kvdepot_vllm.identity import RequestIdentity
+from kvdepot_vllm.pace import PrefillPace
 from kvdepot_vllm.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _FRESH_SECONDS: Final = 5.0  # an answer older than this is asked for again before it is used
 _IDLE_SECONDS: Final = 0.001  # for an answer while nothing else is computed: less than an empty step takes
+_SLOWEST_TOKEN_SECONDS: Final = 60.0  # that the depot can be told
 _NO_CHUNKS: Final = KeyRun(b"", 0, bytes(32))
 
 OnStored = Callable[[EngineRequest, int, int, tuple[int, ...]], None]
@@ -105,6 +107,7 @@ class SchedulerSide:
         self._late_hints: dict[str, tuple[KeyRun, Hints]] = {}  # until the last store of their request has ended
         self._next_job = 1
         self._is_idle = True  # nothing was computed in the last step
+        self._pace = PrefillPace()
         self._pool: BlockPool | None = None
         self.counters: dict[str, int] = {}
         self._client = SchedulerClient(
@@ -324,6 +327,8 @@ class SchedulerSide:
                     logger.exception("request %s is not stored any further", request_id)
                     state.may_store = False
         self._is_idle = not step.num_scheduled_tokens
+        self._pace.step(self._clock(), sum(step.num_scheduled_tokens.values()))
+        self._client.token_seconds = min(self._pace.token_seconds, _SLOWEST_TOKEN_SECONDS)
         plan = StepPlan(tuple(self._loads), tuple(self._stores), self._is_idle)
         self._loads, self._stores = [], []
         return plan

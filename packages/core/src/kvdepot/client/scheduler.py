@@ -96,6 +96,9 @@ class SchedulerClient:
         deadline_seconds: float = 2.0,
     ) -> None:
         self.deadline_seconds = deadline_seconds
+        self.token_seconds = (
+            0.0  # that computing a token of prompt takes the engine, 0 for unknown; its adapter's to set
+        )
         registration = m.RegisterScheduler(m.PROTOCOL_VERSION, instance, model, spec)
         self._channel: Channel | None = None
         self._lock = threading.RLock()
@@ -136,7 +139,8 @@ class SchedulerClient:
             return PendingLookup(self, channel, sequence)
 
     def _lookup(self, link: Link, request_id: str, key: KeyRun) -> m.Lookup:
-        return m.Lookup(link.context, request_id, key.digests, key.tenant, self.deadline_seconds * _SHARE_FOR_TIERS)
+        wait_seconds = self.deadline_seconds * _SHARE_FOR_TIERS
+        return m.Lookup(link.context, request_id, key.digests, key.tenant, wait_seconds, self.token_seconds)
 
     def release(self, lease: Lease) -> None:
         """Give a lease back. Twice is harmless; one of an earlier server is gone anyway."""

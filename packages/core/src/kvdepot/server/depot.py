@@ -85,6 +85,7 @@ class Context:
     space: Space
     registration: m.RegisterKVCache | None = None  # None: a scheduler
     groups: tuple[GroupOnWorker, ...] = ()
+    token_seconds: float = 0.0  # that computing a token takes, as a scheduler said last
 
     @property
     def owner(self) -> bytes:
@@ -136,6 +137,7 @@ class Depot:
         self.tickets: dict[int, Ticket] = {}
         self.quarantines: list[Quarantine] = []
         self.pins: list[Pin] = []
+        self.saved_seconds = 0.0  # of computing, by what was retrieved
         self.labels: list[tuple[str, str]] = []  # tenant and model, by number
         self.tiering: Tiering | None = None
         self._chores: list[Iterator[int]] = []  # what takes long: done in steps
@@ -145,6 +147,7 @@ class Depot:
         self._names_are_saved = True
         self._label_numbers: dict[tuple[str, str], int] = {}
         self._next_number = 1
+        self._token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
         self._handlers: dict[type, Callable[[int, Writer, Any], m.Reply | Deferred]] = {
             m.RegisterKVCache: self._register_kv_cache,
             m.RegisterScheduler: self._register_scheduler,
@@ -228,6 +231,8 @@ class Depot:
 
     def _forget(self, context: Context) -> None:
         del self.contexts[context.number]
+        if context.registration is None:
+            self._token_seconds.pop(context.instance, None)
         self.leases.end_context(context.number)
 
     def _check_version(self, version: int) -> None:
@@ -309,6 +314,8 @@ class Depot:
         context = self._context(session, request.context)
         num_chunks = _count_digests(request.digests)
         found, nodes = self.index.longest_prefix(context.space, request.digests)
+        if request.token_seconds != context.token_seconds:
+            context.token_seconds = self._token_seconds[context.instance] = request.token_seconds
         self.counters["lookups"] += 1
         self.counters["lookup_chunks"] += num_chunks
         self.counters["lookup_chunks_pool_hit"] += found
@@ -327,6 +334,7 @@ class Depot:
         is_asking = self.tiering.promote(
             context.space, request.digests, places, self._label(request.tenant, model), found=found, pins=nodes,
             wait_seconds=min(request.wait_seconds, self.tiering.settings.promotion_seconds), on_answer=answer,
+            token_seconds=request.token_seconds,
         )  # fmt: skip
         if not is_asking:
             return self._found(context, request, found, nodes)
@@ -517,6 +525,9 @@ class Depot:
         self.counters["retrieve_chunks_hit"] += found
         if not nodes:
             return m.RetrievePlan(self.epoch, 0, found, b"")
+        if context.registration is not None and not context.registration.rank:
+            tokens = found * context.space.spec.chunk_tokens
+            self.saved_seconds += tokens * self._token_seconds.get(context.instance, 0.0)
         pins = (nodes[-1],) if context.space.full_mask else tuple(nodes)
         lease = self.leases.grant(context.number, request.request_id, pins, self._clock())
         index.used(nodes[-1])
@@ -720,6 +731,7 @@ class Depot:
             "num_leases": len(self.leases),
             "num_pins": len(self.pins),
             "num_tickets": len(self.tickets),
+            "prefill_seconds_saved": self.saved_seconds,
             "contexts": [self._context_status(context) for context in self.contexts.values()],
             "tenants": self._tenant_status(),
             "tiers": self.tiering.status() if self.tiering else [],

@@ -7,7 +7,8 @@ tier; as a queue fills up, ever less of the end of each prefix is taken.
 Up (**promotion**): a lookup that the pool answers only in part asks the tiers, in their order, for what is missing;
 what they have is given space as a store would be, and read straight into it, many reads at a time. The lookup is
 answered when all of it is there or its time is over; what comes later stays in the pool for the next one. Entries that
-are on their way already are waited for, never read twice.
+are on their way already are waited for, never read twice. What a tier would bring later than the engine computes it, by
+what both took lately, is not read.
 
 Everything here happens on the depot's loop and only ever submits; `TierQueue` waits for the storage. Records of
 promotions name the process that writes them, so a depot that is killed leaves nothing behind that could be found.
@@ -20,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from statistics import median
 from typing import Final
 
 from kvdepot.config import Demotion
@@ -40,6 +42,9 @@ _ENTRIES_A_TURN: Final = 128  # that one promotion begins before the loop goes o
 _CHUNKS_UP: Final = 256  # looked at towards the root when a prefix is used again
 _VICTIMS_A_TURN: Final = 64
 _PRESSURE_BEGINS: Final = 0.5  # of what may wait to be written
+_PACES: Final = 15  # promotions of a tier whose median says how fast it is
+_LEAST_PACES: Final = 3
+_TRY_ANYWAY: Final = 16  # every so often, to learn that a tier has become faster
 _SLOW_PROMOTIONS: Final = 3  # in a row, until a tier is left alone
 _RESERVE_SHARE: Final = 0.05  # of the pool: free space that is kept where entries are written as they leave
 
@@ -104,6 +109,9 @@ class Promotion:
     num_awaited: int = 0  # entries on their way in other promotions
     is_broken: bool = False  # a chunk of it failed: what follows is of no use
     is_asking: bool = False
+    token_seconds: float = 0.0  # that the engine takes to compute a token
+    reading_since: float = 0.0
+    num_read_bytes: int = 0  # since then
 
     @property
     def num_chunks(self) -> int:
@@ -166,6 +174,8 @@ class Tiering:
         self._awaited: dict[int, list[Promotion]] = {}  # by record
         self._coming: dict[int, _Flight] = {}  # by record
         self._num_slow = [0] * len(queues)
+        self._paces = [deque[float](maxlen=_PACES) for _ in queues]  # seconds a byte
+        self._num_skipped = [0] * len(queues)
 
     # --- down -----------------------------------------------------------------------------------------------------
 
@@ -285,6 +295,7 @@ class Tiering:
         pins: tuple[int, ...],
         wait_seconds: float,
         on_answer: Callable[[], None],
+        token_seconds: float = 0.0,
     ) -> bool:
         """Ask the tiers for what the pool lacks of a prefix.
 
@@ -297,6 +308,7 @@ class Tiering:
             pins: their nodes, kept until the end.
             wait_seconds: how long the lookup may wait.
             on_answer: called once, when everything that can come is here or the time is over.
+            token_seconds: what computing a token takes there, 0 for unknown: tiers that are slower are not read.
 
         Returns:
             False if there is nobody to ask; then `on_answer` is never called.
@@ -307,7 +319,9 @@ class Tiering:
             return False
         self._index.pin(pins)
         deadline = self._clock() + wait_seconds
-        promotion = Promotion(space, digests, places, label, found, pins, wait_seconds, deadline, on_answer)
+        promotion = Promotion(
+            space, digests, places, label, found, pins, wait_seconds, deadline, on_answer, token_seconds=token_seconds
+        )
         self._promotions.add(promotion)
         self.counters["promotions"] += 1
         self._ask_next(promotion)
@@ -395,8 +409,25 @@ class Tiering:
             for place in promotion.places
             if chunk >= first_of[place.group]
         )
+        if not self._is_worth_it(promotion, (length - promotion.found) * space.spec.chunk_tokens):
+            self.counters["promotions_not_worth_it"] += 1
+            promotion.wanted.clear()
+            self._ask_next(promotion)
+            return
         promotion.is_broken = False
+        promotion.reading_since, promotion.num_read_bytes = self._clock(), 0
         self._fetch(promotion)
+
+    def _is_worth_it(self, promotion: Promotion, num_tokens: int) -> bool:
+        """Whether reading what is wanted is quicker than computing it, as far as both are known."""
+        tier = promotion.tier
+        if not promotion.token_seconds or len(self._paces[tier]) < _LEAST_PACES:
+            return True
+        num_bytes = sum(place.num_bytes for _, place in promotion.wanted)
+        if num_bytes * median(self._paces[tier]) <= num_tokens * promotion.token_seconds:
+            return True
+        self._num_skipped[tier] += 1
+        return self._num_skipped[tier] % _TRY_ANYWAY == 0
 
     def _usable_prefix(self, promotion: Promotion, there: set[tuple[int, int, int]]) -> int:
         """Return how many leading chunks could be used if everything that is there, here or coming were in the pool."""
@@ -517,6 +548,7 @@ class Tiering:
         index, written = self._index, self._written[promotion.tier]
         index.seal_entries([flight.record for flight in flights], int(self._clock()))
         self.counters["entries_promoted"] += len(flights)
+        promotion.num_read_bytes += sum(index.table.extent(flight.record)[1] for flight in flights)
         for flight in flights:
             written[flight.record] = index.table.header(flight.record)
             self._arrived(flight.record)
@@ -542,6 +574,9 @@ class Tiering:
 
     def _after_tier(self, promotion: Promotion) -> None:
         found, _ = self._index.longest_prefix(promotion.space, promotion.digests)
+        if promotion.num_read_bytes:
+            seconds = self._clock() - promotion.reading_since
+            self._paces[promotion.tier].append(seconds / promotion.num_read_bytes)
         if promotion.on_answer is not None:
             self._num_slow[promotion.tier] = 0
         promotion.found = max(promotion.found, found)
