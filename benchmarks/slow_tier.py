@@ -1,0 +1,160 @@
+"""What a slow tier costs lookups that the pool answers: `python benchmarks/slow_tier.py`.
+
+A depot whose only tier takes 100 ms for every call. One client looks up a prompt that is in the pool; in every second
+round two others look up prompts that nobody has seen, each of which waits for the tier. Latencies of the first client.
+"""
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from unittest.mock import patch
+
+from kvdepot import SchedulerClient
+from kvdepot import messages as m
+from kvdepot.client.connection import Connection
+from kvdepot.config import ServerConfig
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.protocols import Extents, Tier, TierPool
+from kvdepot.tiers.url import TierUrl, open_tier
+
+CHUNK_TOKENS = 1
+SPEC = m.CacheSpec(CHUNK_TOKENS, (m.GroupShape(GroupKind.FULL_ATTENTION, CHUNK_TOKENS),), "bytes")
+
+
+def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
+    """Serve with a tier in memory whose calls take long."""
+    from kvdepot.server import loop
+    from kvdepot.testing.tier import FaultyTier
+
+    class SlowTier(FaultyTier):
+        def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
+            time.sleep(call_seconds)
+            return super().contains(keys)
+
+        def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+            time.sleep(call_seconds)
+            return super().read(keys, extents)
+
+        def write(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+            time.sleep(call_seconds)
+            return super().write(keys, extents)
+
+    def open_slow_tier(url: TierUrl, pool: TierPool) -> Tier:
+        return SlowTier(open_tier(url, pool))
+
+    config = ServerConfig(
+        directory=Path(directory), pool_directory=Path(pool_directory), pool_size_bytes=64 << 20,
+        tiers=("memory://?capacity=32MiB",),
+    )  # fmt: skip
+    with patch("kvdepot.server.loop.open_tier", open_slow_tier):
+        server = loop.DepotServer(config)
+    server.run()
+
+
+def key_of(name: str, num_chunks: int) -> KeyRun:
+    """Return a prompt's key."""
+    return hash_prefix(Namespace(name), CHUNK_TOKENS, range(num_chunks))
+
+
+def store(url: str, key: KeyRun) -> Connection:
+    """Store a prompt without moving a byte; the worker stays registered as long as its connection is open."""
+    registration = m.RegisterKVCache(
+        m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "", SPEC, (m.GroupDetail((64,), 1),)
+    )
+    connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=30)
+    link = connection.wait_until_open(20)
+    channel = connection.channel(link)
+    for start in range(0, key.num_chunks, 512):
+        run = key.slice(start, min(start + 512, key.num_chunks))
+        request = m.PrepareStore(link.context, "r", run.tenant, run.digests, run.first_chunk, run.parent,
+                                 (run.num_chunks,))  # fmt: skip
+        plan = channel.call(request, 30)
+        assert isinstance(plan, m.StorePlan)
+        assert plan.ticket
+        channel.call(m.CommitStore(link.context, plan.ticket), 30)
+    channel.close()
+    return connection
+
+
+class Cold:
+    """A client that looks up what nobody has seen, again and again, while it is told to."""
+
+    def __init__(self, url: str, number: int) -> None:
+        self.wanted = threading.Event()
+        self.num_lookups = 0
+        self._number = number
+        self._client = SchedulerClient(SPEC, "filler", url=url, deadline_seconds=30)
+        self._client.wait_until_connected(20)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        for number in range(1 << 30):
+            self.wanted.wait()
+            self._client.lookup("cold", key_of(f"cold {self._number} {number}", 32))
+            self._client.end_request("cold")
+            self.num_lookups += 1
+
+
+def main() -> None:
+    """Print the latencies of both kinds of rounds, and their difference."""
+    parser = argparse.ArgumentParser(description="What a slow tier costs lookups that the pool answers.")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a round")
+    parser.add_argument("--call-seconds", type=float, default=0.1, help="that each call of the tier takes")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(dir="/dev/shm") as pool:
+        server = get_context("spawn").Process(target=serve, args=(directory, pool, arguments.call_seconds))
+        server.start()
+        try:
+            measure(directory, arguments.rounds, arguments.seconds)
+        finally:
+            server.kill()
+            server.join()
+
+
+def measure(url: str, num_rounds: int, seconds: float) -> None:
+    """Take turns with and without lookups that wait for the tier."""
+    keys = {num_chunks: key_of("here", num_chunks) for num_chunks in (32, 2048)}
+    filler = store(url, keys[2048])
+    client = SchedulerClient(SPEC, "filler", url=url, deadline_seconds=30)
+    client.wait_until_connected(20)
+    colds = [Cold(url, number) for number in range(2)]
+    times: dict[tuple[int, bool], list[float]] = {}
+    for number in range(num_rounds):
+        is_slow = bool(number % 2)
+        for cold in colds:
+            (cold.wanted.set if is_slow else cold.wanted.clear)()
+        time.sleep(0.3)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for num_chunks, key in keys.items():
+                began = time.perf_counter()
+                lease = client.lookup("hit", key)
+                times.setdefault((num_chunks, is_slow), []).append(time.perf_counter() - began)
+                assert lease.num_chunks == num_chunks, "a lookup missed what was stored"
+                client.release(lease)
+                time.sleep(0.002)
+    waited = sum(cold.num_lookups for cold in colds)
+    print(f"{waited} lookups waited for the tier")
+    for num_chunks in keys:
+        rows = [
+            statistics.quantiles([value * 1e3 for value in times[num_chunks, is_slow]], n=100)
+            for is_slow in (False, True)
+        ]
+        p50, p99 = [row[49] for row in rows], [row[98] for row in rows]
+        print(
+            f"{num_chunks} chunks: p50 {p50[0]:.2f} ms alone, {p50[1]:.2f} ms beside them;"
+            f" p99 {p99[0]:.2f} and {p99[1]:.2f} ms"
+        )
+    filler.close()
+    client.close()
+
+
+if __name__ == "__main__":
+    main()
