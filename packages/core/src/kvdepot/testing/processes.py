@@ -38,6 +38,7 @@ class DepotProcess:
         pool_size: as in `--pool-size`.
         directory: where; None for a temporary one.
         prefix: a command that runs the server as its last argument, `unshare` for example; it has one child.
+        module: what is run.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class DepotProcess:
         directory: Path | None = None,
         log_level: str = "warning",
         prefix: Sequence[str] = (),
+        module: str = "kvdepot",
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvdepot-") if directory is None else None
         self.directory = Path(self._temporary.name) if self._temporary else directory or Path()
@@ -54,7 +56,7 @@ class DepotProcess:
         self.pool_directory = Path(tempfile.mkdtemp(prefix="kvdepot-pool-", dir="/dev/shm"))
         self._has_prefix = bool(prefix)
         self._arguments = [
-            *prefix, sys.executable, "-m", "kvdepot", "serve", "--dir", self.url, "--pool-size", pool_size,
+            *prefix, sys.executable, "-m", module, "serve", "--dir", self.url, "--pool-size", pool_size,
             "--pool-dir", str(self.pool_directory), "--log-level", log_level, *arguments,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,0 +1,33 @@
+"""`kvdepot`, as the release after this one may be: it speaks protocol 2, and every reply has a field more."""
+
+import sys
+from typing import Any
+
+import msgspec
+
+from kvdepot import messages as m
+from kvdepot.cli import main
+
+_MORE = "a field of a later release"
+
+
+def _longer(message: Any) -> bytes:
+    if isinstance(message, m.StatusReply):
+        return msgspec.msgpack.encode(message)
+    return msgspec.msgpack.encode([*msgspec.msgpack.decode(msgspec.msgpack.encode(message)), _MORE])
+
+
+def _encode_frame(sequence: int, message: Any) -> bytes:
+    return sequence.to_bytes(8, "little") + _longer(message)
+
+
+def _encode_session(message: Any) -> bytes:
+    body = _longer(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+if __name__ == "__main__":
+    m.PROTOCOL_VERSION = 2  # type: ignore[misc]
+    m.encode_frame = _encode_frame  # type: ignore[assignment]
+    m.encode_session = _encode_session
+    sys.exit(main())
