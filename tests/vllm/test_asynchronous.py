@@ -63,7 +63,7 @@ def test_a_lookup_without_an_answer_stops_nobody(depot: DepotProcess, model: Mak
     config = connector(depot.url, deadline_seconds=100.0)
     with Engine(model("gqa"), config, enable_prefix_caching=False) as engine:
         engine.ask("submit", requests={"running": THIRD}, max_tokens=200, steps=1)
-        wait_until(lambda: engine.ask("step", steps=1) and engine.execute(_NUM_RUNNING), 20, "the first token")
+        wait_until(lambda: engine.ask("step", steps=1) and engine.execute(_NUM_RUNNING), 60, "the first token")
         depot.signal(signal.SIGSTOP)
         try:
             started = time.monotonic()
@@ -73,7 +73,7 @@ def test_a_lookup_without_an_answer_stops_nobody(depot: DepotProcess, model: Mak
             assert time.monotonic() - started < 100, "no step waited for the deadline"
         finally:
             depot.signal(signal.SIGCONT)
-        wait_until(lambda: engine.ask("step", steps=5)["finished"] == ["waiting"], 20)
+        wait_until(lambda: engine.ask("step", steps=5)["finished"] == ["waiting"], 60)
 
 
 @pytest.mark.promise(48)

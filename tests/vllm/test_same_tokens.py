@@ -99,7 +99,7 @@ def test_after_a_restart_of_the_depot(first: Engine, depot: DepotProcess) -> Non
     first.reset()
     assert tokens(first.generate(PROMPTS[:2])) == first.reference[:2]
     depot.start()
-    wait_until(lambda: len(depot.status().contexts) == num_contexts, 20, "the engines to come back")
+    wait_until(lambda: len(depot.status().contexts) == num_contexts, 60, "the engines to come back")
     first.reset()
     warm = first.generate(PROMPTS[:4], together=False)
     assert tokens(warm) == first.reference[:4]

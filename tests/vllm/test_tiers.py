@@ -37,7 +37,7 @@ def test_what_left_the_pool_comes_back_from_disk(case: str, model: MakeModel, tm
         for path in depot.pool_directory.glob("*"):
             path.unlink()
         depot.start()
-        wait_until(lambda: depot.status().num_sessions == 2, 20)
+        wait_until(lambda: depot.status().num_sessions == 2, 60)
         engine.reset()
         warm = engine.generate(PROMPTS, together=False)
         assert tokens(warm) == engine.reference

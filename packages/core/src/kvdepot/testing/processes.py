@@ -17,7 +17,7 @@ from kvdepot.client.connection import ask_depot
 from kvdepot.errors import DepotUnavailable
 
 
-def wait_until(condition: Callable[[], object], timeout_seconds: float = 10.0, what: str = "") -> None:
+def wait_until(condition: Callable[[], object], timeout_seconds: float = 30.0, what: str = "") -> None:
     """Wait for `condition` to become true.
 
     Raises:
