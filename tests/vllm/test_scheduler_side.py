@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportMissingImports=false
 """The scheduler's side by itself: what it claims, loads, stores and holds, without an engine."""
 
 from collections.abc import Callable, Iterator
@@ -101,7 +101,7 @@ class Scene:
         fields: dict[str, Any] = {
             "request_id": name, "num_computed_tokens": 0, "num_in_flight_tokens": 0, "num_prompt_tokens": num_tokens,
             "num_preemptions": 0, "skip_reading_prefix_cache": False, "resumable": False, "kv_transfer_params": None,
-            "cache_salt": None, "lora_request": None, "mm_features": [], "prompt_embeds": None,
+            "cache_salt": None, "lora_request": None, "mm_features": [], "prompt_embeds": None, "trace_headers": None,
             "num_tokens": num_tokens, "all_token_ids": list(range(num_tokens)),
         }  # fmt: skip
         request: Any = SimpleNamespace(**{**fields, **changes})
@@ -367,3 +367,38 @@ def test_a_store_that_goes_wrong_stops_nothing_but_itself(scene: Callable[..., S
     assert it.step(request, 40, ([1, 999],)).stores == ()
     assert it.step(request, 1, (blocks(1, 3),)).stores == (), "this request is not stored any further"
     assert it.step(it.request(40, "other"), 40, (blocks(1, 3),)).stores
+
+
+def test_spans_join_the_trace_of_their_request(scene: Callable[..., Scene]) -> None:
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    it = scene(num_chunks=4)
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    request = it.request(100, trace_headers=headers)
+    it.side.matched_tokens(request, 0)
+    it.side.allocated(request, (blocks(1, 4),), 64)
+    it.report(it.step(request, 0, (blocks(1, 4),)), finished=["r"])
+    request.num_computed_tokens = 64
+    it.report(it.step(request, 36, (blocks(1, 7),)))
+    aborted = it.request(100, "aborted", trace_headers=headers)
+    it.side.finished(aborted, ((),))
+    it.report(it.step(it.request(50, "untraced"), 50, (blocks(8, 4),)))
+    spans = exporter.get_finished_spans()
+    told = [
+        (span.name, {k: v for k, v in (span.attributes or {}).items() if k.startswith("kvdepot.")}) for span in spans
+    ]
+    assert told == [
+        ("kvdepot lookup", {"kvdepot.wanted_tokens": 96, "kvdepot.found_tokens": 64}),
+        ("kvdepot load", {"kvdepot.tokens": 64, "kvdepot.failed": False}),
+        ("kvdepot store", {"kvdepot.tokens": 32, "kvdepot.stored_tokens": 32}),
+        ("kvdepot lookup", {"kvdepot.wanted_tokens": 96, "kvdepot.cancelled": True}),
+    ]
+    assert {format(span.context.trace_id, "032x") for span in spans} == {"0af7651916cd43dd8448eb211c80319c"}
+    assert {span.parent.span_id for span in spans if span.parent} == {0xB7AD6B7169203331}
+    assert {(span.attributes or {})["gen_ai.request.id"] for span in spans} == {"r", "aborted"}

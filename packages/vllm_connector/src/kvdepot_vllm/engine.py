@@ -29,6 +29,7 @@ class EngineRequest(Protocol):
     lora_request: Any
     mm_features: Sequence[Any]
     prompt_embeds: Any
+    trace_headers: Mapping[str, str] | None
 
     @property
     def num_tokens(self) -> int:

@@ -26,6 +26,7 @@ from kvdepot_vllm.hints import Hints
 from kvdepot_vllm.identity import RequestIdentity
 from kvdepot_vllm.pace import PrefillPace
 from kvdepot_vllm.settings import Settings
+from kvdepot_vllm.tracing import end_span, start_span
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class _Request:
     has_failed: bool = False  # that load
     num_stored: int = 0  # chunks that are in the depot or on their way
     num_computed: int = 0  # tokens whose KV is known to be computed once the steps sent so far have run
+    span: Any = None  # of the lookup, then of the load
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class _PinnedStore:
     covered: tuple[int, ...]
     blocks: list[Any]
     planned_at: float
+    span: Any = None
     num_reports: int = 0
     num_stored: int = 1 << 31
 
@@ -166,8 +169,8 @@ class SchedulerSide:
             return 0, False
         if self._num_wanted(request) * self._cache.chunk_tokens <= local_tokens:
             if state.lookup is not None and state.lookup.query():
-                state.lease, state.lookup = state.lookup.result(), None
-                state.num_stored = state.lease.num_chunks
+                self._take_answer(state, state.lookup)
+                state.num_stored = state.lease.num_chunks if state.lease else 0
             self._drop_lease(state)
             return 0, False
         if state.lease is None or self._clock() - state.asked_at > _FRESH_SECONDS:
@@ -178,8 +181,7 @@ class SchedulerSide:
                 may_wait, self._is_idle = self._is_idle, False  # once a step, however many requests wait
                 if not (state.lookup.wait(_IDLE_SECONDS) if may_wait else state.lookup.query()):
                     return None, False
-                state.lease = state.lookup.result()
-                state.lookup = None
+                self._take_answer(state, state.lookup)
                 self._count("lookups")
         lease = state.lease or MISS
         state.num_stored = lease.num_chunks
@@ -200,7 +202,14 @@ class SchedulerSide:
             return
         self._hash(state, wanted)
         state.asked_at = self._clock()
+        tokens = wanted * self._cache.chunk_tokens
+        state.span = start_span("kvdepot lookup", state.request, wanted_tokens=tokens)
         state.lookup = self._client.submit_lookup(state.request.request_id, state.hasher.run(0, wanted))
+
+    def _take_answer(self, state: _Request, lookup: PendingLookup) -> None:
+        state.lease, state.lookup = lookup.result(), None
+        end_span(state.span, found_tokens=state.lease.num_chunks * self._cache.chunk_tokens)
+        state.span = None
 
     def _hash(self, state: _Request, num_chunks: int) -> None:
         done, wanted = state.hasher.num_tokens, num_chunks * self._cache.chunk_tokens
@@ -211,6 +220,8 @@ class SchedulerSide:
         if state.lookup is not None:
             state.lookup.cancel()
             state.lookup = None
+            end_span(state.span, cancelled=True)
+            state.span = None
         if state.lease is not None:
             self._client.release(state.lease)
             state.lease = None
@@ -243,6 +254,7 @@ class SchedulerSide:
         else:
             state.load = LoadJob(request.request_id, state.hasher.run(first, stop), block_ids, skip_tokens)
         state.has_failed = False
+        state.span = start_span("kvdepot load", request, tokens=external_tokens)
         self._loads.append(state.load)
 
     # --- block tables ---------------------------------------------------------------------------------------------
@@ -394,7 +406,8 @@ class SchedulerSide:
         blocks = [self._pool.blocks[block_id] for ids in block_ids for block_id in ids]
         self._pool.touch(blocks)
         self._num_pinned_blocks += len(blocks)
-        self._pinned[number] = _PinnedStore(state.request, first, stop - first, covered, blocks, self._clock())
+        span = start_span("kvdepot store", state.request, tokens=(stop - first) * self._cache.chunk_tokens)
+        self._pinned[number] = _PinnedStore(state.request, first, stop - first, covered, blocks, self._clock(), span)
         self._stores.append(StoreJob(number, state.request.request_id, state.hasher.run(first, stop), block_ids))
         return stop - first
 
@@ -431,6 +444,8 @@ class SchedulerSide:
             if state is None or state.load is None:
                 continue
             load, state.load = state.load, None
+            end_span(state.span, failed=state.has_failed or request_id in failed)
+            state.span = None
             self._drop_lease(state)
             if state.has_failed or request_id in failed:
                 self._count("failed_loads")
@@ -443,6 +458,8 @@ class SchedulerSide:
         assert self._pool is not None
         self._num_pinned_blocks -= len(store.blocks)
         self._pool.free_blocks(reversed(store.blocks))
+        stored = min(store.num_stored, store.num_chunks)
+        end_span(store.span, stored_tokens=stored * self._cache.chunk_tokens)
         if store.num_stored and self._on_stored is not None:
             num_chunks = min(store.num_stored, store.num_chunks)
             cut = store.num_chunks - num_chunks
@@ -493,6 +510,8 @@ class SchedulerSide:
         )
 
     def _forget(self, state: _Request) -> None:
+        end_span(state.span, cancelled=True)
+        state.span = None
         with contextlib.suppress(KVDepotError):
             self._drop_lease(state)
 
