@@ -28,7 +28,8 @@ class CacheGroup:
     `tensors` has one tensor for each layer (or two, keys and values), each `(num_blocks, ...)` with the blocks as first
     dimension, on the backend's device: anything with `data_ptr`, `stride`, `element_size` and `shape`, in host memory
     also with `__array_interface__`. Blocks may be padded or interleaved with other layers', but the bytes of one block
-    of one tensor are contiguous. The rest describes the group to the depot and its operator.
+    of one tensor are contiguous; if not in the order of the tensor's dimensions, the context's `format` names the order.
+    The rest describes the group to the depot and its operator.
     """
 
     tensors: Sequence[Any]
