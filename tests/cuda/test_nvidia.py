@@ -20,6 +20,7 @@ REAL: Any = importlib.import_module("cuda.bindings.driver")
 ANSWERS: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (13000,),
     "cuDeviceGet": (7,),
+    "cuDeviceGetName": (b"NVIDIA H100" + bytes(117),),
     "cuDevicePrimaryCtxRetain": (70,),
     "cuCtxGetStreamPriorityRange": (0, -5),
     "cuStreamCreateWithPriority": (71,),
@@ -122,6 +123,7 @@ def test_every_call_has_the_arguments_that_the_bindings_take(cuda: StandIn) -> N
     assert ("cuDeviceGet", 3) in cuda.calls
     assert ("cuMemHostRegister", 4096, 8192, 3) in cuda.calls
     assert driver.capability == 99
+    assert driver.description == "NVIDIA H100, driver for CUDA 13.0"
     assert cuda.parameters == [(2**40, 5, 0)]
     assert any(call[:10] == ("cuLaunchKernel", 75, 8, 1, 1, 128, 1, 1, 1024, 71) for call in cuda.calls)
     assert ("cuModuleUnload", 74) in cuda.calls

@@ -101,7 +101,7 @@ for layout in KVCacheLayout:
 
 
 def test_what_comes_of_each_layout_is_understood_or_refused() -> None:
-    """With vLLM's own views of one allocation. Layouts that scatter a page are refused by the worker, with the reason."""
+    """With vLLM's own views of one allocation. What scatters a page is refused by the worker, and it says why."""
     found = dict(line.split(" ", 1) for line in run(VIEWS).splitlines() if line.split()[0].isupper())
     assert found == {
         "LBHNC": "one run a layer", "LBNHC": "one run a layer", "LHBNC": "refused True",

@@ -50,6 +50,11 @@ class Driver(Protocol):
     """One device, used by several threads. Addresses and sizes are bytes."""
 
     @property
+    def description(self) -> str:
+        """The device and its driver, for people."""
+        ...
+
+    @property
     def has_batch_copy(self) -> bool:
         """Whether `copy_batch` can be called."""
         ...

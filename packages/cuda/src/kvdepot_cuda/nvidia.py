@@ -66,6 +66,13 @@ class CudaDriver:
         self._batch_copy = self._find_batch_copy()
 
     @property
+    def description(self) -> str:
+        """See `Driver`."""
+        name = bytes(self._call("cuDeviceGetName", 128, self._device)).partition(b"\0")[0].decode(errors="replace")
+        version = int(self._call("cuDriverGetVersion"))
+        return f"{name}, driver for CUDA {version // 1000}.{version % 1000 // 10}"
+
+    @property
     def has_batch_copy(self) -> bool:
         """See `Driver`: from CUDA 12.8 on."""
         return self._batch_copy is not None

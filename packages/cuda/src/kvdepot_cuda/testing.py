@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from kvdepot.runs import Addresses
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, DriverError
+from kvdepot_cuda.gather import GatherImage
 
 POISON: Final = 0xAB
 DEFAULT_STREAM: Final = 0
@@ -158,6 +159,7 @@ class FakeDriver:
     """
 
     capability = 90
+    description = "no GPU: a driver without a device, whose times say nothing about one"
 
     def __init__(
         self,
@@ -520,6 +522,11 @@ class FakeDriver:
                 ctypes.memmove(target, source, size)
 
         return stream.add(copy, [(target if to_host else source, size) for source, target, size in runs])
+
+
+def fake_gather(_capability: int) -> GatherImage:
+    """Return a kernel that only the fake driver can load."""
+    return GatherImage(b"a fake", "gather_runs", 128, 0, 2)
 
 
 def _gather(table: int, num_runs: int, _num_programs: int) -> None:
