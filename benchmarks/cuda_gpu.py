@@ -7,7 +7,7 @@ a network bring wheels (`uv build --all-packages --wheel`, `pip download`) and `
 and hypothesis the conformance suite runs, too. Pools lie in /dev/shm, which wants 4 GiB.
 
 Each step is a process of its own with a time limit; one that fails, hangs or cannot run is reported with the reason,
-and the rest goes on. Writes `cuda_gpu.jsonl`, one object a line, and `cuda_gpu.md`, the same as tables, after each step.
+and the rest goes on. After each it writes `cuda_gpu.jsonl`, one object a line, and `cuda_gpu.md`, the same as tables.
 `--fake` runs what can be run without a device, small: it shows that the script works, and its figures say nothing.
 """
 

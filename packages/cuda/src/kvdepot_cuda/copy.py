@@ -212,7 +212,7 @@ class CopyEngine:
             image = compile_gather(self._driver.capability)
             with self._driver.activated():
                 self._gather = Gather(self._driver, image, self._batch_runs)
-        except (DriverError, KernelUnavailable) as error:
+        except (DriverError, KernelUnavailable, OSError) as error:
             logger.warning("no kernel for small pages, DMA copies them: %s", error)
         else:
             self._uses_gather = True
