@@ -418,7 +418,8 @@ def _recorded_event() -> Any:
         return None
     import torch
 
-    event = torch.Event()
+    # On CUDA one that shows its handle, so that the copies wait for it on the device; others are waited for here.
+    event = torch.cuda.Event() if current_platform.device_type == "cuda" else torch.Event()
     event.record()
     return event
 
