@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable]) -> argparse.ArgumentParser:
+def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvdepot", description="One server a node that keeps the KV caches of every inference engine there."
     )
@@ -208,7 +208,8 @@ def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable]) -> argparse
 
     bench = commands.add_parser(
         "bench", help="measure, as ratios within one run",
-        description="Measure, as ratios within one run. Backends bring benches of their own: kvdepot[cuda] has cuda.",
+        description="Measure, as ratios within one run; each WHAT takes --json. Backends bring their own:"
+        " kvdepot[cuda] has cuda.",
     )  # fmt: skip
     bench.set_defaults(run=_bench)
     whats = bench.add_subparsers(required=True, metavar="WHAT", dest="what")
@@ -221,7 +222,7 @@ def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable]) -> argparse
         one.set_defaults(bench=None)
         if what == "server":
             one.add_argument("--entries", type=int, default=1_000_000, help="of its index (default %(default)s)")
-    for what, found in benches.items():
+    for what, found in (benches or {}).items():
         is_broken = isinstance(found, BackendUnavailable)
         one = whats.add_parser(what, parents=[common, json_output], help=str(found) if is_broken else found.help)
         one.set_defaults(bench=found)
