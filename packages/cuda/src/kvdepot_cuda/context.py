@@ -24,6 +24,7 @@ from kvdepot.protocols import CacheGroup, ReadyEvent
 from kvdepot_cuda.arrays import ordinal_of, page_layout_of
 from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import DriverError, OpenDriver
+from kvdepot_cuda.gather import KERNEL_PROGRAMS, KERNEL_RUNS, CompileGather, KernelUse, compile_gather
 from kvdepot_cuda.nvidia import CudaDriver
 
 DIRECT: Final = "direct"
@@ -45,6 +46,10 @@ class CudaTransferContext(WorkerTransfers):
         batch_bytes: how much of a run is asked for at once.
         piece_bytes: how much of the pool is registered by one call of the driver.
         batch_runs: how many runs one call of the driver copies.
+        kernel_run_bytes: runs of at most so many bytes are retrieved by a kernel; 0: none.
+        kernel_runs: if a call has at least so many of them.
+        kernel_programs: thread blocks of the kernel.
+        compile_gather: makes that kernel.
         open_driver: opens the driver of a device by its number.
 
     Raises:
@@ -72,9 +77,14 @@ class CudaTransferContext(WorkerTransfers):
         batch_bytes: int = BATCH_BYTES,
         piece_bytes: int = PIECE_BYTES,
         batch_runs: int = BATCH_RUNS,
+        kernel_run_bytes: int = 0,
+        kernel_runs: int = KERNEL_RUNS,
+        kernel_programs: int = KERNEL_PROGRAMS,
+        compile_gather: CompileGather = compile_gather,
         open_driver: OpenDriver = CudaDriver,
     ) -> None:
         _check_mode(mode)
+        kernel = KernelUse(kernel_run_bytes, kernel_runs, kernel_programs)
         if chunk_tokens is None:
             chunk_tokens = default_chunk_tokens(g.block_tokens for g in groups if g.kind is not GroupKind.RECURRENT)
         layer_groups = [layer_group_of(group, list(map(page_layout_of, group.tensors))) for group in groups]
@@ -93,7 +103,7 @@ class CudaTransferContext(WorkerTransfers):
         try:
             self._engine = CopyEngine(
                 driver, layout, [list(group.tensors) for group in groups],
-                piece_bytes=piece_bytes, batch_runs=batch_runs,
+                piece_bytes=piece_bytes, batch_runs=batch_runs, kernel=kernel, compile_gather=compile_gather,
             )  # fmt: skip
         except BaseException as error:
             with suppress(DriverError):
@@ -110,6 +120,11 @@ class CudaTransferContext(WorkerTransfers):
     def num_registered(self) -> int:
         """Pieces of the pool that the device knows; copies elsewhere are pageable."""
         return self._engine.num_registered
+
+    @property
+    def uses_kernel(self) -> bool:
+        """Whether a kernel is loaded that retrieves small pages."""
+        return self._engine.uses_kernel
 
     def _ready_of(self, lane: int, ready: ReadyEvent | None) -> ReadyEvent | None:
         if self._stream is None or (lane == 0 and ready is not None):
