@@ -13,8 +13,7 @@ from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout
 from kvdepot.messages import EXTENT
 from kvdepot.pool import PoolMapping
 from kvdepot.protocols import NO_BLOCK
-from kvdepot.runs import BatchRuns, Runs
-from kvdepot_cuda.runs import merge, split
+from kvdepot.runs import BatchRuns, Runs, merge, split
 
 PAGE = 8
 NUM_BLOCKS = 12

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.errors import LayoutError
+from kvdepot.staged import copy as kernels
+from kvdepot.staged import moves
+from kvdepot.staged.copy import StagedCopier
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
 from kvdepot.testing.device import FakeDevice
 from kvdepot.testing.processes import DepotProcess
-from kvdepot_hpu.kernels import copy as kernels
-from kvdepot_hpu.kernels import moves
-from kvdepot_hpu.kernels.copy import BlockCopier
-from tests.hpu.copies import NUM_BLOCKS, Bench, round_trip
-from tests.hpu.workers import HpuWorker, torch
+from tests.hpu.workers import HpuBench, HpuWorker
+from tests.staged.bench import NUM_BLOCKS, Bench, round_trip
+from tests.staged.suite import moves_right_bytes
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -29,18 +29,18 @@ def _nothing(*_: object) -> None: ...
 
 
 def _without(step: str) -> Patch:
-    return lambda monkeypatch: monkeypatch.setattr(BlockCopier, step, _nothing)
+    return lambda monkeypatch: monkeypatch.setattr(StagedCopier, step, _nothing)
 
 
 def _without_following(direction: str) -> Patch:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        follow: Any = BlockCopier._follow_compute  # pyright: ignore[reportPrivateUsage]
+        follow: Any = StagedCopier._follow_compute  # pyright: ignore[reportPrivateUsage]
 
         def follow_but_there(copier: Any, chosen: Any) -> None:
             if chosen is not getattr(copier, direction):
                 follow(copier, chosen)
 
-        monkeypatch.setattr(BlockCopier, "_follow_compute", follow_but_there)
+        monkeypatch.setattr(StagedCopier, "_follow_compute", follow_but_there)
 
     return patch
 
@@ -66,48 +66,10 @@ BYTES: dict[str, tuple[Patch, bool]] = {  # the step left out, and whether it is
 }
 
 
-def _moves_right_bytes(fake: FakeDevice) -> bool:
-    """Right bytes in all of it: plain, through an engine that is still writing, and through one still reading."""
-    bench = Bench(max_blocks=8)
-    right = all(round_trip(bench, count, seed=count) for count in (2, 14, 46))
-    return right and _follows_writes(bench, fake) and _follows_reads(bench, fake)
-
-
-def _follows_reads(bench: Bench, fake: FakeDevice) -> bool:
-    """Retrieve into blocks whose reading the engine has launched, and not waited for."""
-    bench.write(bench.flat, np.random.default_rng(8))
-    bench.copier.store(bench.batch(list(range(14))))
-    expected = bench.read()
-    read = [torch().empty(tensor.shape, dtype=tensor.dtype) for tensor in bench.tensors]
-    for target, tensor in zip(read, bench.tensors, strict=True):
-        target.copy_(tensor, non_blocking=True)
-    fake.mark_step()
-    bench.copier.retrieve(bench.batch(list(range(30, 44))))
-    fake.synchronize()
-    raw = [target.view(torch().uint8).numpy().reshape(NUM_BLOCKS, -1) for target in read]
-    return all(np.array_equal(*pair) for pair in zip(raw, expected, strict=True))
-
-
-def _follows_writes(bench: Bench, fake: FakeDevice) -> bool:
-    """Store blocks that the engine has launched the writing of, and not waited for."""
-    source = np.random.default_rng(9).integers(0, 256, bench.tensors[0].numel() * 2, np.uint8)
-    written = torch().from_numpy(source).view(torch().bfloat16).view(bench.tensors[0].shape)
-    for tensor in bench.tensors:
-        tensor.copy_(written, non_blocking=True)
-    fake.mark_step()
-    bench.copier.store(bench.batch(list(range(14))))
-    fake.synchronize()
-    kept = [page[:14] for page in bench.read()]
-    bench.copier.retrieve(bench.batch(list(range(30, 44))))
-    return all(np.array_equal(page[30:44], each) for page, each in zip(bench.read(), kept, strict=True)) and all(
-        np.array_equal(each.reshape(-1), source[: each.size]) for each in kept
-    )
-
-
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_with_every_step_the_bytes_are_right(mode: str, fake: FakeDevice) -> None:
     fake.lazy = mode == "lazy"
-    assert _moves_right_bytes(fake)
+    assert moves_right_bytes(HpuBench(), fake)
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
@@ -117,9 +79,9 @@ def test_without_a_step_they_are_wrong(step: str, mode: str, fake: FakeDevice, m
     if mode == "eager" and not also_eager:
         pytest.skip("eager mode launches by itself")
     fake.lazy = mode == "lazy"
-    monkeypatch.setattr(BlockCopier, "_check", _nothing)  # it would find most of them before a test could
+    monkeypatch.setattr(StagedCopier, "_check", _nothing)  # it would find most of them before a test could
     leave_out(monkeypatch)
-    assert not _moves_right_bytes(fake)
+    assert not moves_right_bytes(HpuBench(), fake)
 
 
 def test_mark_step_that_does_nothing_is_missed_at_registration(
@@ -127,7 +89,7 @@ def test_mark_step_that_does_nothing_is_missed_at_registration(
 ) -> None:
     monkeypatch.setattr("habana_frameworks.torch.core.mark_step", _nothing)
     with pytest.raises(LayoutError, match="do not arrive"):
-        Bench()
+        HpuBench()
 
 
 @pytest.mark.parametrize("launches", [True, False])
@@ -160,7 +122,7 @@ def test_without_the_byte_view_nothing_moves(fake: FakeDevice, monkeypatch: pyte
 
     monkeypatch.setattr(kernels, "byte_view", not_bytes)
     with pytest.raises(RuntimeError):
-        Bench()
+        HpuBench()
 
 
 def test_a_byte_view_that_is_a_copy_is_refused_at_registration(
@@ -171,7 +133,7 @@ def test_a_byte_view_that_is_a_copy_is_refused_at_registration(
 
     monkeypatch.setattr(kernels, "byte_view", copied)
     with pytest.raises(LayoutError, match="copies where it should view"):
-        Bench()
+        HpuBench()
 
 
 def test_converting_instead_of_viewing_is_refused_at_registration(
@@ -183,7 +145,7 @@ def test_converting_instead_of_viewing_is_refused_at_registration(
 
     monkeypatch.setattr(kernels, "byte_view", converted)
     with pytest.raises(LayoutError, match="do not arrive"):
-        Bench()
+        HpuBench()
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -224,7 +186,7 @@ def _new_shapes(fake: FakeDevice, bench: Bench) -> int:
 
 def test_without_buckets_new_shapes_are_met(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.stats.graphs.clear()
-    bench = Bench(max_blocks=32)
+    bench = HpuBench(max_blocks=32)
     assert _new_shapes(fake, bench) == 0
     monkeypatch.setattr(moves, "cut", _exact)
     for direction in (bench.copier._stores, bench.copier._retrieves):  # pyright: ignore[reportPrivateUsage]
@@ -235,5 +197,5 @@ def test_without_buckets_new_shapes_are_met(fake: FakeDevice, monkeypatch: pytes
 
 def test_without_warming_up_new_shapes_are_met(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.stats.graphs.clear()
-    monkeypatch.setattr(BlockCopier, "warm_up", _nothing)
-    assert _new_shapes(fake, Bench()) > 0
+    monkeypatch.setattr(StagedCopier, "warm_up", _nothing)
+    assert _new_shapes(fake, HpuBench()) > 0

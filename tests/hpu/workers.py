@@ -1,12 +1,13 @@
 """Workers whose cache lies on an HPU, arranged as vllm-gaudi arranges it."""
 
-import importlib
 from typing import Any
 
 from kvdepot.protocols import CacheGroup
 from kvdepot.testing.backend import STATE, GroupPlan, WorkerPlan
 from kvdepot_hpu.arrays import without_pad_block
+from kvdepot_hpu.bridge import load_bridge
 from kvdepot_hpu.context import HpuTransferContext
+from tests.staged.bench import Bench, torch
 
 
 class TensorTuple(tuple[Any, ...]):
@@ -17,10 +18,6 @@ class TensorTuple(tuple[Any, ...]):
     @property
     def shape(self) -> Any:
         return self[0].shape
-
-
-def torch() -> Any:
-    return importlib.import_module("torch")
 
 
 def page(num_blocks: int, block_tokens: int, size_bytes: int, padding_bytes: int = 0) -> Any:
@@ -67,3 +64,10 @@ class HpuWorker:
     def read_block(self, group: int, page: int, block: int) -> bytes:
         block_on_host = self.pages[group][page][block].to("cpu").contiguous()
         return block_on_host.view(torch().uint8).numpy().tobytes()
+
+
+class HpuBench(Bench):
+    """A copier in the shapes of a Gaudi."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(load_bridge(), **options)

@@ -1,34 +1,94 @@
-"""The xpu backend is not built yet, and says so."""
+"""Without an Intel GPU the backend says so and what to do; finding it loads nothing of the device."""
 
+import importlib.util
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from kvdepot import get_backend, list_backends
 from kvdepot.errors import BackendUnavailable
-from kvdepot_cpu.xpu import backend as planned
+from kvdepot.protocols import CacheGroup
+from kvdepot_cpu.xpu import backend
+from tests.staged.bench import torch
+
+_WITHOUT_TORCH = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find_spec(name, package)
+from kvdepot import list_backends
+(xpu,) = (backend for backend in list_backends() if backend.name == "xpu")
+assert xpu.distribution.startswith("kvdepot-cpu "), xpu
+assert "PyTorch's own build for xpu" in xpu.why_unavailable and "kvdepot[cpu]" in xpu.why_unavailable, xpu
+assert not {"torch", "vllm_xpu_kernels", "intel_extension_for_pytorch", "numpy"} & set(sys.modules)
+"""
 
 
 @pytest.mark.promise(34)
-def test_it_says_in_words_why_it_cannot_be_used() -> None:
-    backend = next(backend for backend in list_backends() if backend.name == "xpu")
-    assert backend.distribution
-    assert backend.why_unavailable is not None
-    assert "not built yet" in backend.why_unavailable
+def test_without_torch_it_says_so_in_words_and_loads_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.promise(34)
-def test_asking_for_it_is_an_error_with_the_way_out() -> None:
-    with pytest.raises(BackendUnavailable, match=r"kvdepot\[cpu\]"):
+def test_asking_for_it_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    _hide_torch(monkeypatch)
+    with pytest.raises(BackendUnavailable, match=r"PyTorch's own build for xpu.*kvdepot\[cpu\]"):
         get_backend("xpu")
 
 
-def test_a_context_cannot_be_made_past_the_registry_either() -> None:
-    with pytest.raises(BackendUnavailable, match=r"not built yet.*kvdepot\[cpu\]"):
-        planned.create_context()
+def test_a_context_cannot_be_made_past_the_registry_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    _hide_torch(monkeypatch)
+    with pytest.raises(BackendUnavailable, match=r"torch is not installed.*kvdepot\[cpu\]"):
+        backend.create_context([CacheGroup([], 16)], "engine", dtype="bfloat16")
 
 
-def test_finding_it_loads_no_device_library() -> None:
-    code = "import sys, kvdepot_cpu.xpu; sys.exit(bool({'torch', 'intel_extension_for_pytorch'} & set(sys.modules)))"
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("version", "is_available", "expected"),
+    [(None, False, "not built for xpu"), ("20250300", False, "ZE_AFFINITY_MASK"), ("20250300", True, None)],
+)
+def test_torch_of_another_build_and_a_device_out_of_sight_are_told_apart(
+    version: str | None, is_available: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch().version, "xpu", version)
+    monkeypatch.setattr(torch().xpu, "is_available", lambda: is_available)
+    reason = backend.why_unavailable()
+    assert reason is None if expected is None else reason is not None and expected in reason
+
+
+@pytest.mark.usefixtures("device")
+def test_a_torch_that_does_not_answer_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> bool:
+        raise RuntimeError("level zero is on fire")
+
+    monkeypatch.setattr(torch().xpu, "is_available", broken)
+    reason = backend.why_unavailable()
+    assert reason is not None
+    assert "RuntimeError: level zero is on fire" in reason
+
+
+@pytest.mark.usefixtures("device")
+def test_with_a_device_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch().xpu, "is_available", lambda: True)
+    assert get_backend("xpu") is backend
+    (status,) = (status for status in list_backends() if status.name == "xpu")
+    assert status.why_unavailable is None
+
+
+def test_importing_it_loads_no_device_library() -> None:
+    code = (
+        "import sys, kvdepot_cpu, kvdepot_cpu.xpu;"
+        " sys.exit(bool({'torch', 'intel_extension_for_pytorch', 'vllm_xpu_kernels', 'numpy'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _hide_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+
+    def hidden(name: str, package: str | None = None) -> Any:
+        return None if name == "torch" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)

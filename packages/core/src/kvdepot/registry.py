@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
 
 from kvdepot.errors import BackendUnavailable
-from kvdepot.protocols import Backend, Capability, DeviceBench, TransferContext
+from kvdepot.protocols import Backend, DeviceBench
 
 ENTRY_POINT_GROUP = "kvdepot.backends"
 BENCH_GROUP = "kvdepot.benches"
@@ -81,25 +80,3 @@ def list_backends() -> list[BackendStatus]:
         capabilities = tuple(sorted(backend.capabilities))
         result.append(BackendStatus(name, distribution, backend.device_type, capabilities, backend.why_unavailable()))
     return result
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedBackend:
-    """A backend whose package is there and whose code is not yet: it says so, and never works a little."""
-
-    name: str
-    device_type: str
-    way_out: str
-    capabilities: frozenset[Capability] = frozenset()
-
-    def why_unavailable(self) -> str:
-        """Return the reason."""
-        return f"not built yet in this version: no engine on {self.device_type} can attach; {self.way_out}"
-
-    def create_context(self, *args: Any, **kwargs: Any) -> TransferContext:
-        """Refuse.
-
-        Raises:
-            BackendUnavailable: always.
-        """
-        raise BackendUnavailable(f"backend {self.name!r}: {self.why_unavailable()}")

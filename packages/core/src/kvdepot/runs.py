@@ -1,6 +1,9 @@
 """Which bytes a batch of a worker moves: arithmetic on columns of numbers, no Python object for a block.
 
-For backends whose copies are given by addresses. Needs numpy, which backends bring; neither server nor client loads it.
+For backends whose copies are given by addresses. A **run** is `(address on the device, offset in the pool, bytes)`.
+Neighbours that continue each other on both sides become one, since drivers merge nothing and each run costs them
+something; and no run crosses the end of a piece of the pool, as far as it is registered piece by piece. Needs numpy,
+which backends bring; neither server nor client loads it.
 """
 
 from collections.abc import Sequence
@@ -68,6 +71,32 @@ class BatchRuns:
             np.concatenate([empty, *(part.offsets for part in parts)]),
             np.concatenate([empty, *(part.sizes for part in parts)]),
         )
+
+
+def merge(runs: Runs) -> Runs:
+    """Make one run of those that follow each other and continue each other on the device and in the pool."""
+    if len(runs) < 2:
+        return runs
+    block_ends, offset_ends = runs.blocks + runs.sizes, runs.offsets + runs.sizes
+    breaks = (runs.blocks[1:] != block_ends[:-1]) | (runs.offsets[1:] != offset_ends[:-1])
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return Runs(runs.blocks[starts], runs.offsets[starts], np.add.reduceat(runs.sizes, starts))
+
+
+def split(runs: Runs, piece_bytes: int) -> Runs:
+    """Cut runs where a piece of the pool ends: pieces begin at multiples of `piece_bytes`."""
+    piece = np.uint64(piece_bytes)
+    first = runs.offsets // piece
+    counts = (runs.offsets + runs.sizes - np.uint64(1)) // piece - first + np.uint64(1)
+    if not len(runs) or int(counts.max()) == 1:
+        return runs
+    repeats = counts.astype(np.int64)
+    whole = np.repeat(np.arange(len(runs)), repeats)
+    nth = (np.arange(len(whole)) - np.repeat(np.cumsum(repeats) - repeats, repeats)).astype(np.uint64)
+    piece_starts = (first[whole] + nth) * piece
+    starts = np.maximum(runs.offsets[whole], piece_starts)
+    ends = np.minimum((runs.offsets + runs.sizes)[whole], piece_starts + piece)
+    return Runs(runs.blocks[whole] + (starts - runs.offsets[whole]), starts, ends - starts)
 
 
 @dataclass(frozen=True, slots=True)

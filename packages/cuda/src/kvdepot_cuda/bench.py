@@ -22,12 +22,11 @@ import numpy.typing as npt
 
 from kvdepot.config import format_size, parse_size
 from kvdepot.errors import BackendUnavailable, KVDepotError
-from kvdepot.runs import Addresses, Runs
+from kvdepot.runs import Addresses, Runs, merge
 from kvdepot_cuda.availability import why_unavailable
 from kvdepot_cuda.copy import BATCH_RUNS
 from kvdepot_cuda.driver import Direction, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
-from kvdepot_cuda.runs import merge
 
 Say = Callable[[str], None]
 Row = dict[str, Any]

@@ -24,11 +24,10 @@ from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
 from kvdepot.pool import PoolMapping
 from kvdepot.protocols import ReadyEvent
-from kvdepot.runs import BatchRuns, Runs
+from kvdepot.runs import BatchRuns, Runs, merge, split
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
 from kvdepot_cuda.registration import PoolRegistration
-from kvdepot_cuda.runs import merge, split
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,10 @@
 """`HpuTransferContext`: a worker whose KV cache lies in the memory of a Gaudi.
 
-Nothing of a Gaudi can be opened in another process, so the worker copies: `kernels.copy` stages blocks in host memory
+Nothing of a Gaudi can be opened in another process, so the worker copies: `kvdepot.staged` stages blocks in host memory
 and moves them on to the depot's pool. The protocol with the depot is in `kvdepot.client.transfers`.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,9 +13,14 @@ from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers, detail_of, la
 from kvdepot.keys import KeyRun
 from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
 from kvdepot.protocols import BlockIds, CacheGroup, ReadyEvent, TransferFuture
-from kvdepot_hpu.arrays import page_layout_of, tensors_of
-from kvdepot_hpu.bridge import Bridge
-from kvdepot_hpu.kernels.copy import MAX_BLOCKS, STAGING_BYTES, BlockCopier
+from kvdepot.staged.arrays import page_layout_of
+from kvdepot.staged.copy import STAGING_BYTES, StagedCopier
+from kvdepot_hpu.arrays import tensors_of
+from kvdepot_hpu.bridge import load_bridge
+
+logger = logging.getLogger(__name__)
+
+MAX_BLOCKS: Final = 32  # moved at once; each doubling is two more graphs a layer group to compile at the start
 
 
 class HpuTransferContext(WorkerTransfers):
@@ -57,7 +63,7 @@ class HpuTransferContext(WorkerTransfers):
         tensors = [tensors_of(group) for group in groups]
         layout = CacheLayout(
             tuple(
-                layer_group_of(group, [page_layout_of(tensor) for tensor in each])
+                layer_group_of(group, [page_layout_of(tensor, "hpu") for tensor in each])
                 for group, each in zip(groups, tensors, strict=True)
             ),
             chunk_tokens, dtype, format,
@@ -69,10 +75,12 @@ class HpuTransferContext(WorkerTransfers):
                 for group, layer_group, each in zip(groups, layout.groups, tensors, strict=True)
             ),
         )  # fmt: skip
-        self._bridge: Final = Bridge.load()
+        self._bridge: Final = load_bridge()
         self._bridge.launch()  # what made the cache may still be accumulated
-        copier = BlockCopier(self._bridge, layout, tensors, staging_bytes=staging_bytes, max_blocks=max_blocks)
+        copier = StagedCopier(self._bridge, layout, tensors, max_blocks=max_blocks, staging_bytes=staging_bytes)
         self.is_pinned: Final = copier.is_pinned
+        if not self.is_pinned:
+            logger.warning("staging memory for the HPU could not be pinned: copies will be slower")
         super().__init__(
             registration, layout, copier, url=url, deadline_seconds=deadline_seconds, synchronous=synchronous,
             batch_bytes=batch_bytes,

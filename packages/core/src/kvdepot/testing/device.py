@@ -15,7 +15,7 @@ It is stricter than a device, so that a forgotten step shows up as wrong bytes o
 - With `lazy` late work starts only at `mark_step()` on its stream; waiting without it waits for nothing. (Pessimistic:
   the real bridge launches in more places.)
 - The host cannot touch device memory (`data_ptr`, `numpy`, `memoryview`), nor does an operation take operands in host
-  memory, an index for example.
+  memory, an index for example. With `has_addresses` `data_ptr` tells where device memory lies, far from the host's.
 - `stats.graphs` collects every (operation, shapes and dtypes) seen. A Gaudi compiles each new one, for seconds.
 
 What it shows: that waits, mark_step, shapes, slots and blocks are used in the right order, on the real code path, with
@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 POISON: Final = 0xAB
+ADDRESS_OFFSET: Final = 1 << 62  # of device memory, where `has_addresses` is set: nothing of the host lies there
 
 _installed: "FakeDevice | None" = None  # torch keeps the name for the life of the process, and so does this
 
@@ -164,6 +165,7 @@ class FakeDevice:
     def __init__(self, name: str, *, lazy: bool) -> None:
         self.name: Final = name
         self.lazy = lazy
+        self.has_addresses = False
         self.stats = Stats()
         self.lock: Final = threading.RLock()
         self.numbers: Final = itertools.count(1)
@@ -308,6 +310,7 @@ class FakeDevice:
             device_count=lambda: 1,
             current_device=lambda: 0,
             set_device=lambda device: None,  # pyright: ignore[reportUnknownLambdaType]
+            device=contextlib.nullcontext,
             init=lambda: None,
             _lazy_init=lambda: None,
             _is_in_bad_fork=lambda: False,
@@ -391,7 +394,9 @@ def _tensor_class(torch: Any, device: FakeDevice) -> Any:
             self.raw = raw
 
         def data_ptr(self) -> int:
-            raise RuntimeError(f"host access to memory of {device.name} (data_ptr)")
+            if not device.has_addresses:
+                raise RuntimeError(f"host access to memory of {device.name} (data_ptr)")
+            return self.raw.data_ptr() + ADDRESS_OFFSET
 
         def numpy(self, **_: Any) -> Any:
             raise TypeError(f"can't convert a tensor on {device.name} to numpy: copy it to the host first")

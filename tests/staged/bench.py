@@ -1,5 +1,6 @@
-"""A copier with a cache on the device and a pool in plain memory, without a depot."""
+"""A staged copier with a cache on the device and a pool in plain memory, without a depot."""
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,16 +11,19 @@ from kvdepot.client.transfers import CopyBatch
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup
 from kvdepot.messages import EXTENT
 from kvdepot.pool import PoolMapping
-from kvdepot_hpu.arrays import page_layout_of, without_pad_block
-from kvdepot_hpu.bridge import Bridge
-from kvdepot_hpu.kernels.copy import BlockCopier
-from tests.hpu.workers import torch
+from kvdepot.staged.arrays import page_layout_of
+from kvdepot.staged.bridge import Bridge
+from kvdepot.staged.copy import StagedCopier
 
 BLOCK_TOKENS = 16
 BLOCKS_PER_CHUNK = 2
 NUM_BLOCKS = 64
 NUM_LAYERS = 3
 HEAD = (2, 8)  # heads, elements
+
+
+def torch() -> Any:
+    return importlib.import_module("torch")
 
 
 @dataclass
@@ -32,19 +36,25 @@ class Pool:
 class Bench:
     """One group of `NUM_LAYERS` layers, keys and values apart, flat with a block of padding, and a copier."""
 
-    def __init__(self, *, dtype: str = "bfloat16", max_blocks: int = 8) -> None:
+    def __init__(self, bridge: Bridge, *, dtype: str = "bfloat16", max_blocks: int = 8, **options: Any) -> None:
+        self.bridge = bridge
         self.flat = [
-            torch().zeros(((NUM_BLOCKS + 1) * BLOCK_TOKENS, *HEAD), dtype=getattr(torch(), dtype), device="hpu")
+            torch().zeros(
+                ((NUM_BLOCKS + 1) * BLOCK_TOKENS, *HEAD), dtype=getattr(torch(), dtype), device=bridge.device_type
+            )
             for _ in range(2 * NUM_LAYERS)
         ]
-        self.tensors = [without_pad_block(flat, BLOCK_TOKENS) for flat in self.flat]
-        pages = tuple(page_layout_of(tensor) for tensor in self.tensors)
+        self.tensors = [flat.view(NUM_BLOCKS + 1, BLOCK_TOKENS, *HEAD)[:-1] for flat in self.flat]
+        pages = tuple(page_layout_of(tensor, bridge.device_type) for tensor in self.tensors)
         group = LayerGroup(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, pages)
         self.chunk_bytes = group.chunk_size_bytes(BLOCK_TOKENS * BLOCKS_PER_CHUNK)
         self.pool = Pool()
-        self.bridge = Bridge.load()
-        layout = CacheLayout((group,), BLOCK_TOKENS * BLOCKS_PER_CHUNK, dtype)
-        self.copier = BlockCopier(self.bridge, layout, [self.tensors], max_blocks=max_blocks)
+        self.layout = CacheLayout((group,), BLOCK_TOKENS * BLOCKS_PER_CHUNK, dtype)
+        self.copier = StagedCopier(bridge, self.layout, [self.tensors], max_blocks=max_blocks, **options)
+
+    def copy_again(self) -> None:
+        """Do to the cache what making a copier does."""
+        StagedCopier(self.bridge, self.layout, [self.tensors], max_blocks=8).close()
 
     def batch(self, block_ids: list[int], pool: Pool | None = None) -> CopyBatch:
         """Return a batch of whole chunks; their extents stand in reverse order in the pool."""

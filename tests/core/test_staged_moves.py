@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot_hpu.kernels.moves import bucket_sizes, cut
+from kvdepot.staged.moves import bucket_sizes, cut, cut_exactly
 
 
 @given(st.integers(0, 5000), st.integers(0, 8))
@@ -13,6 +13,13 @@ def test_every_block_is_moved_once_in_shapes_that_are_known(num_blocks: int, pow
     assert sum(blocks for blocks, _ in parts) == num_blocks
     assert {bucket for _, bucket in parts} <= {1 << number for number in range(power + 1)}
     assert all(bucket * 3 <= blocks * 4 <= bucket * 4 for blocks, bucket in parts)
+
+
+@given(st.integers(0, 5000), st.integers(1, 300))
+def test_without_fixed_shapes_nothing_is_padded(num_blocks: int, largest: int) -> None:
+    parts = list(cut_exactly(num_blocks, largest))
+    assert sum(blocks for blocks, _ in parts) == num_blocks
+    assert all(0 < blocks == size <= largest for blocks, size in parts)
 
 
 @given(st.integers(1, 5000), st.integers(0, 8))

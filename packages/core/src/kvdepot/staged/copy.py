@@ -1,13 +1,13 @@
-"""Blocks between the memory of an HPU and the pool: gathered and scattered on the device, staged in host memory.
+"""Blocks between a device's memory and the pool: gathered and scattered on the device, staged in host memory.
 
 A move out: block ids to the device, `index_select` of every page into one buffer, one copy to a staging slot, an event;
 then, once the event has happened, the slot's bytes go to the extents. A move in is the same backwards, with
 `index_copy_`. Two slots a direction take turns, so that the host copies one while the device fills the other. The
 device touches the staging slots alone, never the pool.
 
-Everything on the device has one of the shapes that `warm_up` has run: on a Gaudi a new shape is compiled, for seconds.
-Waiting and launching are apart: `mark_step` launches what lazy mode has accumulated and waits for nothing, an event
-waits and may launch nothing. So every hand-over is: work, mark_step, event, wait.
+Where the device compiles each new shape (a Gaudi, for seconds) everything on it has one of the shapes that `warm_up`
+has run. Waiting and launching are apart: `Bridge.launch` starts what was put off and waits for nothing (a Gaudi's
+mark_step), an event waits and may launch nothing. So every hand-over is: work, launch, event, wait.
 """
 
 import contextlib
@@ -22,14 +22,13 @@ import numpy as np
 from kvdepot.client.transfers import CopyBatch
 from kvdepot.errors import LayoutError
 from kvdepot.layout import CacheLayout
-from kvdepot_hpu.arrays import byte_view
-from kvdepot_hpu.bridge import Bridge
-from kvdepot_hpu.kernels.moves import Bytes, GroupShape, Ids, Move, moves
+from kvdepot.staged.arrays import byte_view
+from kvdepot.staged.bridge import Bridge
+from kvdepot.staged.moves import Bytes, GroupShape, Ids, Move, moves
 
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 64 << 20  # of one of the four slots, at most, unless one block is larger
-MAX_BLOCKS: Final = 32  # moved at once; each doubling is two more graphs a layer group to compile at the start
 _NUM_SLOTS: Final = 2
 
 
@@ -44,11 +43,11 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """The buffers of one direction in one shape, made once: on a Gaudi a view is part of a graph."""
+    """The buffers of one direction in one shape."""
 
-    ids: Any  # (bucket,) int64 on the device
-    gathered: Any  # (bucket * block_size_bytes,) int8 on the device
-    pages: tuple[Any, ...]  # of `gathered`: (bucket, page_size_bytes) each
+    ids: Any  # (num_blocks,) int64 on the device
+    gathered: Any  # (num_blocks * block_size_bytes,) int8 on the device
+    pages: tuple[Any, ...]  # of `gathered`: (num_blocks, page_size_bytes) each
     staged: tuple[Any, ...]  # a slot's: like `gathered`, on the host
     staged_ids: tuple[Any, ...]
 
@@ -57,51 +56,69 @@ class _Direction:
     """Stores or retrieves: a stream, a buffer on the device, two staging slots."""
 
     def __init__(self, bridge: Bridge, shapes: Sequence[GroupShape]) -> None:
-        torch, device = bridge.torch, "hpu"
-        num_bytes = max(shape.buckets[-1] * shape.block_size_bytes for shape in shapes)
-        num_ids = max(shape.buckets[-1] for shape in shapes)
-        self.stream = bridge.hpu.Stream()
-        ids = torch.zeros(num_ids, dtype=torch.int64, device=device)
-        gathered = torch.zeros(num_bytes, dtype=torch.int8, device=device)
+        torch = bridge.torch
+        num_bytes = max(shape.largest * shape.block_size_bytes for shape in shapes)
+        num_ids = max(shape.largest for shape in shapes)
+        self.stream = bridge.module.Stream()
+        self._shapes = shapes
+        self._ids: Any = torch.zeros(num_ids, dtype=torch.int64, device=bridge.device_type)
+        self._gathered: Any = torch.zeros(num_bytes, dtype=torch.int8, device=bridge.device_type)
         bridge.launch()
         buffers = [bridge.host_buffer(num_bytes) for _ in range(_NUM_SLOTS)]
-        staged_ids = [bridge.host_buffer(num_ids * 8)[0].view(torch.int64) for _ in range(_NUM_SLOTS)]
+        self._staged = [buffer for buffer, _ in buffers]
+        self._staged_ids = [bridge.host_buffer(num_ids * 8)[0].view(torch.int64) for _ in range(_NUM_SLOTS)]
         self.is_pinned = all(pinned for _, pinned in buffers)
         self.slots: tuple[_Slot, ...] = tuple(
-            _Slot(buffer.numpy().view(np.uint8), ids_on_host.numpy(), bridge.hpu.Event())
-            for (buffer, _), ids_on_host in zip(buffers, staged_ids, strict=True)
+            _Slot(buffer.numpy().view(np.uint8), ids_on_host.numpy(), bridge.module.Event())
+            for buffer, ids_on_host in zip(self._staged, self._staged_ids, strict=True)
         )
-        self.views: dict[tuple[int, int], _Views] = {}
-        for number, shape in enumerate(shapes):
-            for bucket in shape.buckets:
-                pages: list[Any] = []
-                start = 0
-                for size in shape.page_sizes_bytes:
-                    pages.append(gathered[start : start + bucket * size].view(bucket, size))
-                    start += bucket * size
-                self.views[number, bucket] = _Views(
-                    ids[:bucket], gathered[:start], tuple(pages), tuple(buffer[:start] for buffer, _ in buffers),
-                    tuple(each[:bucket] for each in staged_ids),
-                )  # fmt: skip
+        self.views: dict[tuple[int, int], _Views] = {  # kept: on a Gaudi a view is part of a graph
+            (number, bucket): self._make_views(number, bucket)
+            for number, shape in enumerate(shapes)
+            for bucket in shape.buckets
+        }
+
+    def views_of(self, move: Move) -> _Views:
+        """Return the buffers in the shape of a move."""
+        if not self._shapes[move.group].buckets:
+            return self._make_views(move.group, move.bucket)
+        return self.views[move.group, move.bucket]
+
+    def _make_views(self, group: int, num_blocks: int) -> _Views:
+        pages: list[Any] = []
+        start = 0
+        for size in self._shapes[group].page_sizes_bytes:
+            pages.append(self._gathered[start : start + num_blocks * size].view(num_blocks, size))
+            start += num_blocks * size
+        return _Views(
+            self._ids[:num_blocks], self._gathered[:start], tuple(pages), tuple(each[:start] for each in self._staged),
+            tuple(each[:num_blocks] for each in self._staged_ids),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Let go of the buffers."""
         self.views.clear()
         self.slots = ()
+        self._ids = self._gathered = None
+        self._staged, self._staged_ids = [], []
 
 
-class BlockCopier:
-    """The `Copier` of an HPU.
+class StagedCopier:
+    """The `Copier` of a device.
 
-    Construct it before the engine computes: warming up compiles every shape, and checks on the way that what is written
-    through the byte views arrives in the engine's tensors; block 0 of each has its bytes again afterwards.
+    Construct it before the engine computes, on its stream: it compiles every shape, where that is needed, and checks
+    that what is written through the byte views arrives in the engine's tensors; block 0 of each has its bytes again
+    afterwards.
 
     Args:
         bridge: the device.
         layout: where the blocks are.
         tensors: of each group, in the order of the layout's pages; kept alive.
-        staging_bytes: of a staging slot, at most; there are four, and two buffers of that size on the device.
         max_blocks: how many blocks are moved at once, at most.
+        staging_bytes: of a staging slot, at most; there are four, and two buffers of that size on the device.
+        follows: have each batch wait on the device for what the stream of this call has by then; else whoever submits
+            has waited for the engine.
+        needs_pinned: make each copy between host and device wait where the staging memory could not be pinned.
 
     Raises:
         LayoutError: the tensors cannot be seen as bytes.
@@ -113,22 +130,29 @@ class BlockCopier:
         layout: CacheLayout,
         tensors: Sequence[Sequence[Any]],
         *,
+        max_blocks: int,
         staging_bytes: int = STAGING_BYTES,
-        max_blocks: int = MAX_BLOCKS,
+        follows: bool = True,
+        needs_pinned: bool = False,
     ) -> None:
         self._bridge = bridge
-        self._shapes = [GroupShape.of(group, layout.chunk_tokens, staging_bytes, max_blocks) for group in layout.groups]
+        self._follows = follows
+        self._shapes = [
+            GroupShape.of(group, layout.chunk_tokens, staging_bytes, max_blocks, in_buckets=bridge.compiles_shapes)
+            for group in layout.groups
+        ]
         self._pages = [[byte_view(tensor, bridge.torch.int8) for tensor in group] for group in tensors]
-        self._compute = bridge.hpu.current_stream()  # what the engine's work runs on
+        self._compute = bridge.module.current_stream()  # what the engine's work runs on
         self._issuing = threading.Lock()  # lazy mode accumulates for the process: a move is issued in one piece
         self._stores, self._retrieves = (_Direction(bridge, self._shapes) for _ in range(2))
         bridge.launch()
         self.is_pinned: Final = self._stores.is_pinned and self._retrieves.is_pinned
-        if not self.is_pinned:
-            logger.warning("staging memory for the HPU could not be pinned: copies will be slower")
-        self.warm_up()
+        self._is_late = self.is_pinned or not needs_pinned  # copies between host and device return before they are done
+        for direction in (self._stores, self._retrieves):
+            direction.stream.wait_stream(self._compute)  # what made the cache and the buffers
         for number, group in enumerate(tensors):
             self._check(number, group)
+        self.warm_up()
 
     def store(self, batch: CopyBatch) -> None:
         """See `Copier`."""
@@ -145,7 +169,7 @@ class BlockCopier:
         self._retrieves.close()
 
     def warm_up(self) -> None:
-        """Run every shape once in both directions; block 0 of every tensor is read and written with what it holds."""
+        """Run every bucket once in both directions; block 0 of every tensor is read and written with what it holds."""
         for number, shape in enumerate(self._shapes):
             for bucket in shape.buckets:
                 move = Move(number, bucket, np.zeros(bucket, np.int64), ())
@@ -199,18 +223,19 @@ class BlockCopier:
 
     def _follow_compute(self, direction: _Direction) -> None:
         """Have the direction's stream wait for what the engine has launched: it may still write or read the blocks."""
-        direction.stream.wait_stream(self._compute)
+        if self._follows:
+            direction.stream.wait_stream(self._compute)
 
     def _gather(self, direction: _Direction, move: Move, number: int) -> _Slot:
         """Issue the copy of blocks to a slot."""
         views, slot = self._prepare(direction, move, number)
         index_select = self._bridge.torch.index_select
         with self._issue(direction):
-            views.ids.copy_(views.staged_ids[number], non_blocking=True)
+            views.ids.copy_(views.staged_ids[number], non_blocking=self._is_late)
             for page, rows in zip(self._pages[move.group], views.pages, strict=True):
                 index_select(page, 0, views.ids, out=rows)
             self._bridge.launch()  # so that the copy is no part of the compiled graph
-            views.staged[number].copy_(views.gathered, non_blocking=True)
+            views.staged[number].copy_(views.gathered, non_blocking=self._is_late)
             self._launch_store()
             slot.event.record(direction.stream)
         return slot
@@ -219,8 +244,8 @@ class BlockCopier:
         """Issue the copy of a slot to blocks."""
         views, slot = self._prepare(direction, move, number)
         with self._issue(direction):
-            views.ids.copy_(views.staged_ids[number], non_blocking=True)
-            views.gathered.copy_(views.staged[number], non_blocking=True)
+            views.ids.copy_(views.staged_ids[number], non_blocking=self._is_late)
+            views.gathered.copy_(views.staged[number], non_blocking=self._is_late)
             self._bridge.launch()
             for page, rows in zip(self._pages[move.group], views.pages, strict=True):
                 page.index_copy_(0, views.ids, rows)
@@ -233,14 +258,14 @@ class BlockCopier:
         count = len(move.block_ids)
         slot.ids_on_host[:count] = move.block_ids
         slot.ids_on_host[count : move.bucket] = move.block_ids[-1]  # a gather's padding may be any block
-        return direction.views[move.group, move.bucket], slot
+        return direction.views_of(move), slot
 
     @contextlib.contextmanager
     def _issue(self, direction: _Direction) -> Generator[None]:
         with self._issuing, self._bridge.issuing(direction.stream):
             yield
 
-    # Each step below is one that a device needs and no CPU does; `tests/hpu/test_mutations.py` leaves them out in turn.
+    # Each step below is one that a device needs and no CPU does; the tests of the backends leave them out in turn.
 
     def _launch_store(self) -> None:
         self._bridge.launch()
@@ -271,23 +296,29 @@ class BlockCopier:
         self._wait_until_written(self._scatter(self._retrieves, move, 0))
 
     def _check(self, number: int, tensors: Sequence[Any]) -> None:
-        """See that writing through the byte views writes the engine's tensors: a view may be a private copy."""
+        """See that the byte views are the engine's tensors, both ways: a view may be a private copy."""
         move = Move(number, 1, np.zeros(1, np.int64), ())
-        saved = self._read_rows(move)
-        try:
-            self._write_rows(move, ~saved)
-            arrived = [self._first_block(tensor) for tensor in tensors]
-        finally:
-            self._write_rows(move, saved)
-        restored = [self._first_block(tensor) for tensor in tensors]
-        if not (np.array_equal(np.concatenate(arrived), ~saved) and np.array_equal(np.concatenate(restored), saved)):
+        saved = self._first_blocks(tensors)
+        arrives = np.array_equal(self._read_rows(move), saved)
+        if arrives:
+            try:
+                self._write_rows(move, ~saved)
+                arrives = np.array_equal(self._first_blocks(tensors), ~saved)
+            finally:
+                self._write_rows(move, saved)
+            arrives = arrives and np.array_equal(self._first_blocks(tensors), saved)
+        if not arrives:
             raise LayoutError(
-                f"group {number}: bytes written through the int8 views do not arrive in the engine's tensors: this"
-                " version of the bridge copies where it should view; please report it with the Gaudi software's version"
+                f"group {number}: bytes copied through the int8 views do not arrive in the engine's tensors: torch for"
+                f" {self._bridge.device_type} copies where it should view, or waits for less than it says; please"
+                " report it with the versions of torch and of the device's software"
             )
 
+    def _first_blocks(self, tensors: Sequence[Any]) -> Bytes:
+        """Return the bytes of block 0 of each tensor, past the byte view."""
+        return np.concatenate([self._first_block(tensor) for tensor in tensors])
+
     def _first_block(self, tensor: Any) -> Bytes:
-        """Return the bytes of block 0, past the byte view."""
         with self._issuing:
             block = tensor[:1].to("cpu")
         return block.contiguous().view(self._bridge.torch.uint8).numpy().reshape(-1)

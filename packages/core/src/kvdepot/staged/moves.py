@@ -1,6 +1,6 @@
-"""Cuts a batch of copies into moves of a few fixed sizes, as a Gaudi compiles a graph for each new shape.
+"""Cuts a batch of copies into moves: as many blocks as fit the staging memory, or one of a few fixed sizes.
 
-Pure: numbers in, numbers out.
+Fixed sizes (buckets) are for devices that compile a graph for each new shape. Pure: numbers in, numbers out.
 """
 
 import itertools
@@ -41,6 +41,13 @@ def cut(num_blocks: int, largest: int) -> Iterator[tuple[int, int]]:
         num_blocks -= blocks
 
 
+def cut_exactly(num_blocks: int, largest: int) -> Iterator[tuple[int, int]]:
+    """Yield `(blocks, blocks)` until `num_blocks` are moved."""
+    for start in range(0, num_blocks, largest):
+        blocks = min(largest, num_blocks - start)
+        yield blocks, blocks
+
+
 @dataclass(frozen=True, slots=True)
 class PageRun:
     """Neighbouring pages of one size: `num_pages` of them, `start` bytes behind the first page of a block."""
@@ -63,10 +70,13 @@ class GroupShape:
     page_sizes_bytes: tuple[int, ...]
     page_runs: tuple[PageRun, ...]
     blocks_per_chunk: int
-    buckets: tuple[int, ...]
+    largest: int  # blocks that are moved at once, at most
+    buckets: tuple[int, ...]  # all sizes of moves, empty if any size will do
 
     @classmethod
-    def of(cls, group: LayerGroup, chunk_tokens: int, staging_bytes: int, max_blocks: int) -> "GroupShape":
+    def of(
+        cls, group: LayerGroup, chunk_tokens: int, staging_bytes: int, max_blocks: int, *, in_buckets: bool
+    ) -> "GroupShape":
         """Take it from the layout."""
         sizes = tuple(page.page_size_bytes for page in group.pages)
         runs: list[PageRun] = []
@@ -77,14 +87,18 @@ class GroupShape:
             else:
                 runs.append(PageRun(start, 1, size))
             start += size
-        return cls(
-            sizes, tuple(runs), group.blocks_per_chunk(chunk_tokens), bucket_sizes(start, staging_bytes, max_blocks)
-        )
+        buckets = bucket_sizes(start, staging_bytes, max_blocks) if in_buckets else ()
+        largest = buckets[-1] if buckets else max(1, min(max_blocks, staging_bytes // start))
+        return cls(sizes, tuple(runs), group.blocks_per_chunk(chunk_tokens), largest, buckets)
 
     @property
     def block_size_bytes(self) -> int:
         """Bytes of one block over all pages."""
         return sum(self.page_sizes_bytes)
+
+    def cut(self, num_blocks: int) -> Iterator[tuple[int, int]]:
+        """Yield `(blocks, size of the move)` until `num_blocks` are moved."""
+        return cut(num_blocks, self.largest) if self.buckets else cut_exactly(num_blocks, self.largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +157,7 @@ def moves(batch: CopyBatch, shapes: Sequence[GroupShape]) -> Iterator[Move]:
         extents, places = np.nonzero(wanted)
         block_ids = ids[wanted]
         start = 0
-        for count, bucket in cut(len(block_ids), shape.buckets[-1]):
+        for count, bucket in shape.cut(len(block_ids)):
             stop = start + count
             yield Move(
                 number, bucket, block_ids[start:stop],

@@ -1,0 +1,76 @@
+"""kvdepot on Intel GPUs (XPU): engines whose KV cache lies in the memory of one attach to a depot.
+
+`backend` is what the entry point names; it imports no torch. `XpuTransferContext` is in `kvdepot_cpu.xpu.context`.
+Tested on a pretend device alone, see `docs/xpu.md`: it has never run on an Intel GPU.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvdepot.errors import BackendUnavailable
+from kvdepot.protocols import CacheGroup, Capability
+
+if TYPE_CHECKING:
+    from kvdepot_cpu.xpu.context import XpuTransferContext
+
+_WAY_OUT = "engines with their KV cache in host memory use kvdepot[cpu]"
+
+
+class XpuBackend:
+    """See `kvdepot.protocols.Backend`."""
+
+    name = "xpu"
+    device_type = "xpu"
+    capabilities = frozenset({Capability.ASYNCHRONOUS})
+
+    def why_unavailable(self) -> str | None:
+        """Return None if it can be used here, else a sentence with the way out.
+
+        Where torch is installed this loads it, to ask for the device.
+        """
+        for package in ("numpy", "torch"):
+            if importlib.util.find_spec(package) is None:
+                return (
+                    f"{package} is not installed: install PyTorch's own build for xpu, then pip install 'kvdepot[xpu]';"
+                    f" {_WAY_OUT}"
+                )
+        try:
+            torch: Any = importlib.import_module("torch")
+            is_built = torch.version.xpu is not None
+            is_available = bool(torch.xpu.is_available())
+        except Exception as error:  # whatever a torch that does not fit its driver, or is too old, raises
+            return (
+                f"torch is installed and does not answer for xpu ({type(error).__name__}: {error}): torch 2.6 or newer"
+                f" is needed, in PyTorch's own build for xpu; {_WAY_OUT}"
+            )
+        if is_available:
+            return None
+        if not is_built:
+            return (
+                f"torch {torch.__version__} is not built for xpu: install PyTorch's own build for xpu in its place;"
+                f" {_WAY_OUT}"
+            )
+        return (
+            "torch is built for xpu and finds no Intel GPU: look at xpu-smi or clinfo, give the container /dev/dri and"
+            f" this user the group render, and see that ZE_AFFINITY_MASK hides none; {_WAY_OUT}"
+        )
+
+    def create_context(
+        self, groups: Sequence[CacheGroup], instance: str, *, dtype: str, **options: Any
+    ) -> "XpuTransferContext":
+        """Return an `XpuTransferContext`; see `Backend`.
+
+        Raises:
+            BackendUnavailable: no Intel GPU, not the software for it, or not the path that was asked for.
+        """
+        reason = self.why_unavailable()
+        if reason is not None:
+            raise BackendUnavailable(f"backend 'xpu': {reason}")
+        from kvdepot_cpu.xpu.context import XpuTransferContext
+
+        return XpuTransferContext(groups, instance, dtype=dtype, **options)
+
+
+backend = XpuBackend()

@@ -1,1 +1,0 @@
-"""Moving blocks: which go together, and how."""

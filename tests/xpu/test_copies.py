@@ -1,0 +1,67 @@
+"""Bytes, order and what is left behind, on the copiers themselves."""
+
+from typing import Any
+
+import pytest
+
+from kvdepot.errors import LayoutError
+from kvdepot.protocols import CacheGroup
+from kvdepot.testing.device import FakeDevice
+from kvdepot_cpu.xpu.context import XpuTransferContext
+from tests.staged.bench import NUM_BLOCKS, round_trip, torch
+from tests.staged.suite import CopySuite
+from tests.xpu.workers import XpuBench, device_type
+
+
+class TestCopies(CopySuite):
+    @pytest.fixture
+    def late(self, fake: FakeDevice) -> FakeDevice:
+        return fake
+
+    def make_bench(self, **options: Any) -> XpuBench:
+        return XpuBench(**options)
+
+
+@pytest.mark.usefixtures("device")
+def test_moves_are_as_large_as_the_staging_memory_allows() -> None:
+    bench = XpuBench(max_blocks=5)
+    assert all(round_trip(bench, count, seed=count) for count in (2, 10, 38, NUM_BLOCKS))
+
+
+def test_where_memory_cannot_be_pinned_no_copy_is_late(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    late: list[bool] = []
+    copy = fake.copy
+
+    def watched(target: Any, source: Any, non_blocking: bool = False) -> Any:
+        if target.device.type != source.device.type:
+            late.append(non_blocking)
+        return copy(target, source, non_blocking)
+
+    monkeypatch.setattr(fake, "copy", watched)
+    assert round_trip(XpuBench(pins=False), 14)
+    assert late
+    assert not any(late)
+
+
+@pytest.mark.usefixtures("device")
+def test_tensors_that_are_not_on_the_device_are_refused() -> None:
+    def make(layers: list[Any]) -> XpuTransferContext:
+        return XpuTransferContext([CacheGroup(layers, 16)], "engine", dtype="bfloat16", device_type=device_type())
+
+    cache = torch().zeros(8, 16, 2, 8, device=device_type())
+    with pytest.raises(LayoutError, match="tensor on cpu"):
+        make([torch().zeros(8, 16)])
+    with pytest.raises(LayoutError, match="not contiguous"):
+        make([cache.transpose(1, 2)])
+    with pytest.raises(LayoutError, match="3 tensors"):
+        make([(cache, cache, cache)])
+
+
+@pytest.mark.usefixtures("device")
+def test_keys_and_values_may_be_apart() -> None:
+    pairs = [tuple(torch().zeros(8, 16, 2, 8, device=device_type()) for _ in range(2)) for _ in range(3)]
+    context = XpuTransferContext(
+        [CacheGroup(pairs, 16)], "engine", dtype="float32", device_type=device_type(), url="/x"
+    )
+    assert len(context._layout.groups[0].pages) == 6  # pyright: ignore[reportPrivateUsage]
+    context.close()
