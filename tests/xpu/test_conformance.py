@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from kvdepot.testing.backend import BackendSuite, WorkerPlan
-from kvdepot.testing.processes import wait_until
 from kvdepot.testing.xpu_kernels import FakeKernels
 from kvdepot_cpu.xpu.context import Path
-from tests.xpu.workers import XpuWorker
+from tests.xpu.workers import RegisteredWorker, XpuWorker
 
 
 class TestStaged(BackendSuite):
@@ -34,13 +33,5 @@ class TestRegistered(BackendSuite):
     def _kernels(self, kernels: FakeKernels) -> None:
         self._pretended = kernels
 
-    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> "RegisteredWorker":
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> RegisteredWorker:
         return RegisteredWorker(url, plan, path=Path.REGISTERED, **options)
-
-
-class RegisteredWorker(XpuWorker):
-    """Connected when the pool is registered, too: else its first transfers were staged."""
-
-    def wait_until_connected(self, timeout_seconds: float) -> None:
-        super().wait_until_connected(timeout_seconds)
-        wait_until(lambda: self.context.is_registered, timeout_seconds, "the pool to be registered")

@@ -7,6 +7,7 @@ import pytest
 from kvdepot.protocols import CacheGroup
 from kvdepot.staged.bridge import Bridge
 from kvdepot.testing.backend import GroupPlan, WorkerPlan
+from kvdepot.testing.processes import wait_until
 from kvdepot_cpu.xpu.context import XpuTransferContext
 from tests.staged.bench import Bench, torch
 
@@ -73,6 +74,14 @@ class XpuWorker:
     def read_block(self, group: int, page: int, block: int) -> bytes:
         block_on_host = self.pages[group][page][block].to("cpu").contiguous()
         return block_on_host.view(torch().uint8).numpy().tobytes()
+
+
+class RegisteredWorker(XpuWorker):
+    """Connected when the pool is registered, too: else its first transfers would be staged."""
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        super().wait_until_connected(timeout_seconds)
+        wait_until(lambda: self.context.is_registered, timeout_seconds, "the pool to be registered")
 
 
 class XpuBench(Bench):

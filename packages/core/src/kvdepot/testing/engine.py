@@ -1,0 +1,161 @@
+"""An engine in a process of its own that obeys, for suites that kill it; and the other end of its pipes.
+
+The child's module calls `obey` with a function that makes its worker. It answers each line on its input with one on its
+output: `store SALT N` and `retrieve SALT N` move the first N chunks of a prompt and say how many came into place (a
+retrieve "wrong" if a byte is not what was stored), `lookup SALT N` says how many chunks are there, under a lease.
+`gate store|retrieve before|half|after` stops the next copy of that direction there: the child says `reached` and goes
+on when it is told `go`. Only for contexts that are built on `WorkerTransfers`.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.client.transfers import CopyBatch
+from kvdepot.messages import EXTENT
+from kvdepot.testing.backend import PLANS, Cache, Worker, WorkerPlan, prompt
+
+PLAN: Final = PLANS["one group"]
+_WAIT_SECONDS: Final = 60.0
+
+MakeWorker = Callable[[str, WorkerPlan], Worker]
+
+
+def obey(make_worker: MakeWorker, url: str, instance: str) -> None:
+    """Be the child, until its input ends."""
+    worker = make_worker(url, replace(PLAN, instance=instance))
+    cache = Cache(worker, PLAN)
+    scheduler = SchedulerClient(worker.spec, instance, url=url)
+    worker.wait_until_connected(_WAIT_SECONDS)
+    scheduler.wait_until_connected(_WAIT_SECONDS)
+    _say("ready")
+    for line in sys.stdin:
+        command, *words = line.split()
+        if command == "gate":
+            _Gate(worker.context, *words)
+            _say("armed")
+        else:
+            salt, num_chunks = map(int, words)
+            _say(_answer(command, prompt(num_chunks, salt=salt), cache, scheduler))
+    worker.context.close()
+    scheduler.close()
+
+
+def _say(word: object) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+def _answer(command: str, run: Any, cache: Cache, scheduler: SchedulerClient) -> object:
+    match command:
+        case "store":
+            block_ids = cache.blocks(run)
+            cache.fill(run, block_ids)
+            future = cache.context.submit_store("request", run, block_ids)
+            return future.num_chunks if future.result(_WAIT_SECONDS) else "missed"
+        case "retrieve":
+            try:
+                return cache.retrieve(run)
+            except AssertionError as error:
+                return f"wrong: {error}"
+            finally:
+                scheduler.end_request("request")
+        case "lookup":
+            return scheduler.lookup("request", run).num_chunks
+        case _:
+            raise ValueError(command)
+
+
+class _Gate:
+    """Stops one copy, once."""
+
+    def __init__(self, context: Any, direction: str, where: str) -> None:
+        self._copier = context._copier
+        self._direction = direction
+        self._copy: Callable[[CopyBatch], None] = getattr(self._copier, direction)
+        self._where = where
+        setattr(self._copier, direction, self)
+
+    def __call__(self, batch: CopyBatch) -> None:
+        setattr(self._copier, self._direction, self._copy)
+        if self._where == "half":
+            half = len(batch.extents) // EXTENT.size // 2 * EXTENT.size
+            self._copy(replace(batch, extents=batch.extents[:half]))
+        elif self._where == "after":
+            self._copy(batch)
+        _say("reached")
+        if sys.stdin.readline().strip() != "go":
+            raise OSError("nobody opened the gate")
+        if self._where != "after":
+            self._copy(batch)
+
+
+class EngineProcess:
+    """The parent's end.
+
+    Args:
+        command: starts the child.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._unread = b""
+        self.expect("ready")
+
+    def say(self, line: str) -> None:
+        """Send a line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+
+    def listen(self, timeout_seconds: float = _WAIT_SECONDS) -> str:
+        """Return the next line.
+
+        Raises:
+            AssertionError: none within `timeout_seconds`, or the child ended.
+        """
+        assert self._process.stdout is not None
+        end = time.monotonic() + timeout_seconds
+        while b"\n" not in self._unread:
+            descriptor = self._process.stdout.fileno()
+            readable, _, _ = select.select([descriptor], [], [], max(0.0, end - time.monotonic()))
+            assert readable, f"the engine said nothing for {timeout_seconds} s"
+            some = os.read(descriptor, 4096)
+            assert some, f"the engine ended with {self._process.wait()}"
+            self._unread += some
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line.decode()
+
+    def ask(self, line: str) -> str:
+        """Send a line and return the answer."""
+        self.say(line)
+        return self.listen()
+
+    def expect(self, answer: str, line: str = "") -> None:
+        """Send a line, if there is one, and see that this comes back."""
+        if line:
+            self.say(line)
+        found = self.listen()
+        assert found == answer, f"{line!r} brought {found!r}, not {answer!r}"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, SIGSTOP for example."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it as a crash would; twice is harmless."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it and close its pipes."""
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()

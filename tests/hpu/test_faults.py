@@ -1,0 +1,34 @@
+"""The HPU backend passes the fault suite of every backend, in both modes of a pretended Gaudi."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvdepot.testing.backend import WorkerPlan
+from kvdepot.testing.device import FakeDevice
+from kvdepot.testing.faults import FaultSuite
+from tests.hpu.workers import HpuWorker
+
+
+class TestEager(FaultSuite):
+    @pytest.fixture(autouse=True)
+    def _mode(self, hpu: None) -> None: ...
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> HpuWorker:
+        return HpuWorker(url, plan, max_blocks=4, **options)
+
+    def engine_command(self, url: str, instance: str) -> Sequence[str]:
+        return [sys.executable, "-m", "tests.hpu.engine_child", url, instance, "eager"]
+
+
+class TestLazy(FaultSuite):
+    @pytest.fixture(autouse=True)
+    def _mode(self, lazy: FakeDevice) -> None: ...
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> HpuWorker:
+        return HpuWorker(url, plan, max_blocks=4, **options)
+
+    def engine_command(self, url: str, instance: str) -> Sequence[str]:
+        return [sys.executable, "-m", "tests.hpu.engine_child", url, instance, "lazy"]
