@@ -1,0 +1,43 @@
+"""What the suites need of a backend: a worker, and a way into its device's memory."""
+
+from typing import Any
+
+from kvdepot_toy import device
+
+from kvdepot.protocols import CacheGroup
+from kvdepot.registry import get_backend
+from kvdepot.testing.backend import WorkerPlan
+
+
+class ToyWorker:
+    """See `kvdepot.testing.backend.Worker`."""
+
+    def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
+        self.tensors = [
+            [device.allocate(plan.num_blocks, size, size + group.padding_bytes) for size in group.page_sizes_bytes]
+            for group in plan.groups
+        ]
+        groups = [
+            CacheGroup(tensors, g.block_tokens, g.kind, g.window_tokens, g.shard, g.num_shards)
+            for g, tensors in zip(plan.groups, self.tensors, strict=True)
+        ]
+        self.context = get_backend("toy").create_context(
+            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
+            chunk_tokens=plan.chunk_tokens, url=url, **options,
+        )  # fmt: skip
+        self.spec = self.context.spec
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        self.context.wait_until_connected(timeout_seconds)
+
+    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
+        device.copy_in(memoryview(data), self._address(group, page, block))
+
+    def read_block(self, group: int, page: int, block: int) -> bytes:
+        data = bytearray(self.tensors[group][page].page_size_bytes)
+        device.copy_out(self._address(group, page, block), memoryview(data))
+        return bytes(data)
+
+    def _address(self, group: int, page: int, block: int) -> int:
+        tensor = self.tensors[group][page]
+        return tensor.address + block * tensor.stride_bytes
