@@ -7,6 +7,7 @@ caught and logged, and costs a miss. Every load is asynchronous, as only those c
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvdepot.errors import KVDepotError
 from kvdepot.layout import GroupKind
 from kvdepot.registry import get_backend
+from kvdepot_vllm import gaudi
 from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, wished_layout, worker_groups
 from kvdepot_vllm.identity import engine_namespace
@@ -194,6 +196,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         for name in self._settings.of_other_backends(device):
             logger.warning("%s means nothing on %s and is ignored", name, device)
         try:
+            if device == "hpu":
+                gaudi.check(
+                    cache,
+                    prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
+                    environment=os.environ,
+                )
             groups = worker_groups(
                 cache, kv_caches, self._kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
             )
@@ -208,6 +216,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 chunk_tokens=cache.chunk_tokens,
                 url=self._settings.url,
                 deadline_seconds=self._settings.deadline_seconds,
+                synchronous=self._settings.is_synchronous(device),
                 **self._settings.backend_options(device),
             )
         except KVDepotError as reason:
@@ -411,10 +420,13 @@ def _kind_of(spec: Any) -> str:
 
 
 def _recorded_event() -> Any:
-    """Return an event after what the device has been given so far, None where the forward pass has returned by now."""
+    """Return an event after what the device has been given so far.
+
+    None where the forward pass has returned by now, and on Gaudi, whose context marks the stream by itself.
+    """
     from vllm.platforms import current_platform
 
-    if current_platform.device_type == "cpu":
+    if current_platform.device_type in ("cpu", "hpu"):
         return None
     import torch
 

@@ -1,9 +1,9 @@
 """vLLM's KV cache groups as layer groups of a depot: both sides of the connector derive the same from one config."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind, default_chunk_tokens
@@ -185,7 +185,7 @@ def worker_groups(
 
     Args:
         cache: the engine's.
-        kv_caches: layer name to tensor, as vLLM registers them.
+        kv_caches: layer name to tensor, or to a tuple of keys and values, as vLLM registers them.
         num_blocks: blocks of the engine's block table.
         shard: which part of every layer this worker holds.
         attention_backend: for the operator.
@@ -195,7 +195,8 @@ def worker_groups(
     """
     result: list[CacheGroup] = []
     for group in cache.groups:
-        tensors = _tensors(group, kv_caches)
+        layers = _layers(group, kv_caches)
+        tensors = [tensor for layer in layers for tensor in layer]
         physical = {int(tensor.shape[0]) for tensor in tensors}
         if len(physical) != 1 or min(physical) % num_blocks:
             raise Unsupported(f"KV cache group {group.number}: {num_blocks} blocks in tensors of {sorted(physical)}")
@@ -208,7 +209,7 @@ def worker_groups(
                 group.window_tokens,
                 shard,
                 cache.num_shards,
-                num_layers=len(group.layer_names),
+                num_layers=len(group.layer_names) if len(layers) == len(tensors) else len(layers),
                 physical_block_tokens=group.block_tokens // ratio,
                 hidden_dims=tuple(int(size) for size in tensors[0].shape[1:])[:8],
                 is_mla=group.is_mla,
@@ -218,18 +219,27 @@ def worker_groups(
     return result
 
 
-def _tensors(group: EngineGroup, kv_caches: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the tensors of a group, one for each place in memory (layers may share one)."""
-    found: dict[int, Any] = {}
+def _layers(group: EngineGroup, kv_caches: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return the tensors of each layer of a group, one or keys and values; layers that share memory count once.
+
+    vllm-gaudi registers a `TensorTuple((keys, values))` for each layer, and one tensor for latent attention.
+    """
+    found: dict[tuple[int, ...], tuple[Any, ...]] = {}
     for name in group.layer_names:
         if name not in kv_caches:
             raise Unsupported(f"KV cache group {group.number}: vLLM registered no tensor for layer {name}")
-        tensor = kv_caches[name]
-        if isinstance(tensor, list | tuple):
-            raise Unsupported(f"KV cache group {group.number}: layer {name} has several tensors")
-        found.setdefault(tensor.data_ptr(), tensor)
+        layer = kv_caches[name]
+        tensors = tuple(cast("Iterable[Any]", layer)) if isinstance(layer, list | tuple) else (layer,)
+        if len(tensors) != 1 and (len(tensors) != 2 or group.kind is GroupKind.RECURRENT):
+            raise Unsupported(
+                f"KV cache group {group.number}: layer {name} ({group.kind}) has {len(tensors)} tensors, which is not"
+                " supported: one, or keys and values"
+            )
+        found.setdefault(tuple(tensor.data_ptr() for tensor in tensors), tensors)
     if not found:
         raise Unsupported(f"KV cache group {group.number} has no layer on this worker")
+    if len({len(tensors) for tensors in found.values()}) != 1:
+        raise Unsupported(f"KV cache group {group.number}: some layers have keys and values apart, and some do not")
     return list(found.values())
 
 

@@ -42,6 +42,7 @@ class Settings:
     kernel_run_bytes: int | None = None
     kernel_runs: int | None = None
     kernel_programs: int | None = None
+    synchronous: bool | None = None  # transfer on the engine's thread; None: only where others may not use the device
     keep_load_failure_policy: bool = False  # True: a failed load does what vLLM's kv_load_failure_policy says
     keep_after_reset: bool = False  # True: a reset of the prefix cache does not begin a new generation of keys
 
@@ -68,6 +69,14 @@ class Settings:
         """Return the names of what is set and means nothing on this device."""
         names = [name for kind, names in BACKEND_OPTIONS.items() if kind != device for name in names]
         return [PREFIX + name for name in names if getattr(self, name) is not None]
+
+    def is_synchronous(self, device: str) -> bool:
+        """Return whether transfers run on the engine's thread.
+
+        On Gaudi by default: whether a second thread may give it work is open, and its runner gives no warning before
+        blocks of a store are used again.
+        """
+        return device == "hpu" if self.synchronous is None else self.synchronous
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "Settings":

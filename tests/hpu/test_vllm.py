@@ -1,0 +1,94 @@
+"""What vllm-gaudi hands over goes through the connector's registration into the backend, and its bytes come back."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdepot.errors import LayoutError
+from kvdepot.layout import GroupKind
+from kvdepot.testing.backend import prompt
+from kvdepot.testing.device import FakeDevice
+from kvdepot.testing.processes import DepotProcess
+from kvdepot_hpu.arrays import without_pad_block
+from kvdepot_hpu.context import HpuTransferContext
+from kvdepot_vllm.groups import EngineCache, EngineGroup, worker_groups
+from tests.hpu.workers import TensorTuple
+from tests.staged.bench import torch
+
+NUM_BLOCKS, BLOCK_TOKENS = 16, 16
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    with DepotProcess() as depot:
+        yield depot
+
+
+@pytest.fixture(autouse=True)
+def _addresses(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a Gaudi have virtual addresses, which the connector compares."""
+    monkeypatch.setattr(fake, "has_addresses", True)
+
+
+def view() -> Any:
+    """Return keys, or values, as vllm-gaudi allocates and views them."""
+    flat = torch().zeros(((NUM_BLOCKS + 1) * BLOCK_TOKENS, 2, 8), dtype=torch().bfloat16, device="hpu")
+    return without_pad_block(flat, BLOCK_TOKENS)
+
+
+def group(number: int, kind: GroupKind, names: tuple[str, ...], *, is_mla: bool = False) -> EngineGroup:
+    return EngineGroup(
+        number, kind, BLOCK_TOKENS, 40 if kind is GroupKind.SLIDING_WINDOW else 0, names, is_mla, False
+    )  # fmt: skip
+
+
+FULL, WINDOW = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW
+ENGINES: dict[str, tuple[EngineGroup, ...]] = {
+    "attention": (group(0, FULL, ("a", "b")),),
+    "latent attention": (group(0, FULL, ("a", "b"), is_mla=True),),
+    "attention and windows": (group(0, FULL, ("a",)), group(1, WINDOW, ("b", "c"))),
+}
+
+
+def register(groups: tuple[EngineGroup, ...], layers: dict[str, Any], url: str) -> HpuTransferContext:
+    cache = EngineCache(groups, len(groups), 64, 1, "bfloat16", "test")
+    return HpuTransferContext(
+        worker_groups(cache, layers, NUM_BLOCKS, 0), "engine", dtype="bfloat16", format="test", chunk_tokens=64,
+        url=url, synchronous=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_it_hands_over_comes_back(engine: str, lazy: bool, fake: FakeDevice, depot: DepotProcess) -> None:
+    fake.lazy = lazy
+    groups = ENGINES[engine]
+    layers: dict[str, Any] = {}
+    tensors: list[Any] = []
+    for each in groups:
+        for name in each.layer_names:
+            views = [view()] if each.is_mla else [view(), view()]
+            layers[name] = views[0] if each.is_mla else TensorTuple(views)
+            tensors += views
+    context = register(groups, layers, depot.url)
+    context.wait_until_connected(20)
+    rng = np.random.default_rng(1)
+    for tensor in tensors:
+        raw = torch().from_numpy(rng.integers(0, 256, tensor.numel() * 2, np.uint8))
+        tensor.copy_(raw.view(torch().bfloat16).view(tensor.shape))
+    before = [tensor.to("cpu").view(torch().uint8) for tensor in tensors]
+    stored, loaded = list(range(8)), list(range(8, 16))
+    assert context.submit_store("request", prompt(2), [stored] * len(groups)).result(20)
+    assert context.submit_retrieve("request", prompt(2), [loaded] * len(groups)).result(20)
+    for tensor, kept in zip(tensors, before, strict=True):
+        after = tensor.to("cpu").view(torch().uint8)
+        assert torch().equal(after[8:], kept[:8])
+        assert torch().equal(after[:8], kept[:8])
+    context.close()
+
+
+def test_keys_without_values_are_refused_with_the_way_out(depot: DepotProcess) -> None:
+    with pytest.raises(LayoutError, match="fp8 with dynamic scales"):
+        register(ENGINES["attention"], {"a": view(), "b": view()}, depot.url)

@@ -1,0 +1,141 @@
+"""What vllm-gaudi hands over is registered or refused in words; with stand-ins, as its source has them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvdepot.layout import GroupKind
+from kvdepot_vllm.gaudi import check
+from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, worker_groups
+from kvdepot_vllm.settings import Settings
+
+NUM_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What is asked of a tensor; its address is virtual on a Gaudi, and only compared."""
+
+    address: int
+    shape: tuple[int, ...] = (NUM_BLOCKS, 128, 2, 64)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def view(self, *shape: int) -> "Tensor":
+        return Tensor(self.address, shape)
+
+
+class TensorTuple(tuple[Any, ...]):
+    """As in vllm-gaudi: keys and values of one layer, with the attributes of a tensor."""
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> Any:
+        return self[0].shape
+
+
+def pair(number: int) -> TensorTuple:
+    return TensorTuple((Tensor(number * 10 + 1), Tensor(number * 10 + 2)))
+
+
+def full(number: int, *names: str, is_mla: bool = False) -> EngineGroup:
+    return EngineGroup(number, GroupKind.FULL_ATTENTION, 128, 0, names, is_mla, False)
+
+
+def window(number: int, *names: str) -> EngineGroup:
+    return EngineGroup(number, GroupKind.SLIDING_WINDOW, 128, 512, names, False, False)
+
+
+def state(number: int, *names: str) -> EngineGroup:
+    return EngineGroup(number, GroupKind.RECURRENT, 128, 0, names, False, False)
+
+
+def cache(*groups: EngineGroup) -> EngineCache:
+    return EngineCache(groups, len(groups), 128, 1, "bfloat16", "test")
+
+
+def test_keys_and_values_are_registered_layer_after_layer() -> None:
+    (group,) = worker_groups(cache(full(0, "a", "b")), {"a": pair(1), "b": pair(2)}, NUM_BLOCKS, 0)
+    assert [tensor.address for tensor in group.tensors] == [11, 12, 21, 22]
+    assert (group.num_layers, group.hidden_dims, group.is_mla) == (2, (128, 2, 64), False)
+
+
+def test_several_groups_of_pairs_are_several_groups() -> None:
+    layers = {"a": pair(1), "b": pair(2), "c": pair(1)}  # two groups may share an address
+    groups = worker_groups(cache(full(0, "a"), window(1, "b", "c")), layers, NUM_BLOCKS, 0)
+    assert [[tensor.address for tensor in group.tensors] for group in groups] == [[11, 12], [21, 22, 11, 12]]
+    assert [group.kind for group in groups] == [GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW]
+
+
+def test_layers_that_share_memory_are_registered_once() -> None:
+    layers = {"a": pair(1), "b": pair(2), "c": pair(1)}
+    (group,) = worker_groups(cache(full(0, "a", "b", "c")), layers, NUM_BLOCKS, 0)
+    assert [tensor.address for tensor in group.tensors] == [11, 12, 21, 22]
+    assert group.num_layers == 2
+
+
+def test_latent_attention_is_one_tensor_a_layer() -> None:
+    layers = {"a": Tensor(1, (NUM_BLOCKS, 128, 576)), "b": Tensor(2, (NUM_BLOCKS, 128, 576))}
+    (group,) = worker_groups(cache(full(0, "a", "b", is_mla=True)), layers, NUM_BLOCKS, 0)
+    assert [tensor.address for tensor in group.tensors] == [1, 2]
+    assert (group.num_layers, group.is_mla) == (2, True)
+
+
+def test_kernel_blocks_of_pairs_join_to_blocks() -> None:
+    small = TensorTuple(Tensor(address, (NUM_BLOCKS * 4, 32, 2, 64)) for address in (1, 2))
+    (group,) = worker_groups(cache(full(0, "a")), {"a": small}, NUM_BLOCKS, 0)
+    assert [tensor.shape for tensor in group.tensors] == [(NUM_BLOCKS, 4, 32, 2, 64)] * 2
+    assert group.physical_block_tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("group", "layers", "reason"),
+    [
+        (full(0, "a"), {"a": TensorTuple((Tensor(1), Tensor(2), Tensor(3)))}, "has 3 tensors"),
+        (full(0, "a"), {"a": TensorTuple(())}, "has 0 tensors"),
+        (state(0, "a"), {"a": pair(1)}, r"recurrent\) has 2 tensors"),
+        (full(0, "a", "b"), {"a": pair(1), "b": Tensor(3)}, "some layers have keys and values apart"),
+        (full(0, "a", "b"), {"a": pair(1)}, "no tensor for layer b"),
+        (full(0, "a"), {"a": TensorTuple((Tensor(1), Tensor(2, (NUM_BLOCKS + 1, 128))))}, "8 blocks in tensors of"),
+    ],
+)
+def test_what_is_no_pair_is_refused(group: EngineGroup, layers: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        worker_groups(cache(group), layers, NUM_BLOCKS, 0)
+
+
+def test_recurrent_states_are_refused() -> None:
+    with pytest.raises(Unsupported, match="group 1 keeps recurrent states"):
+        check(cache(full(0, "a"), state(1, "b")), prefix_caching=True, environment={})
+    check(cache(full(0, "a"), window(1, "b")), prefix_caching=True, environment={})
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "environment", "is_refused"),
+    [
+        (True, {}, False),
+        (False, {}, True),
+        (False, {"VLLM_CONTIGUOUS_PA": "False"}, False),
+        (True, {"VLLM_CONTIGUOUS_PA": "1"}, True),
+        (False, {"VLLM_CONTIGUOUS_PA": "true", "VLLM_DEFRAG": "0"}, False),
+        (True, {"VLLM_DEFRAG": "true"}, True),
+        (True, {"VLLM_CONTIGUOUS_PA": "what"}, True),
+    ],
+)
+def test_block_ids_that_may_lie_are_refused(
+    prefix_caching: bool, environment: dict[str, str], is_refused: bool
+) -> None:
+    if is_refused:
+        with pytest.raises(Unsupported, match="--enable-prefix-caching"):
+            check(cache(full(0, "a")), prefix_caching=prefix_caching, environment=environment)
+    else:
+        check(cache(full(0, "a")), prefix_caching=prefix_caching, environment=environment)
+
+
+def test_transfers_run_on_the_engines_thread_there_unless_somebody_says_otherwise() -> None:
+    assert [Settings().is_synchronous(device) for device in ("cpu", "xpu", "hpu")] == [False, False, True]
+    assert not Settings.parse({"kvdepot.synchronous": False}).is_synchronous("hpu")
+    assert Settings.parse({"kvdepot.synchronous": True}).is_synchronous("cpu")
