@@ -153,6 +153,23 @@ class FaultSuite:
         assert depot.status().pool_used_bytes == 8 * _CHUNK_BYTES
 
     @pytest.mark.parametrize("where", _PLACES)
+    @pytest.mark.promise(9, 23)
+    def test_worker_and_server_killed_in_a_store_leave_what_was_sealed(
+        self, where: str, depot: DepotProcess, victim: EngineProcess, other: Cache
+    ) -> None:
+        """And nothing of what was not."""
+        victim.expect("4", "store 1 4")
+        victim.expect("armed", f"gate store {where}")
+        victim.expect("reached", "store 2 4")
+        depot.kill()
+        victim.kill()
+        depot.start()
+        other.worker.wait_until_connected(_WAIT_SECONDS)
+        wait_until(lambda: depot.status().pool_used_bytes == 4 * _CHUNK_BYTES, _WAIT_SECONDS)
+        assert other.retrieve(prompt(4, salt=2)) == 0
+        assert other.retrieve(prompt(4, salt=1)) == 4
+
+    @pytest.mark.parametrize("where", _PLACES)
     @pytest.mark.promise(23, 29)
     def test_a_server_killed_in_a_retrieve_serves_no_wrong_byte(
         self, where: str, depot: DepotProcess, victim: EngineProcess
