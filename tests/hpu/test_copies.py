@@ -70,7 +70,7 @@ def test_tensors_that_are_no_bytes_on_an_hpu_are_refused() -> None:
     with pytest.raises(LayoutError, match="tensor on cpu"):
         page_layout_of(torch().zeros(8, 16), "hpu")
     with pytest.raises(LayoutError, match="not contiguous"):
-        page_layout_of(cache.transpose(1, 2), "hpu")
+        page_layout_of(cache[..., ::2], "hpu")
     with pytest.raises(LayoutError, match="cannot be seen as bytes"):
         byte_view(cache.transpose(1, 2), torch().int8)
     with pytest.raises(LayoutError, match="first dimension counts the blocks"):

@@ -21,11 +21,13 @@ import sys
 from importlib.util import find_spec
 if find_spec("habana_frameworks"):
     sys.exit(0)
+from kvdepot_hpu import backend
+reason = backend.why_unavailable()
+assert "Gaudi image" in reason and "kvdepot[cpu]" in reason, reason
+assert not {"torch", "habana_frameworks", "numpy"} & set(sys.modules)
 from kvdepot import list_backends
 (hpu,) = (backend for backend in list_backends() if backend.name == "hpu")
-assert hpu.distribution.startswith("kvdepot-hpu "), hpu
-assert "Gaudi image" in hpu.why_unavailable and "kvdepot[cpu]" in hpu.why_unavailable, hpu
-assert not {"torch", "habana_frameworks", "numpy"} & set(sys.modules)
+assert hpu.distribution.startswith("kvdepot-hpu ") and hpu.why_unavailable == reason, hpu
 """
 
 

@@ -6,7 +6,10 @@ import pytest
 
 from kvdepot.errors import LayoutError
 from kvdepot.protocols import CacheGroup
+from kvdepot.testing.backend import prompt
 from kvdepot.testing.device import FakeDevice
+from kvdepot.testing.processes import DepotProcess
+from kvdepot.testing.xpu_kernels import FakeKernels
 from kvdepot_cpu.xpu.context import XpuTransferContext
 from tests.staged.bench import NUM_BLOCKS, round_trip, torch
 from tests.staged.suite import CopySuite
@@ -52,7 +55,7 @@ def test_tensors_that_are_not_on_the_device_are_refused() -> None:
     with pytest.raises(LayoutError, match="tensor on cpu"):
         make([torch().zeros(8, 16)])
     with pytest.raises(LayoutError, match="not contiguous"):
-        make([cache.transpose(1, 2)])
+        make([cache[..., ::2]])
     with pytest.raises(LayoutError, match="3 tensors"):
         make([(cache, cache, cache)])
 
@@ -65,3 +68,22 @@ def test_keys_and_values_may_be_apart() -> None:
     )
     assert len(context._layout.groups[0].pages) == 6  # pyright: ignore[reportPrivateUsage]
     context.close()
+
+
+@pytest.mark.parametrize("path", ["staged", "registered"])
+def test_views_in_another_order_than_memory_are_the_same_bytes(path: str, kernels: FakeKernels) -> None:
+    layers = [torch().zeros(8, 16, 2, 8, device=device_type()) for _ in range(2)]
+    views = [layer.transpose(1, 2) for layer in layers]
+    with DepotProcess() as depot:
+        context = XpuTransferContext(
+            [CacheGroup(views, 16)], "engine", dtype="float32", device_type=device_type(), url=depot.url, path=path
+        )
+        context.wait_until_connected(20)
+        for layer in layers:
+            layer.copy_(torch().rand(layer.shape))
+        before = [layer.to("cpu") for layer in layers]
+        assert context.submit_store("request", prompt(1), [[0, 1, 2, 3]]).result(20)
+        assert context.submit_retrieve("request", prompt(1), [[4, 5, 6, 7]]).result(20)
+        for layer, kept in zip(layers, before, strict=True):
+            assert torch().equal(layer.to("cpu")[4:], kept[:4])
+        context.close()

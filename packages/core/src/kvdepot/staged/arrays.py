@@ -10,7 +10,8 @@ from kvdepot.protocols import CacheGroup
 def tensors_of(group: CacheGroup) -> list[Any]:
     """Return the tensors of a group one by one: keys and values of the first layer, of the second, and so on.
 
-    A layer is one tensor, or a tuple of two.
+    A layer is one tensor, or a tuple of two. Views whose dimensions within a block lie in another order than in memory,
+    as vLLM hands them out, are turned to the order in memory.
 
     Raises:
         LayoutError: not one or two tensors a layer, or some layers have one and some two.
@@ -30,7 +31,17 @@ def tensors_of(group: CacheGroup) -> list[Any]:
         raise LayoutError(
             f"{num_pairs} of {len(group.tensors)} layers have keys and values apart: all of a group or none"
         )
-    return found
+    return [_in_memory_order(tensor) for tensor in found]
+
+
+def _in_memory_order(tensor: Any) -> Any:
+    if not hasattr(tensor, "permute"):
+        return tensor  # refused when its place is looked for
+    places = sorted(zip(tensor.stride()[1:], tensor.shape[1:], range(1, tensor.dim()), strict=True), reverse=True)
+    order = [dimension for _, size, dimension in places if size != 1]
+    if order == sorted(order):
+        return tensor
+    return tensor.permute(0, *(dimension for dimension in range(1, tensor.dim()) if dimension not in order), *order)
 
 
 def page_layout_of(tensor: Any, device_type: str) -> PageLayout:
