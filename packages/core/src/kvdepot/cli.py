@@ -118,6 +118,13 @@ def _parser() -> argparse.ArgumentParser:
         "--verify", choices=[*m.Verify], default="off",
         help="checksums of the pool's entries, compared when they are retrieved: one chunk in 16, or all (default off)",
     )  # fmt: skip
+    serve.add_argument(
+        "--mover-start-seconds", type=float, default=30.0, metavar="SECONDS",
+        help="until a process that copies for a worker has opened its memory (default 30)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--move-seconds", type=float, default=5.0, metavar="SECONDS", help="for one copy of such a process (default 5)"
+    )
     serve.add_argument("--ephemeral", action="store_true", help="remove the pool at the end instead of keeping it warm")
     serve.add_argument("--fresh", action="store_true", help="forget what an earlier server left")
 
@@ -243,6 +250,7 @@ def _serve(options: argparse.Namespace) -> int:
         ephemeral=options.ephemeral, fresh=options.fresh, tiers=tuple(options.tier),
         demotion=Demotion(options.demote), demotion_least_tokens=options.demote_min_tokens,
         promotion_seconds=options.promote_seconds, promotion_least_tokens=options.promote_min_tokens,
+        mover_start_seconds=options.mover_start_seconds, move_seconds=options.move_seconds,
         curve_secret=options.curve_secret,
         curve_clients=options.curve_clients, socket_group=options.socket_group,
     )  # fmt: skip

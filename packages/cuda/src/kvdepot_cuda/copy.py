@@ -20,7 +20,7 @@ from typing import Final
 from kvdepot.client.transfers import CopyBatch
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
-from kvdepot.pool import PoolMapping
+from kvdepot.pool import PoolMemory
 from kvdepot.protocols import ReadyEvent
 from kvdepot.runs import BatchRuns, Runs
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
@@ -44,6 +44,7 @@ class CopyEngine:
         keep_alive: what owns the memory of the blocks.
         piece_bytes: how much of the pool is registered by one call.
         batch_runs: how many runs one call of the driver gets.
+        runs: makes the runs of a batch; None for those of `layout`, unchecked.
 
     Raises:
         ConfigError: a size that cannot work.
@@ -58,6 +59,7 @@ class CopyEngine:
         *,
         piece_bytes: int = PIECE_BYTES,
         batch_runs: int = BATCH_RUNS,
+        runs: BatchRuns | None = None,
     ) -> None:
         if piece_bytes % _PAGE_BYTES or not 0 < piece_bytes <= MAXIMUM_REGISTERED_BYTES:
             raise ConfigError(f"piece_bytes={piece_bytes}: a multiple of {_PAGE_BYTES}, at most 64 GiB")
@@ -65,7 +67,7 @@ class CopyEngine:
             raise ConfigError(f"batch_runs={batch_runs}: at least 1")
         self._driver = driver
         self._keep_alive = keep_alive
-        self._runs = BatchRuns(layout)
+        self._runs = runs or BatchRuns(layout)
         self._piece_bytes = piece_bytes
         self._batch_runs = batch_runs
         self._takes_batches = driver.has_batch_copy
@@ -109,9 +111,14 @@ class CopyEngine:
         with self._driver.activated():
             self._driver.wait_for_event(self._streams[lane], int(handle))
 
+    def wait_here(self, mark: "Mark") -> None:
+        """Wait in this thread until what a mark stands for is done."""
+        with self._driver.activated():
+            self._driver.synchronize_event(mark.cuda_event)
+
     # --- the pool -------------------------------------------------------------------------------------------------
 
-    def attach(self, mapping: PoolMapping, fence: Callable[[], AbstractContextManager[object]]) -> None:
+    def attach(self, mapping: PoolMemory, fence: Callable[[], AbstractContextManager[object]]) -> None:
         """Register a new mapping of the pool, and unregister the one before, on a thread.
 
         Args:
@@ -209,5 +216,5 @@ class Mark:
         self.cuda_event = event
 
     def synchronize(self) -> None:
-        """Nobody waits for it on the host."""
-        raise NotImplementedError("a mark is waited for on the device")
+        """Nobody else waits for it on the host."""
+        raise NotImplementedError("a mark is waited for on the device, or by its engine")

@@ -1,13 +1,17 @@
 """`FakeDriver`: a `Driver` without a device, as strict as a real one and as late as one can be.
 
-Device memory is a segment of shared memory. Every stream is a thread that does nothing until somebody waits for it, and
-then works in order: a copy that nobody synchronises never happens, and meanwhile its target holds poison. Calls that a
-real driver refuses are refused: without a current context, with addresses in no allocation, with host memory half
-registered, on the default stream. What a real driver would let pass and what is wrong all the same (unregistering under
-a copy, targets that overlap) is in `violations`. `fail` makes any call fail.
+Device memory is plain memory, or, with a folder for it, files on tmpfs that other processes can open by handle, as IPC
+handles are opened; `holders` says who has one mapped, which stands for device memory that stays resident.
 
-It proves the worker's side: order, waits, errors, what is registered when, what is given back. It proves nothing about
-a device: no speed, no ordering inside hardware, no behaviour of NVIDIA's driver that nobody told it.
+Every stream is a thread that does nothing until somebody waits for it, and then works in order: a copy that nobody
+synchronises never happens, and meanwhile its target holds poison. Calls that a real driver refuses are refused: without
+a current context, with addresses in no allocation, with host memory half registered, on the default stream. What a real
+driver would let pass and what is wrong all the same (unregistering under a copy, targets that overlap) is in
+`violations`. `fail` makes any call fail.
+
+It proves the worker's side: order, waits, errors, what is registered when, what is given back; and with handles the
+life of the processes. It proves nothing about a device: no speed, no ordering inside hardware, no behaviour of
+NVIDIA's driver that nobody told it.
 """
 
 import collections
@@ -15,9 +19,12 @@ import contextlib
 import ctypes
 import itertools
 import mmap
+import os
+import secrets
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -30,6 +37,7 @@ POISON: Final = 0xAB
 DEFAULT_STREAM: Final = 0
 _WAIT_SECONDS: Final = 30.0
 _PAGE_BYTES: Final = mmap.PAGESIZE
+_HANDLE_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +152,9 @@ class _Failure:
 class FakeDriver:
     """See `kvdepot_cuda.driver.Driver`; `calls` counts calls by name, `"pageable"` those copies, `"runs"` all runs."""
 
-    def __init__(self, ordinal: int = 0, *, has_batch_copy: bool = True) -> None:
+    def __init__(self, ordinal: int = 0, *, has_batch_copy: bool = True, root: Path | None = None) -> None:
         self.ordinal = ordinal
+        self.uuid = f"GPU-{ordinal}"
         self.has_batch_copy = has_batch_copy
         self.calls: collections.Counter[str] = collections.Counter()
         self.violations: list[str] = []
@@ -153,6 +162,9 @@ class FakeDriver:
         self.largest_registered_bytes = 0
         self.is_closed = False
         self.capturing: set[int] = set()  # streams that are captured into a graph
+        self._root = root
+        self._handles: dict[int, bytes] = {}  # by address of the allocation
+        self._opened: dict[bytes, int] = {}  # handle: address
         self._local = threading.local()
         self._lock = threading.RLock()
         self._numbers = itertools.count(0x1000)
@@ -166,9 +178,20 @@ class FakeDriver:
 
     def allocate(self, num_bytes: int) -> int:
         """Return the address of new device memory, zeroed."""
-        memory = mmap.mmap(-1, num_bytes)
+        if self._root is None:
+            return self._keep(mmap.mmap(-1, num_bytes), b"")
+        path = self._root / secrets.token_hex(8)
+        with path.open("xb+") as file:
+            file.truncate(num_bytes)
+            return self._keep(mmap.mmap(file.fileno(), num_bytes), f"{os.getpid()}:{path}".encode())
+
+    def _keep(self, memory: mmap.mmap, handle: bytes) -> int:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._allocations[address] = memory, num_bytes
+        self._allocations[address] = memory, len(memory)
+        if len(handle) > _HANDLE_BYTES:
+            raise ValueError(f"the folder's name is too long for a handle of {_HANDLE_BYTES} bytes: {handle}")
+        if handle:
+            self._handles[address] = handle.ljust(_HANDLE_BYTES, b"\0")
         return address
 
     def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
@@ -197,6 +220,7 @@ class FakeDriver:
             "streams": len(self._streams) - 1,
             "events": len(self._events),
             "registrations": len(self._registered),
+            "opened": len(self._opened),
             "open": int(not self.is_closed),
         }
         return {name: count for name, count in found.items() if count}
@@ -283,6 +307,45 @@ class FakeDriver:
 
         found.num_waits += 1
         found.add(wait)
+
+    def synchronize_event(self, event: int) -> None:
+        """See `Driver`."""
+        self._enter("synchronize_event")
+        if event not in self._events:
+            raise DriverError("synchronize_event", "CUDA_ERROR_INVALID_HANDLE (400)")
+        recorded = self._events[event]
+        if recorded is not None:
+            recorded[0].finish(recorded[1])
+
+    def export_memory(self, address: int) -> tuple[bytes, int, int]:
+        """See `Driver`."""
+        self._enter("export_memory")
+        for base, (_, size) in self._allocations.items():
+            if base <= address < base + size and base in self._handles:
+                return self._handles[base], base, size
+        raise DriverError("export_memory", "CUDA_ERROR_INVALID_VALUE (1)", "memory without a handle")
+
+    def open_memory(self, handle: bytes) -> tuple[int, int]:
+        """See `Driver`: once for each handle, and not where the process has the number of who exported it."""
+        self._enter("open_memory")
+        pid, _, path = handle.rstrip(b"\0").decode(errors="replace").partition(":")
+        if handle in self._opened or int(pid) == os.getpid():
+            raise DriverError("open_memory", "CUDA_ERROR_INVALID_CONTEXT (201)")
+        try:
+            with Path(path).open("rb+") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+        except (OSError, ValueError) as error:
+            raise DriverError("open_memory", "CUDA_ERROR_MAP_FAILED (205)", str(error)) from error
+        address = self._opened[handle] = self._keep(memory, b"")
+        return address, len(memory)
+
+    def close_memory(self, address: int) -> None:
+        """See `Driver`."""
+        self._enter("close_memory")
+        handles = [handle for handle, opened in self._opened.items() if opened == address]
+        if not handles:
+            raise DriverError("close_memory", "CUDA_ERROR_INVALID_VALUE (1)")
+        del self._opened[handles[0]], self._allocations[address]
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """See `Driver`."""
@@ -414,6 +477,16 @@ class FakeDriver:
                 ctypes.memmove(target, source, size)
 
         return stream.add(copy, [(target if to_host else source, size) for source, target, size in runs])
+
+
+def holders(path: Path) -> set[int]:
+    """Return the processes that have a fake device's memory mapped."""
+    found: set[int] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if str(path) in maps.read_text():
+                found.add(int(maps.parent.name))
+    return found
 
 
 _libc = ctypes.CDLL(None)
