@@ -364,6 +364,12 @@ def describe_status(status: m.DepotStatus) -> str:
             f"[{context.context}] {context.instance} rank {context.rank} of {context.world_size} on {context.device}"
             f" ({context.transfer_mode}, process {context.pid}), model {context.model or '?'}"
         )
+        if context.mover:
+            why = f"; the one before: {context.why_no_mover}" if context.mover_pid else f": {context.why_no_mover}"
+            process = f", process {context.mover_pid}" if context.mover_pid else ""
+            lines.append(f"    mover {context.mover}{process}{why if context.why_no_mover else ''}")
+        if context.fallback:
+            lines.append(f"    copies by itself: {context.fallback}")
         lines.append(
             f"    {context.dtype}, chunks of {context.chunk_tokens} tokens,"
             f" {format_size(context.bytes_per_token)} a token"

@@ -14,6 +14,7 @@ does, before it asks for anything: no event is shared between processes. Which s
 
 import importlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from kvdepot import messages as m
 from kvdepot.client.connection import Channel, Link
 from kvdepot.client.moves import MoveFailed, MoverUnavailable, await_mover, move
 from kvdepot.client.transfers import BATCH_BYTES, CopyBatch, WorkerTransfers, detail_of, layer_group_of
-from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable, ErrorCode, RemoteError
+from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable
 from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
 from kvdepot.pool import PoolMapping
 from kvdepot.protocols import CacheGroup, ReadyEvent
@@ -102,6 +103,7 @@ class CudaTransferContext(WorkerTransfers):
         self._mapping: PoolMapping | None = None
         self._mode = mode
         self._ready_link: Link | None = None  # whose mover can be asked
+        self._falling_back = threading.Lock()
         try:
             driver = open_driver(ordinal)
         except DriverError as error:
@@ -188,12 +190,13 @@ class CudaTransferContext(WorkerTransfers):
 
     def _fall_back(self, why: str) -> None:
         """Copy by ourselves from the next session on, which begins at once."""
-        if self.transfer_mode == DIRECT:
-            return
+        with self._falling_back:
+            if self.transfer_mode == DIRECT:
+                return
+            self._registration = msgspec.structs.replace(
+                self._registration, transfer_mode=DIRECT, offer=None, fallback=f"no mover: {why}"[:1024]
+            )
         logger.warning("the worker copies by itself from now on, as no mover of the depot can: %s", why)
-        self._registration = msgspec.structs.replace(
-            self._registration, transfer_mode=DIRECT, offer=None, fallback=f"no mover: {why}"[:1024]
-        )
         self._connection.register_as(self._registration)
 
     def _is_moved(self, link: Link) -> bool:
@@ -219,10 +222,6 @@ class CudaTransferContext(WorkerTransfers):
             if self._mode == AUTO:
                 self._fall_back(str(error))
             raise
-        except RemoteError as error:
-            if error.code is ErrorCode.UNKNOWN_OPERATION and self._mode == AUTO:
-                self._fall_back("the depot is of an earlier version")
-            raise
         except DepotUnavailable:
             self._ready_link = None
             raise
@@ -246,9 +245,11 @@ class CudaTransferContext(WorkerTransfers):
             ready.synchronize()
 
     def _on_open(self, link: Link) -> None:
-        super()._on_open(link)
         if self._is_moved(link):
+            self._populated = link.mapping  # only the headers are read here, and checksums made
+            super()._on_open(link)
             return
+        super()._on_open(link)
         if link.mapping is not None and link.mapping is not self._mapping:
             self._mapping = link.mapping
             self._engine.attach(link.mapping, self._no_copy_running)

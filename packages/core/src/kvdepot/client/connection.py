@@ -76,6 +76,16 @@ class Link:
         weakref.finalize(self, os.close, pidfd)
         self._movers.append(pidfd)
 
+    def can_kill_movers(self) -> bool:
+        """Return whether the movers of this session are this user's processes, or dead."""
+        try:
+            for pidfd in self._movers:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, 0)
+        except OSError:
+            return False
+        return True
+
     def wait_for_movers(self, *, kill: bool = False) -> None:
         """Return when no mover of this session lives: then none copies any more.
 

@@ -14,11 +14,12 @@ from typing import Final
 from kvdepot import messages as m
 from kvdepot.client.connection import Channel
 from kvdepot.client.transfers import CopyBatch
-from kvdepot.errors import DepotTimeout, DepotUnavailable, KVDepotError
+from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 
 assert array("i").itemsize == 4
 
 _MOST_WAIT_SECONDS: Final = 60.0
+_FOR_EVER_SECONDS: Final = 1e6
 
 
 class MoveFailed(DepotUnavailable):
@@ -44,18 +45,14 @@ def await_mover(channel: Channel, wait_seconds: float, deadline_seconds: float) 
     """
     wait_seconds = min(max(0.0, wait_seconds), _MOST_WAIT_SECONDS)
     request = m.Move(channel.link.context, 0, wait_seconds=wait_seconds)
-    sequence = channel.submit(request)
-    try:
-        _check(channel.wait(sequence, wait_seconds + deadline_seconds))
-    except DepotTimeout:
-        channel.abandon(sequence)
-        raise
+    _wait(channel, channel.submit(request), wait_seconds + deadline_seconds)
 
 
 def move(channel: Channel, lane: int, batch: CopyBatch, deadline_seconds: float) -> None:
     """Have a batch copied; return when the bytes are in place.
 
-    Whatever is raised, no block of a retrieve is written any more.
+    Whatever is raised, no block of a retrieve is written any more. Where the mover is another user's process and cannot
+    be killed, a retrieve waits for a depot that hangs until that goes on or dies.
 
     Args:
         channel: of this thread.
@@ -82,18 +79,27 @@ def move(channel: Channel, lane: int, batch: CopyBatch, deadline_seconds: float)
         tuple(starts), batch.skip_blocks, min(deadline_seconds, _MOST_WAIT_SECONDS),
     )  # fmt: skip
     sequence = channel.submit(request)
+    can_end_it = lane == 0 or link.can_kill_movers()
     try:
-        _check(channel.wait(sequence, 2 * deadline_seconds + link.move_seconds))
+        _wait(channel, sequence, 2 * deadline_seconds + link.move_seconds if can_end_it else _FOR_EVER_SECONDS)
+    except MoveFailed:
+        raise
     except DepotTimeout:
-        channel.abandon(sequence)
         if lane == 1:
             link.wait_for_movers(kill=True)
-        raise
-    except MoveFailed:
         raise
     except DepotUnavailable:
         link.wait_for_movers()
         raise
+
+
+def _wait(channel: Channel, sequence: int, seconds: float) -> None:
+    try:
+        _check(channel.wait(sequence, seconds))
+    except RemoteError as error:
+        if error.code is not ErrorCode.UNKNOWN_OPERATION:
+            raise
+        raise MoverUnavailable("the depot is of a version without movers") from error
 
 
 def _check(reply: m.Reply) -> None:
