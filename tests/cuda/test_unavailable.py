@@ -28,7 +28,7 @@ without_a_device = pytest.mark.skipif(HAS_DEVICE, reason="there is a device here
 def test_it_says_in_words_why_it_cannot_be_used() -> None:
     found = next(backend for backend in list_backends() if backend.name == "cuda")
     assert found.distribution
-    assert found.capabilities == (Capability.ASYNCHRONOUS,)
+    assert found.capabilities == (Capability.ASYNCHRONOUS, Capability.DEPOT_DRIVEN)
     assert found.why_unavailable is not None
     assert "NVIDIA" in found.why_unavailable
 
