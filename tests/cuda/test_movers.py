@@ -227,6 +227,32 @@ def test_a_depot_that_is_stopped_during_a_copy_is_a_miss_and_the_mover_is_dead_b
         worker.context.close()
 
 
+@pytest.mark.promise(9, 13)
+@pytest.mark.parametrize("what", ["store", "retrieve"])
+def test_what_a_mover_was_copying_when_its_depot_was_killed_is_free_when_it_is_dead(
+    what: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    """Blocks on the worker's side, extents on that of the next depot."""
+    other, worker = cache("other"), cache(mover="stubborn")
+    assert other.store(prompt(3))
+    run = prompt(3, salt=int(what == "store"))
+    block_ids = worker.blocks(run)
+    submit = worker.context.submit_store if what == "store" else worker.context.submit_retrieve
+    future = submit("request", run, block_ids)
+    mover = device.wait_for_a_copy()
+    depot.kill()
+    depot.start()
+    other.context.wait_until_connected(WAIT_SECONDS)
+    wait_until(lambda: not depot.status().recovering, WAIT_SECONDS)
+    with pytest.raises(TimeoutError):
+        future.result(0.5)
+    assert depot.status().quarantined_bytes == (3 * PLAN.chunk_size_bytes(0) if what == "store" else 0)
+    os.kill(mover, signal.SIGKILL)
+    assert not future.result(WAIT_SECONDS)
+    wait_until_nothing_is_held(depot)
+    assert other.retrieve(run) == (0 if what == "store" else 3)
+
+
 def test_a_depot_that_is_asked_to_stop_takes_its_movers_along(
     device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:

@@ -23,6 +23,7 @@ MINIMUM_PROTOCOL_VERSION: Final = 1
 MAXIMUM_FRAME_BYTES: Final = 4 << 20
 MAXIMUM_CHUNKS: Final = 65_536  # of one lookup: 4 million tokens in chunks of 64
 MAXIMUM_BATCH_CHUNKS: Final = 1024  # of one store or retrieve, which take the server some microseconds each
+MAXIMUM_ALLOCATIONS: Final = 4096  # of a worker's device memory
 
 EXTENT: Final = struct.Struct("<IHHIIQQQ")
 """One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, 0 u16, record u32, 0 u32, header u64 (the
@@ -108,7 +109,8 @@ class MoverOffer(Struct, array_like=True, frozen=True):
     mover: Name  # an entry point of the group `kvdepot.movers`
     device: Name  # in words that mean the same in every process
     allocations: Annotated[
-        tuple[Annotated[bytes, Meta(min_length=1, max_length=256)], ...], Meta(min_length=1, max_length=4096)
+        tuple[Annotated[bytes, Meta(min_length=1, max_length=256)], ...],
+        Meta(min_length=1, max_length=MAXIMUM_ALLOCATIONS),
     ]  # a handle each, no two alike
     pages: Annotated[
         tuple[Annotated[tuple[PagePlace, ...], Meta(min_length=1, max_length=4096)], ...],

@@ -103,6 +103,7 @@ class CudaTransferContext(WorkerTransfers):
         self._mapping: PoolMapping | None = None
         self._mode = mode
         self._ready_link: Link | None = None  # whose mover can be asked
+        self._patient_until = 0.0  # that it is waited for: not by every transfer of a queue anew
         self._falling_back = threading.Lock()
         try:
             driver = open_driver(ordinal)
@@ -206,12 +207,18 @@ class CudaTransferContext(WorkerTransfers):
     def _before(self, channel: Channel) -> None:
         if not self._is_moved(channel.link) or self._ready_link is channel.link:
             return
-        self._with_mover(lambda: await_mover(channel, self._deadline_seconds, self._deadline_seconds))
+        wait_seconds = max(0.0, self._patient_until - time.monotonic())
+        self._with_mover(lambda: await_mover(channel, wait_seconds, self._deadline_seconds))
         self._ready_link = channel.link
 
     def _copy_batch(self, lane: int, channel: Channel, batch: CopyBatch) -> None:
         if self._is_moved(channel.link):
-            self._with_mover(lambda: move(channel, lane, batch, self._deadline_seconds))
+            try:
+                self._with_mover(lambda: move(channel, lane, batch, self._deadline_seconds))
+            except DepotUnavailable:
+                self._ready_link = None
+                self._patient_until = time.monotonic() + self._deadline_seconds
+                raise
         else:
             super()._copy_batch(lane, channel, batch)
 
@@ -221,9 +228,6 @@ class CudaTransferContext(WorkerTransfers):
         except MoverUnavailable as error:
             if self._mode == AUTO:
                 self._fall_back(str(error))
-            raise
-        except DepotUnavailable:
-            self._ready_link = None
             raise
 
     # --- order ----------------------------------------------------------------------------------------------------
@@ -246,6 +250,7 @@ class CudaTransferContext(WorkerTransfers):
 
     def _on_open(self, link: Link) -> None:
         if self._is_moved(link):
+            self._patient_until = time.monotonic() + self._deadline_seconds
             self._populated = link.mapping  # only the headers are read here, and checksums made
             super()._on_open(link)
             return

@@ -1,7 +1,7 @@
 """A worker's KV cache, named so that a mover can open it: which allocations, and where the pages lie in them."""
 
 from kvdepot.layout import CacheLayout, LayerGroup, PageLayout
-from kvdepot.messages import MoverOffer, PagePlace, RegisterKVCache
+from kvdepot.messages import MAXIMUM_ALLOCATIONS, MoverOffer, PagePlace, RegisterKVCache
 from kvdepot_cuda.driver import Driver, DriverError
 
 MOVER = "cuda"
@@ -26,6 +26,8 @@ def offer_of(driver: Driver, layout: CacheLayout, mover: str = MOVER) -> MoverOf
 
     with driver.activated():
         pages = tuple(tuple(map(place_of, group.pages)) for group in layout.groups)
+    if len(numbers) > MAXIMUM_ALLOCATIONS:
+        raise DriverError("export_memory", f"{len(numbers)} allocations", f"at most {MAXIMUM_ALLOCATIONS} are shared")
     return MoverOffer(mover, driver.uuid, tuple(numbers), pages)
 
 

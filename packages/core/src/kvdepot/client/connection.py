@@ -63,7 +63,7 @@ class Link:
         self.registration: m.RegisterKVCache | m.RegisterScheduler | None = None
         self.verify = m.Verify.OFF
         self.move_seconds = 0.0  # until a `Move` is answered
-        self._movers: list[int] = []  # pidfds, open as long as anybody has the link
+        self._movers: list[_Process] = []  # replaced, never changed
         self.suspended = False
         self.slowness = 0.0  # long waits, less a part of the short ones since
         self.lost_fd, lost_writer = os.pipe()  # readable once the link is lost; open as long as anybody has the link
@@ -73,18 +73,11 @@ class Link:
 
     def add_mover(self, pidfd: int) -> None:
         """The depot started a mover for this session; the descriptor is owned by the link from now on."""
-        weakref.finalize(self, os.close, pidfd)
-        self._movers.append(pidfd)
+        self._movers = [mover for mover in self._movers if not mover.wait(0.0)] + [_Process(pidfd)]
 
     def can_kill_movers(self) -> bool:
         """Return whether the movers of this session are this user's processes, or dead."""
-        try:
-            for pidfd in self._movers:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(pidfd, 0)
-        except OSError:
-            return False
-        return True
+        return all(mover.can_kill() for mover in self._movers)
 
     def wait_for_movers(self, *, kill: bool = False) -> None:
         """Return when no mover of this session lives: then none copies any more.
@@ -92,18 +85,44 @@ class Link:
         Takes as long as the kernel takes to end a process that was killed, which a driver can delay. To be called once
         the link is lost, as movers die with the depot, or with `kill`, if the depot itself does not answer.
         """
-        for pidfd in list(self._movers):
+        for mover in self._movers:
             if kill:
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            poller = select.poll()
-            poller.register(pidfd, select.POLLIN)
-            while not poller.poll(_MOVER_GRACE_SECONDS * 1000):
+                mover.kill()
+            while not mover.wait(_MOVER_GRACE_SECONDS):
                 logger.error("a mover of the depot does not die: the blocks of its transfer stay in use")
 
     def channel_id(self) -> bytes:
         """Return a routing id for one more channel."""
         return self.token + next(self._numbers).to_bytes(4, "little")
+
+
+class _Process:
+    """A process that is known by its pidfd, which is closed when nobody has this object any more."""
+
+    def __init__(self, pidfd: int) -> None:
+        self._pidfd = pidfd
+        weakref.finalize(self, os.close, pidfd)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Return whether it is dead within that time: all that it had is given back then."""
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(timeout_seconds * 1000))
+
+    def can_kill(self) -> bool:
+        """Whether it may be killed, or is dead."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Kill it, if that is allowed."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 class Channel:
