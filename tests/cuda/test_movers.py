@@ -253,6 +253,39 @@ def test_what_a_mover_was_copying_when_its_depot_was_killed_is_free_when_it_is_d
     assert other.retrieve(run) == (0 if what == "store" else 3)
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_after_a_worker_was_closed_nobody_has_its_memory(is_stopped: bool, device: FakeDevice) -> None:
+    """Not a moment later: a driver does not say what becomes of memory that is freed while others have it open."""
+    with DepotProcess() as depot:
+        worker = Cache(device.worker(depot.url, PLAN, deadline_seconds=0.3), PLAN)
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        assert worker.store(prompt(3))
+        assert device.holders() == {wait_for_mover(depot)}
+        if is_stopped:
+            depot.signal(signal.SIGSTOP)
+        worker.context.close()
+        assert device.holders() == set()
+
+
+def test_operators_see_who_copies_and_why(device: FakeDevice, depot: DepotProcess, cache: MakeCache) -> None:
+    def shown() -> str:
+        command = [sys.executable, "-m", "kvdepot", "status", "--url", depot.url]
+        found = subprocess.run(command, check=False, capture_output=True, text=True)
+        return found.stdout + found.stderr
+
+    cache("engine")
+    before = wait_for_mover(depot)
+    wait_until(lambda: f"mover ready, process {before}\n" in shown(), WAIT_SECONDS)
+    os.kill(before, signal.SIGKILL)
+    after = wait_for_mover(depot, but=before)
+    wait_until(lambda: f"mover ready, process {after}; the one before: it ended\n" in shown(), WAIT_SECONDS)
+    device.fail("open_memory", "CUDA_ERROR_MAP_FAILED (205)")
+    cache("other", mode="auto")
+    wait_until(
+        lambda: "copies by itself: no mover: device GPU-0 or its memory cannot be opened" in shown(), WAIT_SECONDS
+    )
+
+
 def test_a_depot_that_is_asked_to_stop_takes_its_movers_along(
     device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:

@@ -104,6 +104,7 @@ class CudaTransferContext(WorkerTransfers):
         self._mode = mode
         self._ready_link: Link | None = None  # whose mover can be asked
         self._patient_until = 0.0  # that it is waited for: not by every transfer of a queue anew
+        self._moved_link: Link | None = None  # the last one with a mover
         self._falling_back = threading.Lock()
         try:
             driver = open_driver(ordinal)
@@ -168,6 +169,15 @@ class CudaTransferContext(WorkerTransfers):
                     raise
             finally:
                 channel.close()
+
+    def close(self) -> None:
+        """Finish what is running and leave the depot. Twice is harmless.
+
+        No other process has the device's memory open after that: freeing it before would be undefined.
+        """
+        super().close()
+        if self._moved_link is not None:
+            self._moved_link.end_movers()
 
     # --- who copies -----------------------------------------------------------------------------------------------
 
@@ -250,6 +260,7 @@ class CudaTransferContext(WorkerTransfers):
 
     def _on_open(self, link: Link) -> None:
         if self._is_moved(link):
+            self._moved_link = link
             self._patient_until = time.monotonic() + self._deadline_seconds
             self._populated = link.mapping  # only the headers are read here, and checksums made
             super()._on_open(link)

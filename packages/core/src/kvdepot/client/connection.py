@@ -91,6 +91,13 @@ class Link:
             while not mover.wait(_MOVER_GRACE_SECONDS):
                 logger.error("a mover of the depot does not die: the blocks of its transfer stay in use")
 
+    def end_movers(self) -> None:
+        """Kill the movers of this session, which nothing needs any more, and wait for their end. Bounded."""
+        for mover in self._movers:
+            mover.kill()
+        if not all(mover.wait(_MOVER_GRACE_SECONDS) for mover in self._movers):
+            logger.error("a mover of the depot does not die: it has the device's memory open")
+
     def channel_id(self) -> bytes:
         """Return a routing id for one more channel."""
         return self.token + next(self._numbers).to_bytes(4, "little")
