@@ -182,7 +182,7 @@ def test_whoever_is_killed_costs_a_miss_and_holds_nothing(
 
 @pytest.mark.promise(23)
 def test_a_mover_that_is_stopped_is_a_miss_at_its_deadline_and_is_replaced(device: FakeDevice) -> None:
-    with DepotProcess("--move-seconds", "0.5") as depot:
+    with DepotProcess("--move-seconds", "2") as depot:
         worker = Cache(device.worker(depot.url, PLAN), PLAN)
         worker.context.wait_until_connected(WAIT_SECONDS)
         assert worker.store(prompt(3))
@@ -190,7 +190,7 @@ def test_a_mover_that_is_stopped_is_a_miss_at_its_deadline_and_is_replaced(devic
         os.kill(before, signal.SIGSTOP)
         assert worker.retrieve(prompt(3)) == 0
         wait_for_mover(depot, but=before)
-        assert "more than 0.5 s" in context_of(depot).why_no_mover
+        assert "more than 2 s" in context_of(depot).why_no_mover
         assert worker.retrieve(prompt(3)) == 3
         worker.context.close()
 
@@ -201,8 +201,8 @@ def test_a_depot_that_is_stopped_during_a_copy_is_a_miss_and_the_mover_is_dead_b
     what: str, device: FakeDevice
 ) -> None:
     """Else it could write into blocks that are somebody else's by then."""
-    with DepotProcess("--move-seconds", "0.2") as depot:
-        worker = Cache(device.worker(depot.url, PLAN, deadline_seconds=0.3), PLAN)
+    with DepotProcess("--move-seconds", "2") as depot:
+        worker = Cache(device.worker(depot.url, PLAN, deadline_seconds=1.0), PLAN)
         worker.context.wait_until_connected(WAIT_SECONDS)
         assert worker.store(prompt(3))
         run = prompt(3, salt=int(what == "store"))
@@ -218,7 +218,7 @@ def test_a_depot_that_is_stopped_during_a_copy_is_a_miss_and_the_mover_is_dead_b
             assert not Path(f"/proc/{mover}/maps").exists() or not Path(f"/proc/{mover}/maps").read_text()
         depot.signal(signal.SIGCONT)
         device.open_gate()
-        wait_for_mover(depot, but=mover)
+        wait_for_mover(depot, but=mover if what == "retrieve" else 0)  # a store may still have ended in time
         worker.context.wait_until_connected(WAIT_SECONDS)
         wait_until_nothing_is_held(depot)
         assert worker.retrieve(prompt(3)) == 3
@@ -257,7 +257,7 @@ def test_what_a_mover_was_copying_when_its_depot_was_killed_is_free_when_it_is_d
 def test_after_a_worker_was_closed_nobody_has_its_memory(is_stopped: bool, device: FakeDevice) -> None:
     """Not a moment later: a driver does not say what becomes of memory that is freed while others have it open."""
     with DepotProcess() as depot:
-        worker = Cache(device.worker(depot.url, PLAN, deadline_seconds=0.3), PLAN)
+        worker = Cache(device.worker(depot.url, PLAN), PLAN)
         worker.context.wait_until_connected(WAIT_SECONDS)
         assert worker.store(prompt(3))
         assert device.holders() == {wait_for_mover(depot)}
@@ -413,7 +413,7 @@ def test_without_a_call_to_wait_a_worker_falls_back_at_its_first_transfer(
     ("mover", "why"), [("nobody", "no mover 'nobody' is installed"), ("broken", "it ended"), ("sleepy", "not ready")]
 )
 def test_a_mover_that_cannot_run_is_a_fallback(mover: str, why: str, device: FakeDevice) -> None:
-    with DepotProcess("--mover-start-seconds", "0.5") as depot:
+    with DepotProcess("--mover-start-seconds", "0.5" if mover == "sleepy" else "30") as depot:
         worker = Cache(device.worker(depot.url, PLAN, mode="auto", mover=mover), PLAN)
         worker.context.wait_until_connected(WAIT_SECONDS)
         assert why in fell_back(depot)
