@@ -39,7 +39,12 @@ def test_an_array_is_described_by_its_interface() -> None:
     assert page_layout_of(array) == PageLayout(array.ctypes.data, 8, 200, 400)
 
 
-@pytest.mark.parametrize("strides", [(1, 8, 64), (32, 1, 2), (64, 32, 1)])
+def test_the_dimensions_of_a_block_may_lie_in_any_order() -> None:
+    assert page_layout_of(tensor((8, 2, 4, 16), (512, 16, 32, 1))) == PageLayout(4096, 8, 256, 1024)
+    assert page_layout_of(tensor((8, 2, 16), (32, 1, 2))) == PageLayout(4096, 8, 64, 64)
+
+
+@pytest.mark.parametrize("strides", [(1, 8, 64), (32, 0, 1), (32, 1, 4), (64, 32, 1)])
 def test_blocks_whose_bytes_are_scattered_are_refused(strides: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError, match="not contiguous"):
         page_layout_of(tensor((8, 2, 16), strides))

@@ -53,18 +53,22 @@ def cache(depot: DepotProcess, driver: FakeDriver) -> Iterator[MakeCache]:
 @pytest.mark.promise(9, 24)
 @pytest.mark.parametrize("call", ["execute", "synchronize_stream", "record_event", "wait_for_event"])
 def test_a_call_that_fails_is_a_miss_and_the_next_transfer_works(
-    call: str, cache: MakeCache, driver: FakeDriver, depot: DepotProcess
+    call: str, cache: MakeCache, driver: FakeDriver, depot: DepotProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Each of the two is one line in the log, without a traceback."""
     worker = cache()
-    driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", times=1)
+    driver.fail(call, "CUDA_ERROR_UNKNOWN (999)", times=1)
     assert not worker.store(prompt(4))
     assert depot.status().num_entries == 0
     assert worker.store(prompt(4))
-    driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", times=1)
+    driver.fail(call, "CUDA_ERROR_UNKNOWN (999)", times=1)
     assert worker.retrieve(prompt(4)) == 0
     assert worker.retrieve(prompt(4)) == 4
     wait_until(lambda: depot.status().num_leases == 0)
     assert (depot.status().num_tickets, depot.status().quarantined_bytes) == (0, 0)
+    errors = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(errors) == 2
+    assert all("UNKNOWN (999)" in record.getMessage() and record.exc_info is None for record in errors)
 
 
 def test_a_copy_that_fails_half_way_is_a_miss_after_the_others_are_done(cache: MakeCache, driver: FakeDriver) -> None:
@@ -94,14 +98,38 @@ def test_a_driver_whose_batches_fail_is_asked_for_single_copies(
     assert len([record for record in caplog.records if "no batches" in record.message]) == 1
 
 
-def test_a_device_that_is_lost_is_misses_for_ever_and_closes(cache: MakeCache, driver: FakeDriver) -> None:
+@pytest.mark.parametrize("is_first_seen_by", ["copy_batch", "record_event"])
+def test_a_device_that_is_lost_is_misses_for_ever_one_line_and_closes(
+    is_first_seen_by: str, cache: MakeCache, driver: FakeDriver, depot: DepotProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not asked again, and nothing says twice that it is gone."""
     worker = cache()
     assert worker.store(prompt(2))
-    for call in ("synchronize_stream", "copy", "copy_batch", "record_event", "wait_for_event"):
+    for call in ("synchronize_stream", "copy", "copy_batch", "wait_for_event"):
         driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+    if is_first_seen_by == "record_event":
+        driver.fail("record_event", "CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+    assert worker.retrieve(prompt(2)) == 0
+    before = driver.calls.copy()
     for _ in range(3):
         assert worker.retrieve(prompt(2)) == 0
         assert not worker.store(prompt(2, salt=1))
+    assert driver.calls == before
+    (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "the device is lost" in line.getMessage()
+    assert line.exc_info is None
+    wait_until(lambda: depot.status().num_leases == 0)
+
+
+def test_a_pool_that_cannot_be_unregistered_is_one_line(depot: DepotProcess, caplog: pytest.LogCaptureFixture) -> None:
+    driver = FakeDriver()
+    worker = FakeWorker(depot.url, PLANS["one group"], driver=driver)
+    worker.wait_until_connected(WAIT_SECONDS)
+    wait_until(lambda: worker.context.num_registered == NUM_PIECES)
+    driver.fail("unregister_host", "CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+    worker.context.close()
+    (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"{NUM_PIECES} pieces of the pool stay registered" in line.getMessage()
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

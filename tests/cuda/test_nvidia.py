@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from kvdepot_cuda import nvidia
-from kvdepot_cuda.driver import Direction, DriverError
+from kvdepot_cuda.driver import PERMANENT, Direction, DriverError
 from kvdepot_cuda.nvidia import CudaDriver
 
 REAL: Any = importlib.import_module("cuda.bindings.driver")
 ANSWERS: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (13000,),
     "cuDeviceGet": (7,),
+    "cuDeviceGetName": (b"NVIDIA H100" + bytes(117),),
     "cuDevicePrimaryCtxRetain": (70,),
     "cuCtxGetStreamPriorityRange": (0, -5),
     "cuStreamCreateWithPriority": (71,),
@@ -31,6 +32,11 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
     "cuPointerGetAttribute": (True,),
     "cuMemGetAddressRange": (REAL.CUdeviceptr(4096), 8192),
     "cuIpcOpenMemHandle": (REAL.CUdeviceptr(1 << 40),),
+    "cuDeviceGetAttribute": (9,),
+    "cuMemHostGetDevicePointer": (4097,),
+    "cuMemAlloc": (73,),
+    "cuModuleLoadData": (74,),
+    "cuModuleGetFunction": (75,),
 }
 HANDLE = bytes(range(100, 164))
 
@@ -53,6 +59,7 @@ class StandIn(types.SimpleNamespace):
         self.codes: dict[str, int] = {}
         self.batches: list[dict[str, Any]] = []
         self.batch_code = 0
+        self.parameters: list[tuple[int, ...]] = []  # of launches
         self._batch_copy = nvidia.BatchCopy(self._copy_batch)
 
     def __getattr__(self, name: str) -> Any:
@@ -67,6 +74,12 @@ class StandIn(types.SimpleNamespace):
             assert len(arguments) == expected, f"{first_line} was called with {arguments}"
             self.calls.append((name, *arguments))
             code = self.codes.get(name, 0)
+            if name == "cuLaunchKernel":
+                places = (ctypes.c_void_p * 3).from_address(arguments[9])
+                kinds = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64)
+                self.parameters.append(
+                    tuple(kind.from_address(place).value for kind, place in zip(kinds, places, strict=True))
+                )  # fmt: skip
             if name == "cuGetProcAddress":
                 return code, ctypes.cast(self._batch_copy, ctypes.c_void_p).value, 0
             return (code, *ANSWERS.get(name, ()))
@@ -109,13 +122,26 @@ def test_every_call_has_the_arguments_that_the_bindings_take(cuda: StandIn) -> N
         driver.copy(1, 2, 3, Direction.TO_HOST, stream)
         driver.copy(1, 2, 3, Direction.TO_DEVICE, stream)
         driver.synchronize_stream(stream)
+        assert driver.device_address_of(4096) == 4097
         driver.unregister_host(4096)
+        memory = driver.allocate_device(8192)
+        kernel = driver.load_kernel(b"image", "gather_runs")
+        arguments = [ctypes.c_uint64(2**40), ctypes.c_uint32(5), ctypes.c_uint64(0)]
+        driver.launch_kernel(kernel, 8, 128, 1024, arguments, stream)
+        driver.unload_kernel(kernel)
+        driver.free_device(memory)
         driver.destroy_event(event)
         driver.destroy_stream(stream)
     driver.close()
     driver.close()
     assert ("cuDeviceGet", 3) in cuda.calls
-    assert ("cuMemHostRegister", 4096, 8192, 1) in cuda.calls
+    assert ("cuMemHostRegister", 4096, 8192, 3) in cuda.calls
+    assert driver.capability == 99
+    assert driver.description == "NVIDIA H100, driver for CUDA 13.0"
+    assert cuda.parameters == [(2**40, 5, 0)]
+    assert any(call[:10] == ("cuLaunchKernel", 75, 8, 1, 1, 128, 1, 1, 1024, 71) for call in cuda.calls)
+    assert ("cuModuleUnload", 74) in cuda.calls
+    assert ("cuMemFree", 73) in cuda.calls
     assert ("cuMemcpyDtoHAsync", 2, 1, 3, 71) in cuda.calls
     assert ("cuMemcpyHtoDAsync", 2, 1, 3, 71) in cuda.calls
     assert cuda.names().count("cuEventCreate") == cuda.names().count("cuEventDestroy") == 2
@@ -137,7 +163,7 @@ def test_a_thread_is_left_as_it_was_after_an_error_too(cuda: StandIn) -> None:
         driver.register_host(4096, 4096)
     relaxed = REAL.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     assert cuda.calls == [
-        ("cuCtxPushCurrent", 70), ("cuThreadExchangeStreamCaptureMode", relaxed), ("cuMemHostRegister", 4096, 4096, 1),
+        ("cuCtxPushCurrent", 70), ("cuThreadExchangeStreamCaptureMode", relaxed), ("cuMemHostRegister", 4096, 4096, 3),
         ("cuThreadExchangeStreamCaptureMode", 0), ("cuCtxPopCurrent",),
     ]  # fmt: skip
 
@@ -148,6 +174,22 @@ def test_a_stream_that_is_captured_is_not_marked(cuda: StandIn, monkeypatch: pyt
     with pytest.raises(DriverError, match="STATUS_ACTIVE"):
         CudaDriver(0).record_event(72, 0)
     assert "cuEventRecord" not in cuda.names()
+
+
+def test_an_image_without_the_kernel_is_unloaded(cuda: StandIn) -> None:
+    cuda.codes["cuModuleGetFunction"] = 500
+    with pytest.raises(DriverError, match=r"cuModuleGetFunction: CUDA_ERROR_NOT_FOUND \(500\)"):
+        CudaDriver(0).load_kernel(b"image", "gather_runs")
+    assert ("cuModuleUnload", 74) in cuda.calls
+
+
+def test_errors_after_which_nothing_works_are_known_by_the_names_that_the_bindings_have(cuda: StandIn) -> None:
+    """All that the bindings' documentation calls so, and no name that they do not have."""
+    del cuda
+    documented = {code.name for code in REAL.CUresult if "inconsistent state" in (code.__doc__ or "")}
+    assert documented <= PERMANENT <= {code.name for code in REAL.CUresult}
+    assert DriverError("call", "CUDA_ERROR_ILLEGAL_ADDRESS (700)").is_permanent
+    assert not DriverError("call", "CUDA_ERROR_OUT_OF_MEMORY (2)").is_permanent
 
 
 def test_a_code_that_the_bindings_do_not_know_is_a_number(cuda: StandIn) -> None:

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,18 +16,21 @@ from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.config import Demotion, ServerConfig, default_directory, format_size, parse_size
 from kvdepot.curve import ClientKeys, generate_keys, load_pair, load_public
-from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
-from kvdepot.registry import list_backends
+from kvdepot.protocols import DeviceBench
+from kvdepot.registry import find_benches, list_backends
 
 _WARM_SECONDS = 90.0  # for one prefix: the depot waits for a minute at most
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; exits with 0, 1 (it failed, one line says why) or 2 (wrong arguments)."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    benches = find_benches() if arguments[:1] == ["bench"] else {}
+    options = _parser(benches).parse_args(arguments)
     logging.basicConfig(
         level=getattr(logging, options.log_level.upper()), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvdepot", description="One server a node that keeps the KV caches of every inference engine there."
     )
@@ -210,10 +213,28 @@ def _parser() -> argparse.ArgumentParser:
     soak.add_argument("--disk", type=Path, metavar="DIR", help="a tier on disk below a smaller pool, in this folder")
     soak.add_argument("--verify", choices=[*m.Verify], default="all", help="as in serve (default all)")
 
-    bench = commands.add_parser("bench", parents=[common, json_output], help="measure, as ratios within one run")
+    bench = commands.add_parser(
+        "bench", help="measure, as ratios within one run",
+        description="Measure, as ratios within one run; each WHAT takes --json. Backends bring their own:"
+        " kvdepot[cuda] has cuda.",
+    )  # fmt: skip
     bench.set_defaults(run=_bench)
-    bench.add_argument("what", choices=("transfer", "lookup", "server"))
-    bench.add_argument("--entries", type=int, default=1_000_000, help="of bench server (default %(default)s)")
+    whats = bench.add_subparsers(required=True, metavar="WHAT", dest="what")
+    for what, described in (
+        ("transfer", "stores and retrieves against one memcpy"),
+        ("lookup", "lookups of long prompts"),
+        ("server", "the server itself"),
+    ):
+        one = whats.add_parser(what, parents=[common, json_output], help=described)
+        one.set_defaults(bench=None)
+        if what == "server":
+            one.add_argument("--entries", type=int, default=1_000_000, help="of its index (default %(default)s)")
+    for what, found in (benches or {}).items():
+        is_broken = isinstance(found, BackendUnavailable)
+        one = whats.add_parser(what, parents=[common, json_output], help=str(found) if is_broken else found.help)
+        one.set_defaults(bench=found)
+        if not is_broken:
+            found.add_arguments(one)
     return parser
 
 
@@ -582,8 +603,13 @@ def _bench(options: argparse.Namespace) -> int:
         if not options.json:
             print(line, flush=True)
 
+    if isinstance(options.bench, BackendUnavailable):
+        raise options.bench
     say(bench.describe_machine())
     match options.what:
+        case _ if options.bench is not None:
+            result = options.bench.run(options, say)
+            result["machine"] = bench.describe_machine()
         case "transfer":
             result = bench.bench_transfer(say=say)
         case "lookup":

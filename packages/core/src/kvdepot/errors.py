@@ -35,6 +35,12 @@ class BackendUnavailable(KVDepotError):
     """An accelerator backend is missing, not built or without its device."""
 
 
+class DeviceError(KVDepotError):
+    """A device failed; `is_permanent` says whether all that this process asks of it will fail from now on."""
+
+    is_permanent: bool = False
+
+
 class DepotUnavailable(KVDepotError):
     """No depot answers: there is none, it hangs, or the connection was lost; the work is a miss."""
 

@@ -58,13 +58,16 @@ class PageLayout:
 def strided_pages(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> PageLayout:
     """Return where the blocks of a tensor `(num_blocks, ...)` lie; `strides` and `itemsize` in bytes.
 
+    The dimensions within a block may lie in any order, as long as its bytes are one stretch: vLLM hands out views whose
+    order differs from the memory's.
+
     Raises:
         LayoutError: there are no blocks, or the bytes of one are not contiguous.
     """
     if not shape or shape[0] < 1:
         raise LayoutError(f"a cache of shape {shape}: the first dimension counts the blocks")
     expected = itemsize
-    for size, stride in reversed(list(zip(shape[1:], strides[1:], strict=True))):
+    for stride, size in sorted(zip(strides[1:], shape[1:], strict=True)):
         if size != 1 and stride != expected:
             raise LayoutError(
                 f"shape {shape} with strides of {strides} bytes: the bytes of one block are not contiguous"

@@ -1,7 +1,8 @@
 """What the parts ask of each other: contexts and futures of an accelerator, backends, tiers, eviction policies."""
 
+import argparse
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
@@ -28,7 +29,8 @@ class CacheGroup:
     `tensors` has one tensor for each layer (or two, keys and values), each `(num_blocks, ...)` with the blocks as first
     dimension, on the backend's device: anything with `data_ptr`, `stride`, `element_size` and `shape`, in host memory
     also with `__array_interface__`. Blocks may be padded or interleaved with other layers', but the bytes of one block
-    of one tensor are contiguous. The rest describes the group to the depot and its operator.
+    of one tensor are contiguous; where they do not lie in the order of the tensor's dimensions, the context's `format`
+    names the order. The rest describes the group to the depot and its operator.
     """
 
     tensors: Sequence[Any]
@@ -208,6 +210,30 @@ class Backend(Protocol):
         Raises:
             BackendUnavailable: `why_unavailable` is not None.
             LayoutError: the tensors are not what they are said to be.
+        """
+        ...
+
+
+class DeviceBench(Protocol):
+    """A bench of one accelerator, named by its entry point under `kvdepot.benches`: `kvdepot bench NAME`.
+
+    Finding it imports nothing heavy.
+    """
+
+    @property
+    def help(self) -> str:
+        """One line for the list of benches."""
+        ...
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add its own options; `--json` is there."""
+        ...
+
+    def run(self, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+        """Measure, say a line for people now and then, and return all of it for JSON.
+
+        Raises:
+            BackendUnavailable: no such device here.
         """
         ...
 

@@ -5,10 +5,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvdepot.errors import BackendUnavailable
-from kvdepot.protocols import Backend, Capability, TransferContext
+from kvdepot.protocols import Backend, Capability, DeviceBench, TransferContext
 
 ENTRY_POINT_GROUP = "kvdepot.backends"
 MOVER_GROUP = "kvdepot.movers"
+BENCH_GROUP = "kvdepot.benches"
 KNOWN_BACKENDS = {"cpu": "kvdepot[cpu]", "cuda": "kvdepot[cuda]", "xpu": "kvdepot[xpu]", "hpu": "kvdepot[hpu]"}
 
 
@@ -55,6 +56,17 @@ def _load(entry: EntryPoint) -> Backend:
         return entry.load()
     except Exception as error:
         raise BackendUnavailable(f"backend {entry.name!r} ({entry.value}) does not load: {error!r}") from error
+
+
+def find_benches() -> dict[str, DeviceBench | BackendUnavailable]:
+    """Return every bench that a backend brings, by its name; what does not load is the error that says why."""
+    found: dict[str, DeviceBench | BackendUnavailable] = {}
+    for entry in entry_points(group=BENCH_GROUP):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:
+            found[entry.name] = BackendUnavailable(f"bench {entry.name!r} ({entry.value}) does not load: {error!r}")
+    return found
 
 
 def list_backends() -> list[BackendStatus]:

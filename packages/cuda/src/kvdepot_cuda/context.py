@@ -34,6 +34,7 @@ from kvdepot_cuda.arrays import ordinal_of, page_layout_of
 from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine, Mark
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
 from kvdepot_cuda.export import MOVER, offer_of
+from kvdepot_cuda.gather import KERNEL_PROGRAMS, KERNEL_RUNS, CompileGather, KernelUse, compile_gather
 from kvdepot_cuda.nvidia import CudaDriver
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,10 @@ class CudaTransferContext(WorkerTransfers):
         batch_bytes: how much of a run is asked for at once.
         piece_bytes: how much of the pool is registered by one call of the driver.
         batch_runs: how many runs one call of the driver copies.
+        kernel_run_bytes: runs of at most so many bytes are retrieved by a kernel; 0: none.
+        kernel_runs: if a call has at least so many of them.
+        kernel_programs: thread blocks of the kernel.
+        compile_gather: makes that kernel.
         open_driver: opens the driver of a device by its number.
         mover: the entry point of the mover, where the depot runs.
 
@@ -85,11 +90,16 @@ class CudaTransferContext(WorkerTransfers):
         batch_bytes: int = BATCH_BYTES,
         piece_bytes: int = PIECE_BYTES,
         batch_runs: int = BATCH_RUNS,
+        kernel_run_bytes: int = 0,
+        kernel_runs: int = KERNEL_RUNS,
+        kernel_programs: int = KERNEL_PROGRAMS,
+        compile_gather: CompileGather = compile_gather,
         open_driver: OpenDriver = CudaDriver,
         mover: str = MOVER,
     ) -> None:
         if mode not in (DIRECT, IPC, AUTO):
             raise ConfigError(f"mode {mode!r}: there are {DIRECT!r}, {IPC!r} and {AUTO!r}")
+        kernel = KernelUse(kernel_run_bytes, kernel_runs, kernel_programs)
         if chunk_tokens is None:
             chunk_tokens = default_chunk_tokens(g.block_tokens for g in groups if g.kind is not GroupKind.RECURRENT)
         layer_groups = [layer_group_of(group, list(map(page_layout_of, group.tensors))) for group in groups]
@@ -113,7 +123,7 @@ class CudaTransferContext(WorkerTransfers):
         try:
             self._engine = CopyEngine(
                 driver, layout, [list(group.tensors) for group in groups],
-                piece_bytes=piece_bytes, batch_runs=batch_runs,
+                piece_bytes=piece_bytes, batch_runs=batch_runs, kernel=kernel, compile_gather=compile_gather,
             )  # fmt: skip
         except BaseException as error:
             with suppress(DriverError):
@@ -136,6 +146,11 @@ class CudaTransferContext(WorkerTransfers):
     def num_registered(self) -> int:
         """Pieces of the pool that the device knows; copies elsewhere are pageable."""
         return self._engine.num_registered
+
+    @property
+    def uses_kernel(self) -> bool:
+        """Whether a kernel is loaded that retrieves small pages."""
+        return self._engine.uses_kernel
 
     @property
     def transfer_mode(self) -> str:

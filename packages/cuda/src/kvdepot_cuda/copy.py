@@ -1,8 +1,10 @@
-"""`CopyEngine`: one worker's copies between its device and the pool, by DMA on two streams of its own.
+"""`CopyEngine`: one worker's copies between its device and the pool, on two streams of its own.
 
-The ladder, from fast to slow, taken for each run by where it lies: batches where the pool is registered with the
-device and the driver takes batches; single copies in stream order where it takes none; single pageable copies where the
-pool is not registered (yet). A driver that fails a batch is asked for single copies at once and from then on.
+The ladder, taken for each run by where it lies: batches where the pool is registered with the device and the driver
+takes batches; single copies in stream order where it takes none; single pageable copies where the pool is not
+registered (yet). A driver that fails a batch is asked for single copies at once and from then on. Retrieves of many
+small runs go by one launch of a kernel instead, where `KernelUse` says so; a kernel that cannot be loaded or launched
+is not used again. Each of these steps down is one warning.
 
 Nothing is reported before the stream was synchronised, and nothing is thrown either: what a failed transfer had begun
 could otherwise still be written when its extents and blocks belong to others.
@@ -24,6 +26,7 @@ from kvdepot.pool import PoolMemory
 from kvdepot.protocols import ReadyEvent
 from kvdepot.runs import BatchRuns, Runs
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
+from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
 from kvdepot_cuda.registration import PoolRegistration
 from kvdepot_cuda.runs import merge, split
 
@@ -45,6 +48,8 @@ class CopyEngine:
         piece_bytes: how much of the pool is registered by one call.
         batch_runs: how many runs one call of the driver gets.
         runs: makes the runs of a batch; None for those of `layout`, unchecked.
+        kernel: which runs of a retrieve the kernel copies.
+        compile_gather: makes that kernel; asked on a thread, once.
 
     Raises:
         ConfigError: a size that cannot work.
@@ -60,6 +65,8 @@ class CopyEngine:
         piece_bytes: int = PIECE_BYTES,
         batch_runs: int = BATCH_RUNS,
         runs: BatchRuns | None = None,
+        kernel: KernelUse = KernelUse(),  # noqa: B008  # frozen
+        compile_gather: CompileGather = compile_gather,
     ) -> None:
         if piece_bytes % _PAGE_BYTES or not 0 < piece_bytes <= MAXIMUM_REGISTERED_BYTES:
             raise ConfigError(f"piece_bytes={piece_bytes}: a multiple of {_PAGE_BYTES}, at most 64 GiB")
@@ -71,6 +78,10 @@ class CopyEngine:
         self._piece_bytes = piece_bytes
         self._batch_runs = batch_runs
         self._takes_batches = driver.has_batch_copy
+        self._kernel = kernel
+        self._compile_gather: CompileGather | None = compile_gather if kernel.run_bytes else None
+        self._gather: Gather | None = None
+        self._uses_gather = False
         self._registration: PoolRegistration | None = None
         self._registering: threading.Thread | None = None
         self._stop_registering = threading.Event()
@@ -86,6 +97,11 @@ class CopyEngine:
     def num_registered(self) -> int:
         """Pieces of the pool that are registered now."""
         return 0 if self._registration is None else self._registration.num_registered
+
+    @property
+    def uses_kernel(self) -> bool:
+        """Whether the kernel is loaded and was not given up."""
+        return self._uses_gather
 
     # --- order ----------------------------------------------------------------------------------------------------
 
@@ -137,6 +153,7 @@ class CopyEngine:
                 old, self._registration = self._registration, PoolRegistration(self._driver, mapping, self._piece_bytes)
             if old is not None:
                 old.close()
+            self._load_kernel()
             self._registration.register(stop)
 
         self._stop_registering = stop
@@ -163,6 +180,9 @@ class CopyEngine:
             self._registering.join()
         if self._registration is not None:
             self._registration.close()
+        with contextlib.suppress(DriverError), self._driver.activated():
+            if self._gather is not None:
+                self._gather.close()
         with contextlib.suppress(DriverError), self._driver.activated():  # of a device that failed nothing can be freed
             for event in self._events:
                 self._driver.destroy_event(event)
@@ -180,10 +200,51 @@ class CopyEngine:
                     self._copy_singly(lane, batch, runs)
                     return
                 is_registered = registration.covers(runs.offsets)
-                self._copy_in_batches(lane, batch, runs.where(is_registered))
+                reachable = runs.where(is_registered)
+                if lane == 1 and self._uses_gather:
+                    reachable = self._launch_for(registration, reachable)
+                self._copy_in_batches(lane, batch, reachable)
                 self._copy_singly(lane, batch, runs.where(~is_registered))
             finally:
                 self._driver.synchronize_stream(self._streams[lane])
+
+    # --- the kernel -----------------------------------------------------------------------------------------------
+
+    def _load_kernel(self) -> None:
+        """Compile and load it, once; until then retrieves go without."""
+        compile_gather, self._compile_gather = self._compile_gather, None
+        if compile_gather is None:
+            return
+        try:
+            image = compile_gather(self._driver.capability)
+            with self._driver.activated():
+                self._gather = Gather(self._driver, image, self._batch_runs)
+        except (DriverError, KernelUnavailable, OSError) as error:
+            logger.warning("no kernel for small pages, DMA copies them: %s", error)
+        else:
+            self._uses_gather = True
+
+    def _launch_for(self, registration: PoolRegistration, runs: Runs) -> Runs:
+        """Have the kernel copy the runs that it is for, and return the others."""
+        assert self._gather is not None
+        sources = registration.device_addresses(runs.offsets)
+        chosen = self._kernel.chosen(sources, runs.blocks, runs.sizes)
+        if not chosen.any():
+            return runs
+        small = runs.where(chosen)
+        try:
+            self._gather.copy(
+                sources[chosen], small.blocks, small.sizes, self._streams[1], self._kernel.num_programs
+            )  # fmt: skip
+        except DriverError as error:
+            if error.is_permanent:
+                raise
+            self._uses_gather = False  # closed at the end: a launch of it may still run
+            logger.warning("no kernel for small pages any more, DMA copies them: %s", error)
+            return runs
+        return runs.where(~chosen)
+
+    # --- DMA ------------------------------------------------------------------------------------------------------
 
     def _copy_in_batches(self, lane: int, batch: CopyBatch, runs: Runs) -> None:
         for start in range(0, len(runs), self._batch_runs):
@@ -195,6 +256,8 @@ class CopyEngine:
                     self._driver.copy_batch(sources, targets, some.sizes, _DIRECTIONS[lane], self._streams[lane])
                     continue
                 except DriverError as error:
+                    if error.is_permanent:
+                        raise
                     self._takes_batches = False
                     logger.warning("no batches of copies any more, single ones are slower: %s", error)
             self._copy_singly(lane, batch, some)

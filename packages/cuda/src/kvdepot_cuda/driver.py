@@ -8,23 +8,35 @@ stream of the context. Calls are made with the device current, inside `activated
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
-from kvdepot.errors import KVDepotError
+from kvdepot.errors import DeviceError
 from kvdepot.runs import Addresses
 
 MAXIMUM_REGISTERED_BYTES: Final = 64 << 30  # of one call: drivers from 580 on refuse 512 GiB
 
 
-class DriverError(KVDepotError):
+PERMANENT: Final = frozenset({
+    "CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    "CUDA_ERROR_CONTAINED", "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED", "CUDA_ERROR_ASSERT", "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION", "CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    "CUDA_ERROR_INVALID_PC", "CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_TENSOR_MEMORY_LEAK",
+    "CUDA_ERROR_EXTERNAL_DEVICE",
+})  # fmt: skip
+"""Errors after which, as the driver API's documentation has it, the context or the process is of no use any more."""
+
+
+class DriverError(DeviceError):
     """A call of the driver failed: `call` names it, `code` is the driver's word for what happened."""
 
     def __init__(self, call: str, code: str, detail: str = "") -> None:
         super().__init__(f"{call}: {code}" + (f" ({detail})" if detail else ""))
         self.call = call
         self.code = code
+        self.is_permanent = code.partition(" ")[0] in PERMANENT
 
 
 class Direction(enum.Enum):
@@ -38,6 +50,11 @@ class Driver(Protocol):
     """One device, used by several threads. Addresses and sizes are bytes."""
 
     @property
+    def description(self) -> str:
+        """The device and its driver, for people."""
+        ...
+
+    @property
     def has_batch_copy(self) -> bool:
         """Whether `copy_batch` can be called."""
         ...
@@ -45,6 +62,11 @@ class Driver(Protocol):
     @property
     def uuid(self) -> str:
         """The device, by the name that `CUDA_VISIBLE_DEVICES` takes and that is the same in every process."""
+        ...
+
+    @property
+    def capability(self) -> int:
+        """The device's compute capability: 90 is 9.0."""
         ...
 
     def activated(self) -> AbstractContextManager[None]:
@@ -107,6 +129,36 @@ class Driver(Protocol):
 
     def unregister_host(self, address: int) -> None:
         """Take back one `register_host`, by its address."""
+        ...
+
+    def device_address_of(self, address: int) -> int:
+        """Return where kernels find registered host memory, given where one `register_host` of it begins."""
+        ...
+
+    def allocate_device(self, num_bytes: int) -> int:
+        """Return the address of new memory on the device. May wait for all that the device does."""
+        ...
+
+    def free_device(self, address: int) -> None:
+        """Give such memory back. May wait for all that the device does."""
+        ...
+
+    def load_kernel(self, image: bytes, name: str) -> int:
+        """Return a kernel out of a compiled image."""
+        ...
+
+    def unload_kernel(self, kernel: int) -> None:
+        """Give up a kernel and its image."""
+        ...
+
+    def launch_kernel(
+        self, kernel: int, num_programs: int, num_threads: int, shared_bytes: int, arguments: Sequence[Any], stream: int
+    ) -> None:
+        """Put a kernel into a stream, `num_programs` thread blocks of `num_threads`.
+
+        `arguments` are ctypes values, which can be reused after the call. What the kernel does wrong is raised by a
+        later `synchronize_stream`, and is permanent.
+        """
         ...
 
     def copy(self, source: int, target: int, num_bytes: int, direction: Direction, stream: int) -> None:

@@ -11,7 +11,7 @@ registration or a wait here would break a CUDA graph that the engine is capturin
 import contextlib
 import ctypes
 import importlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Final
 from uuid import UUID
 
@@ -60,11 +60,19 @@ class CudaDriver:
         self._cuda = _load()
         self._is_open = False
         self._done: dict[int, int] = {}  # stream: the event by which it is waited for
+        self._modules: dict[int, Any] = {}  # kernel: the module that it is in
         self._call("cuInit", 0)
         self._device = self._call("cuDeviceGet", ordinal)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self._is_open = True
         self._batch_copy = self._find_batch_copy()
+
+    @property
+    def description(self) -> str:
+        """See `Driver`."""
+        name = bytes(self._call("cuDeviceGetName", 128, self._device)).partition(b"\0")[0].decode(errors="replace")
+        version = int(self._call("cuDriverGetVersion"))
+        return f"{name}, driver for CUDA {version // 1000}.{version % 1000 // 10}"
 
     @property
     def has_batch_copy(self) -> bool:
@@ -75,6 +83,18 @@ class CudaDriver:
     def uuid(self) -> str:
         """See `Driver`."""
         return f"GPU-{UUID(bytes=bytes(self._call('cuDeviceGetUuid', self._device).bytes))}"
+
+    @property
+    def capability(self) -> int:
+        """See `Driver`."""
+        names = self._cuda.CUdevice_attribute
+        major, minor = (
+            self._call("cuDeviceGetAttribute", name, self._device)
+            for name in (
+                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+            )
+        )  # fmt: skip
+        return int(major) * 10 + int(minor)
 
     @contextlib.contextmanager
     def activated(self) -> Generator[None]:
@@ -170,11 +190,49 @@ class CudaDriver:
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """See `Driver`."""
-        self._call("cuMemHostRegister", address, num_bytes, int(self._cuda.CU_MEMHOSTREGISTER_PORTABLE))
+        flags = int(self._cuda.CU_MEMHOSTREGISTER_PORTABLE) | int(self._cuda.CU_MEMHOSTREGISTER_DEVICEMAP)
+        self._call("cuMemHostRegister", address, num_bytes, flags)
 
     def unregister_host(self, address: int) -> None:
         """See `Driver`."""
         self._call("cuMemHostUnregister", address)
+
+    def device_address_of(self, address: int) -> int:
+        """See `Driver`."""
+        return int(self._call("cuMemHostGetDevicePointer", address, 0))
+
+    def allocate_device(self, num_bytes: int) -> int:
+        """See `Driver`."""
+        return int(self._call("cuMemAlloc", num_bytes))
+
+    def free_device(self, address: int) -> None:
+        """See `Driver`."""
+        self._call("cuMemFree", address)
+
+    def load_kernel(self, image: bytes, name: str) -> int:
+        """See `Driver`."""
+        module = self._call("cuModuleLoadData", image)
+        try:
+            kernel = int(self._call("cuModuleGetFunction", module, name.encode()))
+        except DriverError:
+            self._call("cuModuleUnload", module)
+            raise
+        self._modules[kernel] = module
+        return kernel
+
+    def unload_kernel(self, kernel: int) -> None:
+        """See `Driver`."""
+        self._call("cuModuleUnload", self._modules.pop(kernel))
+
+    def launch_kernel(
+        self, kernel: int, num_programs: int, num_threads: int, shared_bytes: int, arguments: Sequence[Any], stream: int
+    ) -> None:
+        """See `Driver`."""
+        places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
+        self._call(
+            "cuLaunchKernel", kernel, num_programs, 1, 1, num_threads, 1, 1, shared_bytes, stream,
+            ctypes.addressof(places), 0,
+        )  # fmt: skip
 
     def copy(self, source: int, target: int, num_bytes: int, direction: Direction, stream: int) -> None:
         """See `Driver`."""

@@ -32,6 +32,7 @@ class PoolRegistration:
         self._driver = driver
         self._piece_bytes = piece_bytes
         self._is_registered = np.zeros(-(-mapping.size_bytes // piece_bytes), np.bool_)
+        self._on_device = np.zeros(len(self._is_registered), np.uint64)  # where kernels find a piece, 0: nowhere
 
     @property
     def num_registered(self) -> int:
@@ -41,6 +42,12 @@ class PoolRegistration:
     def covers(self, offsets: Addresses) -> npt.NDArray[np.bool_]:
         """Return for each offset in the pool whether its piece is registered."""
         return self._is_registered[(offsets // np.uint64(self._piece_bytes)).astype(np.int64)]
+
+    def device_addresses(self, offsets: Addresses) -> Addresses:
+        """Return for each offset in the pool where kernels find it, 0 where they cannot reach it."""
+        pieces, rests = np.divmod(offsets, np.uint64(self._piece_bytes))
+        bases = self._on_device[pieces.astype(np.int64)]
+        return np.where(bases == 0, bases, bases + rests)
 
     def register(self, stop: threading.Event) -> None:
         """Register the pieces, until `stop` is set. One warning says what the driver refused."""
@@ -56,6 +63,7 @@ class PoolRegistration:
             except DriverError as error:
                 refused = error
             else:
+                self._on_device[number] = self._device_address(start)
                 self._is_registered[number] = True
         if refused is not None:
             logger.warning(
@@ -63,12 +71,23 @@ class PoolRegistration:
                 len(self._is_registered) - self.num_registered, len(self._is_registered), refused,
             )  # fmt: skip
 
+    def _device_address(self, start: int) -> int:
+        try:
+            with self._driver.activated():
+                return self._driver.device_address_of(self.mapping.address + start)
+        except DriverError:  # no kernel reads it; copies do not need it
+            return 0
+
     def close(self) -> None:
         """Unregister what is registered. Nothing may be copied here any more. Twice is harmless."""
+        kept: list[DriverError] = []
         for number in np.flatnonzero(self._is_registered).tolist():
             self._is_registered[number] = False
+            self._on_device[number] = 0
             try:
                 with self._driver.activated():
                     self._driver.unregister_host(self.mapping.address + number * self._piece_bytes)
             except DriverError as error:
-                logger.warning("a piece of the pool stays registered with the device: %s", error)
+                kept.append(error)
+        if kept:
+            logger.warning("%d pieces of the pool stay registered with the device: %s", len(kept), kept[-1])

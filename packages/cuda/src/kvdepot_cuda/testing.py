@@ -9,6 +9,10 @@ a current context, with addresses in no allocation, with host memory half regist
 driver would let pass and what is wrong all the same (unregistering under a copy, targets that overlap) is in
 `violations`. `fail` makes any call fail.
 
+Kernels do not run here: `launch_kernel` does what the gather kernel does, with the addresses in the table, or hands
+them to `run_kernel`. The device finds registered host memory at other addresses than the host does, at which it is
+mapped a second time, so that a kernel that was given the host's is seen.
+
 It proves the worker's side: order, waits, errors, what is registered when, what is given back; and with handles the
 life of the processes. It proves nothing about a device: no speed, no ordering inside hardware, no behaviour of
 NVIDIA's driver that nobody told it.
@@ -22,16 +26,17 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdepot.runs import Addresses
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, DriverError
+from kvdepot_cuda.gather import GatherImage
 
 POISON: Final = 0xAB
 DEFAULT_STREAM: Final = 0
@@ -150,12 +155,33 @@ class _Failure:
 
 
 class FakeDriver:
-    """See `kvdepot_cuda.driver.Driver`; `calls` counts calls by name, `"pageable"` those copies, `"runs"` all runs."""
+    """See `kvdepot_cuda.driver.Driver`.
 
-    def __init__(self, ordinal: int = 0, *, has_batch_copy: bool = True, root: Path | None = None) -> None:
+    `calls` counts calls by name, `"pageable"` those copies, `"runs"` all runs, `"gathered"` those of kernels.
+
+    Args:
+        ordinal: of the device.
+        has_batch_copy: whether it knows batches.
+        root: the folder of its memory; None: memory without handles.
+        run_kernel: called with the arguments of a launch (table, number of rows) and the number of programs when the
+            stream comes to it; addresses are those of this process.
+    """
+
+    capability = 90
+    description = "no GPU: a driver without a device, whose times say nothing about one"
+
+    def __init__(
+        self,
+        ordinal: int = 0,
+        *,
+        has_batch_copy: bool = True,
+        root: Path | None = None,
+        run_kernel: Callable[[int, int, int], None] | None = None,
+    ) -> None:
         self.ordinal = ordinal
         self.uuid = f"GPU-{ordinal}"
         self.has_batch_copy = has_batch_copy
+        self._run_kernel = run_kernel or _gather
         self.calls: collections.Counter[str] = collections.Counter()
         self.violations: list[str] = []
         self.largest_batch = 0
@@ -170,6 +196,10 @@ class FakeDriver:
         self._numbers = itertools.count(0x1000)
         self._allocations: dict[int, tuple[mmap.mmap, int]] = {}
         self._registered: dict[int, int] = {}
+        self._aliases: dict[int, tuple[int, int]] = {}  # registered address: where the device finds it, bytes
+        self._taken: set[int] = set()  # device memory of `allocate_device`
+        self._kernels: set[int] = set()
+        self._tables: collections.Counter[int] = collections.Counter()  # of launches that are not done
         self._events: dict[int, tuple[_Stream, int] | None] = {}
         self._failures: dict[str, _Failure] = {}
         self._streams = {DEFAULT_STREAM: _Stream("fake-default-stream")}
@@ -221,6 +251,8 @@ class FakeDriver:
             "events": len(self._events),
             "registrations": len(self._registered),
             "opened": len(self._opened),
+            "device memory": len(self._taken),
+            "kernels": len(self._kernels),
             "open": int(not self.is_closed),
         }
         return {name: count for name, count in found.items() if count}
@@ -371,6 +403,78 @@ class FakeDriver:
                         if any(start < address + size and address < start + length for start, length in ranges):
                             self._note(f"host memory at {address:#x} was unregistered under a copy")
             del self._registered[address]
+            if address in self._aliases:
+                _unmap(*self._aliases.pop(address))
+
+    def device_address_of(self, address: int) -> int:
+        """See `Driver`."""
+        self._enter("device_address_of")
+        with self._lock:
+            if address not in self._registered:
+                raise DriverError("device_address_of", "CUDA_ERROR_INVALID_VALUE (1)", "not registered")
+            if address not in self._aliases:
+                self._aliases[address] = _map_again(address, self._registered[address]), self._registered[address]
+            return self._aliases[address][0]
+
+    def allocate_device(self, num_bytes: int) -> int:
+        """See `Driver`."""
+        self._enter("allocate_device")
+        address = self.allocate(num_bytes)
+        self._taken.add(address)
+        return address
+
+    def free_device(self, address: int) -> None:
+        """See `Driver`."""
+        self._enter("free_device")
+        if address not in self._taken:
+            raise DriverError("free_device", "CUDA_ERROR_INVALID_VALUE (1)")
+        if self._tables[address]:
+            self._note(f"device memory at {address:#x} was freed under a kernel")
+        self._taken.remove(address)
+        del self._allocations[address]
+
+    def load_kernel(self, image: bytes, name: str) -> int:
+        """See `Driver`; any image will do."""
+        self._enter("load_kernel")
+        if not image or not name:
+            raise DriverError("load_kernel", "CUDA_ERROR_INVALID_IMAGE (200)")
+        kernel = next(self._numbers)
+        self._kernels.add(kernel)
+        return kernel
+
+    def unload_kernel(self, kernel: int) -> None:
+        """See `Driver`."""
+        self._enter("unload_kernel")
+        if kernel not in self._kernels:
+            raise DriverError("unload_kernel", "CUDA_ERROR_INVALID_HANDLE (400)")
+        self._kernels.remove(kernel)
+
+    def launch_kernel(
+        self, kernel: int, num_programs: int, num_threads: int, shared_bytes: int, arguments: Sequence[Any], stream: int
+    ) -> None:
+        """See `Driver`: a gather."""
+        self._enter("launch_kernel")
+        found = self._copy_stream(stream, "launch_kernel")
+        if kernel not in self._kernels or num_programs < 1 or num_threads % 32 or len(arguments) < 2:
+            raise DriverError("launch_kernel", "CUDA_ERROR_INVALID_VALUE (1)")
+        table, num_runs = int(arguments[0].value), int(arguments[1].value)
+
+        def gather() -> None:
+            with self._lock:
+                self._tables[table] -= 1
+                self._fail_if_told("execute")
+                rows = np.frombuffer(memoryview((ctypes.c_uint64 * (3 * num_runs)).from_address(table)).cast("B"), "u8")
+                for source, target, size in rows.reshape(-1, 3).tolist():
+                    if not (self._is_kernel_s(source, size) and self._is_kernel_s(target, size)):
+                        raise DriverError(
+                            "launch_kernel", "CUDA_ERROR_ILLEGAL_ADDRESS (700)", f"{source:#x} to {target:#x}"
+                        )
+                self._run_kernel(table, num_runs, num_programs)
+                self.calls["gathered"] += num_runs
+
+        with self._lock:
+            self._tables[table] += 1
+            found.add(gather, list(self._registered.items()))  # any of it may be read
 
     def copy(self, source: int, target: int, num_bytes: int, direction: Direction, stream: int) -> None:
         """See `Driver`."""
@@ -445,6 +549,12 @@ class FakeDriver:
             start <= address and address + num_bytes <= start + size for start, (_, size) in self._allocations.items()
         )
 
+    def _is_kernel_s(self, address: int, num_bytes: int) -> bool:
+        """Whether a kernel may touch it: device memory, or registered memory where the device finds it."""
+        return self._is_on_device(address, num_bytes) or any(
+            start <= address and address + num_bytes <= start + size for start, size in self._aliases.values()
+        )
+
     def _check_run(self, source: int, target: int, num_bytes: int, direction: Direction, call: str) -> bool:
         """Refuse what a driver refuses; return whether the host side is registered."""
         device, host = (source, target) if direction is Direction.TO_HOST else (target, source)
@@ -489,8 +599,35 @@ def holders(path: Path) -> set[int]:
     return found
 
 
-_libc = ctypes.CDLL(None)
+def fake_gather(_capability: int) -> GatherImage:
+    """Return a kernel that only the fake driver can load."""
+    return GatherImage(b"a fake", "gather_runs", 128, 0, 2)
+
+
+def _gather(table: int, num_runs: int, _num_programs: int) -> None:
+    for row in range(num_runs):
+        source, target, size = (ctypes.c_uint64 * 3).from_address(table + 24 * row)
+        ctypes.memmove(target, source, size)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MREMAP_MAYMOVE: Final = 1
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def _map_again(address: int, num_bytes: int) -> int:
+    """Map shared memory a second time; an old size of 0 is Linux's word for that."""
+    found = _libc.mremap(address, 0, num_bytes, _MREMAP_MAYMOVE)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise DriverError("device_address_of", "CUDA_ERROR_NOT_SUPPORTED (801)", "this memory is not shared")
+    return int(found)
+
+
+def _unmap(address: int, num_bytes: int) -> None:
+    _libc.munmap(address, num_bytes)
 
 
 def _is_mapped(address: int, num_bytes: int) -> bool:

@@ -34,7 +34,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.layout import GroupKind
 from kvdepot.registry import get_backend
 from kvdepot_vllm.engine import StepPlan, WorkerReport
-from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, worker_groups
+from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, wished_layout, worker_groups
 from kvdepot_vllm.identity import engine_namespace
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings
@@ -141,6 +141,22 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         )
         transfer.kv_load_failure_policy = "recompute"
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout that is wished for; vLLM says in its log if it cannot be had, and everything works anyway.
+
+        Raises:
+            ConfigError: a setting that is wrong, as at construction.
+        """
+        from vllm.platforms import current_platform
+
+        settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return wished_layout(
+            settings.kv_cache_layout,
+            is_cuda=current_platform.is_cuda(),
+            block_tokens=vllm_config.cache_config.block_size,
+        )
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A cache: what it loses is a miss."""
@@ -175,7 +191,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         context = None
         device = current_platform.device_type
         backend = get_backend(device)
-        options = {} if self._settings.copy_threads is None else {"copy_threads": self._settings.copy_threads}
+        for name in self._settings.of_other_backends(device):
+            logger.warning("%s means nothing on %s and is ignored", name, device)
         try:
             groups = worker_groups(
                 cache, kv_caches, self._kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
@@ -191,7 +208,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 chunk_tokens=cache.chunk_tokens,
                 url=self._settings.url,
                 deadline_seconds=self._settings.deadline_seconds,
-                **options,
+                **self._settings.backend_options(device),
             )
         except KVDepotError as reason:
             logger.error("kvdepot is not used by this worker: %s", reason)
@@ -401,7 +418,8 @@ def _recorded_event() -> Any:
         return None
     import torch
 
-    event = torch.Event()
+    # On CUDA one that shows its handle, so that the copies wait for it on the device; others are waited for here.
+    event = torch.cuda.Event() if current_platform.device_type == "cuda" else torch.Event()
     event.record()
     return event
 

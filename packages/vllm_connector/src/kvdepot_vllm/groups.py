@@ -3,12 +3,16 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind, default_chunk_tokens
 from kvdepot.messages import CacheSpec, GroupShape
 from kvdepot.protocols import CacheGroup
+from kvdepot_vllm.settings import ASK_VLLM, LEAVE_IT_TO_VLLM
+
+BLOCK_OUTERMOST: Final = "BLNHC"  # in memory: block, layer, token, head, content
+_LARGEST_KERNEL_BLOCK: Final = 64  # tokens that kernels of every attention backend take in one block
 
 
 class Unsupported(LayoutError):
@@ -88,6 +92,25 @@ def engine_cache(
         format=_format(vllm_config, kv_cache_config, version),
         volatile_tokens=_volatile_tokens(vllm_config, kv_cache_config),
     )
+
+
+def wished_layout(wish: str, *, is_cuda: bool, block_tokens: int | None) -> str | None:
+    """Return the KV cache layout that vLLM is asked for, None to leave it to vLLM.
+
+    With the block outermost a block is one run of all layers, which a copy engine moves near the bus's limit, instead
+    of one run a layer. vLLM refuses such layouts where its kernels use smaller blocks than its block table, so large
+    blocks are left alone.
+
+    Args:
+        wish: `Settings.kv_cache_layout`.
+        is_cuda: whether the device is NVIDIA's.
+        block_tokens: of the engine, None if it is not decided.
+    """
+    if wish == LEAVE_IT_TO_VLLM:
+        return None
+    if wish != ASK_VLLM:
+        return wish
+    return BLOCK_OUTERMOST if is_cuda and (block_tokens or 0) <= _LARGEST_KERNEL_BLOCK else None
 
 
 def _volatile_tokens(vllm_config: Any, kv_cache_config: Any) -> int:

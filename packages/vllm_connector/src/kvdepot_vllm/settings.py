@@ -8,6 +8,13 @@ from typing import Any, Final, get_args
 from kvdepot.errors import ConfigError
 
 PREFIX: Final = "kvdepot."
+ASK_VLLM: Final = "auto"
+LEAVE_IT_TO_VLLM: Final = "engine"
+BACKEND_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "cpu": ("copy_threads",),
+    "cuda": ("kernel_run_bytes", "kernel_runs", "kernel_programs"),
+}
+"""Settings that are options of one backend, by the device's type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +23,8 @@ class Settings:
 
     `store` says which tokens are stored: "all" (prompt and output), "prompt" or "none"; `load` whether anything is
     retrieved. `max_pinned_share` bounds the share of the engine's blocks that stores under way may keep from it.
+    `kv_cache_layout` is what vLLM is asked for: "auto" (on CUDA all layers of a block in one place), "engine" (whatever
+    vLLM chooses) or one of vLLM's names.
     """
 
     url: str | None = None  # None: the depot in the default directory
@@ -28,7 +37,11 @@ class Settings:
     store: str = "all"
     load: bool = True
     max_pinned_share: float = 0.5
+    kv_cache_layout: str = ASK_VLLM
     copy_threads: int | None = None
+    kernel_run_bytes: int | None = None
+    kernel_runs: int | None = None
+    kernel_programs: int | None = None
     keep_load_failure_policy: bool = False  # True: a failed load does what vLLM's kv_load_failure_policy says
     keep_after_reset: bool = False  # True: a reset of the prefix cache does not begin a new generation of keys
 
@@ -39,10 +52,22 @@ class Settings:
             raise ConfigError(f"kvdepot.deadline_seconds is {self.deadline_seconds}: give seconds above 0")
         if not 0 < self.max_pinned_share <= 1:
             raise ConfigError(f"kvdepot.max_pinned_share is {self.max_pinned_share}: give a share above 0, at most 1")
-        for name in ("chunk_tokens", "copy_threads"):
+        for name in ("chunk_tokens", "copy_threads", "kernel_runs", "kernel_programs"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"kvdepot.{name} is {value}: at least 1")
+        if self.kernel_run_bytes is not None and self.kernel_run_bytes < 0:
+            raise ConfigError(f"kvdepot.kernel_run_bytes is {self.kernel_run_bytes}: 0 for never, or bytes")
+
+    def backend_options(self, device: str) -> dict[str, int]:
+        """Return what only this device's backend is told: the settings of its own that are set."""
+        values = {name: getattr(self, name) for name in BACKEND_OPTIONS.get(device, ())}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def of_other_backends(self, device: str) -> list[str]:
+        """Return the names of what is set and means nothing on this device."""
+        names = [name for kind, names in BACKEND_OPTIONS.items() if kind != device for name in names]
+        return [PREFIX + name for name in names if getattr(self, name) is not None]
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "Settings":

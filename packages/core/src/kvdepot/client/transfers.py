@@ -18,7 +18,15 @@ from typing import Final, Protocol
 
 from kvdepot import messages as m
 from kvdepot.client.connection import Channel, Connection, Link
-from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, LayoutError, RemoteError
+from kvdepot.errors import (
+    DepotTimeout,
+    DepotUnavailable,
+    DeviceError,
+    ErrorCode,
+    KVDepotError,
+    LayoutError,
+    RemoteError,
+)
 from kvdepot.keys import KeyRun
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, check_block_ids
 from kvdepot.pool import PoolMapping, PoolMemory
@@ -161,6 +169,7 @@ class WorkerTransfers:
         self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
         self._closed = False
         self._failures: set[str] = set()  # that were logged
+        self._device_is_lost = False
         self._checksum = _xxh3_128()
         self._copy_locks = (threading.Lock(), threading.Lock())  # store, retrieve: held while the pool is touched
         self._populated: PoolMapping | None = None
@@ -238,7 +247,7 @@ class WorkerTransfers:
         covered = self._covered(key, block_ids, may_skip=lane == 1)
         transfer = Transfer()
         link = self._connection.link
-        if link is None or self._closed:
+        if link is None or self._closed or self._device_is_lost:
             transfer.resolve(False)
             return transfer
         job = _Job(transfer, link, request_id, key, block_ids, covered, self._ready_of(lane, ready), skip_tokens)
@@ -502,7 +511,7 @@ class WorkerTransfers:
         ok = False
         try:
             link = self._connection.link
-            if link is None or link is not job.link:
+            if link is None or link is not job.link or self._device_is_lost:
                 return channel
             if channel is None or channel.link is not link:
                 if channel is not None:
@@ -518,6 +527,8 @@ class WorkerTransfers:
         except RemoteError as error:
             if error.code not in (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT):
                 logger.error("a transfer of %s was refused: %s", job.request_id, error)
+        except DeviceError as error:
+            self._device_failed(job, error)
         except KVDepotError as error:
             self._note_failure(str(error))
         except Exception:
@@ -534,6 +545,16 @@ class WorkerTransfers:
             logger.log(level, "a transfer failed, which is a miss (said once): %s", text)
             if level == logging.ERROR:
                 self._failures.add(text)
+
+    def _device_failed(self, job: _Job, error: DeviceError) -> None:
+        """Say so in one line; a device that is lost is not asked again, and not spoken of again."""
+        if not error.is_permanent:
+            logger.error("a transfer of %s is a miss: %s", job.request_id, error)
+        elif not self._device_is_lost:
+            self._device_is_lost = True
+            logger.error(
+                "the device is lost for this process, every transfer is a miss until the engine is restarted: %s", error
+            )
 
     def _tidy(self) -> bool:
         for lane in self._lanes:

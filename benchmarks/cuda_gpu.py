@@ -1,0 +1,952 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+"""What a GPU says about the CUDA backend, in at most ten minutes: `python benchmarks/cuda_gpu.py --out FOLDER`.
+
+On a machine with an NVIDIA GPU that is idle otherwise, with Python 3.11 or newer, torch, triton, numpy and
+cuda-bindings. kvdepot and kvdepot-cuda have to be installed, and pyzmq, msgspec, blake3 and xxhash beside them; without
+a network bring wheels (`uv build --all-packages --wheel`, `pip download`) and `pip install --no-deps` them. With pytest
+and hypothesis the conformance suite runs, too. Pools lie in /dev/shm, which wants 4 GiB.
+
+Each step is a process of its own with a time limit; one that fails, hangs or cannot run is reported with the reason,
+and the rest goes on. After each it writes `cuda_gpu.jsonl`, one object a line, and `cuda_gpu.md`, the same as tables.
+`--fake` runs what can be run without a device, small: it shows that the script works, and its figures say nothing.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import importlib.util
+import json
+import mmap
+import multiprocessing
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = 4096
+MIB = 1 << 20
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Skipped(Exception):
+    """A step or a part of one that cannot run here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step gets."""
+
+    is_fake: bool
+    seconds: float  # that it may take
+
+    def need_device(self) -> None:
+        """End the step where there is none."""
+        if self.is_fake:
+            raise Skipped("needs a device: the fake driver is one process without a model")
+
+
+def emit(what: str, **values: Any) -> None:
+    """Report one finding; the parent adds the step's name."""
+    print(json.dumps({"what": what, **values}), flush=True)
+
+
+def part(what: str, function: Any, *arguments: Any) -> None:
+    """Run a part of a step; what it raises is its finding, and the next part goes on."""
+    try:
+        function(*arguments)
+    except Skipped as reason:
+        emit(what, skipped=str(reason))
+    except Exception as error:
+        emit(what, failed=f"{type(error).__name__}: {error}"[:500])
+
+
+def memory_used_mib() -> int | None:
+    """Return what nvidia-smi says is used of the first device."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    done = subprocess.run(query, check=False, capture_output=True, text=True, timeout=20)
+    return int(done.stdout.split()[0]) if done.returncode == 0 and done.stdout.strip() else None
+
+
+def open_driver(setting: Setting, ordinal: int = 0) -> Any:
+    if setting.is_fake:
+        from kvdepot_cuda.testing import FakeDriver
+
+        return FakeDriver(ordinal)
+    from kvdepot_cuda.nvidia import CudaDriver
+
+    return CudaDriver(ordinal)
+
+
+@contextlib.contextmanager
+def shared_file(num_bytes: int):
+    """Yield the path of a file on tmpfs with space for all of it."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        yield file.name
+
+
+def map_file(path: str) -> tuple[mmap.mmap, int]:
+    with open(path, "rb+") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+# --- 1. does it work at all -------------------------------------------------------------------------------------------
+
+
+def environment(setting: Setting) -> None:
+    """What machine this is."""
+    packages = {}
+    for name in (
+        "kvdepot",
+        "kvdepot-cuda",
+        "torch",
+        "triton",
+        "numpy",
+        "cuda-bindings",
+        "pytest",
+        "hypothesis",
+        "vllm",
+    ):
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    shm = os.statvfs("/dev/shm")
+    emit(
+        "machine", python=platform.python_version(), kernel=platform.release(), cores=os.cpu_count(), packages=packages,
+        shm_free_bytes=shm.f_bavail * shm.f_frsize,
+    )  # fmt: skip
+    if shutil.which("nvidia-smi"):
+        query = "name,driver_version,memory.total,memory.used,pcie.link.gen.current,pcie.link.width.current"
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
+            check=False, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+        emit("nvidia-smi", query=query, answer=done.stdout.strip(), error=done.stderr.strip()[:300])
+    driver = open_driver(setting)
+    emit("device", description=driver.description, capability=driver.capability, has_batches=driver.has_batch_copy)
+    driver.close()
+
+
+def raw_ipc(setting: Setting) -> None:
+    """A raw handle between two processes and one registered file; what stays when they are killed."""
+    setting.need_device()
+    num_bytes = 64 * MIB
+    before = memory_used_mib()
+    with shared_file(2 * num_bytes) as path:
+        ours, theirs, exporter = _start(_exporter, path, num_bytes)
+        peer, peers, importer = _start(_importer, path, num_bytes)
+        try:
+            handle, offset = _receive(ours)
+            _, address = map_file(path)
+            pattern = os.urandom(MIB)
+            ctypes.memmove(address, pattern * (num_bytes // MIB), num_bytes)
+            ours.send("upload")
+            _receive(ours)
+            peer.send((handle, offset))
+            opened = _receive(peer)
+            is_right = ctypes.string_at(address + num_bytes, num_bytes) == pattern * (num_bytes // MIB)
+            emit("bytes out of the other's memory", right=is_right, **opened)
+            ctypes.memset(address, 0x5A, num_bytes)
+            peer.send("write")
+            _receive(peer)
+            ours.send("download")
+            _receive(ours)
+            written = ctypes.string_at(address + num_bytes, num_bytes) == b"\x5a" * num_bytes
+            emit("bytes into the other's memory", right=written)
+            used = {"before": before, "both": memory_used_mib()}
+            _kill(exporter)
+            used["exporter killed"] = _settled_memory()
+            _kill(importer)
+            used["both killed"] = _settled_memory()
+            emit("memory used, MiB", **used)
+        finally:
+            for process in (exporter, importer):
+                _kill(process)
+            theirs.close()
+            peers.close()
+
+
+def _start(target: Any, *arguments: Any) -> Any:
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=_child, args=(target, theirs, *arguments), daemon=True)
+    process.start()
+    return ours, theirs, process
+
+
+def _child(target: Any, pipe: Any, *arguments: Any) -> None:
+    try:
+        target(pipe, *arguments)
+    except (EOFError, OSError):
+        pass
+    except BaseException as error:
+        pipe.send(RuntimeError(f"{target.__name__}: {type(error).__name__}: {error}"))
+
+
+def _receive(pipe: Any, seconds: float = 40.0) -> Any:
+    if not pipe.poll(seconds):
+        raise TimeoutError(f"a child said nothing for {seconds:g} s")
+    found = pipe.recv()
+    if isinstance(found, RuntimeError):
+        raise found
+    return found
+
+
+def _kill(process: Any) -> None:
+    if process.is_alive():
+        process.kill()
+    process.join(20)
+
+
+def _settled_memory() -> int | None:
+    time.sleep(1.0)
+    return memory_used_mib()
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    code, *values = result
+    if int(code):
+        raise RuntimeError(f"{code.name} ({int(code)})")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _copy(driver: Any, source: int, target: int, num_bytes: int, *, to_host: bool) -> None:
+    from kvdepot_cuda.driver import Direction
+
+    stream = driver.create_stream()
+    driver.copy(source, target, num_bytes, Direction.TO_HOST if to_host else Direction.TO_DEVICE, stream)
+    driver.synchronize_stream(stream)
+    driver.destroy_stream(stream)
+
+
+def _exporter(pipe: Any, path: str, num_bytes: int) -> None:
+    """Offers memory; moves it from the file's first half, and to its second."""
+    from cuda.bindings import driver as cuda
+
+    driver = open_driver(Setting(False, 0))
+    _, address = map_file(path)
+    with driver.activated():
+        driver.register_host(address, 2 * num_bytes)
+        memory = driver.allocate_device(num_bytes)
+        base, _ = _checked(cuda.cuMemGetAddressRange(memory))
+        handle = _checked(cuda.cuIpcGetMemHandle(memory))
+        pipe.send((ctypes.string_at(handle.getPtr(), 64), memory - int(base)))
+        while True:
+            to_host = pipe.recv() == "download"
+            source, target = (memory, address + num_bytes) if to_host else (address, memory)
+            _copy(driver, source, target, num_bytes, to_host=to_host)
+            pipe.send("done")
+
+
+def _importer(pipe: Any, path: str, num_bytes: int) -> None:
+    """Stands for a mover: opens a handle, registers the file, and copies both ways."""
+    from cuda.bindings import driver as cuda
+
+    driver = open_driver(Setting(False, 0))
+    _, address = map_file(path)
+    raw, offset = pipe.recv()
+    with driver.activated():
+        handle = cuda.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), raw, 64)
+        started = time.perf_counter()
+        base = int(_checked(cuda.cuIpcOpenMemHandle(handle, 1)))  # lazily with peers
+        opened = time.perf_counter()
+        driver.register_host(address, 2 * num_bytes)
+        registered = time.perf_counter()
+        _copy(driver, base + offset, address + num_bytes, num_bytes, to_host=True)
+        pipe.send({"open_ms": (opened - started) * 1e3, "register_ms": (registered - opened) * 1e3})
+        pipe.recv()
+        _copy(driver, address, base + offset, num_bytes, to_host=False)
+        pipe.send("done")
+        pipe.recv()
+
+
+# --- contexts ---------------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """A KV cache of `num_layers` pages a block on the device, and a context that moves it in one mode."""
+
+    def __init__(
+        self, setting: Setting, url: str, mode: str, *, page_bytes: int, num_layers: int, num_blocks: int,
+        block_outermost: bool, **options: Any,
+    ) -> None:  # fmt: skip
+        from kvdepot.errors import BackendUnavailable, ConfigError
+        from kvdepot.protocols import CacheGroup
+        from kvdepot_cuda.context import CudaTransferContext
+
+        if setting.is_fake and mode != "direct":
+            raise Skipped(f"mode {mode!r} needs a device: the fake driver is one process")
+        self.page_bytes, self.num_layers, self.num_blocks = page_bytes, num_layers, num_blocks
+        self.block_bytes = page_bytes * num_layers
+        self._is_fake = setting.is_fake
+        order = (page_bytes, self.block_bytes) if block_outermost else (page_bytes * num_blocks, page_bytes)
+        if setting.is_fake:
+            from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeTensor, fake_gather
+
+            self._driver = FakeDriver()
+            self._address = self._driver.allocate(num_blocks * self.block_bytes)
+            tensors = [
+                FakeTensor(self._address + layer * order[0], (num_blocks, page_bytes), (order[1], 1))
+                for layer in range(num_layers)
+            ]
+            options |= {
+                "open_driver": lambda _ordinal: self._driver, "stream": lambda: DEFAULT_STREAM,
+                "compile_gather": fake_gather,
+            }  # fmt: skip
+        else:
+            import torch
+
+            self._memory = torch.zeros(num_blocks * self.block_bytes, dtype=torch.uint8, device="cuda:0")
+            tensors = [
+                torch.as_strided(self._memory, (num_blocks, page_bytes), (order[1], 1), layer * order[0])
+                for layer in range(num_layers)
+            ]
+        try:
+            self.context = CudaTransferContext(
+                [CacheGroup(tensors, 16)], "cuda_gpu", dtype="bytes", chunk_tokens=16, url=url, mode=mode,
+                deadline_seconds=20.0, **options,
+            )  # fmt: skip
+        except (BackendUnavailable, ConfigError) as reason:
+            raise Skipped(f"mode {mode!r} is not available: {reason}") from reason
+        self.context.wait_until_connected(30)
+
+    def fill(self, seed: int) -> None:
+        """Put bytes into all blocks, of which no two are alike."""
+        if self._is_fake:
+            import numpy as np
+
+            memory = self._driver.bytes_at(self._address, self.num_blocks * self.block_bytes)
+            memory[:] = np.random.default_rng(seed).integers(0, 256, memory.size, np.uint8)
+            return
+        import torch
+
+        torch.manual_seed(seed)
+        words = self._memory.view(torch.int64)
+        words.random_()
+        torch.cuda.synchronize()
+
+    def clear(self) -> None:
+        """Put zeros into all blocks."""
+        if self._is_fake:
+            self._driver.bytes_at(self._address, self.num_blocks * self.block_bytes)[:] = 0
+        else:
+            self._memory.zero_()
+
+    def bytes(self) -> bytes:
+        """Return all of it."""
+        if self._is_fake:
+            return self._driver.bytes_at(self._address, self.num_blocks * self.block_bytes).tobytes()
+        return self._memory.cpu().numpy().tobytes()
+
+    def move(self, way: str, salt: object, blocks: list[int]) -> tuple[bool, float]:
+        """Store or retrieve a prompt; return whether all of it was moved, and the seconds that took."""
+        from kvdepot.keys import Namespace, hash_prefix
+
+        key = hash_prefix(Namespace(f"cuda_gpu {salt}"), 16, range(len(blocks) * 16))
+        submit = self.context.submit_store if way == "store" else self.context.submit_retrieve
+        started = time.perf_counter()
+        ok = submit("request", key, [blocks]).result(60)
+        return ok, time.perf_counter() - started
+
+    def wait_until_registered(self, pool_bytes: int, seconds: float = 60.0) -> None:
+        """Wait until copies need no staging, where the context can tell."""
+        pieces = -(-pool_bytes // (1 << 30))
+        end = time.monotonic() + seconds
+        while getattr(self.context, "num_registered", pieces) < pieces and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Leave the depot."""
+        self.context.close()
+
+
+@contextlib.contextmanager
+def cache(setting: Setting, mode: str, pool_bytes: int, **options: Any):
+    """Yield a connected cache on a depot of its own."""
+    from kvdepot.testing.processes import DepotProcess, wait_until
+
+    with DepotProcess(pool_size=str(pool_bytes)) as depot:
+        wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120)
+        made = Cache(setting, depot.url, mode, **options)
+        try:
+            made.wait_until_registered(pool_bytes)
+            yield made
+        finally:
+            made.close()
+
+
+MODES = ("direct", "ipc")
+KERNEL = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1}
+
+
+def patterned(setting: Setting) -> None:
+    """Random bytes stored, cleared and retrieved, in every mode and layout, and by the kernel."""
+    count = 8 if setting.is_fake else 64
+    page_bytes = 8192 if setting.is_fake else 65536
+
+    def one(mode: str, block_outermost: bool, options: dict[str, Any]) -> None:
+        shape = {"page_bytes": page_bytes, "num_layers": 4, "num_blocks": count, "block_outermost": block_outermost}
+        with cache(setting, mode, 256 * MIB, **shape, **options) as made:
+            made.fill(seed=7)
+            expected = made.bytes()
+            blocks = list(range(count))[::-1]
+            stored, _ = made.move("store", "pattern", blocks)
+            made.clear()
+            retrieved, _ = made.move("retrieve", "pattern", blocks)
+            emit(
+                "bytes", mode=mode, block_outermost=block_outermost, kernel=bool(options),
+                kernel_loaded=getattr(made.context, "uses_kernel", None), stored=stored, retrieved=retrieved,
+                right=made.bytes() == expected,
+            )  # fmt: skip
+
+    for mode in MODES:
+        for block_outermost in (True, False):
+            part(f"bytes {mode}", one, mode, block_outermost, {})
+    part("bytes with the kernel", one, "direct", False, KERNEL)
+
+
+# --- 2. who slows whom ------------------------------------------------------------------------------------------------
+
+
+def interference(setting: Setting) -> None:
+    """A loop of matmuls and one of small kernels, alone and beside copies of this and of another process."""
+    setting.need_device()
+    import torch
+
+    seconds = min(1.5, setting.seconds / 50)
+    torch.zeros(1, device="cuda:0")
+    square = torch.randn(8192, 8192, device="cuda:0", dtype=torch.bfloat16)
+    vectors = [torch.randn(1 << 16, device="cuda:0") for _ in range(64)]
+
+    def matmul() -> None:
+        torch.mm(square, square)
+
+    def small() -> None:
+        for vector in vectors:
+            vector.mul_(1.0001)
+
+    def rate(loop: Any) -> float:
+        """Return runs of the loop a second; at most a few are queued, as an engine does."""
+        for _ in range(5):
+            loop()
+        torch.cuda.synchronize()
+        started, count = time.perf_counter(), 0
+        while time.perf_counter() < started + seconds:
+            for _ in range(4):
+                loop()
+            count += 4
+            torch.cuda.synchronize()
+        return count / (time.perf_counter() - started)
+
+    for loop in (matmul, small):
+        alone = rate(loop)
+        for where in ("this process", "another process"):
+            for directions in (("to_host",), ("to_device",), ("to_host", "to_device")):
+                copiers = [_Copiers[where](direction) for direction in directions]
+                try:
+                    for copier in copiers:
+                        copier.go()
+                    beside = rate(loop)
+                    speeds = {copier.direction: copier.stop() for copier in copiers}
+                finally:
+                    for copier in copiers:
+                        copier.close()
+                again = rate(loop)
+                emit(
+                    "slow-down", loop=loop.__name__, copies=" and ".join(directions), of=where,
+                    slower=round((alone + again) / 2 / beside - 1, 4), alone_per_s=round(alone, 1),
+                    drift=round(again / alone - 1, 4),
+                    gb_per_s={name: round(speed, 2) for name, speed in speeds.items()},
+                )  # fmt: skip
+                alone = again
+
+
+class _ThreadCopier:
+    """Copies 2 MiB runs in batches on a thread of this process, until it is told to stop."""
+
+    def __init__(self, direction: str) -> None:
+        self.direction = direction
+        self._stop = threading.Event()
+        self._go = threading.Event()
+        self._result = 0.0
+        self._error: Exception | None = None
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._is_ready.wait(60)
+
+    def _run(self) -> None:
+        try:
+            self._result = copy_until(self.direction, self._is_ready.set, self._go, self._stop)
+        except Exception as error:
+            self._error = error
+            self._is_ready.set()
+
+    def go(self) -> None:
+        self._go.set()
+
+    def stop(self) -> float:
+        self._stop.set()
+        self._thread.join(30)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def close(self) -> None:
+        self._go.set()
+        self._stop.set()
+        self._thread.join(30)
+
+
+class _ProcessCopier:
+    """The same in a process of its own, with a context of its own."""
+
+    def __init__(self, direction: str) -> None:
+        self.direction = direction
+        self._pipe, self._theirs, self._process = _start(_copier_child, direction)
+        _receive(self._pipe)
+
+    def go(self) -> None:
+        self._pipe.send("go")
+
+    def stop(self) -> float:
+        self._pipe.send("stop")
+        return _receive(self._pipe)
+
+    def close(self) -> None:
+        _kill(self._process)
+
+
+_Copiers: dict[str, Any] = {"this process": _ThreadCopier, "another process": _ProcessCopier}
+
+
+def _copier_child(pipe: Any, direction: str) -> None:
+    copier = _ThreadCopier(direction)
+    pipe.send("ready")
+    pipe.recv()
+    copier.go()
+    pipe.recv()
+    pipe.send(copier.stop())
+
+
+def copy_until(direction: str, ready: Any, go: threading.Event, stop: threading.Event) -> float:
+    """Copy until `stop`; return GB/s."""
+    import numpy as np
+
+    from kvdepot_cuda.driver import Direction
+
+    way, num_bytes, run = Direction(direction), 256 * MIB, 2 * MIB
+    driver = open_driver(Setting(False, 0))
+    host = mmap.mmap(-1, num_bytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(host))
+    ctypes.memset(address, 1, num_bytes)
+    with driver.activated():
+        driver.register_host(address, num_bytes)
+        memory, stream = driver.allocate_device(num_bytes), driver.create_stream()
+        offsets = np.arange(0, 64 * MIB, run, dtype=np.uint64)
+        ends = (offsets + np.uint64(address), np.random.default_rng(0).permutation(offsets) + np.uint64(memory))
+        sources, targets = ends if way is Direction.TO_DEVICE else ends[::-1]
+        sizes = np.full(len(offsets), run, np.uint64)
+        ready()
+        go.wait()
+        started, copied = time.perf_counter(), 0
+        while not stop.is_set():
+            if driver.has_batch_copy:
+                driver.copy_batch(sources, targets, sizes, way, stream)
+            else:
+                for one in zip(sources.tolist(), targets.tolist(), strict=True):
+                    driver.copy(*one, run, way, stream)
+            driver.synchronize_stream(stream)
+            copied += int(sizes.sum())
+        speed = copied / (time.perf_counter() - started) / 1e9
+        driver.unregister_host(address)
+        driver.free_device(memory)
+        driver.destroy_stream(stream)
+    driver.close()
+    return speed
+
+
+# --- 3. the copy table ------------------------------------------------------------------------------------------------
+
+
+def copies(setting: Setting) -> None:
+    """Every way to copy pages, and the thresholds that follow."""
+    from kvdepot_cuda import bench
+    from kvdepot_cuda.gather import compile_gather
+    from kvdepot_cuda.testing import fake_gather
+
+    driver = open_driver(setting)
+    plans = {
+        "table": bench.BenchPlan(
+            page_bytes=tuple(size << 10 for size in (8, 32, 64, 256, 2048)), rounds=3, seconds=setting.seconds * 0.5
+        ),
+        "tuning": replace(bench.TUNE, rounds=3, seconds=setting.seconds * 0.35),
+    }
+    for name, plan in plans.items():
+        plan = bench.FAKE if setting.is_fake else plan
+        result = bench.bench_copies(
+            driver, plan, compile_gather=fake_gather if setting.is_fake else compile_gather
+        )  # fmt: skip
+        for row in result["rows"]:
+            emit("copies", table=name, **row)
+        emit("copies, in all", table=name, kernel=result["kernel"], cells_left_out=result["cells_left_out"])
+        if name == "tuning":
+            tuning = bench.tune(result["rows"])
+            emit(
+                "thresholds", kernel_run_bytes=tuning.use.run_bytes, kernel_runs=tuning.use.min_runs,
+                kernel_programs=tuning.use.num_programs, gain=round(tuning.gain, 4),
+            )  # fmt: skip
+    driver.close()
+
+
+# --- 4. fixed costs ---------------------------------------------------------------------------------------------------
+
+
+def registration(setting: Setting) -> None:
+    """Registering the pool by size of the pieces, and how long launches of another process stall meanwhile."""
+    shm = os.statvfs("/dev/shm")
+    free = shm.f_bavail * shm.f_frsize
+    gib = 32 * MIB if setting.is_fake else 1 << 30  # what stands for a GiB
+    total = max(gib, min(4 * gib, free // 4 // gib * gib))
+    for share, is_touched in ((1, False), (1, True), (0.25, True), (4, True)):
+        piece = min(int(share * gib), total)
+        part("registration", _register, setting, total, piece, is_touched)
+
+
+def _register(setting: Setting, total: int, piece: int, is_touched: bool) -> None:
+    probe = None if setting.is_fake else _start(_probe)
+    driver = open_driver(setting)
+    try:
+        with shared_file(total) as path:
+            memory, address = map_file(path)
+            if is_touched:
+                ctypes.memset(address, 1, total)
+            if probe is not None:
+                _receive(probe[0])
+                time.sleep(1.0)
+                probe[0].send("registering")
+            seconds = []
+            with driver.activated():
+                starts = range(address, address + total, piece)
+                for start in starts:
+                    before = time.perf_counter()
+                    driver.register_host(start, min(piece, address + total - start))
+                    seconds.append(time.perf_counter() - before)
+                stalls = None
+                if probe is not None:
+                    probe[0].send("end")
+                    stalls = _receive(probe[0])
+                for start in starts:
+                    driver.unregister_host(start)
+            emit(
+                "registration", piece_mib=piece / MIB, total_mib=total // MIB, pages_were_touched=is_touched,
+                seconds_a_gib=round(sum(seconds) / total * (1 << 30), 4), longest_call_s=round(max(seconds), 4),
+                launches_of_another_process=stalls,
+            )  # fmt: skip
+            del memory
+    finally:
+        driver.close()
+        if probe is not None:
+            _kill(probe[2])
+
+
+def _probe(pipe: Any) -> None:
+    """Copies 4 KiB again and again, and says how long that took before and while another process registers."""
+    from kvdepot_cuda.driver import Direction
+
+    driver = open_driver(Setting(False, 0))
+    host = mmap.mmap(-1, PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(host))
+    with driver.activated():
+        driver.register_host(address, PAGE)
+        memory, stream = driver.allocate_device(PAGE), driver.create_stream()
+        pipe.send("ready")
+        found = {}
+        for phase in ("alone", "meanwhile"):
+            times = []
+            while not pipe.poll(0):
+                before = time.perf_counter()
+                driver.copy(address, memory, PAGE, Direction.TO_DEVICE, stream)
+                driver.synchronize_stream(stream)
+                times.append(time.perf_counter() - before)
+            pipe.recv()
+            found[phase] = _milliseconds(times)
+        pipe.send(found)
+        pipe.recv()
+
+
+def _milliseconds(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    if not ordered:
+        return {}
+    return {
+        "p50_ms": round(statistics.median(ordered) * 1e3, 4),
+        "p99_ms": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1e3, 4),
+        "max_ms": round(ordered[-1] * 1e3, 4),
+        "count": len(ordered),
+    }
+
+
+def contexts(setting: Setting) -> None:
+    """Time and device memory of a process that opens the device, with and without torch."""
+    setting.need_device()
+    for name in ("driver only", "driver and torch"):
+        before = memory_used_mib()
+        started = time.perf_counter()
+        pipe, _, process = _start(_opener, name == "driver and torch")
+        try:
+            inside = _receive(pipe, 60)
+            emit(
+                "a process with the device", kind=name, seconds_from_start=round(time.perf_counter() - started, 3),
+                memory_mib=None if before is None else (_settled_memory() or 0) - before, **inside,
+            )  # fmt: skip
+        finally:
+            _kill(process)
+
+
+def _opener(pipe: Any, with_torch: bool) -> None:
+    started = time.perf_counter()
+    if with_torch:
+        import torch
+
+        torch.zeros(1, device="cuda:0")
+    imported = time.perf_counter()
+    driver = open_driver(Setting(False, 0))
+    with driver.activated():
+        driver.create_stream()
+        driver.create_stream()
+    status = Path("/proc/self/status").read_text().splitlines()
+    resident = next(int(line.split()[1]) >> 10 for line in status if line.startswith("VmRSS"))
+    pipe.send({
+        "torch_s": round(imported - started, 3), "open_s": round(time.perf_counter() - imported, 3),
+        "resident_mib": resident,
+    })  # fmt: skip
+    pipe.recv()
+
+
+def latency(setting: Setting) -> None:
+    """From a submission to its future, for one block, in each mode."""
+    count = 20 if setting.is_fake else 200
+    shape = {
+        "page_bytes": 4096 if setting.is_fake else 65536,
+        "num_layers": 32,
+        "num_blocks": 8,
+        "block_outermost": True,
+    }
+
+    def one(mode: str) -> None:
+        started = time.perf_counter()
+        with cache(setting, mode, 512 * MIB, **shape) as made:
+            times: dict[str, list[float]] = {"store": [], "retrieve": []}
+            made.fill(seed=1)
+            first = None
+            for number in range(count):
+                for way, found in times.items():
+                    ok, seconds = made.move(way, number, [number % 8])
+                    if not ok:
+                        raise RuntimeError(f"{way} {number} failed")
+                    found.append(seconds)
+                    first = first or time.perf_counter() - started
+            for way, found in times.items():
+                emit("one block", mode=mode, way=way, block_bytes=made.block_bytes, **_milliseconds(found[3:]))
+            emit("first copy", mode=mode, seconds_from_nothing=round(first or 0.0, 3))
+
+    for mode in MODES:
+        part(f"one block {mode}", one, mode)
+
+
+# --- 5. the whole -----------------------------------------------------------------------------------------------------
+
+
+def conformance(setting: Setting) -> None:
+    """The suite of every backend with the real driver."""
+    setting.need_device()
+    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Skipped(f"needs {' and '.join(missing)}")
+    limit = max(20.0, setting.seconds - 10)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--color=no",
+                   f"--basetemp={folder}/tests", "tests/cuda/test_on_device.py"]  # fmt: skip
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=limit, cwd=ROOT,
+            env={**os.environ, "KVDEPOT_REQUIRE_CUDA": "1"},
+        )  # fmt: skip
+    emit("conformance", status=done.returncode, last_lines=done.stdout.strip().splitlines()[-12:])
+
+
+def retrieve(setting: Setting) -> None:
+    """10,000 tokens of an 8B model (32 layers x 64 KiB a block), by layout, mode and kernel."""
+    count = 12 if setting.is_fake else 625
+    page_bytes = 4096 if setting.is_fake else 65536
+    rounds = 2 if setting.is_fake else 5
+
+    def one(mode: str, block_outermost: bool, options: dict[str, Any]) -> None:
+        shape = {
+            "page_bytes": page_bytes,
+            "num_layers": 32,
+            "num_blocks": 2 * count,
+            "block_outermost": block_outermost,
+        }
+        num_bytes = count * 32 * page_bytes
+        with cache(setting, mode, 2 * num_bytes + 256 * MIB, **shape, **options) as made:
+            import random
+
+            made.fill(seed=3)
+            blocks = random.Random(0).sample(range(2 * count), count)
+            times: dict[str, list[float]] = {"store": [], "retrieve": []}
+            for number in range(rounds):
+                for way, found in times.items():
+                    ok, seconds = made.move(way, f"{number % 2}", blocks)
+                    if not ok:
+                        raise RuntimeError(f"{way} {number} failed")
+                    if way == "retrieve" or number < 2:  # later stores find their chunks there
+                        found.append(seconds)
+            for way, found in times.items():
+                emit(
+                    "10,000 tokens", mode=mode, block_outermost=block_outermost, kernel=bool(options), way=way,
+                    ms=round(statistics.median(found) * 1e3, 2),
+                    gb_per_s=round(num_bytes / statistics.median(found) / 1e9, 2),
+                    spread_ms=[round(min(found) * 1e3, 2), round(max(found) * 1e3, 2)],
+                )  # fmt: skip
+
+    for mode in MODES:
+        for block_outermost in (True, False):
+            part(f"10,000 tokens {mode}", one, mode, block_outermost, {})
+    part("10,000 tokens with the kernel", one, "direct", False, KERNEL)
+    emit("time to the first token", skipped="needs vLLM and a model: compare with its OffloadingConnector by hand")
+
+
+STEPS: dict[str, tuple[Any, float]] = {
+    "environment": (environment, 40),
+    "raw_ipc": (raw_ipc, 60),
+    "patterned": (patterned, 80),
+    "copies": (copies, 150),
+    "interference": (interference, 90),
+    "contexts": (contexts, 40),
+    "registration": (registration, 80),
+    "latency": (latency, 60),
+    "retrieve": (retrieve, 90),
+    "conformance": (conformance, 120),
+}
+"""In this order; with the most that each may take, in seconds."""
+
+
+# --- parent -----------------------------------------------------------------------------------------------------------
+
+
+def run_step(name: str, limit: float, *, is_fake: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run one step in a process group of its own; return what it found, and how it ended."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--step", name, "--limit", str(limit)]
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command + ["--fake"] * is_fake, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
+        reason = ""
+        try:
+            status = {0: "ok", 3: "skipped"}.get(process.wait(limit), "failed")
+        except subprocess.TimeoutExpired:
+            status, reason = "timed out", f"not done after {limit:.0f} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        out.seek(0)
+        err.seek(0)
+        findings = []
+        for line in out.read().splitlines():
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    findings.append({"step": name, **found})
+        complaints = err.read().strip().splitlines()
+    if status in ("failed", "skipped") and complaints:
+        reason = complaints[-1][:500]
+    end = {"step": name, "status": status, "seconds": round(time.monotonic() - started, 1)}
+    return findings, end | ({"reason": reason} if reason else {})
+
+
+def tables(findings: list[dict[str, Any]], ends: list[dict[str, Any]], *, is_fake: bool) -> str:
+    """Return everything as Markdown."""
+    lines = ["# CUDA on a GPU", ""]
+    if is_fake:
+        lines += ["**No GPU is behind these figures: they come of a driver without a device and say nothing.**", ""]
+    lines += ["| step | how it ended | seconds | why |", "|---|---|---|---|"]
+    lines += [f"| {end['step']} | {end['status']} | {end['seconds']} | {end.get('reason', '')} |" for end in ends]
+    for step in STEPS:
+        mine = [found for found in findings if found["step"] == step]
+        if mine:
+            lines += ["", f"## {step}"]
+        kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for found in mine:
+            values = {name: value for name, value in found.items() if name != "step"}
+            if "ways" in values:
+                ways = values.pop("ways")
+                values |= {name: f"{way['ratio']:.2f} ({way['submit_us']:.0f} us)" for name, way in ways.items()}
+            kinds.setdefault(tuple(values), []).append(values)
+        for columns, rows in kinds.items():
+            lines += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+            lines += [f"| {' | '.join(_cell(row[column]) for column in columns)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="where the two files go (default .)")
+    parser.add_argument("--seconds", type=float, default=590.0, help="for all of it (default %(default)s)")
+    parser.add_argument("--only", default="", metavar="STEP,..", help=f"of {', '.join(STEPS)}")
+    parser.add_argument("--fake", action="store_true", help="without a device: shows that the script works")
+    parser.add_argument("--step", choices=sorted(STEPS), help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=60.0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.step:
+        try:
+            STEPS[options.step][0](Setting(options.fake, options.limit))
+        except Skipped as reason:
+            print(reason, file=sys.stderr)
+            sys.exit(3)
+        return
+    wanted = options.only.split(",") if options.only else list(STEPS)
+    if unknown := set(wanted) - set(STEPS):
+        parser.error(f"no such step: {', '.join(sorted(unknown))}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + options.seconds
+    findings: list[dict[str, Any]] = []
+    ends: list[dict[str, Any]] = []
+    with open(options.out / "cuda_gpu.jsonl", "w") as log:
+        for name in (name for name in STEPS if name in wanted):
+            limit = min(STEPS[name][1], deadline - time.monotonic())
+            if limit < 5:
+                found, end = [], {"step": name, "status": "skipped", "seconds": 0.0, "reason": "no time was left"}
+            else:
+                found, end = run_step(name, limit, is_fake=options.fake)
+            findings += found
+            ends.append(end)
+            log.writelines(json.dumps({"is_a_gpu": not options.fake, **line}) + "\n" for line in [*found, end])
+            log.flush()
+            (options.out / "cuda_gpu.md").write_text(tables(findings, ends, is_fake=options.fake))
+            reason = f": {end['reason']}" if "reason" in end else ""
+            print(f"{name}: {end['status']}, {end['seconds']} s{reason}", flush=True)
+    print(options.out / "cuda_gpu.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""`kvdepot bench cuda`: every way to copy pages between a device and the pool, as a ratio to one large copy.
+
+A cell of the table is a page size, a number of pages and a direction. The pages lie in order in host memory, as in an
+extent, and scattered on the device, for the merged batch in stretches of 16 neighbours. The reference is one copy of as
+many contiguous, registered bytes in the same round. Times are those of the host, from the first call until the stream
+is synchronised, over as many repetitions as make 64 MiB: what a retrieve would wait. Every way's bytes are compared
+before it is timed. `--tune` turns the table into the two numbers of `KernelUse`.
+"""
+
+import argparse
+import contextlib
+import itertools
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.config import format_size, parse_size
+from kvdepot.errors import BackendUnavailable, KVDepotError
+from kvdepot.runs import Addresses, Runs
+from kvdepot_cuda.availability import why_unavailable
+from kvdepot_cuda.copy import BATCH_RUNS
+from kvdepot_cuda.driver import Direction, Driver, DriverError
+from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
+from kvdepot_cuda.runs import merge
+
+Say = Callable[[str], None]
+Row = dict[str, Any]
+
+_STRETCH: Final = 16
+_TIMED_BYTES: Final = 64 << 20
+_MOST_REPETITIONS: Final = 32
+_NUM_COMPARED: Final = 32  # pages of each way
+_POISON: Final = 0xEE
+_LEAST_GAIN: Final = 0.03  # below it the kernel is not worth the processors that it takes from the model
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """What is measured."""
+
+    page_bytes: tuple[int, ...] = tuple(size << 10 for size in (4, 8, 16, 24, 32, 64, 256, 2048))
+    counts: tuple[int, ...] = (16, 64, 256, 1024, 4096)
+    directions: tuple[Direction, ...] = (Direction.TO_DEVICE, Direction.TO_HOST)
+    programs: tuple[int, ...] = (4, 8, 12, 16)
+    rounds: int = 5
+    largest_bytes: int = 512 << 20  # of one copy; larger cells are left out
+    seconds: float = 240.0  # cells that are not begun by then are left out
+
+    def cells(self) -> Iterator[tuple[Direction, int, int]]:
+        """Yield direction, page size and number of pages."""
+        for direction, page_bytes, count in itertools.product(self.directions, self.page_bytes, self.counts):
+            if page_bytes * count <= self.largest_bytes:
+                yield direction, page_bytes, count
+
+
+TUNE: Final = BenchPlan(
+    page_bytes=tuple(size << 10 for size in (4, 8, 16, 24, 32, 48, 64)),
+    counts=(4, 8, 16, 32, 64, 128, 256, 1024, 4096),
+    directions=(Direction.TO_DEVICE,),
+)
+FAKE: Final = BenchPlan(
+    page_bytes=(4 << 10, 64 << 10), counts=(16, 64), programs=(4, 8), rounds=2, largest_bytes=4 << 20
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What a table says about the kernel: how to use it, and the mean gain over the table's cells without it."""
+
+    use: KernelUse
+    gain: float
+
+
+def bench_copies(
+    driver: Driver, plan: BenchPlan, *, compile_gather: CompileGather = compile_gather, say: Say = lambda _line: None
+) -> dict[str, Any]:
+    """Measure the table; the driver stays open.
+
+    Raises:
+        DriverError: the device does not take what every way needs.
+    """
+    deadline = time.monotonic() + plan.seconds
+    rows: list[Row] = []
+    left_out = 0
+    with driver.activated(), _Memory.of(driver, plan) as memory:
+        gather, why_not = _gather_of(driver, plan, compile_gather)
+        say(f"{driver.description}; kernel: {why_not or 'compiled'}; ratios to one large copy in the same round")
+        try:
+            for direction, page_bytes, count in plan.cells():
+                if time.monotonic() > deadline:
+                    left_out += 1
+                    continue
+                cell = _Cell(driver, memory, gather, direction, page_bytes, count)
+                rows.append(cell.measure(plan))
+                say(describe_row(rows[-1]))
+        finally:
+            if gather is not None:
+                gather.close()
+    if left_out:
+        say(f"{left_out} cells were left out after {plan.seconds:g} s")
+    return {"bench": "cuda", "device": driver.description, "kernel": why_not or "compiled", "rows": rows,
+            "cells_left_out": left_out}  # fmt: skip
+
+
+def tune(rows: Sequence[Row]) -> Tuning:
+    """Return the thresholds with the highest mean ratio over the cells to the device, and how much that gains.
+
+    Where the kernel is not used, batches copy. It is left off if it gains less than 3 %.
+    """
+    cells = [row for row in rows if row["direction"] == Direction.TO_DEVICE.value and "batch" in row["ways"]]
+    best = Tuning(KernelUse(), 0.0)
+    if not cells:
+        return best
+    without = statistics.fmean(row["ways"]["batch"]["ratio"] for row in cells)
+    programs = {int(way.removeprefix("kernel ")) for row in cells for way in row["ways"] if way.startswith("kernel ")}
+    sizes, counts = {row["page_bytes"] for row in cells}, {row["count"] for row in cells}
+    # Of what is equally good, the kernel for fewer calls and with fewer programs.
+    for use in itertools.starmap(
+        KernelUse, itertools.product(sorted(sizes), sorted(counts, reverse=True), sorted(programs))
+    ):
+        gain = statistics.fmean(_ratio_with(row, use) for row in cells) / without - 1
+        if gain > max(best.gain + 1e-9, _LEAST_GAIN):
+            best = Tuning(use, gain)
+    return best
+
+
+def describe_tuning(tuning: Tuning) -> str:
+    """Return what to set, for people."""
+    use = tuning.use
+    if not use.run_bytes:
+        return "the kernel gains less than 3 % here: leave it off (kernel_run_bytes=0, the default)"
+    return f"""the kernel for pages of at most {format_size(use.run_bytes)} from {use.min_runs} on: {tuning.gain:+.0%} over this table
+  in Python   create_context(..., kernel_run_bytes={use.run_bytes}, kernel_runs={use.min_runs}, kernel_programs={use.num_programs})
+  with vLLM   "kv_connector_extra_config": {{"kvdepot.kernel_run_bytes": {use.run_bytes}, "kvdepot.kernel_runs": {use.min_runs}, "kvdepot.kernel_programs": {use.num_programs}}}"""  # noqa: E501
+
+
+def describe_row(row: Row) -> str:
+    """Return one row of the table, for people."""
+    ways = "; ".join(f"{name} {way['ratio']:.2f}" for name, way in row["ways"].items())
+    problems = "".join(f"; {name}: {reason}" for name, reason in row["failed"].items())
+    return (
+        f"{row['direction']:9} {format_size(row['page_bytes']):>6} x {row['count']:4}:"
+        f" one copy {row['reference_gb_per_s']:6.2f} GB/s; {ways}{problems}"
+    )
+
+
+def _ratio_with(row: Row, use: KernelUse) -> float:
+    ways: Mapping[str, Mapping[str, float]] = row["ways"]
+    kernel = f"kernel {use.num_programs}"
+    is_kernel_s = row["page_bytes"] <= use.run_bytes and row["count"] >= use.min_runs and kernel in ways
+    return ways[kernel if is_kernel_s else "batch"]["ratio"]
+
+
+def _gather_of(driver: Driver, plan: BenchPlan, compile_gather: CompileGather) -> tuple[Gather | None, str]:
+    try:
+        return Gather(driver, compile_gather(driver.capability), max(plan.counts)), ""
+    except (DriverError, KernelUnavailable) as error:
+        return None, f"not there ({error})"
+
+
+class _Memory:
+    """Host memory, shared and registered as the pool is, twice as much on the device, and room to look at a page."""
+
+    def __init__(self, driver: Driver, num_bytes: int, page_bytes: int, undo: contextlib.ExitStack) -> None:
+        self.num_bytes = num_bytes
+        self.host = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+        self.host.view(np.uint64)[:] = np.random.default_rng(0).integers(0, 1 << 63, num_bytes // 8, np.uint64)
+        self.page = np.frombuffer(mmap.mmap(-1, page_bytes), np.uint8)
+        self.page_address = self.page.ctypes.data
+        self.address = self.host.ctypes.data
+        for address, size in ((self.address, num_bytes), (self.page_address, page_bytes)):
+            driver.register_host(address, size)
+            undo.callback(driver.unregister_host, address)
+        self.on_device = driver.allocate_device(2 * num_bytes)
+        undo.callback(driver.free_device, self.on_device)
+        self.stream = driver.create_stream()
+        undo.callback(driver.destroy_stream, self.stream)
+        undo.callback(driver.synchronize_stream, self.stream)
+        for half in (0, num_bytes):
+            driver.copy(self.address, self.on_device + half, num_bytes, Direction.TO_DEVICE, self.stream)
+        driver.synchronize_stream(self.stream)
+        try:
+            self.host_on_device = driver.device_address_of(self.address)
+        except DriverError:
+            self.host_on_device = 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, driver: Driver, plan: BenchPlan) -> "Generator[_Memory]":
+        largest = max(page_bytes * count for _, page_bytes, count in plan.cells())
+        with contextlib.ExitStack() as undo:
+            yield cls(driver, -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE, max(plan.page_bytes), undo)
+
+
+class _Cell:
+    """One page size, number of pages and direction."""
+
+    def __init__(
+        self, driver: Driver, memory: _Memory, gather: Gather | None, direction: Direction, page_bytes: int, count: int
+    ) -> None:
+        self._driver, self._memory, self._gather = driver, memory, gather
+        self._direction, self._page_bytes, self._count = direction, page_bytes, count
+        rng = np.random.default_rng(count)
+        stretch = min(_STRETCH, count)
+        starts = rng.permutation(2 * count // stretch)[: -(-count // stretch)] * stretch
+        self._scattered = self._runs(rng.permutation(2 * count)[:count])
+        self._neighbours = self._runs((starts[:, None] + np.arange(stretch)).reshape(-1)[:count])
+
+    def _runs(self, places: npt.NDArray[np.int64]) -> Runs:
+        size = np.uint64(self._page_bytes)
+        return Runs(
+            np.uint64(self._memory.on_device) + places.astype(np.uint64) * size,
+            np.arange(self._count, dtype=np.uint64) * size,
+            np.full(self._count, size),
+        )
+
+    def measure(self, plan: BenchPlan) -> Row:
+        num_bytes = self._page_bytes * self._count
+        failed: dict[str, str] = {}
+        ways: dict[str, Callable[[], None]] = {}
+        for name, runs, way in self._ways(plan):
+            try:
+                way()
+                self._driver.synchronize_stream(self._memory.stream)
+                self._compare(runs, way)
+            except (DriverError, _WrongBytes) as error:
+                if isinstance(error, DriverError) and error.is_permanent:
+                    raise
+                failed[name] = str(error)
+            else:
+                ways[name] = way
+        repetitions = max(1, min(_MOST_REPETITIONS, _TIMED_BYTES // num_bytes))
+        references: list[float] = []
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        submitting: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(plan.rounds):
+            references.append(self._time(self._reference, repetitions)[0])
+            for name, way in ways.items():
+                whole, submit = self._time(way, repetitions)
+                times[name].append(whole)
+                submitting[name].append(submit)
+        row: Row = {
+            "direction": self._direction.value, "page_bytes": self._page_bytes, "count": self._count,
+            "reference_gb_per_s": round(num_bytes / statistics.median(references) / 1e9, 3), "ways": {},
+            "failed": failed,
+        }  # fmt: skip
+        for name, seconds in times.items():
+            ratios = sorted(one / other for one, other in zip(references, seconds, strict=True))
+            row["ways"][name] = {
+                "ratio": round(statistics.median(ratios), 4),
+                "spread": [round(ratios[0], 4), round(ratios[-1], 4)],
+                "gb_per_s": round(num_bytes / statistics.median(seconds) / 1e9, 3),
+                "submit_us": round(statistics.median(submitting[name]) * 1e6, 1),
+            }
+        return row
+
+    def _ways(self, plan: BenchPlan) -> Iterator[tuple[str, Runs, Callable[[], None]]]:
+        yield "loop", self._scattered, self._loop
+        if self._driver.has_batch_copy:
+            yield "batch", self._scattered, lambda: self._batches(self._scattered)
+            yield "merged batch", self._neighbours, lambda: self._batches(merge(self._neighbours))
+        if self._gather is not None and self._memory.host_on_device:
+            for programs in plan.programs:
+                yield f"kernel {programs}", self._scattered, lambda programs=programs: self._launch(programs)
+
+    def _reference(self) -> None:
+        memory, num_bytes = self._memory, self._page_bytes * self._count
+        if self._direction is Direction.TO_DEVICE:
+            self._driver.copy(memory.address, memory.on_device, num_bytes, self._direction, memory.stream)
+        else:
+            self._driver.copy(memory.on_device, memory.address, num_bytes, self._direction, memory.stream)
+
+    def _ends(self, runs: Runs, host: int) -> tuple[Addresses, Addresses]:
+        """Return sources and targets, with host memory at `host`."""
+        pool = runs.offsets + np.uint64(host)
+        return (pool, runs.blocks) if self._direction is Direction.TO_DEVICE else (runs.blocks, pool)
+
+    def _loop(self) -> None:
+        sources, targets = self._ends(self._scattered, self._memory.address)
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self._driver.copy(source, target, self._page_bytes, self._direction, self._memory.stream)
+
+    def _batches(self, runs: Runs) -> None:
+        sources, targets = self._ends(runs, self._memory.address)
+        for start in range(0, len(runs), BATCH_RUNS):
+            some = slice(start, start + BATCH_RUNS)
+            self._driver.copy_batch(
+                sources[some], targets[some], runs.sizes[some], self._direction, self._memory.stream
+            )  # fmt: skip
+
+    def _launch(self, programs: int) -> None:
+        """The rows are the same each time, so that repetitions need no wait between them."""
+        assert self._gather is not None
+        sources, targets = self._ends(self._scattered, self._memory.host_on_device)
+        self._gather.copy(sources, targets, self._scattered.sizes, self._memory.stream, programs)
+
+    def _time(self, submit: Callable[[], None], repetitions: int) -> tuple[float, float]:
+        """Return the seconds of one repetition, and what of them submitting took."""
+        started = time.perf_counter()
+        for _ in range(repetitions):
+            submit()
+        submitted = time.perf_counter()
+        self._driver.synchronize_stream(self._memory.stream)
+        return (time.perf_counter() - started) / repetitions, (submitted - started) / repetitions
+
+    def _compare(self, runs: Runs, way: Callable[[], None]) -> None:
+        """Run it once more with other bytes in host memory, and look at some pages on both sides."""
+        memory, size = self._memory, self._page_bytes
+        some = np.unique(np.linspace(0, len(runs) - 1, _NUM_COMPARED).astype(np.int64)).tolist()
+        for number in some:
+            offset = int(runs.offsets[number])
+            if self._direction is Direction.TO_DEVICE:
+                memory.host[offset : offset + size] += np.uint8(1)  # other bytes than any way before had
+            else:
+                memory.host[offset : offset + size] = _POISON
+        way()
+        self._driver.synchronize_stream(memory.stream)
+        for number in some:
+            offset = int(runs.offsets[number])
+            self._driver.copy(int(runs.blocks[number]), memory.page_address, size, Direction.TO_HOST, memory.stream)
+            self._driver.synchronize_stream(memory.stream)
+            if not np.array_equal(memory.host[offset : offset + size], memory.page[:size]):
+                raise _WrongBytes(f"page {number} of {self._count} has wrong bytes")
+
+
+class _WrongBytes(KVDepotError):
+    pass
+
+
+class CudaBench:
+    """See `kvdepot.protocols.DeviceBench`."""
+
+    help = "ways to copy pages to and from a GPU"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """See `DeviceBench`."""
+        parser.add_argument(
+            "--tune", action="store_true", help="measure what decides about the kernel, and say what to set"
+        )
+        parser.add_argument("--device", type=int, default=0, metavar="N", help="number of the device (default 0)")
+        parser.add_argument("--rounds", type=int, help="of each cell of the table")
+        parser.add_argument("--seconds", type=float, help="begin no cell after that")
+        parser.add_argument(
+            "--largest", type=parse_size, metavar="SIZE", help="of one copy; the device needs twice as much"
+        )
+        parser.add_argument(
+            "--fake", action="store_true", help="without a device: shows that it runs, measures nothing"
+        )
+
+    def run(self, options: argparse.Namespace, say: Say) -> dict[str, Any]:
+        """See `DeviceBench`."""
+        plan = FAKE if options.fake else TUNE if options.tune else BenchPlan()
+        given = {"rounds": options.rounds, "seconds": options.seconds, "largest_bytes": options.largest}
+        plan = replace(plan, **{name: value for name, value in given.items() if value is not None})
+        if plan.rounds < 1 or not any(True for _ in plan.cells()):
+            raise KVDepotError("nothing to measure: give --rounds of 1 or more, and --largest of 64KiB or more")
+        if options.fake:
+            from kvdepot_cuda.testing import FakeDriver, fake_gather
+
+            driver, compiler = FakeDriver(), fake_gather
+        else:
+            driver, compiler = _open(options.device), compile_gather
+        try:
+            result = bench_copies(driver, plan, compile_gather=compiler, say=say)
+        finally:
+            driver.close()
+        result["is_a_gpu"] = not options.fake
+        if options.fake:
+            say("there is no GPU behind these figures: they say nothing about one, set nothing by them")
+        if options.tune:
+            tuning = tune(result["rows"])
+            result["tuning"] = {
+                "kernel_run_bytes": tuning.use.run_bytes, "kernel_runs": tuning.use.min_runs,
+                "kernel_programs": tuning.use.num_programs, "gain": round(tuning.gain, 4),
+            }  # fmt: skip
+            say(describe_tuning(tuning))
+        return result
+
+
+def _open(ordinal: int) -> Driver:
+    reason = why_unavailable()
+    if reason is not None:
+        raise BackendUnavailable(f"bench cuda: {reason}; --fake shows that the bench runs")
+    from kvdepot_cuda.nvidia import CudaDriver
+
+    try:
+        return CudaDriver(ordinal)
+    except DriverError as error:
+        raise BackendUnavailable(f"bench cuda: device {ordinal} cannot be used: {error}") from error
+
+
+bench = CudaBench()

@@ -1,0 +1,161 @@
+"""Many small runs by one launch of a kernel instead of one DMA each: for retrieves only, and only where it is told to.
+
+The copy engine asks `KernelUse` which runs of a call the kernel is for, and has `Gather` copy them. The kernel reads
+the pool itself, so it gets no run whose piece of the pool the device does not know.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.runs import Addresses
+from kvdepot_cuda.driver import Direction, Driver
+
+KERNEL_RUNS: Final = 16
+KERNEL_PROGRAMS: Final = 8
+_ALIGNMENT: Final = 16
+_ROW_BYTES: Final = 24
+
+
+class KernelUnavailable(KVDepotError):
+    """The kernel cannot be compiled here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """When the kernel copies: runs of at most `run_bytes`, if a call has at least `min_runs` of those.
+
+    0 bytes is never. Neither number is measured yet; `kvdepot bench cuda --tune` finds them.
+    """
+
+    run_bytes: int = 0
+    min_runs: int = KERNEL_RUNS
+    num_programs: int = KERNEL_PROGRAMS  # thread blocks: what the kernel takes from the model beside it
+
+    def __post_init__(self) -> None:
+        if self.run_bytes < 0:
+            raise ConfigError(f"kernel_run_bytes={self.run_bytes}: 0 for never, or bytes")
+        if self.min_runs < 1:
+            raise ConfigError(f"kernel_runs={self.min_runs}: at least 1")
+        if not 1 <= self.num_programs <= 1024:
+            raise ConfigError(f"kernel_programs={self.num_programs}: 1 to 1024")
+
+    def chosen(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> npt.NDArray[np.bool_]:
+        """Return for each run, `(num_runs,)`, whether the kernel copies it.
+
+        Args:
+            sources: where the device finds the pool's side, 0 where it cannot.
+            targets: the blocks' side.
+            sizes: bytes.
+        """
+        suits = (sizes <= np.uint64(self.run_bytes)) & (sources != 0)
+        suits &= (sources | targets) % np.uint64(_ALIGNMENT) == 0  # others it would copy byte by byte
+        if np.count_nonzero(suits) < self.min_runs:
+            suits[:] = False
+        return suits
+
+
+@dataclass(frozen=True, slots=True)
+class GatherImage:
+    """The kernel for one kind of device. It takes an address (u64) and a count (u32), and hidden null pointers."""
+
+    image: bytes
+    name: str
+    num_threads: int
+    shared_bytes: int
+    num_hidden: int
+
+
+CompileGather = Callable[[int], GatherImage]
+"""Makes the kernel for a compute capability (90 is 9.0); raises `KernelUnavailable`."""
+
+
+def compile_gather(capability: int) -> GatherImage:
+    """Compile the kernel with the Triton that is here, some seconds the first time; Triton keeps the result.
+
+    Raises:
+        KernelUnavailable: no Triton, or one that cannot do it.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise KernelUnavailable("triton is not installed: pip install 'triton>=3.3'")
+    try:
+        return importlib.import_module("kvdepot_cuda.kernels.gather").image_for(capability)
+    except Exception as error:  # a compiler: it may raise anything
+        raise KernelUnavailable(f"triton cannot compile it: {type(error).__name__}: {error}") from error
+
+
+class Gather:
+    """Launches the kernel; used by one thread at a time, with the device current.
+
+    The table of runs goes to the device by a copy in the same stream, out of registered memory.
+
+    Args:
+        driver: of the device.
+        image: the kernel, for that device.
+        max_runs: of one launch.
+
+    Raises:
+        DriverError: it cannot be loaded; nothing is kept then.
+    """
+
+    def __init__(self, driver: Driver, image: GatherImage, max_runs: int) -> None:
+        self._driver = driver
+        self._image = image
+        self._max_runs = max_runs
+        num_bytes = -(-max_runs * _ROW_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = mmap.mmap(-1, num_bytes)
+        self._rows = np.frombuffer(self._memory, np.uint64)[: max_runs * 3].reshape(max_runs, 3)
+        self._rows_address = int(self._rows.ctypes.data)
+        with contextlib.ExitStack() as undo:
+            self._kernel = driver.load_kernel(image.image, image.name)
+            undo.callback(driver.unload_kernel, self._kernel)
+            driver.register_host(self._rows_address, num_bytes)
+            undo.callback(driver.unregister_host, self._rows_address)
+            self._table = driver.allocate_device(num_bytes)
+            undo.callback(driver.free_device, self._table)
+            self._undo = undo.pop_all()
+
+    def copy(self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: int, num_programs: int) -> None:
+        """Copy runs, `(num_runs,)` each, in any order among themselves.
+
+        The stream has to be synchronised before the next call.
+
+        Args:
+            sources: addresses as the device knows them.
+            targets: likewise; disjoint.
+            sizes: bytes.
+            stream: where the copies are put.
+            num_programs: how many thread blocks share them.
+
+        Raises:
+            DriverError: the launch was refused; some runs may be copied nevertheless.
+        """
+        for start in range(0, len(sizes), self._max_runs):
+            if start:
+                self._driver.synchronize_stream(stream)  # the rows are read until then
+            count = min(self._max_runs, len(sizes) - start)
+            for place, column in enumerate((sources, targets, sizes)):
+                self._rows[:count, place] = column[start : start + count]
+            self._driver.copy(self._rows_address, self._table, count * _ROW_BYTES, Direction.TO_DEVICE, stream)
+            hidden = [ctypes.c_uint64(0)] * self._image.num_hidden
+            self._driver.launch_kernel(
+                self._kernel, min(num_programs, count), self._image.num_threads, self._image.shared_bytes,
+                [ctypes.c_uint64(self._table), ctypes.c_uint32(count), *hidden], stream,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Give everything back; nothing may be running. Twice is harmless.
+
+        Raises:
+            DriverError: something could not be given back; the rest was.
+        """
+        self._undo.close()

@@ -1,0 +1,257 @@
+"""What of a retrieve the kernel copies, over a driver without a device: the choice, the addresses, the steps down.
+
+The kernel itself runs and compiles in `tests/triton`; here the fake driver does its work.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvdepot.errors import ConfigError
+from kvdepot.testing.backend import PLANS, BackendSuite, Cache, WorkerPlan, prompt
+from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot_cuda.context import CudaTransferContext
+from kvdepot_cuda.driver import DriverError
+from kvdepot_cuda.gather import Gather, GatherImage, KernelUnavailable, KernelUse, compile_gather
+from kvdepot_cuda.testing import FakeDriver
+from tests.cuda.fake_worker import PIECE_BYTES, FakeWorker
+
+IMAGE = GatherImage(b"image", "gather_runs", 128, 1024, 2)
+POOL_BYTES = 64 << 20
+NUM_PIECES = POOL_BYTES // PIECE_BYTES
+WAIT_SECONDS = 20.0
+KERNEL: dict[str, Any] = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1, "compile_gather": lambda _: IMAGE}  # pyright: ignore[reportUnknownLambdaType]
+
+MakeCache = Callable[..., Cache]
+
+
+def columns(*runs: tuple[int, int, int]) -> list[Any]:
+    return [np.array(column, np.uint64) for column in zip(*runs, strict=True)]
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (KernelUse(), []),
+        (KernelUse(8192, 1), [0, 1, 2]),
+        (KernelUse(8192, 3), [0, 1, 2]),
+        (KernelUse(8192, 4), []),
+        (KernelUse(8191, 1), [0, 1]),
+        (KernelUse(8191, 3), []),
+        (KernelUse(1 << 20, 4), [0, 1, 2, 3]),
+    ],
+)
+def test_small_runs_go_by_the_kernel_if_there_are_enough_of_them(use: KernelUse, expected: list[int]) -> None:
+    """The fifth run is in a piece that the device does not know; the sixth and seventh are not aligned."""
+    runs = columns(
+        (4096, 1 << 40, 16), (8192, 2 << 40, 4096), (16384, 3 << 40, 8192), (65536, 4 << 40, 65536),
+        (0, 5 << 40, 4096), (4104, 6 << 40, 4096), (4096, (7 << 40) + 8, 4096),
+    )  # fmt: skip
+    assert np.flatnonzero(use.chosen(*runs)).tolist() == expected
+
+
+@pytest.mark.parametrize("bad", [{"run_bytes": -1}, {"min_runs": 0}, {"num_programs": 0}, {"num_programs": 2000}])
+def test_thresholds_that_cannot_work_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="kernel_"):
+        KernelUse(**bad)
+
+
+# --- the whole way ----------------------------------------------------------------------------------------------------
+
+
+class TestWithTheKernel(BackendSuite):
+    """The suite of every backend, with every aligned page of a retrieve copied by the kernel."""
+
+    @pytest.fixture(autouse=True)
+    def drivers(self) -> Iterator[None]:
+        self.made: list[FakeDriver] = []
+        yield
+        for driver in self.made:
+            assert driver.violations == []
+            assert driver.left_over == {}
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> FakeWorker:
+        driver = FakeDriver()
+        self.made.append(driver)
+        return FakeWorker(url, plan, driver=driver, **(KERNEL | options))
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    with DepotProcess() as depot:
+        yield depot
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def cache(depot: DepotProcess, driver: FakeDriver) -> Iterator[MakeCache]:
+    """Makes connected workers whose pool is registered, and whose kernel is loaded before that."""
+    made: list[Cache] = []
+
+    def make(*, plan: str = "one group", num_pieces: int = NUM_PIECES, **options: Any) -> Cache:
+        worker = FakeWorker(depot.url, PLANS[plan], driver=driver, **(KERNEL | options))
+        made.append(Cache(worker, PLANS[plan]))
+        worker.wait_until_connected(WAIT_SECONDS)
+        wait_until(lambda: worker.context.num_registered == num_pieces, what="the pool to be registered")
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.context.close()
+    assert driver.violations == []
+    assert driver.left_over == {}
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_retrieves_go_by_the_kernel_and_stores_never(cache: MakeCache, driver: FakeDriver) -> None:
+    worker = cache()
+    assert worker.store(prompt(4))
+    assert driver.calls["launch_kernel"] == 0
+    batches = driver.calls["copy_batch"]
+    assert worker.retrieve(prompt(4)) == 4
+    assert (driver.calls["launch_kernel"], driver.calls["copy_batch"]) == (1, batches)
+    assert driver.calls["gathered"] > 0
+
+
+def test_by_default_the_kernel_is_neither_compiled_nor_used(depot: DepotProcess, driver: FakeDriver) -> None:
+    def compiled(_capability: int) -> GatherImage:
+        raise AssertionError("nobody asked for it")
+
+    worker = FakeWorker(depot.url, PLANS["one group"], driver=driver, compile_gather=compiled)
+    worker.wait_until_connected(WAIT_SECONDS)
+    wait_until(lambda: worker.context.num_registered == NUM_PIECES)
+    cache = Cache(worker, PLANS["one group"])
+    assert cache.store(prompt(4))
+    assert cache.retrieve(prompt(4)) == 4
+    worker.context.close()
+    assert driver.calls["launch_kernel"] == driver.calls["load_kernel"] == 0
+
+
+@pytest.mark.parametrize("options", [{"kernel_run_bytes": 1024}, {"kernel_runs": 10_000}])
+def test_retrieves_of_large_or_few_pages_are_batches(
+    options: dict[str, int], cache: MakeCache, driver: FakeDriver
+) -> None:
+    worker = cache(plan="large pages", **options)
+    assert worker.store(prompt(4))
+    assert worker.retrieve(prompt(4)) == 4
+    assert driver.calls["launch_kernel"] == 0
+
+
+def test_what_does_not_suit_the_kernel_goes_beside_it(cache: MakeCache, driver: FakeDriver) -> None:
+    """Pages of 1000, 8 and 4104 bytes: few lie at multiples of 16."""
+    worker = cache(plan="odd page sizes")
+    assert worker.store(prompt(6))
+    batches = driver.calls["copy_batch"]
+    assert worker.retrieve(prompt(6)) == 6
+    assert driver.calls["launch_kernel"] > 0
+    assert driver.calls["copy_batch"] > batches
+
+
+def test_no_launch_has_more_runs_than_its_table(cache: MakeCache, driver: FakeDriver) -> None:
+    worker = cache(batch_runs=10)
+    assert worker.store(prompt(15))
+    assert worker.retrieve(prompt(15)) == 15
+    assert driver.calls["launch_kernel"] >= driver.calls["gathered"] / 10 > 1
+
+
+@pytest.mark.parametrize(("call", "after"), [("register_host", 0), ("register_host", 3), ("device_address_of", 0)])
+def test_what_the_kernel_cannot_reach_it_does_not_get(
+    call: str, after: int, cache: MakeCache, driver: FakeDriver
+) -> None:
+    """Its own table is registered first; after that, pieces fail: the fake ends a launch that touches them."""
+    driver.fail(call, "CUDA_ERROR_NOT_SUPPORTED (801)", after=after + (call == "register_host"), times=1 << 30)
+    worker = cache(num_pieces=after if call == "register_host" else NUM_PIECES)
+    for salt in range(6):
+        assert worker.store(prompt(8, salt=salt))
+        assert worker.retrieve(prompt(8, salt=salt)) == 8
+
+
+# --- steps down -------------------------------------------------------------------------------------------------------
+
+
+def refuse(_capability: int) -> GatherImage:
+    raise KernelUnavailable("triton is not installed")
+
+
+@pytest.mark.parametrize("call", ["compile", "load_kernel", "allocate_device", "register_host"])
+def test_a_kernel_that_cannot_be_loaded_is_one_warning(
+    call: str, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.fail(call, "CUDA_ERROR_OUT_OF_MEMORY (2)", times=1)
+    worker = cache(**({"compile_gather": refuse} if call == "compile" else {}))
+    assert worker.store(prompt(4))
+    for _ in range(3):
+        assert worker.retrieve(prompt(4)) == 4
+    assert not cast(CudaTransferContext, worker.context).uses_kernel
+    assert driver.calls["launch_kernel"] == 0
+    (line,) = warnings(caplog)
+    assert "no kernel for small pages" in line
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_launch_that_is_refused_is_one_warning_and_no_miss(
+    after: int, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = cache(batch_runs=16)
+    assert worker.store(prompt(12))
+    driver.fail("launch_kernel", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701)", after=after)
+    for _ in range(3):
+        assert worker.retrieve(prompt(12)) == 12
+    assert driver.calls["launch_kernel"] == after + 1
+    (line,) = warnings(caplog)
+    assert "no kernel for small pages any more" in line
+
+
+def test_a_kernel_that_faults_is_a_miss_and_the_end_of_the_device(
+    cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = cache()
+    assert worker.store(prompt(4))
+    driver.fail("execute", "CUDA_ERROR_ILLEGAL_ADDRESS (700)", times=1)
+    assert worker.retrieve(prompt(4)) == 0
+    assert worker.retrieve(prompt(4)) == 0
+    (line,) = warnings(caplog)
+    assert "the device is lost" in line
+
+
+def test_host_addresses_in_the_table_are_a_fault_of_the_fake(driver: FakeDriver) -> None:
+    """The fake can tell the two addresses of registered memory apart, so the tests above mean something."""
+    with driver.activated():
+        target, stream = driver.allocate_device(4096), driver.create_stream()
+        gather = Gather(driver, IMAGE, 8)
+        host = gather._rows_address  # pyright: ignore[reportPrivateUsage]
+        runs = columns((host, target, 64))
+        gather.copy(runs[0], runs[1], runs[2], stream, 1)
+        with pytest.raises(DriverError, match="700"):
+            driver.synchronize_stream(stream)
+        runs[0][:] = driver.device_address_of(host)
+        gather.copy(runs[0], runs[1], runs[2], stream, 1)
+        driver.synchronize_stream(stream)
+        gather.close()
+        gather.close()
+        driver.free_device(target)
+        driver.destroy_stream(stream)
+    driver.close()
+    assert driver.left_over == {}
+
+
+def test_without_triton_the_reason_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(_name: str) -> None:
+        return None
+
+    monkeypatch.setattr("importlib.util.find_spec", nothing)
+    with pytest.raises(KernelUnavailable, match=r"pip install 'triton>=3\.3'"):
+        compile_gather(90)

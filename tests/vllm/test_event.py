@@ -1,0 +1,30 @@
+"""What a store waits for: an event of the device, in the kind that its backend can hand to the device."""
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import sys
+from types import SimpleNamespace as Space
+import torch, vllm.platforms
+from kvdepot_vllm.connector import _recorded_event
+class Event:
+    recorded = 0
+    def record(self):
+        self.recorded += 1
+torch.cuda.Event, torch.Event = type("Cuda", (Event,), {}), type("Any", (Event,), {})
+vllm.platforms._current_platform = Space(device_type=sys.argv[1])
+event = _recorded_event()
+print(type(event).__name__, getattr(event, "recorded", 0))
+"""
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "NoneType 0"), ("cuda", "Cuda 1"), ("hpu", "Any 1")])
+def test_a_store_waits_for_an_event_that_was_recorded_on_the_engine_s_stream(device: str, expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, device], check=False, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == expected

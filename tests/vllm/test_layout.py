@@ -1,0 +1,129 @@
+# pyright: basic, reportMissingImports=false
+"""Which KV cache layout vLLM is asked for, and that what comes of each of its layouts is understood."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.errors import ConfigError
+from kvdepot_vllm.groups import wished_layout
+from kvdepot_vllm.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("wish", "is_cuda", "block_tokens", "expected"),
+    [
+        ("auto", True, 16, "BLNHC"),
+        ("auto", True, 64, "BLNHC"),
+        ("auto", True, None, "BLNHC"),
+        ("auto", True, 128, None),  # kernels may want smaller blocks, and vLLM cannot cut these
+        ("auto", False, 16, None),
+        ("engine", True, 16, None),
+        ("LBHNC", True, 16, "LBHNC"),
+        ("BLHNC", True, 256, "BLHNC"),
+        ("BLHNC", False, 16, "BLHNC"),
+    ],
+)
+def test_all_layers_of_a_block_are_wished_together_on_cuda(
+    wish: str, is_cuda: bool, block_tokens: int | None, expected: str | None
+) -> None:
+    assert wished_layout(wish, is_cuda=is_cuda, block_tokens=block_tokens) == expected
+
+
+def run(code: str) -> str:
+    """vLLM and torch stay out of the tests' process."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+WISH = """
+from types import SimpleNamespace as Space
+import vllm.platforms
+from kvdepot_vllm.connector import KVDepotConnector
+def wish(block_size=16, **extra):
+    transfer = Space(kv_connector_extra_config={f"kvdepot.{name}": value for name, value in extra.items()})
+    return KVDepotConnector.get_required_kvcache_layout(
+        Space(kv_transfer_config=transfer, cache_config=Space(block_size=block_size)))
+print(wish(), wish(kv_cache_layout="LBHNC"))
+vllm.platforms._current_platform = Space(is_cuda=lambda: True)
+print(wish(), wish(block_size=128), wish(kv_cache_layout="engine"))
+try:
+    wish(kv_cache_layuot="BLNHC")
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_vllm_is_asked_on_cuda_only() -> None:
+    """On CPU nothing changes; vLLM has one layout there."""
+    assert run(WISH).splitlines()[-3:] == ["None LBHNC", "BLNHC None None", "ConfigError"]
+
+
+VIEWS = """
+import torch
+from types import SimpleNamespace as Space
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views, compute_layout_strides
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from kvdepot.errors import LayoutError
+from kvdepot_cpu.arrays import page_layout_of
+from kvdepot.layout import GroupKind
+from kvdepot_vllm.groups import EngineCache, EngineGroup, worker_groups
+
+LAYERS, BLOCKS = 3, 8
+spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
+page = spec.page_size_bytes
+raw = torch.zeros(LAYERS * BLOCKS * page, dtype=torch.int8)
+names = [f"layer{number}" for number in range(LAYERS)]
+cache = EngineCache((EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, tuple(names), False, False),), 1, 16, 1, "", "")
+for layout in KVCacheLayout:
+    layer_stride, block_stride, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
+    place = KVCacheTensor(size=raw.numel(), layers=names, layer_stride=layer_stride, block_stride=block_stride)
+    views = create_kv_cache_views(raw, spec, BLOCKS, layout, place)
+    (group,) = worker_groups(cache, dict(zip(names, views)), BLOCKS, 0)
+    try:
+        pages = [page_layout_of(tensor) for tensor in group.tensors]
+    except LayoutError as error:
+        print(layout.name, "refused", "not contiguous" in str(error))
+        continue
+    assert all((p.page_size_bytes, p.num_blocks) == (page, BLOCKS) for p in pages)
+    together = all(b.address == a.address + page for a, b in zip(pages, pages[1:]))
+    whole = pages[0].stride_bytes == LAYERS * page
+    print(layout.name, "one run a block" if together and whole else "one run a layer")
+"""
+
+
+def test_what_comes_of_each_layout_is_understood_or_refused() -> None:
+    """With vLLM's own views of one allocation. What scatters a page is refused by the worker, and it says why."""
+    found = dict(line.split(" ", 1) for line in run(VIEWS).splitlines() if line.split()[0].isupper())
+    assert found == {
+        "LBHNC": "one run a layer", "LBNHC": "one run a layer", "LHBNC": "refused True",
+        "BLHNC": "one run a block", "BLNHC": "one run a block", "BHLNC": "refused True",
+    }  # fmt: skip
+
+
+# --- settings of one backend ------------------------------------------------------------------------------------------
+
+
+def test_each_backend_is_told_its_own_settings_and_no_others() -> None:
+    extra: dict[str, Any] = {"kvdepot.copy_threads": 2, "kvdepot.kernel_run_bytes": 24576, "kvdepot.kernel_runs": 64}
+    settings = Settings.parse(extra)
+    assert settings.backend_options("cpu") == {"copy_threads": 2}
+    assert settings.backend_options("cuda") == {"kernel_run_bytes": 24576, "kernel_runs": 64}
+    assert settings.backend_options("hpu") == {}
+    assert settings.of_other_backends("cpu") == ["kvdepot.kernel_run_bytes", "kvdepot.kernel_runs"]
+    assert settings.of_other_backends("cuda") == ["kvdepot.copy_threads"]
+    assert Settings().backend_options("cuda") == {}
+
+
+@pytest.mark.parametrize("extra", [{"kernel_run_bytes": -1}, {"kernel_runs": 0}, {"kernel_programs": 0}])
+def test_thresholds_that_are_wrong_say_what_is_right(extra: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"kvdepot\.kernel_"):
+        Settings.parse({f"kvdepot.{name}": value for name, value in extra.items()})
