@@ -13,7 +13,9 @@ PIECE_BYTES = 8 << 20  # eight pieces of the suite's pool
 
 
 class FakeWorker:
-    def __init__(self, url: str, plan: WorkerPlan, *, driver: FakeDriver | None = None, **options: Any) -> None:
+    def __init__(
+        self, url: str, plan: WorkerPlan, *, driver: FakeDriver | None = None, instance: str = "", **options: Any
+    ) -> None:
         self.driver = driver or FakeDriver()
         self.tensors = [
             [self.driver.tensor(plan.num_blocks, size, group.padding_bytes) for size in group.page_sizes_bytes]
@@ -25,8 +27,9 @@ class FakeWorker:
         ]
         options = {"piece_bytes": PIECE_BYTES, "batch_runs": 64, "stream": lambda: DEFAULT_STREAM} | options
         self.context = CudaTransferContext(
-            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
-            chunk_tokens=plan.chunk_tokens, url=url, open_driver=lambda _ordinal: self.driver, **options,
+            groups, instance or plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size,
+            format=plan.format, chunk_tokens=plan.chunk_tokens, url=url,
+            open_driver=lambda _ordinal: self.driver, **options,
         )  # fmt: skip
         self.spec = self.context.spec
 

@@ -1,4 +1,4 @@
-"""The CUDA backend in mode `direct` passes the suite of every backend, over a driver without a device."""
+"""The CUDA backend passes the suite of every backend in both modes, over a driver without a device."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from kvdepot.testing.backend import BackendSuite, WorkerPlan
+from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.testing import FakeDriver
 from tests.cuda.fake_worker import FakeWorker
+from tests.cuda.node import FakeDevice, fake_device
 
 
 class _OverTheFakeDriver(BackendSuite):
@@ -40,3 +42,26 @@ class TestWithAPoolThatCannotBeRegistered(_OverTheFakeDriver):
 
     has_batch_copy = False
     failing = ("register_host",)
+
+
+class TestByAMover(BackendSuite):
+    """Each worker's copies are made by a process of the depot, which has opened its memory."""
+
+    @pytest.fixture(autouse=True)
+    def device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+        with fake_device(monkeypatch) as self.node:
+            yield self.node
+            assert self.node.violations == ""
+
+    @pytest.fixture
+    def depot(self, device: FakeDevice) -> Iterator[DepotProcess]:
+        """A depot that is there after the workers have left shows that no mover was left over."""
+        del device
+        with DepotProcess() as depot:
+            yield depot
+            wait_until(lambda: self.node.holders() == set(), 20, "all movers to end")
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> FakeWorker:
+        worker = self.node.worker(url, plan, **options)
+        assert worker.context.transfer_mode == "ipc"
+        return worker

@@ -28,12 +28,26 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
     "cuThreadExchangeStreamCaptureMode": (0,),
     "cuStreamIsCapturing": (REAL.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE,),
     "cuCtxPopCurrent": (70,),
+    "cuDeviceGetUuid": (types.SimpleNamespace(bytes=bytes(range(16))),),
+    "cuPointerGetAttribute": (True,),
+    "cuMemGetAddressRange": (REAL.CUdeviceptr(4096), 8192),
+    "cuIpcOpenMemHandle": (REAL.CUdeviceptr(1 << 40),),
     "cuDeviceGetAttribute": (9,),
     "cuMemHostGetDevicePointer": (4097,),
     "cuMemAlloc": (73,),
     "cuModuleLoadData": (74,),
     "cuModuleGetFunction": (75,),
 }
+HANDLE = bytes(range(100, 164))
+
+
+def ipc_handle() -> Any:
+    handle = REAL.CUipcMemHandle()
+    ctypes.memmove(handle.getPtr(), HANDLE, len(HANDLE))
+    return handle
+
+
+ANSWERS["cuIpcGetMemHandle"] = (ipc_handle(),)
 
 
 class StandIn(types.SimpleNamespace):
@@ -223,3 +237,43 @@ def test_a_batch_that_fails_names_the_run(cuda: StandIn) -> None:
 def test_a_driver_older_than_12_8_has_no_batches(cuda: StandIn) -> None:
     cuda.codes["cuGetProcAddress"] = 1
     assert not CudaDriver(0).has_batch_copy
+
+
+def test_memory_is_named_by_the_handle_of_its_whole_allocation(cuda: StandIn) -> None:
+    assert CudaDriver(0).export_memory(5000) == (HANDLE, 4096, 8192)
+    assert [call[0] for call in cuda.calls[-3:]] == [
+        "cuPointerGetAttribute", "cuMemGetAddressRange", "cuIpcGetMemHandle"
+    ]  # fmt: skip
+    legacy = REAL.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+    assert cuda.calls[-3][1:] == (legacy, 5000)
+    assert int(cuda.calls[-1][1]) == 4096  # the base, not the tensor's address
+
+
+def test_memory_without_a_handle_says_whose_it_is(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ANSWERS, "cuPointerGetAttribute", (False,))
+    with pytest.raises(DriverError, match="expandable segments"):
+        CudaDriver(0).export_memory(5000)
+    assert "cuIpcGetMemHandle" not in cuda.names()
+
+
+def test_a_handle_is_opened_with_its_64_bytes_and_its_size_asked_for(cuda: StandIn) -> None:
+    driver = CudaDriver(0)
+    assert driver.open_memory(HANDLE) == (1 << 40, 8192)
+    (opened,) = [call for call in cuda.calls if call[0] == "cuIpcOpenMemHandle"]
+    assert ctypes.string_at(opened[1].getPtr(), 64) == HANDLE
+    assert opened[2] == 1
+    driver.close_memory(1 << 40)
+    assert cuda.calls[-1] == ("cuIpcCloseMemHandle", 1 << 40)
+    for wrong in (b"", HANDLE[:-1], HANDLE + b"x"):
+        with pytest.raises(DriverError, match="a handle of"):
+            driver.open_memory(wrong)
+
+
+def test_a_device_has_the_name_that_the_variable_takes(cuda: StandIn) -> None:
+    assert CudaDriver(0).uuid == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+
+
+def test_an_event_is_waited_for(cuda: StandIn) -> None:
+    driver = CudaDriver(0)
+    driver.synchronize_event(72)
+    assert cuda.calls[-1] == ("cuEventSynchronize", 72)

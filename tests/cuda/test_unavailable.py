@@ -28,7 +28,7 @@ without_a_device = pytest.mark.skipif(HAS_DEVICE, reason="there is a device here
 def test_it_says_in_words_why_it_cannot_be_used() -> None:
     found = next(backend for backend in list_backends() if backend.name == "cuda")
     assert found.distribution
-    assert found.capabilities == (Capability.ASYNCHRONOUS,)
+    assert found.capabilities == (Capability.ASYNCHRONOUS, Capability.DEPOT_DRIVEN)
     assert found.why_unavailable is not None
     assert "NVIDIA" in found.why_unavailable
 
@@ -96,12 +96,21 @@ def test_a_device_without_room_for_streams_is_given_back() -> None:
     assert driver.left_over == {}
 
 
-def test_modes_that_are_not_built_are_refused_with_the_reason() -> None:
-    with pytest.raises(BackendUnavailable, match=r"'ipc'.*not built yet.*mode='direct'"):
-        make_context(FakeDriver(), mode="ipc")
-    with pytest.raises(BackendUnavailable, match=r"'auto'.*mode='direct'"):
-        make_context(FakeDriver(), mode="auto")
-    with pytest.raises(ConfigError, match="'direct'"):
+def test_memory_that_cannot_be_shared_is_no_mode_ipc_and_with_auto_the_worker_copies_by_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = FakeDriver()  # without a folder its memory has no handles
+    with pytest.raises(BackendUnavailable, match=r"'ipc'.*cannot be shared.*mode='auto'"):
+        make_context(driver, mode="ipc")
+    assert driver.left_over == {}
+    context = make_context(FakeDriver(), mode="auto")
+    assert context.transfer_mode == "direct"
+    assert len([record for record in caplog.records if "cannot be shared" in record.message]) == 1
+    context.close()
+
+
+def test_a_mode_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'direct', 'ipc' and 'auto'"):
         make_context(FakeDriver(), mode="quick")
 
 

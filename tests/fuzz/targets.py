@@ -25,6 +25,17 @@ from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.layout import GroupKind
+from kvdepot.mover import (
+    MAXIMUM_ANSWER_BYTES,
+    Copied,
+    Failed,
+    MoverError,
+    Ready,
+    Refused,
+    Setup,
+    encode,
+    take_answers,
+)
 from kvdepot.pool import Names, decode_names
 from kvdepot.server.depot import Depot
 from kvdepot.table import (
@@ -36,6 +47,7 @@ from kvdepot.table import (
 )
 from kvdepot.trace import MAXIMUM_LINE_BYTES, _requests
 from tests.fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, check_empty, check_index, live
+from tests.fuzz.movers import OFFER, REGISTRATION, live_with_movers
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 _SEQUENCE: Final = bytes(range(8))
@@ -83,6 +95,8 @@ def _request_seeds() -> list[bytes]:
     requests: list[m.Request] = [
         m.Hello(1, "client"), m.Status(), m.Clear(), m.Clear("tenant"), m.Unregister(1), m.EndRequest(1, "r"),
         m.RegisterKVCache(1, "engine", 0, 1, "cpu", "memcpy", "model", spec, (detail,) * 3),
+        m.RegisterKVCache(1, "engine", 0, 1, "cuda", "ipc", "model", spec, (detail,) * 3, OFFER, "why"),
+        m.Move(1, 2, True, (bytes(64), b"", bytes(8)), (0, 8, 6), (1, 0, 0), 1.0), m.Move(1, 0),
         m.RegisterScheduler(1, "engine", "model", SPECS[0]), m.Lookup(1, "r", run.digests), m.Release(1, (1, 2)),
         m.PrepareStore(1, "r", "tenant", run.digests, 0, run.parent, (8,)), m.CommitStore(1, 2, bytes(32)),
         m.AbortStore(1, 2), m.PrepareRetrieve(1, "r", run.digests, 3, (8, 1, 0)), m.ReportCorrupt(1, ((1, 258),)),
@@ -102,10 +116,24 @@ def _reply_seeds() -> list[bytes]:
     replies: list[m.Reply] = [
         m.ErrorReply(1, ErrorCode.MALFORMED, "no"), m.HelloReply(1, 1, 1, "0.1", 5), m.Registered(1, 2, m.Verify.ALL),
         m.Done(1, 2), m.LookupReply(1, 3, 4, 300.0), m.StorePlan(1, 2, bytes(40), 0, 1),
-        m.RetrievePlan(1, 2, 1, bytes(40)),
+        m.RetrievePlan(1, 2, 1, bytes(40)), m.Moved(1, m.MoveOutcome.UNAVAILABLE, "no"),
         m.StatusReply(1, status),
     ]  # fmt: skip
     return [bytes(m.encode_frame(7, message)) for message in replies]
+
+
+def answer(data: bytes) -> None:
+    """What a mover says: answers that are the same when they are said again, or a `MoverError`."""
+    received = bytearray(data)
+    with suppress(MoverError):
+        for found in take_answers(received):
+            assert take_answers(bytearray(encode(found))) == [found]
+        assert len(received) < 4 + MAXIMUM_ANSWER_BYTES
+
+
+def _answer_seeds() -> list[bytes]:
+    answers = [encode(each) for each in (Ready(), Copied(1), Refused(2, "no"), Failed("gone", True))]
+    return [*answers, b"".join(answers), b"\xff\xff\xff\xff", encode(Setup(1, REGISTRATION))]
 
 
 def _session_seeds() -> list[bytes]:
@@ -298,6 +326,26 @@ def _depot_seeds() -> list[bytes]:
     return [*seeds, *(bytes([0, 9, 16, 0, len(frame)]) + frame for frame in frames if len(frame) < 256)]
 
 
+def _movers_seeds() -> list[bytes]:
+    rng = random.Random(4)
+    seeds: list[bytes] = []
+    for setting in range(16):
+        steps = [bytes([setting, 20 + rng.randrange(12)])]
+        for _ in range(12):
+            who, prompt, request_id = rng.randrange(3), rng.randrange(4), rng.randrange(3)
+            covered = bytes(len(SPECS[setting >> 2 & 3].groups))
+            steps += [
+                bytes([6, who, 0, prompt, 8 * rng.randrange(8), *covered, request_id]),
+                bytes([18, who, 0, 0, rng.randrange(256)]),
+                bytes([rng.randrange(18, 21)]) + rng.randbytes(3),
+                bytes([rng.choice((7, 8)), who, 0, 0, 0]),
+                bytes([9, who, 0, prompt, 56, *covered, request_id]),
+                bytes([rng.randrange(21)]) + rng.randbytes(rng.randrange(6)),
+            ]
+        seeds.append(b"".join(steps))
+    return seeds
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A function to call with bytes, where to start, and how many bytes are enough."""
@@ -312,6 +360,7 @@ class Target:
 TARGETS: Final[dict[str, Target]] = {
     "request": Target(request, _request_seeds, 2000, is_message=True, prefix=8),
     "reply": Target(reply, _reply_seeds, 2000, is_message=True, prefix=8),
+    "answer": Target(answer, _answer_seeds, 2000, is_message=True, prefix=4),
     "session": Target(session, _session_seeds, is_message=True),
     "names": Target(names, _names_seeds, is_message=True),
     "header": Target(header, _header_seeds, 55),
@@ -319,6 +368,7 @@ TARGETS: Final[dict[str, Target]] = {
     "trace": Target(trace, _trace_seeds, 20_000),
     "settings": Target(settings, _settings_seeds, 6000),
     "depot": Target(live, _depot_seeds, 400),
+    "movers": Target(live_with_movers, _movers_seeds, 400),
 }
 if find_spec("starlette") and find_spec("prometheus_client") and find_spec("uvicorn"):  # kvdepot[http]
     from tests.fuzz import http

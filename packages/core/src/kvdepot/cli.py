@@ -121,6 +121,13 @@ def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = Non
         "--verify", choices=[*m.Verify], default="off",
         help="checksums of the pool's entries, compared when they are retrieved: one chunk in 16, or all (default off)",
     )  # fmt: skip
+    serve.add_argument(
+        "--mover-start-seconds", type=float, default=30.0, metavar="SECONDS",
+        help="until a process that copies for a worker has opened its memory (default 30)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--move-seconds", type=float, default=5.0, metavar="SECONDS", help="for one copy of such a process (default 5)"
+    )
     serve.add_argument("--ephemeral", action="store_true", help="remove the pool at the end instead of keeping it warm")
     serve.add_argument("--fresh", action="store_true", help="forget what an earlier server left")
 
@@ -264,6 +271,7 @@ def _serve(options: argparse.Namespace) -> int:
         ephemeral=options.ephemeral, fresh=options.fresh, tiers=tuple(options.tier),
         demotion=Demotion(options.demote), demotion_least_tokens=options.demote_min_tokens,
         promotion_seconds=options.promote_seconds, promotion_least_tokens=options.promote_min_tokens,
+        mover_start_seconds=options.mover_start_seconds, move_seconds=options.move_seconds,
         curve_secret=options.curve_secret,
         curve_clients=options.curve_clients, socket_group=options.socket_group,
     )  # fmt: skip
@@ -377,6 +385,12 @@ def describe_status(status: m.DepotStatus) -> str:
             f"[{context.context}] {context.instance} rank {context.rank} of {context.world_size} on {context.device}"
             f" ({context.transfer_mode}, process {context.pid}), model {context.model or '?'}"
         )
+        if context.mover:
+            why = f"; the one before: {context.why_no_mover}" if context.mover_pid else f": {context.why_no_mover}"
+            process = f", process {context.mover_pid}" if context.mover_pid else ""
+            lines.append(f"    mover {context.mover}{process}{why if context.why_no_mover else ''}")
+        if context.fallback:
+            lines.append(f"    copies by itself: {context.fallback}")
         lines.append(
             f"    {context.dtype}, chunks of {context.chunk_tokens} tokens,"
             f" {format_size(context.bytes_per_token)} a token"

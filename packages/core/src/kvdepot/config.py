@@ -137,6 +137,8 @@ class ServerConfig:
     demotion_least_tokens: int = 0  # shorter prefixes are not
     promotion_seconds: float = 1.0  # the most that a lookup waits for tiers
     promotion_least_tokens: int = 0  # tiers are not asked for fewer
+    mover_start_seconds: float = 30.0  # until a mover has opened its worker's memory
+    move_seconds: float = 5.0  # for one copy of a mover
 
     def __post_init__(self) -> None:
         for endpoint in self.listen:
@@ -150,6 +152,8 @@ class ServerConfig:
                     f"--listen {endpoint} needs --curve-secret and --curve-clients ({who} could connect):"
                     " make keys with 'kvdepot keys generate DIR', or leave --listen out, as engines do not need it"
                 )
+        if self.mover_start_seconds <= 0 or self.move_seconds <= 0:
+            raise ConfigError("--mover-start-seconds and --move-seconds: above 0")
         if (self.curve_secret or self.curve_clients) and not self.tcp_endpoints:
             raise ConfigError("--curve-secret and --curve-clients are for TCP: add --listen tcp://HOST:PORT")
 

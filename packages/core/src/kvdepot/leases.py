@@ -19,6 +19,7 @@ class Lease:
     request_id: str
     nodes: tuple[int, ...]
     expiry_seconds: float  # of the server's monotonic clock
+    extents: bytes = b""  # packed, where a mover may be asked to read
 
 
 class LeaseTable:
@@ -35,19 +36,24 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, context: int, request_id: str, nodes: tuple[int, ...], now: float) -> int:
+    def grant(self, context: int, request_id: str, nodes: tuple[int, ...], now: float, extents: bytes = b"") -> int:
         """Pin `nodes` and return the lease's number."""
         number = self._next
         self._next += 1
         self._index.pin(nodes)
-        self._leases[number] = Lease(number, context, request_id, nodes, now + self.lease_seconds)
+        self._leases[number] = Lease(number, context, request_id, nodes, now + self.lease_seconds, extents)
         self._by_context.setdefault(context, {}).setdefault(request_id, set()).add(number)
         return number
 
+    def find(self, context: int, number: int) -> Lease | None:
+        """Return a lease of a context, None if it has no such lease (any more)."""
+        lease = self._leases.get(number)
+        return lease if lease is not None and lease.context == context else None
+
     def release(self, context: int, number: int) -> bool:
         """End one lease of a context; False if it has no such lease (any more)."""
-        lease = self._leases.get(number)
-        if lease is None or lease.context != context:
+        lease = self.find(context, number)
+        if lease is None:
             return False
         del self._leases[number]
         requests = self._by_context[context]

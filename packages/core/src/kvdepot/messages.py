@@ -23,6 +23,7 @@ MINIMUM_PROTOCOL_VERSION: Final = 1
 MAXIMUM_FRAME_BYTES: Final = 4 << 20
 MAXIMUM_CHUNKS: Final = 65_536  # of one lookup: 4 million tokens in chunks of 64
 MAXIMUM_BATCH_CHUNKS: Final = 1024  # of one store or retrieve, which take the server some microseconds each
+MAXIMUM_ALLOCATIONS: Final = 4096  # of a worker's device memory
 
 EXTENT: Final = struct.Struct("<IHHIIQQQ")
 """One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, 0 u16, record u32, 0 u32, header u64 (the
@@ -37,6 +38,7 @@ Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
 BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_BATCH_CHUNKS * 32)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+BlockIdBytes = Annotated[bytes, Meta(max_length=1 << 20)]  # packed block ids: i32, little-endian
 
 
 class Verify(enum.StrEnum):
@@ -93,6 +95,29 @@ class GroupDetail(Struct, array_like=True, frozen=True):
     attention_backend: Name = ""
 
 
+class PagePlace(Struct, array_like=True, frozen=True):
+    """Where the blocks of one page lie: block `i` starts `offset + i * stride_bytes` into an allocation."""
+
+    allocation: Count  # counted as in the offer
+    offset: Identifier
+    stride_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+class MoverOffer(Struct, array_like=True, frozen=True):
+    """A worker's device memory, as a mover of the depot can open it."""
+
+    mover: Name  # an entry point of the group `kvdepot.movers`
+    device: Name  # in words that mean the same in every process
+    allocations: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=1, max_length=256)], ...],
+        Meta(min_length=1, max_length=MAXIMUM_ALLOCATIONS),
+    ]  # a handle each, no two alike
+    pages: Annotated[
+        tuple[Annotated[tuple[PagePlace, ...], Meta(min_length=1, max_length=4096)], ...],
+        Meta(min_length=1, max_length=64),
+    ]  # for each group one for each of its pages
+
+
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
@@ -119,6 +144,8 @@ class RegisterKVCache(Struct, array_like=True, tag="register_kv_cache", frozen=T
     model: Label
     spec: CacheSpec
     details: Annotated[tuple[GroupDetail, ...], Meta(min_length=1, max_length=64)]
+    offer: MoverOffer | None = None  # None: the worker copies by itself
+    fallback: Label = ""  # why it does, if it was meant to be otherwise
 
 
 class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", frozen=True):
@@ -213,6 +240,23 @@ class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=Tr
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 
+class Move(Struct, array_like=True, tag="move", frozen=True):
+    """Have the context's mover copy the extents of a ticket (a store) or of a lease (a retrieve).
+
+    `number` 0 copies nothing: its reply says when the mover can be used. `wait_seconds` is how long the mover may still
+    be starting. `block_ids`, `first_covered` and `skip_blocks` are as in `kvdepot.client.transfers.CopyBatch`, for each
+    group. At most one a direction is under way for a context.
+    """
+
+    context: Identifier
+    number: Identifier
+    is_store: bool = False
+    block_ids: Annotated[tuple[BlockIdBytes, ...], Meta(max_length=64)] = ()
+    first_covered: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
+    skip_blocks: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
+    wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
+
+
 class Hint(Struct, array_like=True, tag="hint", frozen=True):
     """Say how long a prefix is worth keeping: of the chunks named, from chunk 0 on, those that no other prefix needs.
 
@@ -273,6 +317,7 @@ Request = (
     | CommitStore
     | AbortStore
     | PrepareRetrieve
+    | Move
     | ReportCorrupt
     | Hint
     | Status
@@ -306,11 +351,15 @@ class HelloReply(Struct, array_like=True, tag="hello_reply", frozen=True):
 
 
 class Registered(Struct, array_like=True, tag="registered", frozen=True):
-    """The number under which a context's requests go from now on, and what its worker has to verify."""
+    """The number under which a context's requests go from now on, and what its worker has to verify.
+
+    A `Move` is answered at the latest `move_seconds` after its `wait_seconds`.
+    """
 
     epoch: int
     context: int
     verify: Verify = Verify.OFF
+    move_seconds: float = 0.0
 
 
 class Done(Struct, array_like=True, tag="done", frozen=True):
@@ -356,6 +405,22 @@ class RetrievePlan(Struct, array_like=True, tag="retrieve_plan", frozen=True):
     extents: bytes
 
 
+class MoveOutcome(enum.StrEnum):
+    """What became of a `Move`."""
+
+    DONE = "done"
+    FAILED = "failed"  # a miss: nothing of it is being copied any more
+    UNAVAILABLE = "unavailable"  # and no mover will come: the worker copies by itself, or not at all
+
+
+class Moved(Struct, array_like=True, tag="moved", frozen=True):
+    """The end of a copy. Whatever the outcome, nobody touches the extents and blocks for it any more."""
+
+    epoch: int
+    outcome: MoveOutcome
+    why: str = ""
+
+
 class StatusReply(Struct, array_like=True, tag="status_reply", frozen=True):
     """The depot's state; the fields are in `DepotStatus`."""
 
@@ -395,6 +460,10 @@ class ContextStatus(Struct, frozen=True, kw_only=True):
     world_size: int = 0
     device: str = ""
     transfer_mode: str = ""
+    fallback: str = ""  # why it is this mode, if another was meant
+    mover: str = ""  # "starting", "ready", "ending" or "unavailable"
+    mover_pid: int = 0
+    why_no_mover: str = ""  # what ended the last one
     pid: int = 0
     chunk_tokens: int = 0
     dtype: str = ""
@@ -454,7 +523,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     counters: dict[str, int]
 
 
-Reply = ErrorReply | HelloReply | Registered | Done | LookupReply | StorePlan | RetrievePlan | StatusReply
+Reply = ErrorReply | HelloReply | Registered | Done | LookupReply | StorePlan | RetrievePlan | Moved | StatusReply
 
 
 # --- session socket -------------------------------------------------------------------------------------------------
@@ -481,6 +550,9 @@ class SessionOpened(Struct, array_like=True, tag="session_opened", frozen=True):
 
 
 SessionReply = SessionOpened | ErrorReply
+
+MOVER_NOTE: Final = b"m"
+"""A byte from the server with a descriptor: the pidfd of a mover that was started for a context of this session."""
 
 # --- frames ---------------------------------------------------------------------------------------------------------
 

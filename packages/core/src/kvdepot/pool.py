@@ -223,20 +223,13 @@ def allocate_in_background(
     return thread
 
 
-class PoolMapping:
-    """A process's own mapping of the pool, writable, and of the index table, read only."""
+class PoolMemory:
+    """A process's own mapping of the pool, writable."""
 
-    def __init__(self, pool_fd: int, pool_size_bytes: int, table_fd: int, table_size_bytes: int) -> None:
+    def __init__(self, pool_fd: int, pool_size_bytes: int) -> None:
         self.size_bytes = pool_size_bytes
         self.pool = mmap.mmap(pool_fd, pool_size_bytes)
-        self.table = mmap.mmap(table_fd, table_size_bytes, prot=mmap.PROT_READ)
-        self.headers = memoryview(self.table).cast("Q")  # of record r: headers[512 + 16 * r]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pool))
-
-    def checksum_of(self, record: int) -> bytes:
-        """Return the checksum of a sealed record's payload, zeros for none; good only while its header is the same."""
-        place = HEADER_PAGE_BYTES + record * RECORD_BYTES + CHECKSUM_OFFSET
-        return self.table[place : place + OWNER_BYTES]
 
     def populate(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Touch every page of the mapping, so that the first copy is as fast as later ones. Releases the GIL."""
@@ -247,3 +240,17 @@ class PoolMapping:
             length = min(_POPULATE_STEP_BYTES, self.size_bytes - start)
             if should_stop() or madvise(self.address + start, length, _MADV_POPULATE_WRITE):
                 return  # an old kernel or a full tmpfs: pages come as they are touched
+
+
+class PoolMapping(PoolMemory):
+    """A process's own mapping of the pool, writable, and of the index table, read only."""
+
+    def __init__(self, pool_fd: int, pool_size_bytes: int, table_fd: int, table_size_bytes: int) -> None:
+        super().__init__(pool_fd, pool_size_bytes)
+        self.table = mmap.mmap(table_fd, table_size_bytes, prot=mmap.PROT_READ)
+        self.headers = memoryview(self.table).cast("Q")  # of record r: headers[512 + 16 * r]
+
+    def checksum_of(self, record: int) -> bytes:
+        """Return the checksum of a sealed record's payload, zeros for none; good only while its header is the same."""
+        place = HEADER_PAGE_BYTES + record * RECORD_BYTES + CHECKSUM_OFFSET
+        return self.table[place : place + OWNER_BYTES]

@@ -7,6 +7,7 @@ from kvdepot.errors import BackendUnavailable
 from kvdepot.protocols import Backend, DeviceBench
 
 ENTRY_POINT_GROUP = "kvdepot.backends"
+MOVER_GROUP = "kvdepot.movers"
 BENCH_GROUP = "kvdepot.benches"
 KNOWN_BACKENDS = {"cpu": "kvdepot[cpu]", "cuda": "kvdepot[cuda]", "xpu": "kvdepot[xpu]", "hpu": "kvdepot[hpu]"}
 
@@ -42,6 +43,11 @@ def get_backend(name: str) -> Backend:
     if reason is not None:
         raise BackendUnavailable(f"backend {name!r}: {reason}")
     return backend
+
+
+def mover_module(name: str) -> str | None:
+    """Return the module that is run as a mover of this name, None if none is installed. Imports nothing."""
+    return next((entry.module for entry in entry_points(group=MOVER_GROUP, name=name)), None)
 
 
 def _load(entry: EntryPoint) -> Backend:

@@ -20,7 +20,7 @@ class CudaBackend:
 
     name = "cuda"
     device_type = "cuda"
-    capabilities = frozenset({Capability.ASYNCHRONOUS})
+    capabilities = frozenset({Capability.ASYNCHRONOUS, Capability.DEPOT_DRIVEN})
 
     def why_unavailable(self) -> str | None:
         """Return None if it can probably be used here, else a sentence with the way out. Initialises no device."""
@@ -32,7 +32,7 @@ class CudaBackend:
         """Return a `CudaTransferContext`; see `Backend`.
 
         Raises:
-            BackendUnavailable: no device, no driver, or a mode that is not built.
+            BackendUnavailable: no device, no driver, or memory that cannot be shared as mode "ipc" needs.
         """
         reason = self.why_unavailable()
         if reason is not None:

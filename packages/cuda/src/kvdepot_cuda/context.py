@@ -1,44 +1,55 @@
-"""`CudaTransferContext`: a worker whose KV cache lies in the memory of a CUDA device, and that copies by itself.
+"""`CudaTransferContext`: a worker whose KV cache lies in the memory of a CUDA device.
 
-This is the mode `direct`: the worker's own process registers the depot's pool with its device and copies on two streams
-of low priority, one for stores and one for retrieves. The protocol with the depot is in `kvdepot.client.transfers`, the
-copies are in `kvdepot_cuda.copy`.
+In mode `direct` the worker's own process registers the depot's pool with its device and copies on two streams of low
+priority, one for stores and one for retrieves. In mode `ipc` it hands the depot handles of its memory, and a process
+of the depot, its mover, copies on streams of its own. The protocol with the depot is in `kvdepot.client.transfers` and,
+for movers, `kvdepot.client.moves`; the copies of both are in `kvdepot_cuda.copy`. `auto` is `ipc` until that turns out
+to be impossible, and then `direct`: the worker registers again, with the reason.
 
 Order: a store reads its blocks after `ready`, or, if none is given, after what the engine's stream has at the time of
-the call. A retrieve always comes after what that stream has then, which may still read or clear the blocks. Both waits
-are the device's own; no thread waits for the engine. Which stream that is says `stream`.
+the call. A retrieve always comes after what that stream has then, which may still read or clear the blocks. In mode
+`direct` both waits are the device's own and no thread waits for the engine. In mode `ipc` the thread of the transfer
+does, before it asks for anything: no event is shared between processes. Which stream that is says `stream`.
 """
 
 import importlib
+import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+import msgspec.structs
+
 from kvdepot import messages as m
-from kvdepot.client.connection import Link
-from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers, detail_of, layer_group_of
-from kvdepot.errors import BackendUnavailable, ConfigError
+from kvdepot.client.connection import Channel, Link
+from kvdepot.client.moves import MoveFailed, MoverUnavailable, await_mover, move
+from kvdepot.client.transfers import BATCH_BYTES, CopyBatch, WorkerTransfers, detail_of, layer_group_of
+from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable
 from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
 from kvdepot.pool import PoolMapping
 from kvdepot.protocols import CacheGroup, ReadyEvent
 from kvdepot_cuda.arrays import ordinal_of, page_layout_of
-from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
-from kvdepot_cuda.driver import DriverError, OpenDriver
+from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine, Mark
+from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
+from kvdepot_cuda.export import MOVER, offer_of
 from kvdepot_cuda.gather import KERNEL_PROGRAMS, KERNEL_RUNS, CompileGather, KernelUse, compile_gather
 from kvdepot_cuda.nvidia import CudaDriver
 
+logger = logging.getLogger(__name__)
+
 DIRECT: Final = "direct"
-_NOT_BUILT: Final = {
-    "ipc": "copies by a process of the depot are not built yet",
-    "auto": "there is only one mode yet",
-}
+IPC: Final = "ipc"
+AUTO: Final = "auto"
 
 
 class CudaTransferContext(WorkerTransfers):
     """Moves blocks between an engine's KV cache on a CUDA device and the depot.
 
     Args as in `Backend.create_context`, and:
-        mode: only "direct" is built.
+        mode: who copies: "direct", the worker itself; "ipc", a mover of the depot; "auto", a mover as long as that is
+            possible, else the worker.
         stream: returns the handle of the stream on which the engine writes and reads its cache, asked at each
             submission; None for torch's current stream if the tensors are torch's, else nothing is waited for but
             `ready`.
@@ -51,10 +62,12 @@ class CudaTransferContext(WorkerTransfers):
         kernel_programs: thread blocks of the kernel.
         compile_gather: makes that kernel.
         open_driver: opens the driver of a device by its number.
+        mover: the entry point of the mover, where the depot runs.
 
     Raises:
         LayoutError: the tensors are not what they are said to be.
-        BackendUnavailable: a mode that is not built, or a device that cannot be used; the text has the driver's word.
+        BackendUnavailable: a device that cannot be used, or whose memory cannot be shared as mode "ipc" needs; the
+            text has the driver's word.
         ConfigError: an option that cannot work.
     """
 
@@ -82,8 +95,10 @@ class CudaTransferContext(WorkerTransfers):
         kernel_programs: int = KERNEL_PROGRAMS,
         compile_gather: CompileGather = compile_gather,
         open_driver: OpenDriver = CudaDriver,
+        mover: str = MOVER,
     ) -> None:
-        _check_mode(mode)
+        if mode not in (DIRECT, IPC, AUTO):
+            raise ConfigError(f"mode {mode!r}: there are {DIRECT!r}, {IPC!r} and {AUTO!r}")
         kernel = KernelUse(kernel_run_bytes, kernel_runs, kernel_programs)
         if chunk_tokens is None:
             chunk_tokens = default_chunk_tokens(g.block_tokens for g in groups if g.kind is not GroupKind.RECURRENT)
@@ -96,6 +111,11 @@ class CudaTransferContext(WorkerTransfers):
         )  # fmt: skip
         self._stream = stream or _stream_of_torch(groups[0].tensors[0], ordinal)
         self._mapping: PoolMapping | None = None
+        self._mode = mode
+        self._ready_link: Link | None = None  # whose mover can be asked
+        self._patient_until = 0.0  # that it is waited for: not by every transfer of a queue anew
+        self._moved_link: Link | None = None  # the last one with a mover
+        self._falling_back = threading.Lock()
         try:
             driver = open_driver(ordinal)
         except DriverError as error:
@@ -111,6 +131,12 @@ class CudaTransferContext(WorkerTransfers):
             if isinstance(error, DriverError):
                 raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
             raise
+        try:
+            registration = self._offer(registration, driver, layout, mover)
+        except BaseException:
+            self._engine.close()
+            raise
+        self._registration = registration
         super().__init__(
             registration, layout, self._engine,
             url=url, deadline_seconds=deadline_seconds, synchronous=synchronous, batch_bytes=batch_bytes,
@@ -126,6 +152,111 @@ class CudaTransferContext(WorkerTransfers):
         """Whether a kernel is loaded that retrieves small pages."""
         return self._engine.uses_kernel
 
+    @property
+    def transfer_mode(self) -> str:
+        """Who copies now: "direct" or "ipc"."""
+        return self._registration.transfer_mode
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        """Wait for the depot, and in mode `ipc` for its mover.
+
+        Raises:
+            DepotUnavailable: not there within `timeout_seconds`; the text says why.
+            BackendUnavailable: mode "ipc" was asked for and is impossible.
+        """
+        end = time.monotonic() + timeout_seconds
+        while True:
+            link = self._connection.wait_until_open(max(0.0, end - time.monotonic()))
+            if self.transfer_mode == DIRECT or self._ready_link is link:
+                return
+            channel = self._connection.channel(link)
+            try:
+                await_mover(channel, max(0.0, end - time.monotonic()), self._deadline_seconds)
+                self._ready_link = link
+            except MoverUnavailable as error:
+                if self._mode == IPC:
+                    raise BackendUnavailable(
+                        f"mode {IPC!r}: {error}; mode={AUTO!r} lets the worker copy by itself"
+                    ) from error
+                self._fall_back(str(error))
+            except MoveFailed:
+                if time.monotonic() >= end:
+                    raise
+            finally:
+                channel.close()
+
+    def close(self) -> None:
+        """Finish what is running and leave the depot. Twice is harmless.
+
+        No other process has the device's memory open after that: freeing it before would be undefined.
+        """
+        super().close()
+        if self._moved_link is not None:
+            self._moved_link.end_movers()
+
+    # --- who copies -----------------------------------------------------------------------------------------------
+
+    def _offer(
+        self, registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, mover: str
+    ) -> m.RegisterKVCache:
+        """Return the registration with what the mode needs."""
+        if self._mode == DIRECT:
+            return registration
+        try:
+            offer = offer_of(driver, layout, mover)
+        except DriverError as error:
+            if self._mode == IPC:
+                raise BackendUnavailable(
+                    f"mode {IPC!r}: the memory of {registration.device} cannot be shared: {error};"
+                    f" mode={AUTO!r} lets the worker copy by itself"
+                ) from error
+            logger.warning("the worker copies by itself, as its memory cannot be shared: %s", error)
+            return msgspec.structs.replace(registration, fallback=f"memory that cannot be shared: {error}"[:1024])
+        return msgspec.structs.replace(registration, transfer_mode=IPC, offer=offer)
+
+    def _fall_back(self, why: str) -> None:
+        """Copy by ourselves from the next session on, which begins at once."""
+        with self._falling_back:
+            if self.transfer_mode == DIRECT:
+                return
+            self._registration = msgspec.structs.replace(
+                self._registration, transfer_mode=DIRECT, offer=None, fallback=f"no mover: {why}"[:1024]
+            )
+        logger.warning("the worker copies by itself from now on, as no mover of the depot can: %s", why)
+        self._connection.register_as(self._registration)
+
+    def _is_moved(self, link: Link) -> bool:
+        """Whether a mover copies in this session."""
+        return isinstance(link.registration, m.RegisterKVCache) and link.registration.offer is not None
+
+    def _before(self, channel: Channel) -> None:
+        if not self._is_moved(channel.link) or self._ready_link is channel.link:
+            return
+        wait_seconds = max(0.0, self._patient_until - time.monotonic())
+        self._with_mover(lambda: await_mover(channel, wait_seconds, self._deadline_seconds))
+        self._ready_link = channel.link
+
+    def _copy_batch(self, lane: int, channel: Channel, batch: CopyBatch) -> None:
+        if self._is_moved(channel.link):
+            try:
+                self._with_mover(lambda: move(channel, lane, batch, self._deadline_seconds))
+            except DepotUnavailable:
+                self._ready_link = None
+                self._patient_until = time.monotonic() + self._deadline_seconds
+                raise
+        else:
+            super()._copy_batch(lane, channel, batch)
+
+    def _with_mover(self, ask: Callable[[], None]) -> None:
+        try:
+            ask()
+        except MoverUnavailable as error:
+            if self._mode == AUTO:
+                self._fall_back(str(error))
+            raise
+
+    # --- order ----------------------------------------------------------------------------------------------------
+
     def _ready_of(self, lane: int, ready: ReadyEvent | None) -> ReadyEvent | None:
         if self._stream is None or (lane == 0 and ready is not None):
             return ready
@@ -135,9 +266,20 @@ class CudaTransferContext(WorkerTransfers):
             return _Unordered(error)
 
     def _wait_for(self, lane: int, ready: ReadyEvent) -> None:
-        self._engine.wait_for(lane, ready)
+        if self.transfer_mode == DIRECT:
+            self._engine.wait_for(lane, ready)
+        elif isinstance(ready, Mark):
+            self._engine.wait_here(ready)
+        else:
+            ready.synchronize()
 
     def _on_open(self, link: Link) -> None:
+        if self._is_moved(link):
+            self._moved_link = link
+            self._patient_until = time.monotonic() + self._deadline_seconds
+            self._populated = link.mapping  # only the headers are read here, and checksums made
+            super()._on_open(link)
+            return
         super()._on_open(link)
         if link.mapping is not None and link.mapping is not self._mapping:
             self._mapping = link.mapping
@@ -152,13 +294,6 @@ class _Unordered:
 
     def synchronize(self) -> None:
         raise self._error
-
-
-def _check_mode(mode: str) -> None:
-    if mode in _NOT_BUILT:
-        raise BackendUnavailable(f"mode {mode!r}: {_NOT_BUILT[mode]}; use mode={DIRECT!r}, in which the worker copies")
-    if mode != DIRECT:
-        raise ConfigError(f"mode {mode!r}: there is {DIRECT!r}")
 
 
 def _stream_of_torch(tensor: Any, ordinal: int) -> Callable[[], int] | None:

@@ -22,7 +22,7 @@ from typing import Final
 from kvdepot.client.transfers import CopyBatch
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
-from kvdepot.pool import PoolMapping
+from kvdepot.pool import PoolMemory
 from kvdepot.protocols import ReadyEvent
 from kvdepot.runs import BatchRuns, Runs, merge, split
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
@@ -46,6 +46,7 @@ class CopyEngine:
         keep_alive: what owns the memory of the blocks.
         piece_bytes: how much of the pool is registered by one call.
         batch_runs: how many runs one call of the driver gets.
+        runs: makes the runs of a batch; None for those of `layout`, unchecked.
         kernel: which runs of a retrieve the kernel copies.
         compile_gather: makes that kernel; asked on a thread, once.
 
@@ -62,6 +63,7 @@ class CopyEngine:
         *,
         piece_bytes: int = PIECE_BYTES,
         batch_runs: int = BATCH_RUNS,
+        runs: BatchRuns | None = None,
         kernel: KernelUse = KernelUse(),  # noqa: B008  # frozen
         compile_gather: CompileGather = compile_gather,
     ) -> None:
@@ -71,7 +73,7 @@ class CopyEngine:
             raise ConfigError(f"batch_runs={batch_runs}: at least 1")
         self._driver = driver
         self._keep_alive = keep_alive
-        self._runs = BatchRuns(layout)
+        self._runs = runs or BatchRuns(layout)
         self._piece_bytes = piece_bytes
         self._batch_runs = batch_runs
         self._takes_batches = driver.has_batch_copy
@@ -124,9 +126,14 @@ class CopyEngine:
         with self._driver.activated():
             self._driver.wait_for_event(self._streams[lane], int(handle))
 
+    def wait_here(self, mark: "Mark") -> None:
+        """Wait in this thread until what a mark stands for is done."""
+        with self._driver.activated():
+            self._driver.synchronize_event(mark.cuda_event)
+
     # --- the pool -------------------------------------------------------------------------------------------------
 
-    def attach(self, mapping: PoolMapping, fence: Callable[[], AbstractContextManager[object]]) -> None:
+    def attach(self, mapping: PoolMemory, fence: Callable[[], AbstractContextManager[object]]) -> None:
         """Register a new mapping of the pool, and unregister the one before, on a thread.
 
         Args:
@@ -271,5 +278,5 @@ class Mark:
         self.cuda_event = event
 
     def synchronize(self) -> None:
-        """Nobody waits for it on the host."""
-        raise NotImplementedError("a mark is waited for on the device")
+        """Nobody else waits for it on the host."""
+        raise NotImplementedError("a mark is waited for on the device, or by its engine")

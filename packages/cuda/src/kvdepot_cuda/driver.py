@@ -60,6 +60,11 @@ class Driver(Protocol):
         ...
 
     @property
+    def uuid(self) -> str:
+        """The device, by the name that `CUDA_VISIBLE_DEVICES` takes and that is the same in every process."""
+        ...
+
+    @property
     def capability(self) -> int:
         """The device's compute capability: 90 is 9.0."""
         ...
@@ -97,6 +102,25 @@ class Driver(Protocol):
 
     def wait_for_event(self, stream: int, event: int) -> None:
         """Have what the stream gets from now on wait, on the device, for what the event stands for now."""
+        ...
+
+    def synchronize_event(self, event: int) -> None:
+        """Wait in this thread until what the event stands for is done; others run meanwhile."""
+        ...
+
+    def export_memory(self, address: int) -> tuple[bytes, int, int]:
+        """Return the handle, the address and the size of the allocation that device memory at `address` lies in.
+
+        Every address of an allocation gives the same handle. Raises for memory that cannot be opened elsewhere.
+        """
+        ...
+
+    def open_memory(self, handle: bytes) -> tuple[int, int]:
+        """Open another process's allocation and return where it lies here, and its size as the driver knows it."""
+        ...
+
+    def close_memory(self, address: int) -> None:
+        """Take back one `open_memory`, by its address."""
         ...
 
     def register_host(self, address: int, num_bytes: int) -> None:

@@ -13,6 +13,7 @@ import ctypes
 import importlib
 from collections.abc import Generator, Sequence
 from typing import Any, Final
+from uuid import UUID
 
 import numpy as np
 
@@ -23,6 +24,7 @@ _BATCH_COPY_VERSION: Final = 12080  # the signature that has `failIdx`; drivers 
 _ORDER_STREAM: Final = 1  # the source is read in stream order
 _ORDER_ANY: Final = 3  # ... at any time: nothing in the stream writes it
 _NO_FAILURE_INDEX: Final = 2**64 - 1
+_HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -76,6 +78,11 @@ class CudaDriver:
     def has_batch_copy(self) -> bool:
         """See `Driver`: from CUDA 12.8 on."""
         return self._batch_copy is not None
+
+    @property
+    def uuid(self) -> str:
+        """See `Driver`."""
+        return f"GPU-{UUID(bytes=bytes(self._call('cuDeviceGetUuid', self._device).bytes))}"
 
     @property
     def capability(self) -> int:
@@ -146,6 +153,40 @@ class CudaDriver:
     def wait_for_event(self, stream: int, event: int) -> None:
         """See `Driver`."""
         self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def synchronize_event(self, event: int) -> None:
+        """See `Driver`."""
+        self._call("cuEventSynchronize", event)
+
+    def export_memory(self, address: int) -> tuple[bytes, int, int]:
+        """See `Driver`: by the handles of `cuIpcGetMemHandle`, which memory of `cuMemCreate` does not have.
+
+        That is torch's with expandable segments, and vLLM's in sleep mode.
+        """
+        attribute = self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        if not self._call("cuPointerGetAttribute", attribute, address):
+            raise DriverError(
+                "cuPointerGetAttribute", "not IPC capable",
+                "memory of expandable segments or of a sleep mode has no handle that another process can open",
+            )  # fmt: skip
+        base, num_bytes = self._call("cuMemGetAddressRange", address)
+        handle = self._call("cuIpcGetMemHandle", base)
+        return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES), int(base), int(num_bytes)
+
+    def open_memory(self, handle: bytes) -> tuple[int, int]:
+        """See `Driver`."""
+        if len(handle) != _HANDLE_BYTES:
+            raise DriverError("cuIpcOpenMemHandle", f"a handle of {len(handle)} bytes")
+        opened = self._cuda.CUipcMemHandle()
+        ctypes.memmove(opened.getPtr(), handle, _HANDLE_BYTES)
+        flags = int(self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        address = int(self._call("cuIpcOpenMemHandle", opened, flags))
+        _, num_bytes = self._call("cuMemGetAddressRange", address)
+        return address, int(num_bytes)
+
+    def close_memory(self, address: int) -> None:
+        """See `Driver`."""
+        self._call("cuIpcCloseMemHandle", address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """See `Driver`."""

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.pool import PoolMapping
+from kvdepot.pool import PoolMemory
 from kvdepot.runs import Addresses
 from kvdepot_cuda.driver import Driver, DriverError
 
@@ -27,7 +27,7 @@ class PoolRegistration:
         piece_bytes: of each piece but the last; a multiple of the page size.
     """
 
-    def __init__(self, driver: Driver, mapping: PoolMapping, piece_bytes: int) -> None:
+    def __init__(self, driver: Driver, mapping: PoolMemory, piece_bytes: int) -> None:
         self.mapping = mapping
         self._driver = driver
         self._piece_bytes = piece_bytes

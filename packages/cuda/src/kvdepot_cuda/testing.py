@@ -1,17 +1,21 @@
 """`FakeDriver`: a `Driver` without a device, as strict as a real one and as late as one can be.
 
-Device memory is a segment of shared memory. Every stream is a thread that does nothing until somebody waits for it, and
-then works in order: a copy that nobody synchronises never happens, and meanwhile its target holds poison. Calls that a
-real driver refuses are refused: without a current context, with addresses in no allocation, with host memory half
-registered, on the default stream. What a real driver would let pass and what is wrong all the same (unregistering under
-a copy, targets that overlap) is in `violations`. `fail` makes any call fail.
+Device memory is plain memory, or, with a folder for it, files on tmpfs that other processes can open by handle, as IPC
+handles are opened; `holders` says who has one mapped, which stands for device memory that stays resident.
+
+Every stream is a thread that does nothing until somebody waits for it, and then works in order: a copy that nobody
+synchronises never happens, and meanwhile its target holds poison. Calls that a real driver refuses are refused: without
+a current context, with addresses in no allocation, with host memory half registered, on the default stream. What a real
+driver would let pass and what is wrong all the same (unregistering under a copy, targets that overlap) is in
+`violations`. `fail` makes any call fail.
 
 Kernels do not run here: `launch_kernel` does what the gather kernel does, with the addresses in the table, or hands
 them to `run_kernel`. The device finds registered host memory at other addresses than the host does, at which it is
 mapped a second time, so that a kernel that was given the host's is seen.
 
-It proves the worker's side: order, waits, errors, what is registered when, what is given back. It proves nothing about
-a device: no speed, no ordering inside hardware, no behaviour of NVIDIA's driver that nobody told it.
+It proves the worker's side: order, waits, errors, what is registered when, what is given back; and with handles the
+life of the processes. It proves nothing about a device: no speed, no ordering inside hardware, no behaviour of
+NVIDIA's driver that nobody told it.
 """
 
 import collections
@@ -19,9 +23,12 @@ import contextlib
 import ctypes
 import itertools
 import mmap
+import os
+import secrets
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +42,7 @@ POISON: Final = 0xAB
 DEFAULT_STREAM: Final = 0
 _WAIT_SECONDS: Final = 30.0
 _PAGE_BYTES: Final = mmap.PAGESIZE
+_HANDLE_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,7 @@ class FakeDriver:
     Args:
         ordinal: of the device.
         has_batch_copy: whether it knows batches.
+        root: the folder of its memory; None: memory without handles.
         run_kernel: called with the arguments of a launch (table, number of rows) and the number of programs when the
             stream comes to it; addresses are those of this process.
     """
@@ -166,9 +175,11 @@ class FakeDriver:
         ordinal: int = 0,
         *,
         has_batch_copy: bool = True,
+        root: Path | None = None,
         run_kernel: Callable[[int, int, int], None] | None = None,
     ) -> None:
         self.ordinal = ordinal
+        self.uuid = f"GPU-{ordinal}"
         self.has_batch_copy = has_batch_copy
         self._run_kernel = run_kernel or _gather
         self.calls: collections.Counter[str] = collections.Counter()
@@ -177,6 +188,9 @@ class FakeDriver:
         self.largest_registered_bytes = 0
         self.is_closed = False
         self.capturing: set[int] = set()  # streams that are captured into a graph
+        self._root = root
+        self._handles: dict[int, bytes] = {}  # by address of the allocation
+        self._opened: dict[bytes, int] = {}  # handle: address
         self._local = threading.local()
         self._lock = threading.RLock()
         self._numbers = itertools.count(0x1000)
@@ -194,9 +208,20 @@ class FakeDriver:
 
     def allocate(self, num_bytes: int) -> int:
         """Return the address of new device memory, zeroed."""
-        memory = mmap.mmap(-1, num_bytes)
+        if self._root is None:
+            return self._keep(mmap.mmap(-1, num_bytes), b"")
+        path = self._root / secrets.token_hex(8)
+        with path.open("xb+") as file:
+            file.truncate(num_bytes)
+            return self._keep(mmap.mmap(file.fileno(), num_bytes), f"{os.getpid()}:{path}".encode())
+
+    def _keep(self, memory: mmap.mmap, handle: bytes) -> int:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._allocations[address] = memory, num_bytes
+        self._allocations[address] = memory, len(memory)
+        if len(handle) > _HANDLE_BYTES:
+            raise ValueError(f"the folder's name is too long for a handle of {_HANDLE_BYTES} bytes: {handle}")
+        if handle:
+            self._handles[address] = handle.ljust(_HANDLE_BYTES, b"\0")
         return address
 
     def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
@@ -225,6 +250,7 @@ class FakeDriver:
             "streams": len(self._streams) - 1,
             "events": len(self._events),
             "registrations": len(self._registered),
+            "opened": len(self._opened),
             "device memory": len(self._taken),
             "kernels": len(self._kernels),
             "open": int(not self.is_closed),
@@ -313,6 +339,45 @@ class FakeDriver:
 
         found.num_waits += 1
         found.add(wait)
+
+    def synchronize_event(self, event: int) -> None:
+        """See `Driver`."""
+        self._enter("synchronize_event")
+        if event not in self._events:
+            raise DriverError("synchronize_event", "CUDA_ERROR_INVALID_HANDLE (400)")
+        recorded = self._events[event]
+        if recorded is not None:
+            recorded[0].finish(recorded[1])
+
+    def export_memory(self, address: int) -> tuple[bytes, int, int]:
+        """See `Driver`."""
+        self._enter("export_memory")
+        for base, (_, size) in self._allocations.items():
+            if base <= address < base + size and base in self._handles:
+                return self._handles[base], base, size
+        raise DriverError("export_memory", "CUDA_ERROR_INVALID_VALUE (1)", "memory without a handle")
+
+    def open_memory(self, handle: bytes) -> tuple[int, int]:
+        """See `Driver`: once for each handle, and not where the process has the number of who exported it."""
+        self._enter("open_memory")
+        pid, _, path = handle.rstrip(b"\0").decode(errors="replace").partition(":")
+        if handle in self._opened or int(pid) == os.getpid():
+            raise DriverError("open_memory", "CUDA_ERROR_INVALID_CONTEXT (201)")
+        try:
+            with Path(path).open("rb+") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+        except (OSError, ValueError) as error:
+            raise DriverError("open_memory", "CUDA_ERROR_MAP_FAILED (205)", str(error)) from error
+        address = self._opened[handle] = self._keep(memory, b"")
+        return address, len(memory)
+
+    def close_memory(self, address: int) -> None:
+        """See `Driver`."""
+        self._enter("close_memory")
+        handles = [handle for handle, opened in self._opened.items() if opened == address]
+        if not handles:
+            raise DriverError("close_memory", "CUDA_ERROR_INVALID_VALUE (1)")
+        del self._opened[handles[0]], self._allocations[address]
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """See `Driver`."""
@@ -522,6 +587,16 @@ class FakeDriver:
                 ctypes.memmove(target, source, size)
 
         return stream.add(copy, [(target if to_host else source, size) for source, target, size in runs])
+
+
+def holders(path: Path) -> set[int]:
+    """Return the processes that have a fake device's memory mapped."""
+    found: set[int] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if str(path) in maps.read_text():
+                found.add(int(maps.parent.name))
+    return found
 
 
 def fake_gather(_capability: int) -> GatherImage:

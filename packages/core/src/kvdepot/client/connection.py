@@ -17,6 +17,7 @@ import math
 import os
 import random
 import select
+import signal
 import socket
 import threading
 import time
@@ -46,6 +47,7 @@ _FIRST_PROBE_SECONDS: Final = 0.05
 _LAST_PROBE_SECONDS: Final = 1.0
 _FIRST_TIDY_SECONDS: Final = 0.005
 _LAST_TIDY_SECONDS: Final = 0.5
+_MOVER_GRACE_SECONDS: Final = 10.0
 
 
 class Link:
@@ -58,7 +60,10 @@ class Link:
         self.endpoint = endpoint
         self.mapping = mapping
         self.context = 0  # as registered
+        self.registration: m.RegisterKVCache | m.RegisterScheduler | None = None
         self.verify = m.Verify.OFF
+        self.move_seconds = 0.0  # until a `Move` is answered
+        self._movers: list[_Process] = []  # replaced, never changed
         self.suspended = False
         self.slowness = 0.0  # long waits, less a part of the short ones since
         self.lost_fd, lost_writer = os.pipe()  # readable once the link is lost; open as long as anybody has the link
@@ -66,9 +71,65 @@ class Link:
         self.mark_lost = weakref.finalize(self, os.close, lost_writer)  # wakes everybody who waits for an answer
         self._numbers = itertools.count(1)
 
+    def add_mover(self, pidfd: int) -> None:
+        """The depot started a mover for this session; the descriptor is owned by the link from now on."""
+        self._movers = [mover for mover in self._movers if not mover.wait(0.0)] + [_Process(pidfd)]
+
+    def can_kill_movers(self) -> bool:
+        """Return whether the movers of this session are this user's processes, or dead."""
+        return all(mover.can_kill() for mover in self._movers)
+
+    def wait_for_movers(self, *, kill: bool = False) -> None:
+        """Return when no mover of this session lives: then none copies any more.
+
+        Takes as long as the kernel takes to end a process that was killed, which a driver can delay. To be called once
+        the link is lost, as movers die with the depot, or with `kill`, if the depot itself does not answer.
+        """
+        for mover in self._movers:
+            if kill:
+                mover.kill()
+            while not mover.wait(_MOVER_GRACE_SECONDS):
+                logger.error("a mover of the depot does not die: the blocks of its transfer stay in use")
+
+    def end_movers(self) -> None:
+        """Kill the movers of this session, which nothing needs any more, and wait for their end. Bounded."""
+        for mover in self._movers:
+            mover.kill()
+        if not all(mover.wait(_MOVER_GRACE_SECONDS) for mover in self._movers):
+            logger.error("a mover of the depot does not die: it has the device's memory open")
+
     def channel_id(self) -> bytes:
         """Return a routing id for one more channel."""
         return self.token + next(self._numbers).to_bytes(4, "little")
+
+
+class _Process:
+    """A process that is known by its pidfd, which is closed when nobody has this object any more."""
+
+    def __init__(self, pidfd: int) -> None:
+        self._pidfd = pidfd
+        weakref.finalize(self, os.close, pidfd)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Return whether it is dead within that time: all that it had is given back then."""
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(timeout_seconds * 1000))
+
+    def can_kill(self) -> bool:
+        """Whether it may be killed, or is dead."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Kill it, if that is allowed."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 class Channel:
@@ -249,6 +310,7 @@ class Connection:
         self._fence = fence
         self._on_open = on_open
         self._on_tidy = on_tidy
+        self._is_renewing = False
         self._tidy_seconds = 0.0  # until the next try, 0 if there is nothing to do
         self._zmq = zmq.Context()
         self._link: Link | None = None
@@ -262,7 +324,7 @@ class Connection:
     def link(self) -> Link | None:
         """The link to use now; None while the depot is away or hung: answer "miss"."""
         link = self._link
-        return None if link is None or link.suspended or self._closing.is_set() else link
+        return None if link is None or link.suspended or self._is_renewing or self._closing.is_set() else link
 
     def wait_until_open(self, timeout_seconds: float) -> Link:
         """Return the link, waiting for it at most `timeout_seconds`.
@@ -301,6 +363,12 @@ class Connection:
             logger.warning("the depot in %s is slow (%s); requests are misses until it is not", self.directory,
                            self.why_away)  # fmt: skip
             self._wake()
+
+    def register_as(self, registration: m.RegisterKVCache) -> None:
+        """Be something else from now on: the session ends, calls under way are misses, and another one begins."""
+        self._registration = registration
+        self._is_renewing = True
+        self._wake()
 
     def tidy_soon(self) -> None:
         """Something was abandoned: have its reply taken in even if nothing else happens here."""
@@ -362,20 +430,23 @@ class Connection:
     def _open(self) -> tuple[socket.socket, Link]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link: Link | None = None
+        self._is_renewing = False  # before the registration is read
         try:
             connection.settimeout(self.deadline_seconds)
             opened, mapping = open_session(connection, self.directory / SESSION_SOCKET, self._name, self._maps_pool)
             link = Link(opened, f"ipc://{self.directory / CONTROL_SOCKET}", mapping)
             channel = self.channel(link)
             try:
+                link.registration = self._registration
                 with self._fence():
-                    reply = channel.call(self._registration, self.deadline_seconds)
+                    reply = channel.call(link.registration, self.deadline_seconds)
             finally:
                 channel.close()
             if not isinstance(reply, m.Registered):
                 raise DepotUnavailable(f"it answered a registration with {type(reply).__name__}")
             link.context = reply.context
             link.verify = reply.verify
+            link.move_seconds = reply.move_seconds
             return connection, link
         except BaseException:
             connection.close()
@@ -391,7 +462,7 @@ class Connection:
         poller.register(self._wake_reader, select.POLLIN)
         pinged_at: float | None = None
         probe_at, pause = 0.0, _FIRST_PROBE_SECONDS  # when a suspended link is tried next, and how long after that
-        while not self._closing.is_set():
+        while not (self._closing.is_set() or self._is_renewing):
             waits = [self._tidy_seconds] if self._tidy_seconds else []
             if link.suspended and pinged_at is None:
                 waits.append(max(0.001, probe_at - time.monotonic()))
@@ -405,10 +476,15 @@ class Connection:
                 self._wake_reader.recv(4096)
             if connection.fileno() in ready:
                 try:
-                    if not connection.recv(4096):
-                        return
+                    data, fds, flags, _ = socket.recv_fds(connection, 4096, 1)
                 except OSError:
                     return
+                for fd in fds:
+                    link.add_mover(fd)
+                if not data or flags & socket.MSG_CTRUNC:  # no descriptor is left for a mover's: it must not be used
+                    return
+                if not data.strip(m.MOVER_NOTE):
+                    continue
                 seconds = 0.0 if pinged_at is None else time.monotonic() - pinged_at
                 pinged_at = None
                 if seconds > self._slow_seconds:

@@ -29,13 +29,14 @@ from kvdepot.errors import (
 )
 from kvdepot.keys import KeyRun
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, check_block_ids
-from kvdepot.pool import PoolMapping
+from kvdepot.pool import PoolMapping, PoolMemory
 from kvdepot.protocols import BlockIds, CacheGroup, ReadyEvent, TransferFuture
 
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 64 << 20  # of one prepare: long enough to hide a round trip, short enough to share the depot
 _BATCH_CHUNKS: Final = 256
+_MOST_FAILURES: Final = 16  # different ones that are logged
 _GIVE_BACK_SECONDS: Final = 0.1  # waited for a lease that nobody wants any more, before it is left to a later reply
 
 
@@ -48,11 +49,14 @@ class CopyBatch:
     alone, and so are those named `NO_BLOCK` (retrieves only).
     """
 
-    mapping: PoolMapping
+    mapping: PoolMemory
     extents: bytes
     block_ids: BlockIds
     first_covered: tuple[int, ...]
     skip_blocks: tuple[int, ...]
+    number: int = 0  # of the ticket or lease
+    num_chunks: int = 0
+    blocks_per_chunk: tuple[int, ...] = ()
 
 
 def layer_group_of(group: CacheGroup, pages: Sequence[PageLayout]) -> LayerGroup:
@@ -164,6 +168,7 @@ class WorkerTransfers:
         self._batch_chunks = max(1, min(_BATCH_CHUNKS, batch_bytes // sum(layout.chunk_sizes_bytes)))
         self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
         self._closed = False
+        self._failures: set[str] = set()  # that were logged
         self._device_is_lost = False
         self._checksum = _xxh3_128()
         self._copy_locks = (threading.Lock(), threading.Lock())  # store, retrieve: held while the pool is touched
@@ -302,7 +307,7 @@ class WorkerTransfers:
                 raise DepotUnavailable(f"it answered a store with {type(plan).__name__}")
             if plan.ticket:
                 try:
-                    copied = self._copy(0, channel, job, start, run, plan.extents)
+                    copied = self._copy(0, channel, job, start, run, plan.ticket, plan.extents)
                 except BaseException:
                     _abort(channel, plan)
                     raise
@@ -338,7 +343,7 @@ class WorkerTransfers:
                     raise DepotUnavailable(f"it answered a retrieve with {type(plan).__name__}")
                 if plan.num_chunks and plan.lease:
                     try:
-                        if not self._copy(1, channel, job, start, run, plan.extents):
+                        if not self._copy(1, channel, job, start, run, plan.lease, plan.extents):
                             return False
                         valid = min(self._valid_chunks(channel.link, plan), self._intact_chunks(channel, plan))
                     finally:
@@ -455,7 +460,9 @@ class WorkerTransfers:
             covered = tuple(max(0, stop - max(start, total - count)) for count in job.covered)
             yield start, job.key.slice(start, stop), covered
 
-    def _copy(self, lane: int, channel: Channel, job: _Job, start: int, run: KeyRun, extents: bytes) -> bool:
+    def _copy(
+        self, lane: int, channel: Channel, job: _Job, start: int, run: KeyRun, number: int, extents: bytes
+    ) -> bool:
         """Have a batch copied; False if the link was lost before it began."""
         mapping = channel.link.mapping
         assert mapping is not None
@@ -465,14 +472,26 @@ class WorkerTransfers:
             if group.kind is not GroupKind.RECURRENT else 0
             for group in self._layout.groups
         )  # fmt: skip
-        batch = CopyBatch(mapping, extents, job.block_ids, tuple(total - count - start for count in job.covered), skip)
+        first_covered = tuple(total - count - start for count in job.covered)
+        batch = CopyBatch(
+            mapping, extents, job.block_ids, first_covered, skip, number, run.num_chunks, self._blocks_per_chunk
+        )
         self._check_plan(batch, run.num_chunks)
         with self._copy_locks[lane]:
             if self._connection.link is not channel.link:
                 return False
-            (self._copier.store if lane == 0 else self._copier.retrieve)(batch)
+            self._copy_batch(lane, channel, batch)
         job.transfer.num_bytes += sum(record[7] for record in m.EXTENT.iter_unpack(extents))
         return True
+
+    def _before(self, channel: Channel) -> None:
+        """Called by who does a transfer, before it asks for anything; an exception is a miss."""
+        del channel
+
+    def _copy_batch(self, lane: int, channel: Channel, batch: CopyBatch) -> None:
+        """Have the bytes moved; returns when they are, and raises when nothing moves any more."""
+        del channel
+        (self._copier.store if lane == 0 else self._copier.retrieve)(batch)
 
     def _check_plan(self, batch: CopyBatch, num_chunks: int) -> None:
         """Refuse to touch anything that the plan may not name."""
@@ -498,6 +517,7 @@ class WorkerTransfers:
                 if channel is not None:
                     channel.close()
                 channel = self._connection.channel(link)
+            self._before(channel)
             ok = work(channel, job)
         except DepotTimeout:
             self._connection.suspend(job.link)
@@ -509,12 +529,22 @@ class WorkerTransfers:
                 logger.error("a transfer of %s was refused: %s", job.request_id, error)
         except DeviceError as error:
             self._device_failed(job, error)
+        except KVDepotError as error:
+            self._note_failure(str(error))
         except Exception:
             logger.exception("a transfer of %s failed: it is a miss", job.request_id)
         finally:
             job.transfer.seconds = time.perf_counter() - started
             job.transfer.resolve(ok)
         return channel
+
+    def _note_failure(self, text: str) -> None:
+        """Log what a device or a mover cannot do: once, as it will probably not be able to the next time either."""
+        if text not in self._failures:
+            level = logging.ERROR if len(self._failures) < _MOST_FAILURES else logging.DEBUG
+            logger.log(level, "a transfer failed, which is a miss (said once): %s", text)
+            if level == logging.ERROR:
+                self._failures.add(text)
 
     def _device_failed(self, job: _Job, error: DeviceError) -> None:
         """Say so in one line; a device that is lost is not asked again, and not spoken of again."""

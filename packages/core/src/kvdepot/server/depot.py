@@ -20,6 +20,8 @@ from kvdepot.index import ChunkIndex, EntryPlace, Space, digest_of, pack_extent
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.leases import LeaseTable
+from kvdepot.mover import Copy
+from kvdepot.server.movers import MoveRefused, MoverTable
 from kvdepot.server.tiering import ShardPlace, Tiering
 from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
 
@@ -106,6 +108,9 @@ class Ticket:
     context: int
     request_id: str
     records: list[int]
+    extents: bytes = b""  # packed, if a mover writes them
+    is_moving: bool = False  # the mover is writing them now
+    is_aborted: bool = False  # and nobody wants them any more
 
 
 @dataclass(slots=True)
@@ -140,6 +145,7 @@ class Depot:
         self.saved_seconds = 0.0  # of computing, by what was retrieved
         self.labels: list[tuple[str, str]] = []  # tenant and model, by number
         self.tiering: Tiering | None = None
+        self.movers: MoverTable | None = None
         self._chores: list[Iterator[int]] = []  # what takes long: done in steps
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
         self.on_names_changed: Callable[[], None] = lambda: None
@@ -160,6 +166,7 @@ class Depot:
             m.CommitStore: self._commit_store,
             m.AbortStore: self._abort_store,
             m.PrepareRetrieve: self._prepare_retrieve,
+            m.Move: self._move,
             m.ReportCorrupt: self._report_corrupt,
         }
 
@@ -197,6 +204,7 @@ class Depot:
             groups.append(GroupOnWorker(detail.shard, blocks * sum(detail.page_sizes_bytes), layout))
         if request.rank >= request.world_size:
             raise Refused(ErrorCode.BAD_LAYOUT, f"rank {request.rank} of {request.world_size}")
+        self._check_offer(request)
         space = self._space(spec)
         self._check_peers(space, groups, request)
         context = Context(
@@ -209,7 +217,12 @@ class Depot:
             request.instance, request.rank, request.world_size, request.device, request.transfer_mode, request.model,
             context.number,
         )  # fmt: skip
-        return m.Registered(self.epoch, context.number, self.verify)
+        if request.fallback:
+            self.counters["workers_fallen_back"] += 1
+        if self.movers is None or request.offer is None:
+            return m.Registered(self.epoch, context.number, self.verify)
+        self.movers.start(context.number, session, request)
+        return m.Registered(self.epoch, context.number, self.verify, self.movers.move_seconds)
 
     def _register_scheduler(self, session: int, writer: Writer, request: m.RegisterScheduler) -> m.Reply:
         self._check_version(request.protocol_version)
@@ -224,16 +237,27 @@ class Depot:
 
     def _unregister(self, session: int, writer: Writer, request: m.Unregister) -> m.Reply:
         context = self._context(session, request.context)
-        for ticket in [ticket for ticket in self.tickets.values() if ticket.context == context.number]:
-            self._discard(ticket)
-        self._forget(context)
+        mover = self._forget(context)
+        for ticket in self._take_tickets(context.number):
+            if mover is None:
+                self.discard_records(ticket.records)
+            else:
+                self.quarantines.append(Quarantine((mover, context.owner), ticket.records))
         return m.Done(self.epoch, 1)
 
-    def _forget(self, context: Context) -> None:
+    def _forget(self, context: Context) -> Writer | None:
+        """End a context, its leases and its mover; return the mover if it is not dead yet."""
         del self.contexts[context.number]
         if context.registration is None:
             self._token_seconds.pop(context.instance, None)
         self.leases.end_context(context.number)
+        return None if self.movers is None else self.movers.end(context.number)
+
+    def _take_tickets(self, context: int) -> list[Ticket]:
+        tickets = [ticket for ticket in self.tickets.values() if ticket.context == context]
+        for ticket in tickets:
+            del self.tickets[ticket.number]
+        return tickets
 
     def _check_version(self, version: int) -> None:
         reason = m.check_protocol_version(version)
@@ -253,6 +277,24 @@ class Depot:
                 raise Refused(
                     ErrorCode.BAD_LAYOUT, f"group {number}: {group.kind} with a window of {group.window_tokens}"
                 )
+
+    def _check_offer(self, request: m.RegisterKVCache) -> None:
+        """What an offer says fits the rest; whether it is true, its mover finds out."""
+        offer = request.offer
+        if offer is None:
+            return
+        if [len(pages) for pages in offer.pages] != [len(detail.page_sizes_bytes) for detail in request.details]:
+            raise Refused(ErrorCode.BAD_LAYOUT, "an offer whose pages are not those of the layer groups")
+        if len(set(offer.allocations)) != len(offer.allocations):
+            raise Refused(ErrorCode.BAD_LAYOUT, "an offer that names an allocation twice")
+        for pages, detail in zip(offer.pages, request.details, strict=True):
+            for page, size in zip(pages, detail.page_sizes_bytes, strict=True):
+                if page.allocation >= len(offer.allocations) or page.stride_bytes < size:
+                    raise Refused(
+                        ErrorCode.BAD_LAYOUT,
+                        f"an offer with pages of {size} bytes, {page.stride_bytes} apart, in allocation"
+                        f" {page.allocation} of {len(offer.allocations)}",
+                    )
 
     def _check_peers(self, space: Space, groups: list[GroupOnWorker], request: m.RegisterKVCache) -> None:
         """Two workers that are told the same spec must write the same bytes for the same shard."""
@@ -402,7 +444,9 @@ class Depot:
         space, index = context.space, self.index
         self.counters["stores"] += 1
         self.counters["store_chunks"] += num_chunks
-        if not self.accepts_stores:
+        is_moved = context.registration is not None and context.registration.offer is not None
+        writes = self._mover_of(context) if is_moved else context.writer
+        if not self.accepts_stores or writes is None:
             return self._declined(0, sum(request.covered))
         parent = NO_NODE
         if request.first_chunk:
@@ -430,7 +474,7 @@ class Depot:
                     full = True  # the same digest at another depth: only a forged chain comes here
                 place = EntryPlace(
                     space, key, parent, depth, number, group.shard, group.chunk_size_bytes, group.layout, label,
-                    context.writer, context.owner,
+                    writes, context.owner,
                 )  # fmt: skip
                 record = None if full else index.begin_entry(place)
                 if record is None:
@@ -450,9 +494,10 @@ class Depot:
         self.counters["store_entries_declined"] += num_declined
         if not records:
             return m.StorePlan(self.epoch, 0, b"", num_present, num_declined)
-        ticket = Ticket(self._number(), context.number, request.request_id, records)
+        packed = b"".join(extents)
+        ticket = Ticket(self._number(), context.number, request.request_id, records, packed if is_moved else b"")
         self.tickets[ticket.number] = ticket
-        return m.StorePlan(self.epoch, ticket.number, b"".join(extents), num_present, num_declined)
+        return m.StorePlan(self.epoch, ticket.number, packed, num_present, num_declined)
 
     def _declined(self, num_present: int, num_declined: int) -> m.StorePlan:
         self.counters["store_entries_declined"] += num_declined
@@ -460,11 +505,9 @@ class Depot:
 
     def _commit_store(self, session: int, writer: Writer, request: m.CommitStore) -> m.Reply:
         context = self._context(session, request.context)
-        ticket = self.tickets.get(request.ticket)
-        if ticket is None or ticket.context != context.number:
-            raise Refused(
-                ErrorCode.UNKNOWN_TICKET, f"ticket {request.ticket} was not prepared here, or is committed or aborted"
-            )
+        ticket = self._ticket(context, request.ticket)
+        if ticket.is_moving:
+            raise Refused(ErrorCode.UNKNOWN_TICKET, f"ticket {request.ticket} is still being written")
         if request.checksums and len(request.checksums) != m.CHECKSUM_BYTES * len(ticket.records):
             raise Refused(
                 ErrorCode.MALFORMED, f"checksums of {len(request.checksums)} bytes for {len(ticket.records)} entries"
@@ -476,12 +519,22 @@ class Depot:
             self.tiering.stored(ticket.records)
         return m.Done(self.epoch, len(ticket.records))
 
+    def _ticket(self, context: Context, number: int) -> Ticket:
+        ticket = self.tickets.get(number)
+        if ticket is None or ticket.context != context.number or ticket.is_aborted:
+            raise Refused(
+                ErrorCode.UNKNOWN_TICKET, f"ticket {number} was not prepared here, or is committed or aborted"
+            )
+        return ticket
+
     def _abort_store(self, session: int, writer: Writer, request: m.AbortStore) -> m.Reply:
         context = self._context(session, request.context)
         ticket = self.tickets.get(request.ticket)
         if ticket is None or ticket.context != context.number:
             return m.Done(self.epoch, 0)
-        self._discard(ticket)
+        ticket.is_aborted = True
+        if not ticket.is_moving:
+            self._discard(ticket)
         return m.Done(self.epoch, len(ticket.records))
 
     def _discard(self, ticket: Ticket) -> None:
@@ -529,9 +582,62 @@ class Depot:
             tokens = found * context.space.spec.chunk_tokens
             self.saved_seconds += tokens * self._token_seconds.get(context.instance, 0.0)
         pins = (nodes[-1],) if context.space.full_mask else tuple(nodes)
-        lease = self.leases.grant(context.number, request.request_id, pins, self._clock())
+        packed = b"".join(extents)
+        is_moved = context.registration is not None and context.registration.offer is not None
+        lease = self.leases.grant(context.number, request.request_id, pins, self._clock(), packed if is_moved else b"")
         index.used(nodes[-1])
-        return m.RetrievePlan(self.epoch, lease, found, b"".join(extents))
+        return m.RetrievePlan(self.epoch, lease, found, packed)
+
+    # --- movers ---------------------------------------------------------------------------------------------------
+
+    def _mover_of(self, context: Context) -> Writer | None:
+        return None if self.movers is None else self.movers.writer_of(context.number)
+
+    def _move(self, session: int, writer: Writer, request: m.Move) -> m.Reply | Deferred:
+        context = self._context(session, request.context)
+        if self.movers is None or context.registration is None or context.registration.offer is None:
+            return m.Moved(self.epoch, m.MoveOutcome.UNAVAILABLE, "this worker offered no memory")
+        ticket: Ticket | None = None
+        copy: Copy | None = None
+        if request.number:
+            num_groups = len(context.groups)
+            if {len(request.block_ids), len(request.first_covered), len(request.skip_blocks)} != {num_groups}:
+                raise Refused(ErrorCode.BAD_LAYOUT, f"blocks of {len(request.block_ids)} of {num_groups} layer groups")
+            if request.is_store:
+                ticket = self._ticket(context, request.number)
+                extents = ticket.extents
+            else:
+                lease = self.leases.find(context.number, request.number)
+                if lease is None or not lease.extents:
+                    raise Refused(ErrorCode.UNKNOWN_TICKET, f"lease {request.number} was not granted to a retrieve")
+                extents = lease.extents
+            copy = Copy(0, request.is_store, extents, request.block_ids, request.first_covered, request.skip_blocks)
+        deferred = Deferred()
+
+        def on_end(outcome: m.MoveOutcome, why: str) -> None:
+            if ticket is not None:
+                ticket.is_moving = False
+                if ticket.is_aborted and ticket.number in self.tickets:
+                    self._discard(ticket)
+            deferred.send(m.Moved(self.epoch, outcome, why))
+
+        if ticket is not None:
+            if ticket.is_moving:
+                raise Refused(ErrorCode.MALFORMED, f"ticket {ticket.number} is being written")
+            ticket.is_moving = True
+        try:
+            self.movers.move(context.number, copy, request.wait_seconds, on_end)
+        except MoveRefused as error:
+            if ticket is not None:
+                ticket.is_moving = False
+            raise Refused(ErrorCode.MALFORMED, str(error)) from error
+        return deferred.reply or deferred
+
+    def end_mover(self, context: int, writer: Writer) -> None:
+        """A mover is dead: nothing of what it was to write is being written, and nothing of it will be."""
+        for ticket in self._take_tickets(context):
+            self.discard_records(ticket.records)
+        self.end_process(writer)
 
     def _report_corrupt(self, session: int, writer: Writer, request: m.ReportCorrupt) -> m.Reply:
         context = self._context(session, request.context)
@@ -559,16 +665,14 @@ class Depot:
     def end_session(self, session: int) -> None:
         """A connection closed: its leases end now, its unfinished entries wait until nobody can be writing them."""
         for context in [context for context in self.contexts.values() if context.session == session]:
-            tickets = [ticket for ticket in self.tickets.values() if ticket.context == context.number]
-            records = [record for ticket in tickets for record in ticket.records]
-            for ticket in tickets:
-                del self.tickets[ticket.number]
+            records = [record for ticket in self._take_tickets(context.number) for record in ticket.records]
+            mover = self._forget(context)
+            fence = context.fence if mover is None else (mover, context.owner)  # who may be writing
             if records:
-                self.quarantines.append(Quarantine(context.fence, records))
-            self._forget(context)
+                self.quarantines.append(Quarantine(fence, records))
             logger.info(
                 "%s (context %d) left%s", context.instance, context.number,
-                f", {len(records)} unfinished entries wait for its process {context.writer.pid}" if records else "",
+                f", {len(records)} unfinished entries wait for process {fence[0].pid}" if records else "",
             )  # fmt: skip
 
     def end_process(self, writer: Writer) -> None:
@@ -738,6 +842,7 @@ class Depot:
             "counters": {
                 **self.counters,
                 **(self.tiering.counters if self.tiering else {}),
+                **(self.movers.counters if self.movers else {}),
                 "chunks_evicted": index.num_evicted,
                 "policy_errors": index.num_policy_errors,
                 "leases_expired": self.leases.num_expired,
@@ -756,8 +861,10 @@ class Depot:
         if registration is None:
             return common
         groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
+        state, pid, why = ("", 0, "") if self.movers is None else self.movers.status(context.number)
         return msgspec.structs.replace(
-            common, role="worker", rank=registration.rank, world_size=registration.world_size,
+            common, role="worker", mover=state, mover_pid=pid, why_no_mover=why, fallback=registration.fallback,
+            rank=registration.rank, world_size=registration.world_size,
             device=registration.device, transfer_mode=registration.transfer_mode, groups=groups,
             bytes_per_token=sum(group.bytes_per_token for group in groups),
         )  # fmt: skip

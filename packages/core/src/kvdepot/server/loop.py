@@ -36,6 +36,7 @@ from kvdepot.protocols import TierPool
 from kvdepot.quotas import QuotaTable
 from kvdepot.server.access import PRIVATE_UMASK, Access
 from kvdepot.server.depot import Deferred, Depot, Fence, Refused
+from kvdepot.server.movers import MoverTable
 from kvdepot.server.remote import RemoteSocket
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.server.tiering import Tiering, TieringSettings
@@ -118,6 +119,15 @@ class DepotServer:
                 epoch=self.epoch,
             )
             undo.callback(self._sessions.close)
+            self._movers = self._depot.movers = MoverTable(
+                self._files.pool_fd,
+                size,
+                hand_over=self._sessions.hand_over,
+                on_dead=self._depot.end_mover,
+                start_seconds=config.mover_start_seconds,
+                move_seconds=config.move_seconds,
+            )
+            undo.callback(self._movers.close)
             self._pool_memory: mmap.mmap | None = None
             if config.tiers:
                 self._depot.tiering = self._open_tiers()
@@ -213,6 +223,7 @@ class DepotServer:
             poller.register(self._remote.zap, zmq.POLLIN)
             logger.info("listening for listed keys on %s", ", ".join(self._remote.endpoints))
         poller.register(self._sessions.fileno(), zmq.POLLIN)
+        poller.register(self._movers.fileno(), zmq.POLLIN)
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
         if self._files.is_new:
             allocate_in_background(
@@ -239,6 +250,9 @@ class DepotServer:
                     self._serve_messages(self._remote.router, _no_session)
                 if self._sessions.fileno() in events:
                     self._sessions.serve()
+                if self._movers.fileno() in events:
+                    self._movers.serve()
+                self._movers.expire()
                 if self._wake_reader.fileno() in events:
                     self._on_wake()
                 if self._restoring is not None:
@@ -276,10 +290,11 @@ class DepotServer:
         """Return how long the loop may sleep if nothing comes."""
         if self._restoring is not None or self._has_chores:
             return 0
-        due = None if self._depot.tiering is None else self._depot.tiering.next_deadline()
-        if due is None:
+        tiers_due = None if self._depot.tiering is None else self._depot.tiering.next_deadline()
+        due = [each for each in (tiers_due, self._movers.next_deadline()) if each is not None]
+        if not due:
             return _TURN_MILLISECONDS
-        return max(0, min(_TURN_MILLISECONDS, math.ceil((due - time.monotonic()) * 1000)))
+        return max(0, min(_TURN_MILLISECONDS, math.ceil((min(due) - time.monotonic()) * 1000)))
 
     def stop(self) -> None:
         """Ask the loop to end, from any thread or a signal handler: no new stores, those under way may finish."""
@@ -295,6 +310,7 @@ class DepotServer:
 
     def close(self) -> None:
         """Close sockets and files; an ephemeral pool is removed, any other waits for the next server."""
+        self._movers.close()
         self._sessions.close()
         if self._depot.tiering is not None:
             self._depot.tiering.close(_DRAIN_SECONDS)

@@ -125,6 +125,17 @@ class SessionTable:
         """Return the session whose control socket has this routing id."""
         return self._by_token.get(routing_id[:TOKEN_BYTES])
 
+    def hand_over(self, number: int, fd: int) -> bool:
+        """Send a session a mover's pidfd; False if it cannot take it."""
+        for session in self._sessions.values():
+            if session.number == number:
+                try:
+                    socket.send_fds(session.socket, [m.MOVER_NOTE], [fd])
+                except OSError:
+                    return False
+                return True
+        return False
+
     def serve(self) -> None:
         """Do what there is to do; never waits."""
         for fd, _ in self._epoll.poll(0):

@@ -1,0 +1,59 @@
+"""A worker's KV cache, named so that a mover can open it: which allocations, and where the pages lie in them."""
+
+from kvdepot.layout import CacheLayout, LayerGroup, PageLayout
+from kvdepot.messages import MAXIMUM_ALLOCATIONS, MoverOffer, PagePlace, RegisterKVCache
+from kvdepot_cuda.driver import Driver, DriverError
+
+MOVER = "cuda"
+"""The entry point of the mover that opens what is exported here."""
+
+
+def offer_of(driver: Driver, layout: CacheLayout, mover: str = MOVER) -> MoverOffer:
+    """Return what to register so that a mover can open the pages of `layout`.
+
+    Tensors of one allocation share its handle: a process opens each only once.
+
+    Raises:
+        DriverError: memory that no other process can open, or a tensor across the end of an allocation.
+    """
+    numbers: dict[bytes, int] = {}
+
+    def place_of(page: PageLayout) -> PagePlace:
+        handle, base, num_bytes = driver.export_memory(page.address)
+        if last_byte_of(page) > base + num_bytes:
+            raise DriverError("export_memory", "blocks beyond the end of their allocation", f"of {num_bytes} bytes")
+        return PagePlace(numbers.setdefault(handle, len(numbers)), page.address - base, page.stride_bytes)
+
+    with driver.activated():
+        pages = tuple(tuple(map(place_of, group.pages)) for group in layout.groups)
+    if len(numbers) > MAXIMUM_ALLOCATIONS:
+        raise DriverError("export_memory", f"{len(numbers)} allocations", f"at most {MAXIMUM_ALLOCATIONS} are shared")
+    return MoverOffer(mover, driver.uuid, tuple(numbers), pages)
+
+
+def layout_of(registration: RegisterKVCache, bases: list[int]) -> CacheLayout:
+    """Return where the pages of an offer lie, given where its allocations lie here.
+
+    Raises:
+        LayoutError: it does not add up.
+    """
+    offer = registration.offer
+    assert offer is not None
+    spec = registration.spec
+    groups = tuple(
+        LayerGroup(
+            shape.kind, shape.block_tokens,
+            tuple(
+                PageLayout(bases[place.allocation] + place.offset, detail.num_blocks, size, place.stride_bytes)
+                for place, size in zip(places, detail.page_sizes_bytes, strict=True)
+            ),
+            shape.window_tokens, detail.shard, shape.num_shards,
+        )
+        for shape, detail, places in zip(spec.groups, registration.details, offer.pages, strict=True)
+    )  # fmt: skip
+    return CacheLayout(groups, spec.chunk_tokens, spec.dtype, spec.format)
+
+
+def last_byte_of(page: PageLayout) -> int:
+    """Return the address behind the last block."""
+    return page.address + (page.num_blocks - 1) * page.stride_bytes + page.page_size_bytes

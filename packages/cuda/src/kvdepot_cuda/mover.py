@@ -1,0 +1,180 @@
+"""The mover of CUDA workers, `python -m kvdepot_cuda.mover`: opens a worker's IPC handles and copies for it.
+
+Started by the depot, one for each worker (`kvdepot.mover`). It needs cuda-bindings and numpy, not torch, and sees only
+the worker's device, which it finds by its UUID. The pool is registered with the device from the first copy on, in the
+background; copies are those of `kvdepot_cuda.copy`.
+
+What a worker says about its memory is believed as far as the driver confirms it: every page has to lie in the
+allocation that was opened, and every run is compared with the opened ranges and with the pool before the first copy.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.client.transfers import CopyBatch
+from kvdepot.errors import LayoutError
+from kvdepot.layout import CacheLayout
+from kvdepot.messages import RegisterKVCache
+from kvdepot.mover import Copy, CopyNow, CopyRefused, MoverError, Setup, run_mover
+from kvdepot.pool import PoolMemory
+from kvdepot.runs import EXTENT_DTYPE, BatchRuns, Runs
+from kvdepot_cuda.copy import PIECE_BYTES, CopyEngine
+from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
+from kvdepot_cuda.export import last_byte_of, layout_of
+from kvdepot_cuda.nvidia import CudaDriver
+
+_VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+
+
+class CheckedRuns(BatchRuns):
+    """Runs that lie in opened memory and in the pool.
+
+    Args:
+        layout: where the pages are; each lies in one of the ranges.
+        ranges: `(address, bytes)` of what was opened.
+        pool_size_bytes: of the pool.
+    """
+
+    def __init__(self, layout: CacheLayout, ranges: Sequence[tuple[int, int]], pool_size_bytes: int) -> None:
+        super().__init__(layout)
+        self._layout = layout
+        ordered = sorted(ranges)
+        self._starts = np.array([start for start, _ in ordered], np.uint64)
+        self._ends = np.array([start + size for start, size in ordered], np.uint64)
+        self._pool_size_bytes = pool_size_bytes
+
+    def of(self, batch: CopyBatch) -> Runs:
+        """Return a run for every page of the batch.
+
+        Raises:
+            CopyRefused: one would touch something else, or the batch does not fit the cache.
+        """
+        self._check_batch(batch)
+        runs = super().of(batch)
+        if not len(runs):
+            return runs
+        places = np.searchsorted(self._starts, runs.blocks, "right").astype(np.int64) - 1
+        inside = (places >= 0) & (runs.blocks + runs.sizes <= self._ends[np.maximum(places, 0)])
+        inside &= runs.sizes <= np.uint64(self._pool_size_bytes)
+        inside &= runs.offsets <= np.uint64(self._pool_size_bytes) - np.minimum(runs.sizes, self._pool_size_bytes)
+        if not inside.all():
+            wrong = int(np.argmin(inside))
+            raise CopyRefused(
+                f"{runs.sizes[wrong]} bytes at {runs.offsets[wrong]} of the pool and at {int(runs.blocks[wrong]):#x} of"
+                " the device: not all of that is the pool's and the worker's"
+            )
+        return runs
+
+    def _check_batch(self, batch: CopyBatch) -> None:
+        records = np.frombuffer(batch.extents, EXTENT_DTYPE)
+        sizes = self._layout.chunk_sizes_bytes
+        for number, group in enumerate(self._layout.groups):
+            mine = records[records["group"] == number]
+            ids: npt.NDArray[np.int32] = np.asarray(batch.block_ids[number])
+            if len(ids) and not (int(ids.min()) >= -1 and int(ids.max()) < group.num_blocks):
+                raise CopyRefused(f"blocks {ids.min()} to {ids.max()} of group {number}, which has {group.num_blocks}")
+            if not len(mine):
+                continue
+            chunks = mine["chunk"].astype(np.int64) - batch.first_covered[number]
+            num_chunks, rest = divmod(len(ids), group.blocks_per_chunk(self._layout.chunk_tokens))
+            if rest or not (int(chunks.min()) >= 0 and int(chunks.max()) < num_chunks):
+                raise CopyRefused(f"{len(ids)} blocks of group {number} do not cover the chunks that are to be copied")
+            if (mine["num_bytes"] != sizes[number]).any():
+                raise CopyRefused(f"extents of group {number} that are not {sizes[number]} bytes")
+        if int(records["group"].max(initial=0)) >= len(sizes):
+            raise CopyRefused(f"extents of a group that is not there: the cache has {len(sizes)}")
+
+
+class CudaMover:
+    """One worker's memory, open, and the engine that copies.
+
+    Args:
+        driver: of the worker's device; owned by this object from now on.
+        registration: of the worker, with an offer.
+        pool: mapped here.
+        piece_bytes: how much of the pool is registered by one call.
+
+    Raises:
+        DriverError: a handle cannot be opened.
+        MoverError: it is another device, or the memory is not what the worker says.
+        LayoutError: a layout that cannot be.
+    """
+
+    def __init__(
+        self, driver: Driver, registration: RegisterKVCache, pool: PoolMemory, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        offer = registration.offer
+        assert offer is not None
+        if driver.uuid != offer.device:
+            raise MoverError(f"the worker is on {offer.device}, found was {driver.uuid}")
+        with driver.activated():
+            ranges = [driver.open_memory(handle) for handle in offer.allocations]
+        layout = layout_of(registration, [address for address, _ in ranges])
+        for group, places in zip(layout.groups, offer.pages, strict=True):
+            for page, place in zip(group.pages, places, strict=True):
+                start, size = ranges[place.allocation]
+                if last_byte_of(page) > start + size:
+                    raise MoverError(
+                        f"the worker says that {last_byte_of(page) - start} bytes of an allocation are its cache, the"
+                        f" driver that it has {size}"
+                    )
+        self._pool = pool
+        self._attach = threading.Lock()
+        self._is_attached = False
+        self._engine = CopyEngine(
+            driver, layout, None, piece_bytes=piece_bytes, runs=CheckedRuns(layout, ranges, pool.size_bytes)
+        )
+
+    def copy(self, request: Copy) -> None:
+        """Copy; returns when the bytes are in place."""
+        with self._attach:
+            if not self._is_attached:
+                self._is_attached = True
+                self._engine.attach(self._pool, contextlib.nullcontext)
+        batch = self._batch_of(request)
+        if request.is_store:
+            self._engine.store(batch)
+        else:
+            self._engine.retrieve(batch)
+
+    def _batch_of(self, request: Copy) -> CopyBatch:
+        try:
+            block_ids = tuple(np.frombuffer(ids, "<i4") for ids in request.block_ids)
+        except ValueError as error:
+            raise CopyRefused(f"block ids that are none: {error}") from error
+        return CopyBatch(
+            self._pool,
+            request.extents,
+            block_ids,  # pyright: ignore[reportArgumentType]  # an array is a sequence for all that is done with it
+            request.first_covered,
+            request.skip_blocks,
+        )
+
+
+def open_mover(open_driver: OpenDriver, piece_bytes: int = PIECE_BYTES) -> Callable[[Setup, PoolMemory], CopyNow]:
+    """Return what opens a worker's memory, with drivers of this kind."""
+
+    def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:
+        offer = setup.registration.offer
+        if offer is None:
+            raise MoverError("a worker that offers nothing", is_final=True)
+        os.environ[_VISIBLE_DEVICES] = offer.device
+        try:
+            return CudaMover(open_driver(0), setup.registration, pool, piece_bytes).copy
+        except LayoutError as error:
+            raise MoverError(f"a layout that cannot be: {error}", is_final=True) from error
+        except DriverError as error:
+            raise MoverError(f"device {offer.device} or its memory cannot be opened by the depot: {error}") from error
+
+    return open_device
+
+
+if __name__ == "__main__":
+    run_mover(sys.argv[1:], open_mover(CudaDriver))

@@ -1,0 +1,47 @@
+"""A mover whose device is the fake driver, installed like any other; the tests' folder tells it what to fail.
+
+`faults` has arguments of `FakeDriver.fail`, for one mover or for all; while `gate` is there copies do not end, and
+`at-gate-PID` says that one has begun; `violations` collects what a device would not have forgiven.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvdepot.mover import run_mover
+from kvdepot.testing.processes import wait_until
+from kvdepot_cuda.mover import open_mover
+from kvdepot_cuda.testing import FakeDriver
+
+FOLDER = Path(os.environ["KVDEPOT_FAKE_DEVICE"])
+PIECE_BYTES = 8 << 20
+
+
+class MoverDriver(FakeDriver):
+    def synchronize_stream(self, stream: int) -> None:
+        gate = FOLDER / "gate"
+        if gate.exists():
+            (FOLDER / f"at-gate-{os.getpid()}").touch()
+            wait_until(lambda: not gate.exists(), 60)
+        super().synchronize_stream(stream)
+
+    def _note(self, violation: str) -> None:
+        with (FOLDER / "violations").open("a") as file:
+            file.write(f"{violation}\n")
+
+
+def open_driver(ordinal: int) -> FakeDriver:
+    driver = MoverDriver(ordinal, has_batch_copy=not (FOLDER / "no-batches").exists())
+    faults = FOLDER / "faults"
+    if faults.exists():
+        fault: dict[str, Any] = json.loads(faults.read_text())
+        if fault.pop("is_once"):
+            faults.unlink()
+        driver.fail(**fault)
+    return driver
+
+
+if __name__ == "__main__":
+    run_mover(sys.argv[1:], open_mover(open_driver, PIECE_BYTES))

@@ -1,0 +1,5 @@
+"""A mover that is never ready."""
+
+import signal
+
+signal.pause()

@@ -1,0 +1,28 @@
+"""A mover that outlives its depot: it stops itself in its first copy, and the kernel was told to let it live."""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from kvdepot.mover import Copy, CopyNow, Setup, run_mover
+from kvdepot.pool import PoolMemory
+
+PR_SET_PDEATHSIG = 1
+
+
+def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:
+    del setup, pool
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+
+    def copy(request: Copy) -> None:
+        del request
+        (Path(os.environ["KVDEPOT_FAKE_DEVICE"]) / f"at-gate-{os.getpid()}").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return copy
+
+
+if __name__ == "__main__":
+    run_mover(sys.argv[1:], open_device)

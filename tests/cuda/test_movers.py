@@ -1,0 +1,647 @@
+"""Mode `ipc`: real processes on a fake device, each of them killed or stopped when it hurts.
+
+Right bytes or a miss is what every test ends with; and nobody but the living holds the device's memory.
+"""
+
+import itertools
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvdepot import messages as m
+from kvdepot.errors import BackendUnavailable
+from kvdepot.testing.backend import PLANS, Cache, prompt
+from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
+from tests.cuda.fake_worker import FakeWorker
+from tests.cuda.node import FakeDevice, fake_device
+
+PLAN = PLANS["large pages"]
+WAIT_SECONDS = 30.0
+MakeCache = Callable[..., Cache]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    with fake_device(monkeypatch) as device:
+        yield device
+        assert device.violations == ""
+
+
+@pytest.fixture
+def depot(device: FakeDevice) -> Iterator[DepotProcess]:
+    del device
+    with DepotProcess("--move-seconds", "20") as depot:
+        yield depot
+
+
+@pytest.fixture
+def cache(device: FakeDevice, depot: DepotProcess) -> Iterator[MakeCache]:
+    """Makes workers of this process, whose movers are ready."""
+    made: list[Cache] = []
+
+    def make(instance: str = "engine", *, url: str = depot.url, wait: bool = True, **options: Any) -> Cache:
+        made.append(Cache(device.worker(url, PLAN, instance=instance, **options), PLAN))
+        if wait:
+            made[-1].context.wait_until_connected(WAIT_SECONDS)
+        return made[-1]
+
+    yield make
+    device.open_gate()
+    for cache in made:
+        cache.context.close()
+    wait_until(lambda: device.holders() == set(), WAIT_SECONDS, "the device's memory to be given back")
+
+
+class Child:
+    """A worker in a process of its own."""
+
+    def __init__(self, url: str, device: FakeDevice, *, command: tuple[str, ...] = (), mode: str = "ipc") -> None:
+        self.process = subprocess.Popen(
+            [*command, sys.executable, "-m", "tests.cuda.ipc_worker", url, "child", str(device.memory), mode],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        self.pid = int(self._answer().split()[1])  # as it sees itself
+
+    def ask(self, command: str, salt: int, num_chunks: int) -> int:
+        assert self.process.stdin
+        self.process.stdin.write(f"{command} {salt} {num_chunks}\n")
+        return int(self._answer())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def close(self) -> None:
+        if self.process.returncode is None:
+            self.process.communicate(timeout=WAIT_SECONDS)
+            assert self.process.returncode == 0
+
+    def _answer(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline()
+
+
+@pytest.fixture
+def child(device: FakeDevice, depot: DepotProcess) -> Iterator[Child]:
+    child = Child(depot.url, device)
+    yield child
+    device.open_gate()
+    child.close()
+
+
+def context_of(depot: DepotProcess, instance: str = "engine") -> m.ContextStatus:
+    (context,) = [context for context in depot.status().contexts if context.instance == instance]
+    return context
+
+
+def mode_of(worker: Cache) -> str:
+    context: Any = worker.context
+    return str(context.transfer_mode)
+
+
+def wait_for_mover(depot: DepotProcess, instance: str = "engine", *, but: int = 0) -> int:
+    """Wait until the mover of a worker is ready and another than `but`; return its pid."""
+
+    def is_ready() -> bool:
+        found = [context for context in depot.status().contexts if context.instance == instance]
+        return len(found) == 1 and found[0].mover == "ready" and found[0].mover_pid != but
+
+    wait_until(is_ready, WAIT_SECONDS, "the mover")
+    return context_of(depot, instance).mover_pid
+
+
+def wait_until_nothing_is_held(depot: DepotProcess) -> None:
+    def is_free() -> bool:
+        status = depot.status()
+        return (status.num_leases, status.num_tickets, status.quarantined_bytes) == (0, 0, 0)
+
+    wait_until(is_free, WAIT_SECONDS, "leases, tickets and quarantines to end")
+
+
+# --- who is killed, and when ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(9, 24)
+@pytest.mark.parametrize(
+    ("victim", "when", "what"),
+    list(itertools.product(("worker", "mover", "server"), ("before", "during", "after"), ("store", "retrieve"))),
+)
+def test_whoever_is_killed_costs_a_miss_and_holds_nothing(
+    victim: str, when: str, what: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache, child: Child
+) -> None:
+    """The other worker's bytes, stored and retrieved afterwards, are right; so are the victim's, if it lives."""
+    other = cache("other")
+    before = wait_for_mover(depot, "child")
+    if what == "retrieve":
+        assert child.ask("store", 1, 3) == 1
+    if when == "during":
+        device.close_gate()
+        child.ask(f"submit-{what}", 1, 3)
+        assert device.wait_for_a_copy() == before
+    elif when == "after":
+        assert child.ask(what, 1, 3) == (1 if what == "store" else 3)
+
+    if victim == "worker":
+        child.kill()
+    elif victim == "mover":
+        os.kill(before, signal.SIGKILL)
+    else:
+        depot.kill()
+        depot.start()
+        wait_until(lambda: not depot.status().recovering, WAIT_SECONDS)
+    device.open_gate()
+
+    if victim != "worker":
+        wait_for_mover(depot, "child", but=before)
+    if victim == "server":
+        other.context.wait_until_connected(WAIT_SECONDS)
+    wait_until(lambda: before not in device.holders(), WAIT_SECONDS, "the mover to die")
+    wait_until_nothing_is_held(depot)
+    stored = 0 if what == "store" and when != "after" else 3
+    assert other.retrieve(prompt(3, salt=1)) == stored
+    assert other.store(prompt(4, salt=2))
+    assert other.retrieve(prompt(4, salt=2)) == 4
+    if victim == "worker":
+        assert [context.instance for context in depot.status().contexts] == ["other"]
+        assert device.holders() == {context_of(depot, "other").mover_pid}
+    else:
+        assert child.ask("store", 1, 3) == 1
+        assert child.ask("retrieve", 1, 3) == 3
+        assert child.ask("retrieve", 2, 4) == 4
+
+
+@pytest.mark.promise(23)
+def test_a_mover_that_is_stopped_is_a_miss_at_its_deadline_and_is_replaced(device: FakeDevice) -> None:
+    with DepotProcess("--move-seconds", "2") as depot:
+        worker = Cache(device.worker(depot.url, PLAN), PLAN)
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        assert worker.store(prompt(3))
+        before = wait_for_mover(depot)
+        os.kill(before, signal.SIGSTOP)
+        assert worker.retrieve(prompt(3)) == 0
+        wait_for_mover(depot, but=before)
+        assert "more than 2 s" in context_of(depot).why_no_mover
+        assert worker.retrieve(prompt(3)) == 3
+        worker.context.close()
+
+
+@pytest.mark.parametrize("what", ["store", "retrieve"])
+@pytest.mark.promise(28)
+def test_a_depot_that_is_stopped_during_a_copy_is_a_miss_and_the_mover_is_dead_before(
+    what: str, device: FakeDevice
+) -> None:
+    """Else it could write into blocks that are somebody else's by then."""
+    with DepotProcess("--move-seconds", "2") as depot:
+        worker = Cache(device.worker(depot.url, PLAN, deadline_seconds=1.0), PLAN)
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        assert worker.store(prompt(3))
+        run = prompt(3, salt=int(what == "store"))
+        block_ids = worker.blocks(run)
+        worker.fill(run, block_ids)
+        device.close_gate()
+        submit = worker.context.submit_store if what == "store" else worker.context.submit_retrieve
+        future = submit("request", run, block_ids)
+        mover = device.wait_for_a_copy()
+        depot.signal(signal.SIGSTOP)
+        assert not future.result(WAIT_SECONDS)
+        if what == "retrieve":
+            assert not Path(f"/proc/{mover}/maps").exists() or not Path(f"/proc/{mover}/maps").read_text()
+        depot.signal(signal.SIGCONT)
+        device.open_gate()
+        wait_for_mover(depot, but=mover if what == "retrieve" else 0)  # a store may still have ended in time
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        wait_until_nothing_is_held(depot)
+        assert worker.retrieve(prompt(3)) == 3
+        assert worker.store(prompt(3, salt=1))
+        assert worker.retrieve(prompt(3, salt=1)) == 3
+        worker.context.close()
+
+
+@pytest.mark.promise(9, 13)
+@pytest.mark.parametrize("what", ["store", "retrieve"])
+def test_what_a_mover_was_copying_when_its_depot_was_killed_is_free_when_it_is_dead(
+    what: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    """Blocks on the worker's side, extents on that of the next depot."""
+    other, worker = cache("other"), cache(mover="stubborn")
+    assert other.store(prompt(3))
+    run = prompt(3, salt=int(what == "store"))
+    block_ids = worker.blocks(run)
+    submit = worker.context.submit_store if what == "store" else worker.context.submit_retrieve
+    future = submit("request", run, block_ids)
+    mover = device.wait_for_a_copy()
+    depot.kill()
+    depot.start()
+    other.context.wait_until_connected(WAIT_SECONDS)
+    wait_until(lambda: not depot.status().recovering, WAIT_SECONDS)
+    with pytest.raises(TimeoutError):
+        future.result(0.5)
+    assert depot.status().quarantined_bytes == (3 * PLAN.chunk_size_bytes(0) if what == "store" else 0)
+    os.kill(mover, signal.SIGKILL)
+    assert not future.result(WAIT_SECONDS)
+    wait_until_nothing_is_held(depot)
+    assert other.retrieve(run) == (0 if what == "store" else 3)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_after_a_worker_was_closed_nobody_has_its_memory(is_stopped: bool, device: FakeDevice) -> None:
+    """Not a moment later: a driver does not say what becomes of memory that is freed while others have it open."""
+    with DepotProcess() as depot:
+        worker = Cache(device.worker(depot.url, PLAN), PLAN)
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        assert worker.store(prompt(3))
+        assert device.holders() == {wait_for_mover(depot)}
+        if is_stopped:
+            depot.signal(signal.SIGSTOP)
+        worker.context.close()
+        assert device.holders() == set()
+
+
+def test_operators_see_who_copies_and_why(device: FakeDevice, depot: DepotProcess, cache: MakeCache) -> None:
+    def shown() -> str:
+        command = [sys.executable, "-m", "kvdepot", "status", "--url", depot.url]
+        found = subprocess.run(command, check=False, capture_output=True, text=True)
+        return found.stdout + found.stderr
+
+    cache("engine")
+    before = wait_for_mover(depot)
+    wait_until(lambda: f"mover ready, process {before}\n" in shown(), WAIT_SECONDS)
+    os.kill(before, signal.SIGKILL)
+    after = wait_for_mover(depot, but=before)
+    wait_until(lambda: f"mover ready, process {after}; the one before: it ended\n" in shown(), WAIT_SECONDS)
+    device.fail("open_memory", "CUDA_ERROR_MAP_FAILED (205)")
+    cache("other", mode="auto")
+    wait_until(
+        lambda: "copies by itself: no mover: device GPU-0 or its memory cannot be opened" in shown(), WAIT_SECONDS
+    )
+
+
+def test_a_depot_that_is_asked_to_stop_takes_its_movers_along(
+    device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    worker = cache()
+    assert worker.store(prompt(2))
+    assert depot.terminate() == 0
+    assert device.holders() == set()
+    assert worker.retrieve(prompt(2)) == 0
+
+
+# --- two workers ------------------------------------------------------------------------------------------------------
+
+
+def test_workers_of_one_process_have_a_mover_each(depot: DepotProcess, cache: MakeCache) -> None:
+    one, two = cache("one"), cache("two")
+    movers = wait_for_mover(depot, "one"), wait_for_mover(depot, "two")
+    assert len(set(movers)) == 2
+    assert one.store(prompt(3))
+    os.kill(movers[0], signal.SIGKILL)
+    assert two.retrieve(prompt(3)) == 3
+    wait_for_mover(depot, "one", but=movers[0])
+    assert wait_for_mover(depot, "two") == movers[1]
+    assert one.retrieve(prompt(3)) == 3
+
+
+def _can_unshare() -> bool:
+    command = ["unshare", "--fork", "--pid", "--kill-child", "true"]
+    return shutil.which("unshare") is not None and not subprocess.run(command, check=False).returncode
+
+
+@pytest.mark.skipif(not _can_unshare(), reason="needs PID namespaces")
+def test_workers_with_equal_pids_are_two(device: FakeDevice, depot: DepotProcess) -> None:
+    """As in two containers, where each engine is process 1."""
+    children = [Child(depot.url, device, command=("unshare", "--fork", "--pid", "--kill-child")) for _ in range(2)]
+    assert [child.pid for child in children] == [1, 1]
+    assert children[0].ask("store", 1, 3) == 1
+    assert children[1].ask("retrieve", 1, 3) == 3
+    device.close_gate()
+    children[0].ask("submit-store", 2, 3)
+    mover = device.wait_for_a_copy()
+    children[0].kill()
+    device.open_gate()
+    wait_until(lambda: mover not in device.holders(), WAIT_SECONDS)
+    wait_until_nothing_is_held(depot)
+    assert children[1].ask("retrieve", 2, 3) == 0
+    assert children[1].ask("store", 2, 3) == 1
+    assert children[1].ask("retrieve", 2, 3) == 3
+    children[1].close()
+
+
+# --- fallback ---------------------------------------------------------------------------------------------------------
+
+
+def fell_back(depot: DepotProcess) -> str:
+    """Wait until the worker copies by itself and return why, as an operator reads it."""
+
+    def is_direct() -> bool:
+        return [context.transfer_mode for context in depot.status().contexts] == ["direct"]
+
+    wait_until(is_direct, WAIT_SECONDS, "the worker to copy by itself")
+    assert depot.status().counters["workers_fallen_back"] == 1
+    assert context_of(depot).mover == ""
+    return context_of(depot).fallback
+
+
+def test_a_mover_that_is_lost_twice_makes_the_worker_copy_by_itself(
+    depot: DepotProcess, cache: MakeCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = cache(mode="auto")
+    assert mode_of(worker) == "ipc"
+    assert worker.store(prompt(3))
+    before = 0
+    for _ in range(2):
+        before = wait_for_mover(depot, but=before)
+        os.kill(before, signal.SIGKILL)
+    wait_until(lambda: context_of(depot).mover == "unavailable", WAIT_SECONDS)
+    assert worker.retrieve(prompt(3)) == 0
+    assert "it ended" in fell_back(depot)
+    worker.context.wait_until_connected(WAIT_SECONDS)
+    assert worker.retrieve(prompt(3)) == 3
+    assert worker.store(prompt(3, salt=1))
+    assert mode_of(worker) == "direct"
+    assert len([record for record in caplog.records if "copies by itself" in record.message]) == 1
+    depot.kill()
+    depot.start()
+    worker.context.wait_until_connected(WAIT_SECONDS)
+    assert context_of(depot).transfer_mode == "direct"
+
+
+@pytest.mark.parametrize("call", ["open_memory", "create_stream"])
+def test_a_handle_that_does_not_open_is_a_fallback_or_an_error(
+    call: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.fail(call, "CUDA_ERROR_MAP_FAILED (205)")
+    worker = cache(mode="auto")
+    assert "CUDA_ERROR_MAP_FAILED (205)" in fell_back(depot)
+    assert worker.store(prompt(3))
+    assert worker.retrieve(prompt(3)) == 3
+    assert len([record for record in caplog.records if "copies by itself" in record.message]) == 1
+    caplog.clear()
+    by_name = cache("by name", mode="ipc", wait=False)
+    with pytest.raises(BackendUnavailable, match=r"'ipc'.*CUDA_ERROR_MAP_FAILED.*mode='auto'"):
+        by_name.context.wait_until_connected(WAIT_SECONDS)
+    for _ in range(3):
+        assert by_name.retrieve(prompt(3)) == 0
+        assert not by_name.store(prompt(3, salt=1))
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    assert context_of(depot, "by name").mover == "unavailable"
+    assert "CUDA_ERROR_MAP_FAILED (205)" in context_of(depot, "by name").why_no_mover
+
+
+def test_without_a_call_to_wait_a_worker_falls_back_at_its_first_transfer(
+    device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    device.fail("open_memory")
+    worker = cache(mode="auto", wait=False)
+    wait_until(lambda: [c.mover for c in depot.status().contexts] == ["unavailable"], WAIT_SECONDS)
+    assert not worker.store(prompt(2))
+    fell_back(depot)
+    worker.context.wait_until_connected(WAIT_SECONDS)
+    assert worker.store(prompt(2))
+
+
+@pytest.mark.parametrize(
+    ("mover", "why"), [("nobody", "no mover 'nobody' is installed"), ("broken", "it ended"), ("sleepy", "not ready")]
+)
+def test_a_mover_that_cannot_run_is_a_fallback(mover: str, why: str, device: FakeDevice) -> None:
+    with DepotProcess("--mover-start-seconds", "0.5" if mover == "sleepy" else "30") as depot:
+        worker = Cache(device.worker(depot.url, PLAN, mode="auto", mover=mover), PLAN)
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        assert why in fell_back(depot)
+        assert worker.store(prompt(3))
+        assert worker.retrieve(prompt(3)) == 3
+        worker.context.close()
+
+
+def test_a_handle_that_opens_the_second_time_is_no_fallback(
+    device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    device.fail("open_memory", is_once=True)
+    worker = cache(mode="auto")
+    assert worker.store(prompt(3))
+    assert mode_of(worker) == "ipc"
+    assert depot.status().counters["movers_started"] == 2
+
+
+class Boasting(FakeDriver):
+    """Says that allocations are larger than they are."""
+
+    def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
+        made = super().tensor(num_blocks // 2, page_size_bytes, padding_bytes)
+        return FakeTensor(made.data_ptr(), (num_blocks, page_size_bytes), made.stride())
+
+    def export_memory(self, address: int) -> tuple[bytes, int, int]:
+        handle, base, num_bytes = super().export_memory(address)
+        return handle, base, 2 * num_bytes
+
+
+def test_memory_that_is_smaller_than_the_worker_says_is_not_used(
+    device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    cache(mode="auto", driver=Boasting(root=device.memory))
+    assert "the driver that it has" in fell_back(depot)
+
+
+# --- a device that fails ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(9)
+@pytest.mark.parametrize("call", ["execute", "synchronize_stream"])
+@pytest.mark.parametrize("what", ["store", "retrieve"])
+def test_an_error_of_the_device_is_a_miss_and_a_new_mover(
+    call: str, what: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    worker = cache()
+    assert worker.store(prompt(3))
+    device.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", is_once=True)
+    before = wait_for_mover(depot)
+    os.kill(before, signal.SIGKILL)
+    before = wait_for_mover(depot, but=before)
+    if what == "store":
+        assert not worker.store(prompt(3, salt=1))
+    else:
+        assert worker.retrieve(prompt(3)) == 0
+    wait_until(lambda: context_of(depot).mover == "unavailable", WAIT_SECONDS)  # the second in a row
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in context_of(depot).why_no_mover
+    wait_until_nothing_is_held(depot)
+    assert depot.status().num_entries == 3
+
+
+def test_a_copy_that_fails_half_way_is_a_miss(device: FakeDevice, depot: DepotProcess, cache: MakeCache) -> None:
+    """The sixth, where they go one by one."""
+    device.fail("copy", "CUDA_ERROR_INVALID_VALUE (1)", is_once=True, after=5, times=1)
+    (device.folder / "no-batches").touch()
+    worker = cache()
+    before = wait_for_mover(depot)
+    assert not worker.store(prompt(4))
+    wait_for_mover(depot, but=before)
+    wait_until_nothing_is_held(depot)
+    assert depot.status().num_entries == 0
+    assert worker.store(prompt(4))
+    assert worker.retrieve(prompt(4)) == 4
+
+
+@pytest.mark.parametrize(("after", "times"), [(0, 1 << 30), (1, 2)])
+def test_a_pool_that_a_mover_cannot_register_is_copied_all_the_same(
+    after: int, times: int, device: FakeDevice, cache: MakeCache
+) -> None:
+    device.fail("register_host", "CUDA_ERROR_OUT_OF_MEMORY (2)", after=after, times=times)
+    worker = cache()
+    for salt in range(6):
+        assert worker.store(prompt(8, salt=salt))
+        assert worker.retrieve(prompt(8, salt=salt)) == 8
+
+
+def test_a_device_that_is_lost_is_said_once(
+    device: FakeDevice, depot: DepotProcess, cache: MakeCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In mode `direct`, too."""
+    driver = FakeDriver(root=device.memory)
+    worker = cache(mode="direct", driver=driver)
+    assert worker.store(prompt(2))
+    for call in ("synchronize_stream", "copy", "copy_batch"):
+        driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+    for _ in range(5):
+        assert worker.retrieve(prompt(2)) == 0
+    records = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(records) == 1
+    assert records[0].exc_info is None
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in records[0].getMessage()
+
+
+# --- what a message can make it do ------------------------------------------------------------------------------------
+
+
+def packed(*block_ids: int) -> bytes:
+    return b"".join(number.to_bytes(4, "little", signed=True) for number in block_ids)
+
+
+@pytest.mark.promise(60)
+@pytest.mark.parametrize(
+    ("block_ids", "first_covered", "why"),
+    [
+        (packed(*range(60, 68)), 0, "blocks 60 to 67 of group 0, which has 64"),
+        (packed(0, 1, 2, -2, 4, 5, 6, 7), 0, "blocks -2 to 7"),
+        (packed(*range(4)), 0, "do not cover"),
+        (packed(*range(7)), 0, "do not cover"),
+        (packed(*range(8)), 1, "do not cover"),
+        (packed(*range(8)), 0xFFFFFFFF, "do not cover"),
+        (b"", 0, "do not cover"),
+        (packed(*range(8))[:-1], 0, "block ids that are none"),
+    ],
+)
+@pytest.mark.parametrize("is_store", [True, False])
+def test_a_message_cannot_make_a_mover_touch_anything_else(
+    is_store: bool, block_ids: bytes, first_covered: int, why: str,
+    device: FakeDevice, depot: DepotProcess, cache: MakeCache,
+) -> None:  # fmt: skip
+    worker = cache()
+    assert worker.store(prompt(2))
+    worker.wipe()
+    before = wait_for_mover(depot)
+    connection: Any = cast("Any", worker.context)._connection
+    link = connection.link
+    channel = connection.channel(link)
+    run = prompt(2, salt=int(is_store))
+    if is_store:
+        plan = channel.call(m.PrepareStore(link.context, "r", "t", run.digests, 0, run.parent, (2,)), WAIT_SECONDS)
+        number = plan.ticket
+    else:
+        plan = channel.call(m.PrepareRetrieve(link.context, "r", run.digests, 0, (2,)), WAIT_SECONDS)
+        number = plan.lease
+    assert number
+    message = m.Move(link.context, number, is_store, (block_ids,), (first_covered,), (0,), 1.0)
+    reply = channel.call(message, WAIT_SECONDS)
+    assert isinstance(reply, m.Moved)
+    assert reply.outcome is m.MoveOutcome.FAILED
+    assert why in reply.why
+    assert worker.untouched([[]])
+    assert wait_for_mover(depot) == before
+    end = m.AbortStore(link.context, number) if is_store else m.Release(link.context, (number,))
+    assert channel.call(end, WAIT_SECONDS).count
+    channel.close()
+    wait_until_nothing_is_held(depot)
+    assert worker.retrieve(prompt(2)) == 2
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+class WaitsForNothing(FakeDriver):
+    def synchronize_event(self, event: int) -> None:
+        del event
+
+
+class FakeEventThatIsOver(FakeEvent):
+    def synchronize(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("with_event", [True, False])
+@pytest.mark.parametrize("is_careful", [True, False])
+def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
+    is_careful: bool, with_event: bool, device: FakeDevice, cache: MakeCache
+) -> None:
+    """The worker waits for the event before it asks for anything; without the wait wrong bytes are seen."""
+    driver = (FakeDriver if is_careful else WaitsForNothing)(root=device.memory)
+    writer, reader = cache(driver=driver), cache("other")
+    run = prompt(3)
+    block_ids = writer.blocks(run)
+    stream = DEFAULT_STREAM
+    if with_event:
+        with driver.activated():
+            stream = driver.create_stream()
+    driver.launch(lambda: writer.fill(run, block_ids), stream)
+    kind = FakeEvent if is_careful else FakeEventThatIsOver
+    ready = kind(driver, stream) if with_event else None
+    assert writer.context.submit_store("request", run, block_ids, ready).result(WAIT_SECONDS)
+    if is_careful:
+        assert reader.retrieve(run) == 3
+    else:
+        with pytest.raises(AssertionError, match="wrong bytes were served"):
+            reader.retrieve(run)
+
+
+@pytest.mark.parametrize("is_careful", [True, False])
+def test_a_retrieve_comes_after_what_the_engine_still_does_to_its_blocks(
+    is_careful: bool, device: FakeDevice, cache: MakeCache
+) -> None:
+    driver = (FakeDriver if is_careful else WaitsForNothing)(root=device.memory)
+    worker = cache(driver=driver)
+    run = prompt(3)
+    assert worker.store(run)
+    wanted = worker.blocks(run, rotate=1)
+    driver.launch(worker.wipe)
+    assert worker.context.submit_retrieve("request", run, wanted).result(WAIT_SECONDS)
+    with driver.activated():
+        driver.synchronize_stream(DEFAULT_STREAM)
+    assert worker.holds(run, wanted) is is_careful
+
+
+def test_one_handle_for_all_tensors_of_an_allocation(device: FakeDevice, depot: DepotProcess) -> None:
+    """As with torch, where layers share segments."""
+
+    class OneAllocation(FakeDriver):
+        def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
+            size = num_blocks * (page_size_bytes + padding_bytes)
+            base = next(iter(self._allocations), None) or self.allocate(16 * size)
+            self.used: int = getattr(self, "used", 256) + size
+            return FakeTensor(base + self.used - size, (num_blocks, page_size_bytes), (size // num_blocks, 1))
+
+    driver = OneAllocation(root=device.memory)
+    plan = replace(PLAN, num_blocks=32)
+    worker = Cache(FakeWorker(depot.url, plan, driver=driver, mode="ipc", mover="fake-cuda"), plan)
+    worker.context.wait_until_connected(WAIT_SECONDS)
+    assert len(list(device.memory.iterdir())) == 1
+    assert worker.store(prompt(5))
+    assert worker.retrieve(prompt(5)) == 5
+    worker.context.close()
