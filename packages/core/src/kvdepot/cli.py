@@ -8,22 +8,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.config import Demotion, ServerConfig, default_directory, format_size, parse_size
-from kvdepot.curve import ClientKeys, generate_keys, load_pair, load_public
+from kvdepot.curve import generate_keys
 from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
-from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
-from kvdepot.layout import MINIMUM_CHUNK_TOKENS
+from kvdepot.operate import add_commands, client_keys
 from kvdepot.protocols import DeviceBench
 from kvdepot.registry import find_benches, list_backends
-
-_WARM_SECONDS = 90.0  # for one prefix: the depot waits for a minute at most
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -127,24 +124,7 @@ def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = Non
     status = commands.add_parser("status", parents=[client, json_output], help="show what a depot holds and for whom")
     status.set_defaults(run=_status)
 
-    clear = commands.add_parser("clear", parents=[client], help="forget the entries that nobody uses")
-    clear.set_defaults(run=_clear)
-    clear.add_argument("--tenant", help="only this tenant's")
-    clear.add_argument("--model", help="only this model's, as its engines registered it")
-
-    warm = commands.add_parser(
-        "warm", parents=[client], help="bring prefixes up from the tiers, and pin them",
-        description="Bring prefixes up from tiers. The file has one a line, as JSON: the chunks' keys as hex strings,"
-        ' {"digests": ["9f..", ..], "tenant": "default"}, or a prompt as engines see it, {"tokens": [1, 2, ..],'
-        ' "namespace": {"model": ..}, "chunk_tokens": 64}; - reads standard input.',
-    )  # fmt: skip
-    warm.set_defaults(run=_warm)
-    warm.add_argument("keys", metavar="KEYS|TRACE", help="a file, or -")
-    warm.add_argument("--pin", type=float, default=0.0, metavar="SECONDS", help="keep them in the pool that long")
-
-    unpin = commands.add_parser("unpin", parents=[client], help="end what warm --pin keeps")
-    unpin.set_defaults(run=_unpin)
-    unpin.add_argument("--tenant", help="only this tenant's")
+    add_commands(commands, client, json_output)
 
     keys = commands.add_parser("keys", help="make the CURVE keys that TCP needs")
     keys_commands = keys.add_subparsers(required=True, metavar="COMMAND")
@@ -301,16 +281,6 @@ A client has its own secret key and the depot's public key:
     return 0
 
 
-def _client_keys(options: argparse.Namespace) -> ClientKeys | None:
-    if options.curve_secret is None and options.curve_server is None:
-        return None
-    if options.curve_secret is None or options.curve_server is None:
-        raise ConfigError("give both --curve-secret (this side's keys) and --curve-server (the depot's public key)")
-    return ClientKeys(
-        load_pair(options.curve_secret, "--curve-secret"), load_public(options.curve_server, "--curve-server")
-    )
-
-
 def _http_of(options: argparse.Namespace) -> Callable[[], Any]:
     """Return what starts the HTTP server once the depot is there; it does nothing where none is wanted."""
     if not options.http:
@@ -326,7 +296,7 @@ def _http_of(options: argparse.Namespace) -> Callable[[], Any]:
 
 
 def _status(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Status(), options.url, keys=_client_keys(options))
+    reply = ask_depot(m.Status(), options.url, keys=client_keys(options))
     assert isinstance(reply, m.StatusReply)
     if options.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply.status), indent=2).decode() + "\n")
@@ -359,6 +329,8 @@ def describe_status(status: m.DepotStatus) -> str:
     ]
     slow = f"; {status.loop_slow_turns:,} of more than 5 ms" if status.loop_slow_turns else ""
     lines.append(f"loop     longest turn {status.loop_longest_work_seconds * 1e3:.1f} ms of work{slow}")
+    if status.draining:
+        lines.append("draining: stores are declined; end that with 'kvdepot drain --resume'")
     if status.recovering:
         lines.append("reading back the entries of an earlier server")
     for name, usage in sorted(status.tenants.items()):
@@ -428,65 +400,6 @@ def _describe_group(number: int, group: m.GroupStatus) -> str:
     if group.attention_backend:
         parts.append(group.attention_backend)
     return ", ".join(parts)
-
-
-def _clear(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Clear(options.tenant, options.model), options.url, keys=_client_keys(options))
-    assert isinstance(reply, m.Done)
-    print(f"{reply.count:,} entries forgotten")
-    return 0
-
-
-class _Keys(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a file: a prefix by its chunks' keys."""
-
-    digests: list[str]
-    tenant: str = "default"
-
-    def packed(self) -> tuple[str, bytes]:
-        return self.tenant, b"".join(map(bytes.fromhex, self.digests))
-
-
-class _Traced(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a trace of prompts: what keys are made of."""
-
-    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
-    namespace: Namespace
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] = MINIMUM_CHUNK_TOKENS
-
-    def packed(self) -> tuple[str, bytes]:
-        run = hash_prefix(self.namespace, self.chunk_tokens, self.tokens)
-        return run.tenant, run.digests
-
-
-def _prefix_of(line: str) -> tuple[str, bytes]:
-    """Return tenant and packed digests of one line."""
-    fields = msgspec.json.decode(line)
-    is_traced = isinstance(fields, dict) and "tokens" in fields
-    return msgspec.convert(fields, _Traced if is_traced else _Keys).packed()
-
-
-def _warm(options: argparse.Namespace) -> int:
-    found = asked = 0
-    try:
-        lines = sys.stdin.readlines() if options.keys == "-" else Path(options.keys).read_text().splitlines()
-        prefixes = [_prefix_of(line) for line in lines if line.strip()]
-    except (OSError, ValueError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{options.keys}: {error}") from error
-    for tenant, digests in prefixes:
-        request = m.Warm(tenant, digests, options.pin)
-        reply = ask_depot(request, options.url, _WARM_SECONDS, keys=_client_keys(options))
-        assert isinstance(reply, m.Done)
-        found, asked = found + reply.count, asked + len(digests) // DIGEST_BYTES
-    print(f"{found:,} of {asked:,} chunks are in the pool{' and pinned' if options.pin else ''}")
-    return 0
-
-
-def _unpin(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Unpin(options.tenant), options.url, keys=_client_keys(options))
-    assert isinstance(reply, m.Done)
-    print(f"{reply.count:,} pins ended")
-    return 0
 
 
 def _backends(options: argparse.Namespace) -> int:

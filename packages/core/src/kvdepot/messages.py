@@ -10,7 +10,7 @@ KV bytes never travel here. Extents do, as packed `EXTENT` records, no object fo
 
 import enum
 import struct
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -255,10 +255,43 @@ class Status(Struct, array_like=True, tag="status", frozen=True):
 
 
 class Clear(Struct, array_like=True, tag="clear", frozen=True):
-    """Forget what nobody uses, of one tenant and one model or of all, in the tiers too. Needs no session."""
+    """Forget what nobody uses, of one tenant and one model or of all, in the tiers too. Needs no session.
+
+    With `digests`, of a prefix from chunk 0 on: what only this prefix needs, in the pool.
+    """
 
     tenant: Name | None = None
     model: Label | None = None
+    digests: Digests = b""
+
+
+class Find(Struct, array_like=True, tag="find", frozen=True):
+    """Ask what the pool has of a prefix, in every space that has some of it. Needs no session."""
+
+    digests: Digests
+
+
+class SetQuota(Struct, array_like=True, tag="set_quota", frozen=True):
+    """Change what a tenant can keep against others (0: nothing), until the server ends. Needs no session."""
+
+    tenant: Annotated[str, Meta(min_length=1, max_length=256)]
+    quota_bytes: Identifier
+
+
+class Drain(Struct, array_like=True, tag="drain", frozen=True):
+    """Take no more stores, or take them again. What is here is still found. Needs no session."""
+
+    is_draining: bool = True
+
+
+class SetLogLevel(Struct, array_like=True, tag="set_log_level", frozen=True):
+    """Change what the server logs, until it ends. Needs no session."""
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
+class Configuration(Struct, array_like=True, tag="configuration", frozen=True):
+    """Ask for the server's settings. Needs no session."""
 
 
 Request = (
@@ -279,9 +312,14 @@ Request = (
     | Clear
     | Warm
     | Unpin
+    | Find
+    | SetQuota
+    | Drain
+    | SetLogLevel
+    | Configuration
 )
 
-OperatorRequest = Hello | Status | Clear | Warm | Unpin
+OperatorRequest = Hello | Status | Clear | Warm | Unpin | Find | SetQuota | Drain | SetLogLevel | Configuration
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
@@ -361,6 +399,35 @@ class StatusReply(Struct, array_like=True, tag="status_reply", frozen=True):
 
     epoch: int
     status: "DepotStatus"
+
+
+class FoundPrefix(Struct, frozen=True, kw_only=True):
+    """What one space of the pool has of a prefix: `num_chunks` leading chunks can be used."""
+
+    num_chunks: int
+    num_tokens: int
+    tenant: str
+    model: str
+    dtype: str
+    format: str
+    chunk_tokens: int
+    idle_seconds: float  # since the last of them was stored or used
+    is_held: bool  # by a lease, a pin or a write
+    num_children: int  # chunks after the last of them, of longer prefixes
+
+
+class Found(Struct, array_like=True, tag="found", frozen=True):
+    """What `Find` found: nothing, or one item for each space."""
+
+    epoch: int
+    prefixes: list[FoundPrefix]
+
+
+class ConfigurationReply(Struct, array_like=True, tag="configuration_reply", frozen=True):
+    """The server's settings under the names of its flags; secrets are in files, which it names."""
+
+    epoch: int
+    settings: dict[str, Any]
 
 
 class GroupStatus(Struct, frozen=True, kw_only=True):
@@ -443,6 +510,8 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     prefill_seconds_saved: float = 0.0  # of computing what was retrieved; what retrieving took is not taken off
     num_sessions: int
     recovering: bool
+    draining: bool = False  # takes no stores, as an operator asked for
+    log_level: str = ""
     verify: str = "off"
     endpoints: list[str] = []  # of control sockets, with the ports that were found
     contexts: list[ContextStatus]
@@ -454,7 +523,18 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     counters: dict[str, int]
 
 
-Reply = ErrorReply | HelloReply | Registered | Done | LookupReply | StorePlan | RetrievePlan | StatusReply
+Reply = (
+    ErrorReply
+    | HelloReply
+    | Registered
+    | Done
+    | LookupReply
+    | StorePlan
+    | RetrievePlan
+    | StatusReply
+    | Found
+    | ConfigurationReply
+)
 
 
 # --- session socket -------------------------------------------------------------------------------------------------

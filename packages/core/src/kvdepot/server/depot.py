@@ -142,6 +142,7 @@ class Depot:
         self.tiering: Tiering | None = None
         self._chores: list[Iterator[int]] = []  # what takes long: done in steps
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
+        self.is_draining = False  # an operator asked for it
         self.on_names_changed: Callable[[], None] = lambda: None
         self._clock = clock
         self._names_are_saved = True
@@ -402,7 +403,7 @@ class Depot:
         space, index = context.space, self.index
         self.counters["stores"] += 1
         self.counters["store_chunks"] += num_chunks
-        if not self.accepts_stores:
+        if not self.accepts_stores or self.is_draining:
             return self._declined(0, sum(request.covered))
         parent = NO_NODE
         if request.first_chunk:
@@ -588,6 +589,7 @@ class Depot:
     def expire(self) -> None:
         """End what has lived too long."""
         now = self._clock()
+        self.index.now = int(now)
         self.leases.expire(now)
         self.index.expire(now)
         self._end_pins(lambda pin: pin.expiry_seconds <= now)
@@ -640,15 +642,28 @@ class Depot:
         self._chores.append(chore())
         return deferred
 
+    def later(self, work: Iterator[m.Reply | None]) -> Deferred:
+        """Do in steps what takes long; the reply is what the last of them yields."""
+        deferred = Deferred()
+
+        def chore() -> Iterator[int]:
+            for reply in work:
+                if reply is not None:
+                    deferred.send(reply)
+                yield 0
+
+        self._chores.append(chore())
+        return deferred
+
     def warm(self, request: m.Warm) -> m.Reply | Deferred:
         """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
 
-        The reply counts the chunks that are in the pool then: of the space, among those that engines are registered
-        for, that has the most.
+        The reply counts the chunks that are in the pool then, of the space that has the most. Tiers are asked where
+        engines are registered.
         """
         num_chunks = _count_digests(request.digests)
         deferred = Deferred()
-        spaces = [space for space in self.index.spaces if self._places(space)[0]]
+        spaces = list(self.index.spaces)
         num_left = len(spaces)
 
         def on_answer() -> None:
@@ -660,7 +675,7 @@ class Depot:
         for space in spaces:
             found, nodes = self.index.longest_prefix(space, request.digests)
             places, model = self._places(space)
-            is_asking = self.tiering is not None and found < num_chunks and self.tiering.promote(
+            is_asking = self.tiering is not None and places and found < num_chunks and self.tiering.promote(
                 space, request.digests, places, self._label(request.tenant, model), found=found, pins=nodes,
                 wait_seconds=_PATIENT_SECONDS, on_answer=on_answer,
             )  # fmt: skip
@@ -730,6 +745,7 @@ class Depot:
             "quarantined_bytes": sum(index.table.extent(r)[1] for q in self.quarantines for r in q.records),
             "num_leases": len(self.leases),
             "num_pins": len(self.pins),
+            "draining": self.is_draining,
             "num_tickets": len(self.tickets),
             "prefill_seconds_saved": self.saved_seconds,
             "contexts": [self._context_status(context) for context in self.contexts.values()],

@@ -34,6 +34,7 @@ from kvdepot.index import ChunkIndex
 from kvdepot.pool import Names, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.protocols import TierPool
 from kvdepot.quotas import QuotaTable
+from kvdepot.server import operations
 from kvdepot.server.access import PRIVATE_UMASK, Access
 from kvdepot.server.depot import Deferred, Depot, Fence, Refused
 from kvdepot.server.remote import RemoteSocket
@@ -359,16 +360,26 @@ class DepotServer:
                 )
             case m.Status():
                 return m.StatusReply(self.epoch, self._status())
+            case m.Clear() | m.Warm() | m.SetQuota() if self._restoring is not None:
+                raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
             case m.Clear():
-                if self._restoring is not None:
-                    raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
+                if request.digests:
+                    return operations.clear_prefix(self._depot, request)
                 return self._depot.clear_everywhere(request.tenant, request.model)
             case m.Warm():
-                if self._restoring is not None:
-                    raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
                 return self._depot.warm(request)
             case m.Unpin():
                 return m.Done(self.epoch, self._depot.unpin(request.tenant))
+            case m.Find():
+                return operations.find(self._depot, request.digests)
+            case m.SetQuota():
+                return operations.set_quota(self._depot, request.tenant, request.quota_bytes)
+            case m.Drain():
+                return operations.drain(self._depot, request.is_draining)
+            case m.SetLogLevel():
+                return operations.set_log_level(self._depot, request.level)
+            case m.Configuration():
+                return m.ConfigurationReply(self.epoch, operations.settings_of(self._depot, self.config))
 
     def _status(self) -> m.DepotStatus:
         fields = self._depot.status_fields()
@@ -384,6 +395,7 @@ class DepotServer:
             num_sessions=len(self._sessions),
             recovering=self._restoring is not None,
             verify=self._depot.verify,
+            log_level=operations.log_level(),
             loop_longest_seconds=self._longest_seconds,
             loop_longest_work_seconds=self._longest_work_seconds,
             loop_slow_turns=self._slow_turns,
@@ -502,4 +514,6 @@ def _no_session(routing_id: bytes) -> None:
     )
 
 
-_OPEN_TO_ALL: Final = (m.Hello, m.Status, m.Clear, m.Warm, m.Unpin)
+_OPEN_TO_ALL: Final = (
+    m.Hello, m.Status, m.Clear, m.Warm, m.Unpin, m.Find, m.SetQuota, m.Drain, m.SetLogLevel, m.Configuration,
+)  # fmt: skip
