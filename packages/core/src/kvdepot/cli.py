@@ -22,6 +22,8 @@ from kvdepot.operate import add_commands, client_keys
 from kvdepot.protocols import DeviceBench
 from kvdepot.registry import find_benches, list_backends
 
+_TELLING_CHUNKS = 10_000  # asked for, until estimates are shown
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; exits with 0, 1 (it failed, one line says why) or 2 (wrong arguments)."""
@@ -329,6 +331,9 @@ def describe_status(status: m.DepotStatus) -> str:
     ]
     slow = f"; {status.loop_slow_turns:,} of more than 5 ms" if status.loop_slow_turns else ""
     lines.append(f"loop     longest turn {status.loop_longest_work_seconds * 1e3:.1f} ms of work{slow}")
+    if status.estimated_chunks >= _TELLING_CHUNKS:
+        rates = [f"{e.hit_chunks / status.estimated_chunks:.0%} with {e.scale:g}x" for e in status.estimates]
+        lines.append(f"sizing   about {', '.join(rates)} of the pool would be found there")
     if status.draining:
         lines.append("draining: stores are declined; end that with 'kvdepot drain --resume'")
     if status.recovering:

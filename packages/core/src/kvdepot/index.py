@@ -23,6 +23,7 @@ from blake3 import blake3
 
 from kvdepot.eviction import ENDED, NO_NODE, NORMAL, POLICIES, ChunkTree, GuardedPolicy
 from kvdepot.extents import ExtentAllocator, extent_size
+from kvdepot.histogram import Histogram
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind, window_chunks
 from kvdepot.messages import EXTENT, CacheSpec
@@ -35,7 +36,6 @@ _RESTORE_STEP: Final = 200  # records between two pauses: about two milliseconds
 _LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go is bounded by that, not by the pool
 _CLEAR_STEP: Final = 200  # nodes between two pauses: at most a few milliseconds
 _SPARE_DEADLINES: Final = 1024
-AGE_BUCKETS: Final = 24  # the last one: half a year and more
 
 
 _Place = tuple[int, int, bytes]  # space, depth and the start of a key
@@ -101,8 +101,7 @@ class ChunkIndex:
         self.num_entries = 0  # sealed
         self.num_evicted = 0
         self.now = 0  # seconds of the depot's clock, which sets it now and then
-        self.eviction_ages = [0] * AGE_BUCKETS  # evicted chunks by bit length of the seconds since their last use
-        self.eviction_age_seconds = 0  # of all of them together
+        self.eviction_ages = Histogram(1.0)  # seconds since the last use of what was evicted
         self.label_bytes: dict[int, int] = {}
         self._space_by_spec: dict[bytes, Space] = {}
         self._tree = ChunkTree()
@@ -573,10 +572,8 @@ class ChunkIndex:
         return True
 
     def _evict(self, node: int) -> None:
-        age = max(0, self.now - self._last_use[node])
         self.num_evicted += 1
-        self.eviction_ages[min(age.bit_length(), AGE_BUCKETS - 1)] += 1
-        self.eviction_age_seconds += age
+        self.eviction_ages.add(self.idle_seconds(node))
         self._remove(node)
 
     def _policy_of(self, node: int) -> EvictionPolicy:

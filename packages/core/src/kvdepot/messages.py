@@ -488,6 +488,22 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     counters: dict[str, int] = {}
 
 
+class HistogramStatus(Struct, frozen=True, kw_only=True):
+    """Values by powers of two: bucket `i` has those below `base * 2**i` that no bucket before it has, the last all."""
+
+    base: float
+    counts: list[int]
+    total: float  # sum of the values
+
+
+class PoolEstimate(Struct, frozen=True, kw_only=True):
+    """What a pool of another size would have found: chunks, of `DepotStatus.estimated_chunks`."""
+
+    scale: float  # of the present size
+    pool_bytes: int
+    hit_chunks: int
+
+
 class DepotStatus(Struct, frozen=True, kw_only=True):
     """What `kvdepot status` shows; in JSON under these names. Sizes are bytes."""
 
@@ -521,6 +537,12 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     loop_longest_work_seconds: float = 0.0  # the most processor time that one turn took
     loop_slow_turns: int = 0  # turns that took more than 5 ms of processor time
     counters: dict[str, int]
+    devices: dict[str, dict[str, int]] = {}  # bytes stored and retrieved, by the device at the other end
+    latencies: dict[str, HistogramStatus] = {}  # seconds from request to reply, by operation; and of stores and turns
+    eviction_ages: HistogramStatus | None = None  # seconds since the last use of what left
+    estimates: list[PoolEstimate] = []  # by pool size
+    estimated_chunks: int = 0  # that were asked for, as far as the sample tells
+    estimate_rate: float = 0.0  # share of the chunks that are sampled
 
 
 Reply = (
@@ -572,6 +594,11 @@ _session_request_decoder = msgspec.msgpack.Decoder(OpenSession)
 _session_reply_decoder: msgspec.msgpack.Decoder[SessionReply] = msgspec.msgpack.Decoder(SessionReply)
 
 OPERATIONS: Final = frozenset(struct_type.__struct_config__.tag for struct_type in Request.__args__)
+
+
+def operation_of(kind: type[Any]) -> str:
+    """Return the tag of a request or a reply."""
+    return kind.__struct_config__.tag
 
 
 class FrameError(Exception):

@@ -16,11 +16,13 @@ import msgspec.structs
 from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
 from kvdepot.eviction import NO_NODE
+from kvdepot.histogram import Histogram
 from kvdepot.index import ChunkIndex, EntryPlace, Space, digest_of, pack_extent
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.leases import LeaseTable
 from kvdepot.server.tiering import ShardPlace, Tiering
+from kvdepot.shadow import ShadowIndex
 from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ _PATIENT_SECONDS: Final = 60.0  # that an operator's request may wait for tiers
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
 MAXIMUM_SPACES: Final = 4096  # different caches; kept as long as the pool
+MAXIMUM_ROWS: Final = 1024  # names with counters of their own
 MAXIMUM_LABELS: Final = 65_536  # tenants and their models; names are kept as long as the pool
 
 
@@ -88,6 +91,11 @@ class Context:
     token_seconds: float = 0.0  # that computing a token takes, as a scheduler said last
 
     @property
+    def device(self) -> str:
+        """The kind of device that its blocks lie on."""
+        return self.registration.device.partition(":")[0] if self.registration else ""
+
+    @property
     def owner(self) -> bytes:
         """Which worker of its process this is."""
         return digest_of((self.instance, self.registration.rank if self.registration else -1))[:OWNER_BYTES]
@@ -106,6 +114,8 @@ class Ticket:
     context: int
     request_id: str
     records: list[int]
+    num_bytes: int
+    began: float  # of the depot's clock
 
 
 @dataclass(slots=True)
@@ -135,6 +145,11 @@ class Depot:
         self.counters: Counter[str] = Counter()
         self.contexts: dict[int, Context] = {}
         self.tickets: dict[int, Ticket] = {}
+        self.shadow = ShadowIndex(index.extents.capacity_bytes)
+        self.store_seconds = Histogram(0.0001)  # from plan to commit
+        self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
+        self.tenant_tokens: dict[str, list[int]] = {}  # asked for, found in the pool, found in tiers
+        self._chunk_bytes: dict[int, int] = {}  # of all shards and groups, by space
         self.quarantines: list[Quarantine] = []
         self.pins: list[Pin] = []
         self.saved_seconds = 0.0  # of computing, by what was retrieved
@@ -200,6 +215,9 @@ class Depot:
             raise Refused(ErrorCode.BAD_LAYOUT, f"rank {request.rank} of {request.world_size}")
         space = self._space(spec)
         self._check_peers(space, groups, request)
+        self._chunk_bytes[space.number] = sum(
+            group.chunk_size_bytes * shape.num_shards for group, shape in zip(groups, spec.groups, strict=True)
+        )
         context = Context(
             self._number(), session, writer, request.instance, request.model, space, request, tuple(groups)
         )
@@ -320,6 +338,13 @@ class Depot:
         self.counters["lookups"] += 1
         self.counters["lookup_chunks"] += num_chunks
         self.counters["lookup_chunks_pool_hit"] += found
+        space = context.space
+        chunk_bytes = self._chunk_bytes.get(space.number)
+        if chunk_bytes is not None:
+            self.shadow.looked_up(request.digests, chunk_bytes)
+        tokens = self.tenant_tokens.get(request.tenant) or _row(self.tenant_tokens, request.tenant, 3)
+        tokens[0] += num_chunks * space.spec.chunk_tokens
+        tokens[1] += found * space.spec.chunk_tokens
         if self.tiering is None or found == num_chunks or not self.accepts_stores:
             return self._found(context, request, found, nodes)
         deferred = Deferred()
@@ -328,8 +353,9 @@ class Depot:
         def answer() -> None:
             if self.contexts.get(context.number) is not context:
                 return  # it left meanwhile: nobody waits
-            found, nodes = self.index.longest_prefix(context.space, request.digests)
-            deferred.send(self._found(context, request, found, nodes, self._clock() - began))
+            here, nodes = self.index.longest_prefix(context.space, request.digests)
+            tokens[2] += max(0, here - found) * context.space.spec.chunk_tokens
+            deferred.send(self._found(context, request, here, nodes, self._clock() - began))
 
         places, model = self._places(context.space, context.instance)
         is_asking = self.tiering.promote(
@@ -415,7 +441,7 @@ class Depot:
         label = self._label(request.tenant, context.model)
         records: list[int] = []
         extents: list[bytes] = []
-        num_present = num_declined = 0
+        num_present = num_declined = num_bytes = 0
         full = False
         for chunk in range(num_chunks):
             key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
@@ -439,6 +465,7 @@ class Depot:
                     num_declined += 1
                     continue
                 records.append(record)
+                num_bytes += group.chunk_size_bytes
                 sealed_header = index.table.header(record) + 1
                 extent = record, sealed_header, *index.table.extent(record)
                 extents.append(pack_extent(chunk, number, extent))
@@ -451,7 +478,8 @@ class Depot:
         self.counters["store_entries_declined"] += num_declined
         if not records:
             return m.StorePlan(self.epoch, 0, b"", num_present, num_declined)
-        ticket = Ticket(self._number(), context.number, request.request_id, records)
+        self.shadow.stored(request.digests, self._chunk_bytes[space.number])
+        ticket = Ticket(self._number(), context.number, request.request_id, records, num_bytes, self._clock())
         self.tickets[ticket.number] = ticket
         return m.StorePlan(self.epoch, ticket.number, b"".join(extents), num_present, num_declined)
 
@@ -473,6 +501,8 @@ class Depot:
         del self.tickets[ticket.number]
         self.index.seal_entries(ticket.records, int(self._clock()), request.checksums)
         self.counters["entries_stored"] += len(ticket.records)
+        self.store_seconds.add(self._clock() - ticket.began)
+        _row(self.moved_bytes, context.device, 2)[0] += ticket.num_bytes
         if self.tiering is not None:
             self.tiering.stored(ticket.records)
         return m.Done(self.epoch, len(ticket.records))
@@ -502,7 +532,7 @@ class Depot:
         self.counters["retrieves"] += 1
         extents: list[bytes] = []
         nodes: list[int] = []
-        found = 0
+        found = num_bytes = 0
         for chunk in range(num_chunks):
             key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
             node = index.visible(context.space, key, request.first_chunk + chunk)
@@ -517,6 +547,7 @@ class Depot:
                 extent = index.extent_of(node, number, group.shard, group.layout)
                 if extent is not None:
                     here.append(pack_extent(chunk, number, extent))
+                    num_bytes += extent[3]
             if len(here) < len(needed):
                 break
             extents += here
@@ -524,6 +555,7 @@ class Depot:
             found = chunk + 1
         self.counters["retrieve_chunks"] += num_chunks
         self.counters["retrieve_chunks_hit"] += found
+        _row(self.moved_bytes, context.device, 2)[1] += num_bytes
         if not nodes:
             return m.RetrievePlan(self.epoch, 0, found, b"")
         if context.registration is not None and not context.registration.rank:
@@ -730,6 +762,10 @@ class Depot:
             share = quotas.share_of(number)
             if share:
                 usage["quota_bytes"] = quotas.quota_bytes[share]
+        for name, (asked, in_pool, in_tiers) in self.tenant_tokens.items():
+            usage = tenants.setdefault(name or "default", {"used_bytes": 0})
+            for key, count in (("lookup", asked), ("pool_hit", in_pool), ("tier_hit", in_tiers)):
+                usage[f"{key}_tokens"] = usage.get(f"{key}_tokens", 0) + count
         return tenants
 
     def status_fields(self) -> dict[str, Any]:
@@ -758,6 +794,14 @@ class Depot:
                 "policy_errors": index.num_policy_errors,
                 "leases_expired": self.leases.num_expired,
             },
+            "devices": {
+                name: {"stored_bytes": stored, "retrieved_bytes": retrieved}
+                for name, (stored, retrieved) in self.moved_bytes.items()
+            },
+            "eviction_ages": index.eviction_ages.status(),
+            "estimates": self.shadow.estimates(),
+            "estimated_chunks": self.shadow.num_chunks,
+            "estimate_rate": self.shadow.rate,
         }
 
     def _context_status(self, context: Context) -> m.ContextStatus:
@@ -794,6 +838,14 @@ def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> m.GroupS
         shape=detail.shape, attention_backend=detail.attention_backend, block_size_bytes=block_size_bytes,
         bytes_per_token=0.0 if recurrent else block_size_bytes / shape.block_tokens,
     )  # fmt: skip
+
+
+def _row(rows: dict[str, list[int]], name: str, num_columns: int) -> list[int]:
+    """Return the counters under a name that a client chose; when there are many names, those of all further ones."""
+    row = rows.get(name)
+    if row is None:
+        row = rows.setdefault(name if len(rows) < MAXIMUM_ROWS else "(others)", [0] * num_columns)
+    return row
 
 
 def _count_digests(digests: bytes) -> int:

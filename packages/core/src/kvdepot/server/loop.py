@@ -30,6 +30,7 @@ from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig, format_
 from kvdepot.curve import ServerKeys, load_allowed, load_pair
 from kvdepot.errors import ConfigError, DepotBusy, ErrorCode
 from kvdepot.extents import ExtentAllocator
+from kvdepot.histogram import Histogram
 from kvdepot.index import ChunkIndex
 from kvdepot.pool import Names, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.protocols import TierPool
@@ -55,6 +56,7 @@ _DRAIN_SECONDS: Final = 2.0
 _TIER_DEADLINE_SECONDS: Final = 1.0
 _WORK_SECONDS_PER_TURN: Final = 0.003
 _SLOW_TURN_SECONDS: Final = 0.005
+_SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket
 _SWITCH_SECONDS: Final = 0.0005
 _MAXIMUM_DESCRIPTORS: Final = 65_536
 
@@ -126,6 +128,10 @@ class DepotServer:
                 sys.setswitchinterval(_SWITCH_SECONDS)
             self._longest_seconds = self._longest_work_seconds = 0.0
             self._slow_turns = 0
+            self._turns = Histogram(_SHORTEST_SECONDS)
+            self._latencies: dict[type, Histogram] = {
+                kind: Histogram(_SHORTEST_SECONDS) for kind in (*m.Request.__args__, m.ErrorReply)
+            }
             self._has_chores = False  # of the depot: what takes long, done between messages
             names = self._files.names
             self._restoring = None if self._files.is_new else self._depot.index.restore(names.spaces, len(names.labels))
@@ -263,6 +269,7 @@ class DepotServer:
         self._longest_seconds = max(self._longest_seconds, seconds)
         self._longest_work_seconds = max(self._longest_work_seconds, work_seconds)
         self._slow_turns += work_seconds > _SLOW_TURN_SECONDS
+        self._turns.add(seconds)
 
     def _serve_tiers(self) -> None:
         if self._depot.tiering is None:
@@ -316,6 +323,7 @@ class DepotServer:
 
     def _serve_messages(self, router: zmq.Socket[bytes], find_session: FindSession) -> None:
         receive = router.recv_multipart
+        began = time.monotonic()  # one reading of the clock a message: what one begins, the one before has ended
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 frames = receive(zmq.NOBLOCK)
@@ -323,30 +331,43 @@ class DepotServer:
                 return
             routing_id, *parts = frames
             sequence = m.sequence_of(parts[0]) if parts else 0
-            reply = self._answer(routing_id, parts, find_session)
+            kind, reply = self._answer(routing_id, parts, find_session)
             if isinstance(reply, Deferred):
-                reply.on_reply = functools.partial(_send, router, routing_id, sequence)
+                reply.on_reply = functools.partial(self._send_late, router, routing_id, sequence, kind, began)
             else:
                 _send(router, routing_id, sequence, reply)
+            ended = time.monotonic()
+            if not isinstance(reply, Deferred):
+                self._latencies[kind].add(ended - began)
+            began = ended
 
-    def _answer(self, routing_id: bytes, parts: list[bytes], find_session: FindSession) -> m.Reply | Deferred:
+    def _send_late(
+        self, router: "zmq.Socket[bytes]", routing_id: bytes, sequence: int, kind: type, began: float, reply: m.Reply
+    ) -> None:
+        _send(router, routing_id, sequence, reply)
+        self._latencies[kind].add(time.monotonic() - began)
+
+    def _answer(
+        self, routing_id: bytes, parts: list[bytes], find_session: FindSession
+    ) -> tuple[type, m.Reply | Deferred]:
+        """Return the kind of a request, `ErrorReply` if it is none or refused, and its reply."""
         try:
             if len(parts) != 1:
                 raise Refused(ErrorCode.MALFORMED, f"a message has one frame, not {len(parts)}")
             request = m.decode_request(parts[0])
             if isinstance(request, _OPEN_TO_ALL):
-                return self._answer_anybody(request)
+                return type(request), self._answer_anybody(request)
             session = find_session(routing_id)
             if session is None:
                 raise Refused(ErrorCode.UNKNOWN_SESSION, "no open session: connect to the session socket first")
-            return self._depot.handle(session.number, session.writer, request)
+            return type(request), self._depot.handle(session.number, session.writer, request)
         except (Refused, m.FrameError) as error:
             self._depot.counters["requests_refused"] += 1
-            return m.ErrorReply(self.epoch, error.code, str(error))
+            return m.ErrorReply, m.ErrorReply(self.epoch, error.code, str(error))
         except Exception as error:
             logger.exception("a request failed")
             self._depot.counters["requests_failed"] += 1
-            return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+            return m.ErrorReply, m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
     def _answer_anybody(self, request: m.OperatorRequest) -> m.Reply | Deferred:
         match request:
@@ -399,6 +420,15 @@ class DepotServer:
             loop_longest_seconds=self._longest_seconds,
             loop_longest_work_seconds=self._longest_work_seconds,
             loop_slow_turns=self._slow_turns,
+            latencies={
+                **{
+                    m.operation_of(kind): histogram.status()
+                    for kind, histogram in self._latencies.items()
+                    if any(histogram.counts)
+                },
+                "store": self._depot.store_seconds.status(),
+                "loop_turn": self._turns.status(),
+            },
             endpoints=[*self._local_endpoints(), *(self._remote.endpoints if self._remote is not None else ())],
             **fields,
         )
