@@ -126,6 +126,11 @@ def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = Non
     status = commands.add_parser("status", parents=[client, json_output], help="show what a depot holds and for whom")
     status.set_defaults(run=_status)
 
+    top = commands.add_parser("top", parents=[client], help="watch a depot at work")
+    top.set_defaults(run=_top)
+    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two frames (default 1)")
+    top.add_argument("--frames", type=int, metavar="N", help="stop after so many (default: one without a terminal)")
+
     add_commands(commands, client, json_output)
 
     keys = commands.add_parser("keys", help="make the CURVE keys that TCP needs")
@@ -304,6 +309,22 @@ def _status(options: argparse.Namespace) -> int:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply.status), indent=2).decode() + "\n")
     else:
         print(describe_status(reply.status))
+    return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    try:
+        from kvdepot.top import run_top
+    except ImportError as error:
+        raise ConfigError(f"kvdepot top needs {error.name}: pip install 'kvdepot[cli]'") from error
+    keys = client_keys(options)
+
+    def ask() -> m.DepotStatus:
+        reply = ask_depot(m.Status(), options.url, keys=keys)
+        assert isinstance(reply, m.StatusReply)
+        return reply.status
+
+    run_top(ask, interval_seconds=max(0.1, options.interval), num_frames=options.frames)
     return 0
 
 

@@ -6,6 +6,8 @@ loop answers. Reading is open to whoever can connect; what changes something tak
 must be a token, and everything but health takes it.
 """
 
+import base64
+import hashlib
 import hmac
 import ipaddress
 import logging
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -146,6 +149,12 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
             return refused
         return Response(render_metrics(_status(ask, _STATUS_SECONDS)), media_type=MEDIA_TYPE)
 
+    page, policy = _page()
+
+    def index(_request: Request) -> Response:
+        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+        return Response(page, headers=headers, media_type="text/html; charset=utf-8")
+
     def openapi(_request: Request) -> Response:
         return _json(openapi_document(version("kvdepot"), [*OPERATIONS, *_PLAIN_OPERATIONS]))
 
@@ -173,6 +182,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
 
     return Starlette(
         routes=[
+            Route("/", index),
             Route("/healthz", healthz),
             Route("/readyz", readyz),
             Route("/metrics", metrics),
@@ -394,6 +404,17 @@ class HttpServer:
         self._server.should_exit = True
         self._thread.join(_START_SECONDS)
         self._socket.close()
+
+
+def _page() -> tuple[bytes, str]:
+    """Return the live view, and the policy by which a browser runs its script and no other, and asks nobody but us."""
+    page = (resources.files("kvdepot") / "page.html").read_bytes()
+    script = page[page.index(b"<script>") + len(b"<script>") : page.index(b"</script>")]
+    digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+    return page, (
+        f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'sha256-{digest}';"
+        " frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _status(ask: Ask, deadline_seconds: float) -> m.DepotStatus:

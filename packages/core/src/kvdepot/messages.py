@@ -543,6 +543,8 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     estimates: list[PoolEstimate] = []  # by pool size
     estimated_chunks: int = 0  # that were asked for, as far as the sample tells
     estimate_rate: float = 0.0  # share of the chunks that are sampled
+    pool_regions: list[int] = []  # bytes used in equal parts of the pool, by where extents start
+    events: list[tuple[float, str]] = []  # the last ones: how many seconds ago, and what
 
 
 Reply = (

@@ -6,7 +6,7 @@ has changed nothing.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,6 +32,7 @@ _PATIENT_SECONDS: Final = 60.0  # that an operator's request may wait for tiers
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
 MAXIMUM_SPACES: Final = 4096  # different caches; kept as long as the pool
+MAXIMUM_EVENTS: Final = 20  # that operators see
 MAXIMUM_ROWS: Final = 1024  # names with counters of their own
 MAXIMUM_LABELS: Final = 65_536  # tenants and their models; names are kept as long as the pool
 
@@ -150,6 +151,7 @@ class Depot:
         self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
         self.tenant_tokens: dict[str, list[int]] = {}  # asked for, found in the pool, found in tiers
         self._chunk_bytes: dict[int, int] = {}  # of all shards and groups, by space
+        self.events: deque[tuple[float, str]] = deque(maxlen=MAXIMUM_EVENTS)
         self.quarantines: list[Quarantine] = []
         self.pins: list[Pin] = []
         self.saved_seconds = 0.0  # of computing, by what was retrieved
@@ -228,7 +230,12 @@ class Depot:
             request.instance, request.rank, request.world_size, request.device, request.transfer_mode, request.model,
             context.number,
         )  # fmt: skip
+        self.note(f"{request.instance} rank {request.rank} of {request.world_size} on {request.device} registered")
         return m.Registered(self.epoch, context.number, self.verify)
+
+    def note(self, event: str) -> None:
+        """Keep what happened for operators to see."""
+        self.events.append((self._clock(), event))
 
     def _register_scheduler(self, session: int, writer: Writer, request: m.RegisterScheduler) -> m.Reply:
         self._check_version(request.protocol_version)
@@ -584,6 +591,7 @@ class Depot:
             record.key.hex(), record.group, record.shard, self.labels[record.label][0],
         )  # fmt: skip
         self.index.remove_entry(number)
+        self.note(f"an entry of tenant {self.labels[record.label][0]} lost its bytes and was removed")
         self.counters["entries_corrupt"] += 1
         return True
 
@@ -599,6 +607,7 @@ class Depot:
             if records:
                 self.quarantines.append(Quarantine(context.fence, records))
             self._forget(context)
+            self.note(f"{context.instance} left" + (", its unfinished stores wait for its process" if records else ""))
             logger.info(
                 "%s (context %d) left%s", context.instance, context.number,
                 f", {len(records)} unfinished entries wait for its process {context.writer.pid}" if records else "",
@@ -802,6 +811,8 @@ class Depot:
             "estimates": self.shadow.estimates(),
             "estimated_chunks": self.shadow.num_chunks,
             "estimate_rate": self.shadow.rate,
+            "pool_regions": list(index.extents.region_bytes),
+            "events": [(self._clock() - at, text) for at, text in self.events],
         }
 
     def _context_status(self, context: Context) -> m.ContextStatus:

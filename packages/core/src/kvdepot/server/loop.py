@@ -503,6 +503,7 @@ class DepotServer:
             else:
                 self._depot.discard_records(records)
         self._depot.accepts_stores = self._stopping_at is None
+        self._depot.note(f"found {index.num_entries} entries of an earlier server")
         logger.info(
             "found %d entries of an earlier server, %d were unfinished", index.num_entries, len(self._unfinished)
         )

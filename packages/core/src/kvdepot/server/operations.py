@@ -86,6 +86,7 @@ def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
         except ConfigError as error:
             yield m.ErrorReply(depot.epoch, ErrorCode.OUT_OF_RANGE, str(error))
             return
+        depot.note(f"the quota of tenant {tenant} is {quota_bytes} bytes now")
         logger.info("the quota of tenant %s is %d bytes now", tenant, quota_bytes)
         yield m.Done(depot.epoch, moved)
 
@@ -95,7 +96,9 @@ def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
 def drain(depot: Depot, is_draining: bool) -> m.Done:
     """Take no more stores, or take them again; the reply counts the stores that are under way."""
     if depot.is_draining != is_draining:
-        logger.info("draining: stores are declined" if is_draining else "stores are taken again")
+        text = "draining: stores are declined" if is_draining else "stores are taken again"
+        depot.note(text)
+        logger.info("%s", text)
     depot.is_draining = is_draining
     return m.Done(depot.epoch, len(depot.tickets))
 
