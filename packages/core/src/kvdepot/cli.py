@@ -101,6 +101,10 @@ def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = Non
     serve.add_argument(
         "--promote-seconds", type=float, default=1.0, help="the most that a lookup waits for tiers (default 1)"
     )
+    serve.add_argument(
+        "--events", metavar="URL", help="tell which chunks can be found, as vLLM does; for example tcp://127.0.0.1:5557"
+    )
+    serve.add_argument("--events-replay", metavar="URL", help="tell it again to whoever missed something")
     serve.add_argument("--http", metavar="HOST:PORT", help="health, status, metrics and operations over HTTP")
     serve.add_argument(
         "--http-token",
@@ -251,7 +255,7 @@ def _serve(options: argparse.Namespace) -> int:
         ephemeral=options.ephemeral, fresh=options.fresh, tiers=tuple(options.tier),
         demotion=Demotion(options.demote), demotion_least_tokens=options.demote_min_tokens,
         promotion_seconds=options.promote_seconds, promotion_least_tokens=options.promote_min_tokens,
-        curve_secret=options.curve_secret,
+        events=options.events, events_replay=options.events_replay, curve_secret=options.curve_secret,
         curve_clients=options.curve_clients, socket_group=options.socket_group,
     )  # fmt: skip
     raise_descriptor_limit()

@@ -100,6 +100,8 @@ class ChunkIndex:
         self.spaces: list[Space] = []
         self.num_entries = 0  # sealed
         self.num_evicted = 0
+        self.on_shown: Callable[[int], object] | None = None  # called with each node that can be found from now on
+        self.on_hidden: Callable[[int], object] | None = None  # and with each that cannot any more
         self.now = 0  # seconds of the depot's clock, which sets it now and then
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of what was evicted
         self.label_bytes: dict[int, int] = {}
@@ -272,6 +274,12 @@ class ChunkIndex:
     def node_of(self, record: int) -> int:
         """Return the node of a record in use."""
         return self._node_of[record]
+
+    def key_of(self, node: int) -> bytes:
+        """Return the key of a node in use."""
+        key = self._tree.keys[node]
+        assert key is not None
+        return key
 
     def space_of(self, node: int) -> Space:
         """Return the space of a node."""
@@ -533,7 +541,7 @@ class ChunkIndex:
         full_mask = self.spaces[self._space_of[node]].full_mask
         sealed = self._sealed_groups[node]
         if self._visible[node] and (not sealed or sealed & full_mask != full_mask):
-            self._visible[node] = 0
+            self._set_invisible(node)
             if full_mask:
                 self._broken.add(node)
         if self._first_entry[node] != NO_RECORD:
@@ -542,6 +550,11 @@ class ChunkIndex:
             self._drop_node(node)
         else:
             self._policy_of(node).removed(node)  # a hole: `added` again when it is stored again
+
+    def _set_invisible(self, node: int) -> None:
+        if self._visible[node] and self.on_hidden is not None:
+            self.on_hidden(node)
+        self._visible[node] = 0
 
     # --- leaving --------------------------------------------------------------------------------------------------
 
@@ -800,10 +813,10 @@ class ChunkIndex:
             self._policy_of(node).removed(node)
             key, parent = tree.keys[node], tree.parent[node]
             assert key is not None
+            self._set_invisible(node)
             del self.spaces[self._space_of[node]].nodes[key]
             tree.keys[node] = None
             tree.parent[node] = NO_NODE
-            self._visible[node] = 0
             self._hidden.discard(node)
             self._broken.discard(node)
             self._deadlines.pop(node, None)
@@ -852,6 +865,8 @@ class ChunkIndex:
                 self._hidden.add(node)
                 continue
             self._visible[node] = 1
+            if self.on_shown is not None:
+                self.on_shown(node)
             self._hidden.discard(node)
             self._broken.discard(node)
             if self._hidden:

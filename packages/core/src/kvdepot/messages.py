@@ -530,6 +530,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     log_level: str = ""
     verify: str = "off"
     endpoints: list[str] = []  # of control sockets, with the ports that were found
+    event_endpoints: list[str] = []  # of KV events, and of their replay ("": none), with the ports that were found
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
     tiers: list["TierStatus"] = []

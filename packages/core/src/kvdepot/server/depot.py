@@ -693,8 +693,12 @@ class Depot:
                     deferred.send(reply)
                 yield 0
 
-        self._chores.append(chore())
+        self.do_later(chore())
         return deferred
+
+    def do_later(self, chore: Iterator[int]) -> None:
+        """Do in steps, between messages, what takes long."""
+        self._chores.append(chore)
 
     def warm(self, request: m.Warm) -> m.Reply | Deferred:
         """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.

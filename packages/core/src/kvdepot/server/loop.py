@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -38,6 +38,7 @@ from kvdepot.quotas import QuotaTable
 from kvdepot.server import operations
 from kvdepot.server.access import PRIVATE_UMASK, Access
 from kvdepot.server.depot import Deferred, Depot, Fence, Refused
+from kvdepot.server.events import EventPublisher, check_endpoint
 from kvdepot.server.remote import RemoteSocket
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.server.tiering import Tiering, TieringSettings
@@ -109,6 +110,7 @@ class DepotServer:
             undo.callback(self._context.destroy, linger=0)
             self._router = self._bind()
             self._remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
+            self._events = self._open_events()
             (config.directory / SESSION_SOCKET).unlink(missing_ok=True)
             self._sessions = SessionTable(
                 config.directory / SESSION_SOCKET,
@@ -141,6 +143,16 @@ class DepotServer:
                 self._depot.restore_labels(names.labels)
             self._depot.on_names_changed = self._save_names
             undo.pop_all()
+
+    def _open_events(self) -> EventPublisher | None:
+        config = self.config
+        if config.events is None:
+            return None
+        events = EventPublisher(self._context, self._depot.index, config.events, config.events_replay)
+        for endpoint, flag in ((config.events, "--events"), (config.events_replay, "--events-replay")):
+            if endpoint is not None and not check_endpoint(endpoint, flag):
+                logger.warning("%s %s: whoever can connect sees keys of chunks", flag, endpoint)
+        return events
 
     def _open_tiers(self) -> Tiering:
         """Open the tiers that the settings name; the pool is mapped for them.
@@ -219,6 +231,8 @@ class DepotServer:
             poller.register(self._remote.router, zmq.POLLIN)
             poller.register(self._remote.zap, zmq.POLLIN)
             logger.info("listening for listed keys on %s", ", ".join(self._remote.endpoints))
+        if self._events is not None and self._events.replay is not None:
+            poller.register(self._events.replay, zmq.POLLIN)
         poller.register(self._sessions.fileno(), zmq.POLLIN)
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
         if self._files.is_new:
@@ -260,10 +274,20 @@ class DepotServer:
                     self._sessions.expire_handshakes()
                     self._sessions.find_dead()
                 self._serve_tiers()
+                if self._events is not None:
+                    self._serve_events(self._events, events)
                 self._watch_turn(time.monotonic() - began, time.thread_time() - worked)
         finally:
             gc.enable()
             self.close()
+
+    def _serve_events(self, publisher: EventPublisher, events: Mapping[object, int]) -> None:
+        publisher.flush()
+        if publisher.replay in events:
+            replay = publisher.take_replay()
+            if replay is not None:
+                self._depot.do_later(replay)
+                self._has_chores = True
 
     def _watch_turn(self, seconds: float, work_seconds: float) -> None:
         self._longest_seconds = max(self._longest_seconds, seconds)
@@ -406,6 +430,8 @@ class DepotServer:
         fields = self._depot.status_fields()
         if self._remote is not None:
             fields["counters"]["keys_refused"] = self._remote.num_refused
+        if self._events is not None:
+            fields["counters"]["event_batches"] = self._events.num_batches
         return m.DepotStatus(
             server_version=version("kvdepot"),
             protocol_version=m.PROTOCOL_VERSION,
@@ -430,6 +456,7 @@ class DepotServer:
                 "loop_turn": self._turns.status(),
             },
             endpoints=[*self._local_endpoints(), *(self._remote.endpoints if self._remote is not None else ())],
+            event_endpoints=[] if self._events is None else [self._events.endpoint, self._events.replay_endpoint],
             **fields,
         )
 
