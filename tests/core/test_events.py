@@ -158,8 +158,10 @@ def test_what_was_missed_is_sent_again(depot: DepotProcess, peer: Peer, context:
         peer.store(prompt(1, str(number)))
     router = Router(depot, context)
     batches = router.ask_again(0)
-    assert [number for number, _ in batches] == list(range(200))
-    assert [number for number, _ in router.ask_again(190)] == list(range(190, 200))
+    count = len(batches)  # a turn that serves several stores makes one batch of them
+    assert count > 20
+    assert [number for number, _ in batches] == list(range(count))
+    assert [number for number, _ in router.ask_again(count - 9)] == list(range(count - 9, count))
     assert router.ask_again(1000) == []
     router.apply(batches)
     assert len(router.found) == 200
@@ -191,6 +193,8 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
         for worker, plan in plans:
             if plan.ticket and rng.random() < 0.9:
                 worker.commit(plan)
+            elif plan.ticket:
+                worker.ask(m.AbortStore(worker.context, plan.ticket))
         if rng.random() < 0.1:
             records = [record for record in bench.index.table.records() if record.state == 2]
             if records:

@@ -18,10 +18,13 @@ from kvdepot.config import Demotion, ServerConfig, default_directory, format_siz
 from kvdepot.curve import generate_keys
 from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
+from kvdepot.logs import set_up_logs
 from kvdepot.operate import add_commands, client_keys
 from kvdepot.protocols import DeviceBench
 from kvdepot.registry import find_benches, list_backends
+from kvdepot.settings import with_settings
 
+_LEVELS = ("debug", "info", "warning", "error")
 _TELLING_CHUNKS = 10_000  # asked for, until estimates are shown
 
 
@@ -29,11 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; exits with 0, 1 (it failed, one line says why) or 2 (wrong arguments)."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     benches = find_benches() if arguments[:1] == ["bench"] else {}
-    options = _parser(benches).parse_args(arguments)
-    logging.basicConfig(
-        level=getattr(logging, options.log_level.upper()), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    parser, actions = _parser(benches)
     try:
+        if arguments[:1] == ["serve"]:
+            arguments = ["serve", *with_settings(arguments[1:], actions, os.environ)]
+        options = parser.parse_args(arguments)
+        set_up_logs(options.log_level, getattr(options, "log_format", "text"))
         status = options.run(options)
     except KVDepotError as error:
         print(f"kvdepot: {error}", file=sys.stderr)
@@ -46,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None) -> argparse.ArgumentParser:
+def _parser(
+    benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None,
+) -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
+    """Return the parser, and what `serve` takes."""
     parser = argparse.ArgumentParser(
         prog="kvdepot", description="One server a node that keeps the KV caches of every inference engine there."
     )
@@ -62,70 +69,68 @@ def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = Non
     json_output.add_argument("--json", action="store_true", help="print JSON")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", parents=[_log_options("info")], help="run a depot", description="Run a depot.")
+    serve = commands.add_parser(
+        "serve", help="run a depot", allow_abbrev=False,
+        description="Run a depot. Every flag can stand in the file of --config (pool_size = \"8GiB\") and in the"
+        " environment (KVDEPOT_POOL_SIZE=8GiB): a flag counts before the environment, that before the file.",
+    )  # fmt: skip
     serve.set_defaults(run=_serve)
-    serve.add_argument(
-        "--dir", type=Path, default=default_directory(), help="where its sockets are (default %(default)s)"
-    )
-    serve.add_argument("--pool-size", type=_size, help="memory for KV caches (default: a quarter of the free memory)")
-    serve.add_argument(
-        "--pool-dir", type=Path, help="where the pool lies, on tmpfs (default: below /dev/shm, by --dir)"
-    )
-    serve.add_argument("--max-entries", type=int, help="entries of the index (default: one for each 64 KiB of pool)")
-    serve.add_argument(
+    actions: list[argparse.Action] = []
+
+    def add(flag: str, **options: Any) -> None:
+        actions.append(serve.add_argument(flag, **options))
+
+    add("--config", type=Path, metavar="FILE", help="settings as TOML")
+    add("--log-level", choices=_LEVELS, default="info", help="what goes to standard error")
+    add("--log-format", choices=("text", "json"), default="text", help="one line, or one JSON object, a message")
+    add("--dir", type=Path, default=default_directory(), help="where its sockets are (default %(default)s)")
+    add("--pool-size", type=_size, help="memory for KV caches (default: a quarter of the free memory)")
+    add("--pool-dir", type=Path, help="where the pool lies, on tmpfs (default: below /dev/shm, by --dir)")
+    add("--max-entries", type=int, help="entries of the index (default: one for each 64 KiB of pool)")
+    add(
         "--listen", action="append", default=[], metavar="URL",
         help="a further control endpoint: ipc://PATH, or tcp://HOST:PORT with CURVE keys (operators only)",
     )  # fmt: skip
-    serve.add_argument("--curve-secret", type=Path, metavar="FILE", help="over TCP: the depot's keys, *.key_secret")
-    serve.add_argument(
-        "--curve-clients", type=Path, metavar="DIR|FILE", help="over TCP: public keys (*.key) of those who may connect"
-    )
-    serve.add_argument(
-        "--socket-group", metavar="GROUP", help="members of this group may connect, too (default: this user and root)"
-    )
-    serve.add_argument(
+    add("--curve-secret", type=Path, metavar="FILE", help="over TCP: the depot's keys, *.key_secret")
+    add("--curve-clients", type=Path, metavar="DIR|FILE", help="over TCP: public keys (*.key) of those who may connect")
+    add("--socket-group", metavar="GROUP", help="members of this group may connect, too (default: this user and root)")
+    add(
         "--tier", action="append", default=[], metavar="URL",
         help="storage below the pool, for example 'disk:///var/cache/kvdepot?capacity=200GiB'; in order",
     )  # fmt: skip
-    serve.add_argument(
+    add(
         "--demote", choices=[*Demotion], default="store",
         help="when an entry is written to the tiers: when it is stored, used again, or about to leave (default store)",
     )  # fmt: skip
-    serve.add_argument(
-        "--demote-min-tokens", type=int, default=0, metavar="N", help="prefixes of fewer tokens stay in the pool"
-    )
-    serve.add_argument(
+    add("--demote-min-tokens", type=int, default=0, metavar="N", help="prefixes of fewer tokens stay in the pool")
+    add(
         "--promote-min-tokens", type=int, default=0, metavar="N",
         help="tiers are not asked for fewer tokens than that, which an engine computes faster",
     )  # fmt: skip
-    serve.add_argument(
-        "--promote-seconds", type=float, default=1.0, help="the most that a lookup waits for tiers (default 1)"
-    )
-    serve.add_argument(
+    add("--promote-seconds", type=float, default=1.0, help="the most that a lookup waits for tiers (default 1)")
+    add(
         "--events", metavar="URL", help="tell which chunks can be found, as vLLM does; for example tcp://127.0.0.1:5557"
     )
-    serve.add_argument("--events-replay", metavar="URL", help="tell it again to whoever missed something")
-    serve.add_argument("--http", metavar="HOST:PORT", help="health, status, metrics and operations over HTTP")
-    serve.add_argument(
+    add("--events-replay", metavar="URL", help="tell it again to whoever missed something")
+    add("--http", metavar="HOST:PORT", help="health, status, metrics and operations over HTTP")
+    add(
         "--http-token",
         type=Path,
         metavar="FILE",
         help="has the bearer token that changes over HTTP take",
     )
-    serve.add_argument(
-        "--policy", choices=sorted(POLICIES), default="lru", help="which chunks leave first (default lru)"
-    )
-    serve.add_argument("--lease-seconds", type=float, default=300.0, help="the longest life of a lease (default 300)")
-    serve.add_argument(
+    add("--policy", choices=sorted(POLICIES), default="lru", help="which chunks leave first (default lru)")
+    add("--lease-seconds", type=float, default=300.0, help="the longest life of a lease (default 300)")
+    add(
         "--quota", action="append", default=[], type=_quota, metavar="TENANT=SIZE",
         help="bytes that a tenant can keep against others; idle space may be borrowed (several times)",
     )  # fmt: skip
-    serve.add_argument(
+    add(
         "--verify", choices=[*m.Verify], default="off",
         help="checksums of the pool's entries, compared when they are retrieved: one chunk in 16, or all (default off)",
     )  # fmt: skip
-    serve.add_argument("--ephemeral", action="store_true", help="remove the pool at the end instead of keeping it warm")
-    serve.add_argument("--fresh", action="store_true", help="forget what an earlier server left")
+    add("--ephemeral", action="store_true", help="remove the pool at the end instead of keeping it warm")
+    add("--fresh", action="store_true", help="forget what an earlier server left")
 
     status = commands.add_parser("status", parents=[client, json_output], help="show what a depot holds and for whom")
     status.set_defaults(run=_status)
@@ -219,13 +224,12 @@ def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = Non
         one.set_defaults(bench=found)
         if not is_broken:
             found.add_arguments(one)
-    return parser
+    return parser, actions
 
 
 def _log_options(default: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
-    levels = ("debug", "info", "warning", "error")
-    options.add_argument("--log-level", choices=levels, default=default, help="what goes to standard error")
+    options.add_argument("--log-level", choices=_LEVELS, default=default, help="what goes to standard error")
     return options
 
 
