@@ -1,6 +1,7 @@
 # pyright: reportPrivateUsage=false
 """Settings by flag, environment and file: which of them counts, and what an error says."""
 
+import argparse
 import json
 import logging
 import subprocess
@@ -19,7 +20,8 @@ from kvdepot.testing.processes import DepotProcess
 
 
 def parsed(flags: list[str], environment: dict[str, str], file: Path | None = None) -> dict[str, object]:
-    parser, actions = _parser()
+    actions: list[argparse.Action] = []
+    parser = _parser(None, actions)
     flags = [*flags, *(["--config", str(file)] if file else [])]
     return vars(parser.parse_args(["serve", *with_settings(flags, actions, environment)]))
 

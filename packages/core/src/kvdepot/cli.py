@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; exits with 0, 1 (it failed, one line says why) or 2 (wrong arguments)."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     benches = find_benches() if arguments[:1] == ["bench"] else {}
-    parser, actions = _parser(benches)
+    actions: list[argparse.Action] = []
+    parser = _parser(benches, actions)
     try:
         if arguments[:1] == ["serve"]:
             arguments = ["serve", *with_settings(arguments[1:], actions, os.environ)]
@@ -52,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser(
     benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None,
-) -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
-    """Return the parser, and what `serve` takes."""
+    serve_actions: list[argparse.Action] | None = None,
+) -> argparse.ArgumentParser:
+    """Return the parser; what `serve` takes is added to `serve_actions`."""
     parser = argparse.ArgumentParser(
         prog="kvdepot", description="One server a node that keeps the KV caches of every inference engine there."
     )
@@ -75,7 +77,7 @@ def _parser(
         " environment (KVDEPOT_POOL_SIZE=8GiB): a flag counts before the environment, that before the file.",
     )  # fmt: skip
     serve.set_defaults(run=_serve)
-    actions: list[argparse.Action] = []
+    actions = [] if serve_actions is None else serve_actions
 
     def add(flag: str, **options: Any) -> None:
         actions.append(serve.add_argument(flag, **options))
@@ -224,7 +226,7 @@ def _parser(
         one.set_defaults(bench=found)
         if not is_broken:
             found.add_arguments(one)
-    return parser, actions
+    return parser
 
 
 def _log_options(default: str) -> argparse.ArgumentParser:
