@@ -21,10 +21,11 @@ _SPEC = m.CacheSpec(
     64, (m.GroupShape(GroupKind.FULL_ATTENTION, 16), m.GroupShape(GroupKind.SLIDING_WINDOW, 16, 128)), "x"
 )
 _DIGESTS = bytes(range(64))
-_REQUIRED = {  # of each field's type, where it is not what the name says
+_REQUIRED: dict[str, Any] = {  # of each field's type, where it is not what the name says
     "spec": _SPEC, "details": (m.GroupDetail((4096,), 8),) * 2, "digests": _DIGESTS, "parent": _DIGESTS[:32],
     "covered": (2, 1), "leases": (5, 6), "entries": ((3, 0x102),), "extents": bytes(40), "code": ErrorCode.DRAINING,
-    "rank": 0, "world_size": 1, "outcome": m.MoveOutcome.DONE,
+    "rank": 0, "world_size": 1, "level": "debug", "prefixes": [], "settings": {"policy": "lru"},
+    "outcome": m.MoveOutcome.DONE,
 }  # fmt: skip
 
 

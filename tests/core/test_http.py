@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from kvdepot import messages as m
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import ConfigError
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.testing.processes import DepotProcess, wait_until
 from tests.core.test_protocol import Peer, prompt, registration
 
@@ -21,8 +23,9 @@ pytest.importorskip("uvicorn", reason="pip install 'kvdepot[http]'")
 pytest.importorskip("prometheus_client", reason="pip install 'kvdepot[http]'")
 
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
 
-from kvdepot.http import HttpServer, HttpSettings
+from kvdepot.http import OPERATIONS, HttpServer, HttpSettings, create_app
 
 TOKEN = "a token that nobody guesses"
 
@@ -211,3 +214,116 @@ def test_a_port_that_is_taken_says_so(tmp_path: Path) -> None:
         assert "Address already in use" in done.stderr
         assert "Traceback" not in done.stderr
         http.server.close()
+
+
+# --- operations -----------------------------------------------------------------------------------------------------
+
+
+def hex_of(run: KeyRun) -> list[str]:
+    return [run.digests[place : place + 32].hex() for place in range(0, len(run.digests), 32)]
+
+
+def test_a_prefix_is_found_with_whose_it_is_and_who_holds_it(http: Http, peer: Peer) -> None:
+    peer.store(prompt(3, "a"))
+    status, found = http.post("/cache/find", {"digests": hex_of(prompt(5, "a"))}, token="")
+    assert status == 200
+    (prefix,) = found
+    assert (prefix["num_chunks"], prefix["num_tokens"], prefix["tenant"]) == (3, 192, "default")
+    assert (prefix["model"], prefix["is_held"], prefix["num_children"]) == ("model", False, 0)
+    peer.find(prompt(2, "a"))
+    (prefix,) = http.post("/cache/find", {"digests": hex_of(prompt(2, "a"))})[1]
+    assert (prefix["num_chunks"], prefix["is_held"], prefix["num_children"]) == (2, True, 1)
+    assert http.post("/cache/find", {"digests": hex_of(prompt(2, "b"))}) == (200, [])
+
+
+def test_one_prefix_is_cleared_up_to_what_another_needs(http: Http, peer: Peer, depot: DepotProcess) -> None:
+    peer.store(prompt(6, "a"))
+    other = hash_prefix(Namespace("model", tenant_salt="a"), 64, [*range(128), *range(1000, 1128)])
+    peer.store(other)
+    assert http.post("/cache/clear", {"digests": hex_of(prompt(6, "a")), "tenant": "nobody"}) == (200, {"count": 0})
+    assert http.post("/cache/clear", {"digests": hex_of(prompt(6, "a"))}) == (200, {"count": 4})
+    assert peer.find(prompt(6, "a")).num_chunks == 2
+    assert peer.find(other).num_chunks == 4
+    assert http.post("/cache/clear", {"digests": hex_of(other)}) == (200, {"count": 0}), "a lease holds it"
+
+
+def test_what_is_here_is_pinned_without_an_engine(http: Http, peer: Peer, depot: DepotProcess) -> None:
+    peer.store(prompt(2, "a"))
+    peer.close()
+    wait_until(lambda: not depot.status().contexts)
+    body = {"digests": hex_of(prompt(2, "a")), "pin_seconds": 60}
+    assert http.post("/cache/warm", body) == (200, {"count": 2})
+    assert http.post("/cache/clear") == (200, {"count": 0})
+
+
+def test_a_quota_is_changed_at_runtime(http: Http, peer: Peer) -> None:
+    peer.store(prompt(3, "a"))
+    body = {"tenant": "default", "quota_bytes": 1 << 20}
+    assert http.post("/tenants/quota", body) == (200, {"count": 3})
+    assert json.loads(http.get("/tenants")[1])["default"]["quota_bytes"] == 1 << 20
+    assert json.loads(http.get("/config")[1])["quotas"] == {"default": 1 << 20}
+    assert http.metrics()["kvdepot_tenant_quota_bytes[default]"] == 1 << 20
+    status, reply = http.post("/tenants/quota", {"tenant": "greedy", "quota_bytes": 64 << 20})
+    assert status == 409
+    assert f"leave {63 << 20} of the pool" in reply["error"]
+    assert http.post("/tenants/quota", {"tenant": "default", "quota_bytes": 0}) == (200, {"count": 3})
+
+
+def test_a_draining_depot_finds_and_takes_no_stores(http: Http, peer: Peer, depot: DepotProcess) -> None:
+    peer.store(prompt(3, "a"))
+    ticket = peer.prepare(prompt(2, "b")).ticket
+    assert http.post("/drain") == (200, {"count": 1})
+    assert http.get("/readyz")[0] == 503
+    assert http.get("/healthz")[0] == 200
+    assert peer.prepare(prompt(3, "c")).num_declined == 3
+    assert isinstance(peer.ask(m.CommitStore(peer.context, ticket)), m.Done)
+    assert peer.find(prompt(2, "b")).num_chunks == 2
+    assert http.post("/drain", {"draining": False}) == (200, {"count": 0})
+    assert http.get("/readyz")[0] == 200
+    assert peer.store(prompt(3, "c")) == 3
+
+
+def test_the_log_level_is_changed_at_runtime(http: Http, depot: DepotProcess) -> None:
+    assert json.loads(http.get("/loglevel")[1]) == {"level": "warning"}
+    assert http.post("/loglevel", {"level": "debug"})[0] == 200
+    assert json.loads(http.get("/loglevel")[1]) == {"level": "debug"}
+    assert http.post("/loglevel", {"level": "loud"})[0] == 400
+
+
+def test_the_settings_name_no_secrets() -> None:
+    with DepotProcess("--tier", "memory://user:hunter2@host?capacity=1MiB") as depot:
+        http = Http(depot)
+        status, text = http.get("/config")
+        http.server.close()
+    assert status == 200
+    assert "hunter2" not in text
+    settings = json.loads(text)
+    assert settings["tiers"] == ["memory://host"]
+    assert settings["pool_size_bytes"] == 64 << 20
+
+
+def test_every_change_takes_the_token(http: Http) -> None:
+    for operation in OPERATIONS:
+        if operation.changes:
+            assert http.post(operation.path, token="wrong")[0] == 401, operation.path
+
+
+def test_every_path_is_in_the_openapi_document_and_answers_what_it_says(http: Http) -> None:
+    document = json.loads(http.get("/openapi.json")[1])
+    app = create_app(lambda _request, _seconds: m.Done(1), HttpSettings("127.0.0.1", 0))
+    paths = {route.path for route in app.routes if isinstance(route, Route)}
+    assert set(document["paths"]) == paths - {"/openapi.json", "/"}
+
+    def resolve(schema: dict[str, Any]) -> dict[str, Any]:
+        while "$ref" in schema:
+            schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+        return schema
+
+    status = resolve(document["paths"]["/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"])
+    assert set(json.loads(http.get("/status")[1])) == set(status["properties"])
+    for path, methods in document["paths"].items():
+        for method, described in methods.items():
+            changes = any(operation.changes for operation in OPERATIONS if operation.path == path)
+            assert ("security" in described) == (changes and method == "post"), path
+            for content in described["responses"]["200"]["content"].values():
+                assert resolve(content["schema"]), path

@@ -4,9 +4,12 @@ import random
 
 import pytest
 
+from kvdepot import messages as m
 from kvdepot.errors import ConfigError
 from kvdepot.quotas import QuotaTable
+from kvdepot.server import operations
 from tests.core.test_index import PAGE, Bench, Worker, prompt
+from tests.fuzz.depot import check_index, empty_by_eviction
 
 
 def stored(worker: Worker, tenant: str, names: range) -> int:
@@ -105,3 +108,71 @@ def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> Non
             if other != tenant:
                 assert after[other] >= min(used, quota[other])
     bench.drain()
+
+
+def set_quota(bench: Bench, tenant: str, pages: int) -> m.Reply | None:
+    deferred = operations.set_quota(bench.depot, tenant, pages * PAGE)
+    while bench.depot.work(lambda: True):
+        pass
+    return deferred.reply
+
+
+def test_a_quota_given_at_runtime_holds_for_what_is_here_already() -> None:
+    bench = Bench(pages=12)
+    worker = bench.worker()
+    fill(worker, "a", range(4))
+    assert set_quota(bench, "a", 4) == m.Done(1, 4)
+    assert fill(worker, "b", range(100)) == 0
+    assert (stored(worker, "a", range(4)), stored(worker, "b", range(100))) == (4, 8)
+    assert bench.depot.status_fields()["tenants"]["a"] == {"used_bytes": 4 * PAGE, "quota_bytes": 4 * PAGE}
+
+
+def test_a_quota_that_ends_leaves_its_chunks_to_everybody() -> None:
+    bench = Bench(pages=12, quotas={"a": 4})
+    worker = bench.worker()
+    fill(worker, "a", range(4))
+    assert set_quota(bench, "a", 0) == m.Done(1, 4)
+    assert set_quota(bench, "a", 0) == m.Done(1, 0)
+    assert bench.index.quotas.quota_bytes == [12 * PAGE, 0]
+    fill(worker, "b", range(100))
+    assert (stored(worker, "a", range(4)), stored(worker, "b", range(100))) == (0, 12)
+    assert set_quota(bench, "a", 12) == m.Done(1, 0)
+    assert bench.index.quotas.num_shares == 2, "a tenant's share is used again"
+
+
+@pytest.mark.parametrize("pages", [9, 1 << 40])
+def test_a_quota_that_does_not_fit_is_refused_and_changes_nothing(pages: int) -> None:
+    bench = Bench(pages=12, quotas={"b": 4})
+    before = bench.index.quotas.by_name(), list(bench.index.quotas.quota_bytes)
+    reply = set_quota(bench, "a", pages)
+    assert isinstance(reply, m.ErrorReply)
+    assert f"leave {8 * PAGE} of the pool" in reply.message
+    assert (bench.index.quotas.by_name(), bench.index.quotas.quota_bytes) == before
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
+    rng = random.Random(4)
+    bench = Bench(pages=24, num_records=32, policy=policy, quotas={"a": 4})
+    worker = bench.worker()
+    for number in range(600):
+        tenant = rng.choice("abc")
+        worker.store(prompt(rng.randint(1, 5), rng.randrange(40), tenant))
+        if number % 7 == 0:
+            operations.set_quota(bench.depot, tenant, rng.choice([0, 2, 5, 8, 30]) * PAGE)
+        if rng.random() < 0.5:
+            bench.depot.work(lambda: True)
+        if number % 20 == 0:
+            worker.ask(m.Hint(worker.context, tenant, prompt(2, 1, tenant).digests, priority=rng.randint(0, 3)))
+        check_index(bench.index)
+        quotas = bench.index.quotas
+        assert sum(quotas.quota_bytes) == 24 * PAGE
+        assert quotas.used_bytes[0] >= 0
+    while bench.depot.work(lambda: True):
+        pass
+    by_share: dict[int, int] = {}
+    for label, size in bench.index.label_bytes.items():
+        share = bench.index.quotas.share_of(label)
+        by_share[share] = by_share.get(share, 0) + size
+    assert [by_share.get(n, 0) for n in range(bench.index.quotas.num_shares)] == bench.index.quotas.used_bytes
+    empty_by_eviction(bench.index)

@@ -12,6 +12,12 @@ _PATHS: Final = (
     b"/cache/clear",
     b"/cache/warm",
     b"/cache/unpin",
+    b"/cache/find",
+    b"/tenants/quota",
+    b"/drain",
+    b"/loglevel",
+    b"/config",
+    b"/openapi.json",
     b"/healthz",
     b"/readyz",
     b"/status",
@@ -57,7 +63,7 @@ def call(data: bytes) -> None:
     statuses: list[int] = []
 
     def ask(request: m.OperatorRequest, _seconds: float) -> m.Reply:
-        if isinstance(request, m.Clear | m.Warm | m.Unpin):
+        if isinstance(request, m.Clear | m.Warm | m.Unpin | m.SetQuota | m.Drain | m.SetLogLevel):
             assert has_token or value.decode("latin-1") == f"Bearer {_TOKEN}", "changed without the token"
         try:
             m.decode_request(bytes(m.encode_frame(0, request)))
@@ -65,6 +71,10 @@ def call(data: bytes) -> None:
             raise RemoteError(ErrorCode.MALFORMED, str(error)) from error
         if isinstance(request, m.Status):
             return m.StatusReply(1, _STATUS)
+        if isinstance(request, m.Find):
+            return m.Found(1, [])
+        if isinstance(request, m.Configuration):
+            return m.ConfigurationReply(1, {})
         return m.HelloReply(1, 1, 1, "", 1) if isinstance(request, m.Hello) else m.Done(1, 0)
 
     async def receive() -> dict[str, Any]:
@@ -112,6 +122,12 @@ def seeds() -> list[bytes]:
         b'{"digests": [' + digest + b'], "tenant": "' + b"x" * 300 + b'"}',
         b'{"pin_seconds": 1e999}',
         b"\xff\xfe",
+        b'{"tenant": "a", "quota_bytes": 4096}',
+        b'{"tenant": "a", "quota_bytes": -1}',
+        b'{"tenant": "", "quota_bytes": 99999999999999999999999}',
+        b'{"draining": false}',
+        b'{"level": "debug"}',
+        b'{"level": "loud"}',
     ]
-    requests = [bytes([path, flags]) + b"\0" + body for path in range(3) for flags in (4, 0) for body in bodies]
-    return [*requests, *(bytes([path, 1]) + b"x\0" for path in range(9)), b"\0\0Bearer \xff\0{}"]
+    requests = [bytes([path, flags]) + b"\0" + body for path in range(7) for flags in (4, 0) for body in bodies]
+    return [*requests, *(bytes([path, 1]) + b"x\0" for path in range(len(_PATHS))), b"\0\0Bearer \xff\0{}"]

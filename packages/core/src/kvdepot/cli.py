@@ -8,33 +8,37 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.config import Demotion, ServerConfig, default_directory, format_size, parse_size
-from kvdepot.curve import ClientKeys, generate_keys, load_pair, load_public
+from kvdepot.curve import generate_keys
 from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
-from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
-from kvdepot.layout import MINIMUM_CHUNK_TOKENS
+from kvdepot.logs import set_up_logs
+from kvdepot.operate import add_commands, client_keys
 from kvdepot.protocols import DeviceBench
 from kvdepot.registry import find_benches, list_backends
+from kvdepot.settings import with_settings
 
-_WARM_SECONDS = 90.0  # for one prefix: the depot waits for a minute at most
+_LEVELS = ("debug", "info", "warning", "error")
+_TELLING_CHUNKS = 10_000  # asked for, until estimates are shown
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; exits with 0, 1 (it failed, one line says why) or 2 (wrong arguments)."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     benches = find_benches() if arguments[:1] == ["bench"] else {}
-    options = _parser(benches).parse_args(arguments)
-    logging.basicConfig(
-        level=getattr(logging, options.log_level.upper()), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    actions: list[argparse.Action] = []
+    parser = _parser(benches, actions)
     try:
+        if arguments[:1] == ["serve"]:
+            arguments = ["serve", *with_settings(arguments[1:], actions, os.environ)]
+        options = parser.parse_args(arguments)
+        set_up_logs(options.log_level, getattr(options, "log_format", "text"))
         status = options.run(options)
     except KVDepotError as error:
         print(f"kvdepot: {error}", file=sys.stderr)
@@ -47,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None) -> argparse.ArgumentParser:
+def _parser(
+    benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None,
+    serve_actions: list[argparse.Action] | None = None,
+) -> argparse.ArgumentParser:
+    """Return the parser; what `serve` takes is added to `serve_actions`."""
     parser = argparse.ArgumentParser(
         prog="kvdepot", description="One server a node that keeps the KV caches of every inference engine there."
     )
@@ -63,95 +71,83 @@ def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = Non
     json_output.add_argument("--json", action="store_true", help="print JSON")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", parents=[_log_options("info")], help="run a depot", description="Run a depot.")
+    serve = commands.add_parser(
+        "serve", help="run a depot", allow_abbrev=False,
+        description="Run a depot. Every flag can stand in the file of --config (pool_size = \"8GiB\") and in the"
+        " environment (KVDEPOT_POOL_SIZE=8GiB): a flag counts before the environment, that before the file.",
+    )  # fmt: skip
     serve.set_defaults(run=_serve)
-    serve.add_argument(
-        "--dir", type=Path, default=default_directory(), help="where its sockets are (default %(default)s)"
-    )
-    serve.add_argument("--pool-size", type=_size, help="memory for KV caches (default: a quarter of the free memory)")
-    serve.add_argument(
-        "--pool-dir", type=Path, help="where the pool lies, on tmpfs (default: below /dev/shm, by --dir)"
-    )
-    serve.add_argument("--max-entries", type=int, help="entries of the index (default: one for each 64 KiB of pool)")
-    serve.add_argument(
+    actions = [] if serve_actions is None else serve_actions
+
+    def add(flag: str, **options: Any) -> None:
+        actions.append(serve.add_argument(flag, **options))
+
+    add("--config", type=Path, metavar="FILE", help="settings as TOML")
+    add("--log-level", choices=_LEVELS, default="info", help="what goes to standard error")
+    add("--log-format", choices=("text", "json"), default="text", help="one line, or one JSON object, a message")
+    add("--dir", type=Path, default=default_directory(), help="where its sockets are (default %(default)s)")
+    add("--pool-size", type=_size, help="memory for KV caches (default: a quarter of the free memory)")
+    add("--pool-dir", type=Path, help="where the pool lies, on tmpfs (default: below /dev/shm, by --dir)")
+    add("--max-entries", type=int, help="entries of the index (default: one for each 64 KiB of pool)")
+    add(
         "--listen", action="append", default=[], metavar="URL",
         help="a further control endpoint: ipc://PATH, or tcp://HOST:PORT with CURVE keys (operators only)",
     )  # fmt: skip
-    serve.add_argument("--curve-secret", type=Path, metavar="FILE", help="over TCP: the depot's keys, *.key_secret")
-    serve.add_argument(
-        "--curve-clients", type=Path, metavar="DIR|FILE", help="over TCP: public keys (*.key) of those who may connect"
-    )
-    serve.add_argument(
-        "--socket-group", metavar="GROUP", help="members of this group may connect, too (default: this user and root)"
-    )
-    serve.add_argument(
+    add("--curve-secret", type=Path, metavar="FILE", help="over TCP: the depot's keys, *.key_secret")
+    add("--curve-clients", type=Path, metavar="DIR|FILE", help="over TCP: public keys (*.key) of those who may connect")
+    add("--socket-group", metavar="GROUP", help="members of this group may connect, too (default: this user and root)")
+    add(
         "--tier", action="append", default=[], metavar="URL",
         help="storage below the pool, for example 'disk:///var/cache/kvdepot?capacity=200GiB'; in order",
     )  # fmt: skip
-    serve.add_argument(
+    add(
         "--demote", choices=[*Demotion], default="store",
         help="when an entry is written to the tiers: when it is stored, used again, or about to leave (default store)",
     )  # fmt: skip
-    serve.add_argument(
-        "--demote-min-tokens", type=int, default=0, metavar="N", help="prefixes of fewer tokens stay in the pool"
-    )
-    serve.add_argument(
+    add("--demote-min-tokens", type=int, default=0, metavar="N", help="prefixes of fewer tokens stay in the pool")
+    add(
         "--promote-min-tokens", type=int, default=0, metavar="N",
         help="tiers are not asked for fewer tokens than that, which an engine computes faster",
     )  # fmt: skip
-    serve.add_argument(
-        "--promote-seconds", type=float, default=1.0, help="the most that a lookup waits for tiers (default 1)"
+    add("--promote-seconds", type=float, default=1.0, help="the most that a lookup waits for tiers (default 1)")
+    add(
+        "--events", metavar="URL", help="tell which chunks can be found, as vLLM does; for example tcp://127.0.0.1:5557"
     )
-    serve.add_argument("--http", metavar="HOST:PORT", help="health, status, metrics and operations over HTTP")
-    serve.add_argument(
+    add("--events-replay", metavar="URL", help="tell it again to whoever missed something")
+    add("--http", metavar="HOST:PORT", help="health, status, metrics and operations over HTTP")
+    add(
         "--http-token",
         type=Path,
         metavar="FILE",
         help="has the bearer token that changes over HTTP take",
     )
-    serve.add_argument(
-        "--policy", choices=sorted(POLICIES), default="lru", help="which chunks leave first (default lru)"
-    )
-    serve.add_argument("--lease-seconds", type=float, default=300.0, help="the longest life of a lease (default 300)")
-    serve.add_argument(
+    add("--policy", choices=sorted(POLICIES), default="lru", help="which chunks leave first (default lru)")
+    add("--lease-seconds", type=float, default=300.0, help="the longest life of a lease (default 300)")
+    add(
         "--quota", action="append", default=[], type=_quota, metavar="TENANT=SIZE",
         help="bytes that a tenant can keep against others; idle space may be borrowed (several times)",
     )  # fmt: skip
-    serve.add_argument(
+    add(
         "--verify", choices=[*m.Verify], default="off",
         help="checksums of the pool's entries, compared when they are retrieved: one chunk in 16, or all (default off)",
     )  # fmt: skip
-    serve.add_argument(
+    add(
         "--mover-start-seconds", type=float, default=30.0, metavar="SECONDS",
         help="until a process that copies for a worker has opened its memory (default 30)",
     )  # fmt: skip
-    serve.add_argument(
-        "--move-seconds", type=float, default=5.0, metavar="SECONDS", help="for one copy of such a process (default 5)"
-    )
-    serve.add_argument("--ephemeral", action="store_true", help="remove the pool at the end instead of keeping it warm")
-    serve.add_argument("--fresh", action="store_true", help="forget what an earlier server left")
+    add("--move-seconds", type=float, default=5.0, metavar="SECONDS", help="for one copy of such a process (default 5)")
+    add("--ephemeral", action="store_true", help="remove the pool at the end instead of keeping it warm")
+    add("--fresh", action="store_true", help="forget what an earlier server left")
 
     status = commands.add_parser("status", parents=[client, json_output], help="show what a depot holds and for whom")
     status.set_defaults(run=_status)
 
-    clear = commands.add_parser("clear", parents=[client], help="forget the entries that nobody uses")
-    clear.set_defaults(run=_clear)
-    clear.add_argument("--tenant", help="only this tenant's")
-    clear.add_argument("--model", help="only this model's, as its engines registered it")
+    top = commands.add_parser("top", parents=[client], help="watch a depot at work")
+    top.set_defaults(run=_top)
+    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two frames (default 1)")
+    top.add_argument("--frames", type=int, metavar="N", help="stop after so many (default: one without a terminal)")
 
-    warm = commands.add_parser(
-        "warm", parents=[client], help="bring prefixes up from the tiers, and pin them",
-        description="Bring prefixes up from tiers. The file has one a line, as JSON: the chunks' keys as hex strings,"
-        ' {"digests": ["9f..", ..], "tenant": "default"}, or a prompt as engines see it, {"tokens": [1, 2, ..],'
-        ' "namespace": {"model": ..}, "chunk_tokens": 64}; - reads standard input.',
-    )  # fmt: skip
-    warm.set_defaults(run=_warm)
-    warm.add_argument("keys", metavar="KEYS|TRACE", help="a file, or -")
-    warm.add_argument("--pin", type=float, default=0.0, metavar="SECONDS", help="keep them in the pool that long")
-
-    unpin = commands.add_parser("unpin", parents=[client], help="end what warm --pin keeps")
-    unpin.set_defaults(run=_unpin)
-    unpin.add_argument("--tenant", help="only this tenant's")
+    add_commands(commands, client, json_output)
 
     keys = commands.add_parser("keys", help="make the CURVE keys that TCP needs")
     keys_commands = keys.add_subparsers(required=True, metavar="COMMAND")
@@ -240,8 +236,7 @@ def _parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = Non
 
 def _log_options(default: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
-    levels = ("debug", "info", "warning", "error")
-    options.add_argument("--log-level", choices=levels, default=default, help="what goes to standard error")
+    options.add_argument("--log-level", choices=_LEVELS, default=default, help="what goes to standard error")
     return options
 
 
@@ -272,7 +267,7 @@ def _serve(options: argparse.Namespace) -> int:
         demotion=Demotion(options.demote), demotion_least_tokens=options.demote_min_tokens,
         promotion_seconds=options.promote_seconds, promotion_least_tokens=options.promote_min_tokens,
         mover_start_seconds=options.mover_start_seconds, move_seconds=options.move_seconds,
-        curve_secret=options.curve_secret,
+        events=options.events, events_replay=options.events_replay, curve_secret=options.curve_secret,
         curve_clients=options.curve_clients, socket_group=options.socket_group,
     )  # fmt: skip
     raise_descriptor_limit()
@@ -309,16 +304,6 @@ A client has its own secret key and the depot's public key:
     return 0
 
 
-def _client_keys(options: argparse.Namespace) -> ClientKeys | None:
-    if options.curve_secret is None and options.curve_server is None:
-        return None
-    if options.curve_secret is None or options.curve_server is None:
-        raise ConfigError("give both --curve-secret (this side's keys) and --curve-server (the depot's public key)")
-    return ClientKeys(
-        load_pair(options.curve_secret, "--curve-secret"), load_public(options.curve_server, "--curve-server")
-    )
-
-
 def _http_of(options: argparse.Namespace) -> Callable[[], Any]:
     """Return what starts the HTTP server once the depot is there; it does nothing where none is wanted."""
     if not options.http:
@@ -334,12 +319,28 @@ def _http_of(options: argparse.Namespace) -> Callable[[], Any]:
 
 
 def _status(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Status(), options.url, keys=_client_keys(options))
+    reply = ask_depot(m.Status(), options.url, keys=client_keys(options))
     assert isinstance(reply, m.StatusReply)
     if options.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply.status), indent=2).decode() + "\n")
     else:
         print(describe_status(reply.status))
+    return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    try:
+        from kvdepot.top import run_top
+    except ImportError as error:
+        raise ConfigError(f"kvdepot top needs {error.name}: pip install 'kvdepot[cli]'") from error
+    keys = client_keys(options)
+
+    def ask() -> m.DepotStatus:
+        reply = ask_depot(m.Status(), options.url, keys=keys)
+        assert isinstance(reply, m.StatusReply)
+        return reply.status
+
+    run_top(ask, interval_seconds=max(0.1, options.interval), num_frames=options.frames)
     return 0
 
 
@@ -367,6 +368,11 @@ def describe_status(status: m.DepotStatus) -> str:
     ]
     slow = f"; {status.loop_slow_turns:,} of more than 5 ms" if status.loop_slow_turns else ""
     lines.append(f"loop     longest turn {status.loop_longest_work_seconds * 1e3:.1f} ms of work{slow}")
+    if status.estimated_chunks >= _TELLING_CHUNKS:
+        rates = [f"{e.hit_chunks / status.estimated_chunks:.0%} with {e.scale:g}x" for e in status.estimates]
+        lines.append(f"sizing   about {', '.join(rates)} of the pool would be found there")
+    if status.draining:
+        lines.append("draining: stores are declined; end that with 'kvdepot drain --resume'")
     if status.recovering:
         lines.append("reading back the entries of an earlier server")
     for name, usage in sorted(status.tenants.items()):
@@ -442,65 +448,6 @@ def _describe_group(number: int, group: m.GroupStatus) -> str:
     if group.attention_backend:
         parts.append(group.attention_backend)
     return ", ".join(parts)
-
-
-def _clear(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Clear(options.tenant, options.model), options.url, keys=_client_keys(options))
-    assert isinstance(reply, m.Done)
-    print(f"{reply.count:,} entries forgotten")
-    return 0
-
-
-class _Keys(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a file: a prefix by its chunks' keys."""
-
-    digests: list[str]
-    tenant: str = "default"
-
-    def packed(self) -> tuple[str, bytes]:
-        return self.tenant, b"".join(map(bytes.fromhex, self.digests))
-
-
-class _Traced(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a trace of prompts: what keys are made of."""
-
-    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
-    namespace: Namespace
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] = MINIMUM_CHUNK_TOKENS
-
-    def packed(self) -> tuple[str, bytes]:
-        run = hash_prefix(self.namespace, self.chunk_tokens, self.tokens)
-        return run.tenant, run.digests
-
-
-def _prefix_of(line: str) -> tuple[str, bytes]:
-    """Return tenant and packed digests of one line."""
-    fields = msgspec.json.decode(line)
-    is_traced = isinstance(fields, dict) and "tokens" in fields
-    return msgspec.convert(fields, _Traced if is_traced else _Keys).packed()
-
-
-def _warm(options: argparse.Namespace) -> int:
-    found = asked = 0
-    try:
-        lines = sys.stdin.readlines() if options.keys == "-" else Path(options.keys).read_text().splitlines()
-        prefixes = [_prefix_of(line) for line in lines if line.strip()]
-    except (OSError, ValueError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{options.keys}: {error}") from error
-    for tenant, digests in prefixes:
-        request = m.Warm(tenant, digests, options.pin)
-        reply = ask_depot(request, options.url, _WARM_SECONDS, keys=_client_keys(options))
-        assert isinstance(reply, m.Done)
-        found, asked = found + reply.count, asked + len(digests) // DIGEST_BYTES
-    print(f"{found:,} of {asked:,} chunks are in the pool{' and pinned' if options.pin else ''}")
-    return 0
-
-
-def _unpin(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Unpin(options.tenant), options.url, keys=_client_keys(options))
-    assert isinstance(reply, m.Done)
-    print(f"{reply.count:,} pins ended")
-    return 0
 
 
 def _backends(options: argparse.Namespace) -> int:

@@ -125,6 +125,8 @@ class ServerConfig:
     listen: tuple[str, ...] = ()  # further control endpoints
     curve_secret: Path | None = None  # the depot's own keys; needed to listen on TCP
     curve_clients: Path | None = None  # public keys of those who may speak over TCP
+    events: str | None = None  # endpoint that tells which chunks can be found
+    events_replay: str | None = None  # endpoint that tells again what was missed
     socket_group: str | None = None  # members of this group may connect, too; None: this user alone
     policy: str = "lru"
     lease_seconds: float = 300.0
@@ -154,6 +156,8 @@ class ServerConfig:
                 )
         if self.mover_start_seconds <= 0 or self.move_seconds <= 0:
             raise ConfigError("--mover-start-seconds and --move-seconds: above 0")
+        if self.events_replay and not self.events:
+            raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
         if (self.curve_secret or self.curve_clients) and not self.tcp_endpoints:
             raise ConfigError("--curve-secret and --curve-clients are for TCP: add --listen tcp://HOST:PORT")
 

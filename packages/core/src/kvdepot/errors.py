@@ -72,5 +72,6 @@ class ErrorCode(enum.StrEnum):
     UNKNOWN_TICKET = "unknown_ticket"  # not prepared, or committed before
     BAD_LAYOUT = "bad_layout"  # a layout that does not add up, or differs from its peers'
     BAD_KEY = "bad_key"  # digests of the wrong length or count
+    OUT_OF_RANGE = "out_of_range"  # there is no room for what is asked
     DRAINING = "draining"  # the server is about to stop
     INTERNAL = "internal"  # a bug: the request failed, the server goes on

@@ -11,6 +11,7 @@ from typing import Final
 from kvdepot.config import EXTENT_ALIGNMENT_BYTES
 
 _RESTORE_STEP: Final = 1000  # extents between two pauses: a few milliseconds
+NUM_REGIONS: Final = 96  # of the pool's map
 _REGION_BYTES: Final = 64 << 20  # whose extents are sorted at once
 
 
@@ -26,6 +27,8 @@ class ExtentAllocator:
         self.capacity_bytes = capacity_bytes
         self.ready_bytes = 0
         self.used_bytes = 0
+        self.region_bytes = [0] * NUM_REGIONS  # used, by where an extent starts, of equal parts of the capacity
+        self._region_bytes = max(1, -(-capacity_bytes // NUM_REGIONS))
         self._size_at: dict[int, int] = {}  # start of each hole -> its size
         self._start_by_end: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
@@ -50,12 +53,14 @@ class ExtentAllocator:
         if hole > size:
             self._insert(start + size, hole - size)
         self.used_bytes += size
+        self.region_bytes[start // self._region_bytes] += size
         return start
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Take back the extent that `allocate` gave for `num_bytes`."""
         size = extent_size(num_bytes)
         self.used_bytes -= size
+        self.region_bytes[offset // self._region_bytes] -= size
         self._add_hole(offset, size)
 
     def restore(self, extents: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
@@ -92,6 +97,7 @@ class ExtentAllocator:
                         self._insert(end, offset - end)
                     taken.append(place)
                     self.used_bytes += size
+                    self.region_bytes[offset // self._region_bytes] += size
                     end = offset + size
                 yield taken
         if end < self.ready_bytes:

@@ -6,23 +6,25 @@ loop answers. Reading is open to whoever can connect; what changes something tak
 must be a token, and everything but health takes it.
 """
 
+import base64
+import hashlib
 import hmac
 import ipaddress
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import uvicorn
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -30,6 +32,7 @@ from starlette.routing import Route
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.errors import ConfigError, DepotUnavailable, KVDepotError, RemoteError
+from kvdepot.metrics import MEDIA_TYPE, render_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +99,19 @@ class HttpSettings:
         return cls(host.strip("[]") or "127.0.0.1", int(port), token)
 
 
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One path: what it takes and what it answers. The OpenAPI document and the routes are made of these."""
+
+    method: str
+    path: str
+    summary: str
+    answer: Callable[[Ask, Any], object]  # (ask, body); the body is None for GET
+    reply: type[Any]
+    body: type[Any] | None = None
+    changes: bool = False  # takes the token on loopback, too
+
+
 def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
     """Return the application.
 
@@ -123,21 +139,24 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
             return _json({"status": "unhealthy", "why": str(error)}, 503)
         if status.recovering:
             return _json({"status": "starting", "why": "the entries of an earlier server are being read"}, 503)
+        if status.draining:
+            return _json({"status": "draining", "why": 'stores are declined: POST /drain {"draining": false}'}, 503)
         return _json({"status": "ready", "pool_ready_bytes": status.pool_ready_bytes})
-
-    def status(request: Request) -> Response:
-        return reading(request) or _json(_status(ask, _STATUS_SECONDS))
-
-    def tenants(request: Request) -> Response:
-        return reading(request) or _json(_status(ask, _STATUS_SECONDS).tenants)
 
     def metrics(request: Request) -> Response:
         refused = reading(request)
         if refused is not None:
             return refused
-        registry = CollectorRegistry()
-        registry.register(StatusCollector(_status(ask, _STATUS_SECONDS)))
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(render_metrics(_status(ask, _STATUS_SECONDS)), media_type=MEDIA_TYPE)
+
+    page, policy = _page()
+
+    def index(_request: Request) -> Response:
+        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+        return Response(page, headers=headers, media_type="text/html; charset=utf-8")
+
+    def openapi(_request: Request) -> Response:
+        return _json(openapi_document(version("kvdepot"), [*OPERATIONS, *_PLAIN_OPERATIONS]))
 
     async def body(request: Request, kind: type[Any]) -> Any:
         data = b""
@@ -147,50 +166,45 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
                 raise ValueError(f"more than {_LARGEST_BODY_BYTES} bytes")
         return msgspec.json.decode(data or b"{}", type=kind)
 
-    def changing(kind: type[Any], request_of: Callable[[Any], m.OperatorRequest]) -> Callable[[Request], Any]:
+    def endpoint_of(operation: Operation) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
-            refused = _why_not(request, settings.token)
+            refused = _why_not(request, settings.token) if operation.changes else reading(request)
             if refused is not None:
                 return refused
             try:
-                wanted = request_of(await body(request, kind))
+                wanted = None if operation.body is None else await body(request, operation.body)
+                answer = await run_in_threadpool(operation.answer, ask, wanted)
             except (ValueError, RecursionError, msgspec.DecodeError) as error:
                 return _json({"error": str(error)}, 400)
-            reply = await _in_thread(lambda: ask(wanted, _CHANGE_SECONDS))
-            assert isinstance(reply, m.Done)
-            return _json({"count": reply.count})
+            return _json(answer)
 
         return endpoint
 
-    def clear_of(wanted: ClearBody) -> m.OperatorRequest:
-        return m.Clear(wanted.tenant, wanted.model)
-
-    def warm_of(wanted: WarmBody) -> m.OperatorRequest:
-        return m.Warm(wanted.tenant, b"".join(map(bytes.fromhex, wanted.digests)), wanted.pin_seconds)
-
-    def unpin_of(wanted: UnpinBody) -> m.OperatorRequest:
-        return m.Unpin(wanted.tenant)
-
     return Starlette(
         routes=[
+            Route("/", index),
             Route("/healthz", healthz),
             Route("/readyz", readyz),
-            Route("/status", status),
-            Route("/tenants", tenants),
             Route("/metrics", metrics),
-            Route("/cache/clear", changing(ClearBody, clear_of), methods=["POST"]),
-            Route("/cache/warm", changing(WarmBody, warm_of), methods=["POST"]),
-            Route("/cache/unpin", changing(UnpinBody, unpin_of), methods=["POST"]),
+            Route("/openapi.json", openapi),
+            *(Route(each.path, endpoint_of(each), methods=[each.method]) for each in OPERATIONS),
         ],
         exception_handlers={DepotUnavailable: _unavailable, RemoteError: _remote_error},
     )
 
 
 class ClearBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /cache/clear` takes."""
+    """What `POST /cache/clear` takes; with `digests`, of one prefix, only the pool is cleared."""
 
     tenant: str | None = None
     model: str | None = None
+    digests: list[str] = []
+
+
+class FindBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What `POST /cache/find` takes: the keys of one prefix's chunks as hex strings."""
+
+    digests: list[str]
 
 
 class WarmBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -207,71 +221,144 @@ class UnpinBody(msgspec.Struct, forbid_unknown_fields=True):
     tenant: str | None = None
 
 
-class StatusCollector(Collector):
-    """A depot's status as Prometheus metrics, each with its unit in its name."""
+class QuotaBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What `POST /tenants/quota` takes; 0 bytes end a quota."""
 
-    def __init__(self, status: m.DepotStatus) -> None:
-        self._status = status
+    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    quota_bytes: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
-        status = self._status
-        gauges = {
-            "pool_size_bytes": (status.pool_size_bytes, "The pool"),
-            "pool_ready_bytes": (status.pool_ready_bytes, "Of it, allocated so far"),
-            "pool_used_bytes": (status.pool_used_bytes, "Of it, in use"),
-            "quarantined_bytes": (status.quarantined_bytes, "Held until their writer is back or dead"),
-            "entries": (status.num_entries, "Sealed entries of the index"),
-            "entries_limit": (status.max_entries, "Entries that the index can hold"),
-            "chunks": (status.num_chunks, "Chunks in the index"),
-            "leases": (status.num_leases, "Leases of requests"),
-            "pins": (status.num_pins, "Prefixes that operators keep"),
-            "stores_under_way": (status.num_tickets, "Prepared and not committed"),
-            "sessions": (status.num_sessions, "Connected workers and schedulers"),
-            "recovering": (int(status.recovering), "Whether an earlier server's entries are being read"),
-            "uptime_seconds": (status.uptime_seconds, "Since the server started"),
-            "loop_longest_turn_seconds": (status.loop_longest_seconds, "Longest turn of the request loop"),
-            "loop_longest_work_seconds": (status.loop_longest_work_seconds, "Most processor time of one turn"),
+
+class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What `POST /drain` takes."""
+
+    draining: bool = True
+
+
+class LogLevelBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What `POST /loglevel` takes."""
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
+class Count(msgspec.Struct):
+    """How many entries, chunks, pins or stores an operation was about."""
+
+    count: int
+
+
+class Health(msgspec.Struct):
+    """What `/healthz` and `/readyz` say."""
+
+    status: str
+    why: str = ""
+
+
+def _packed(digests: list[str]) -> bytes:
+    return b"".join(map(bytes.fromhex, digests))
+
+
+def _done(ask: Ask, request: m.OperatorRequest) -> Count:
+    reply = ask(request, _CHANGE_SECONDS)
+    assert isinstance(reply, m.Done)
+    return Count(reply.count)
+
+
+def _settings(ask: Ask) -> dict[str, Any]:
+    reply = ask(m.Configuration(), _STATUS_SECONDS)
+    assert isinstance(reply, m.ConfigurationReply)
+    return reply.settings
+
+
+def _find(ask: Ask, body: FindBody) -> list[m.FoundPrefix]:
+    reply = ask(m.Find(_packed(body.digests)), _STATUS_SECONDS)
+    assert isinstance(reply, m.Found)
+    return reply.prefixes
+
+
+def _clear(ask: Ask, body: ClearBody) -> Count:
+    return _done(ask, m.Clear(body.tenant, body.model, _packed(body.digests)))
+
+
+def _warm(ask: Ask, body: WarmBody) -> Count:
+    return _done(ask, m.Warm(body.tenant, _packed(body.digests), body.pin_seconds))
+
+
+OPERATIONS: Final = (
+    Operation(
+        "GET", "/status", "Everything that 'kvdepot status --json' shows",
+        lambda ask, _: _status(ask, _STATUS_SECONDS), m.DepotStatus,
+    ),
+    Operation(
+        "GET", "/tenants", "Bytes of the pool and quotas by tenant",
+        lambda ask, _: _status(ask, _STATUS_SECONDS).tenants, dict[str, dict[str, int]],
+    ),
+    Operation(
+        "POST", "/tenants/quota", "Change what a tenant can keep against others, until the server ends",
+        lambda ask, body: _done(ask, m.SetQuota(body.tenant, body.quota_bytes)), Count, QuotaBody, True,
+    ),
+    Operation("GET", "/config", "The server's settings", lambda ask, _: _settings(ask), dict[str, Any]),
+    Operation("POST", "/cache/find", "What the pool has of a prefix", _find, list[m.FoundPrefix], FindBody),
+    Operation("POST", "/cache/clear", "Forget what nobody uses", _clear, Count, ClearBody, True),
+    Operation("POST", "/cache/warm", "Bring a prefix up from tiers, and pin it", _warm, Count, WarmBody, True),
+    Operation(
+        "POST", "/cache/unpin", "End pins",
+        lambda ask, body: _done(ask, m.Unpin(body.tenant)), Count, UnpinBody, True,
+    ),
+    Operation(
+        "POST", "/drain", "Take no more stores, or take them again; counts those under way",
+        lambda ask, body: _done(ask, m.Drain(body.draining)), Count, DrainBody, True,
+    ),
+    Operation(
+        "GET", "/loglevel", "What is logged",
+        lambda ask, _: {"level": _status(ask, _STATUS_SECONDS).log_level}, dict[str, str],
+    ),
+    Operation(
+        "POST", "/loglevel", "Change what is logged, until the server ends",
+        lambda ask, body: _done(ask, m.SetLogLevel(body.level)), Count, LogLevelBody, True,
+    ),
+)  # fmt: skip
+
+
+def _is_a_route(_ask: Ask, _body: object) -> object:
+    raise NotImplementedError("answered by a route of its own")
+
+
+_PLAIN_OPERATIONS: Final = (
+    Operation("GET", "/healthz", "200 if the request loop answers, else 503; takes no token", _is_a_route, Health),
+    Operation("GET", "/readyz", "200 if stores are taken, else 503; takes no token", _is_a_route, Health),
+    Operation("GET", "/metrics", "Prometheus' text format", _is_a_route, str),
+)
+
+
+def openapi_document(server_version: str, operations: Sequence[Operation]) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of these paths."""
+    types = [kind for each in operations for kind in (each.body, each.reply) if kind is not None]
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(map(repr, types), schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for each in operations:
+        media = "text/plain" if each.reply is str else "application/json"
+        described: dict[str, Any] = {
+            "summary": each.summary,
+            "responses": {"200": {"description": "Done", "content": {media: {"schema": schema_of[repr(each.reply)]}}}},
         }
-        for name, (value, text) in gauges.items():
-            yield GaugeMetricFamily(f"kvdepot_{name}", text, value)
-        yield CounterMetricFamily("kvdepot_loop_slow_turns", "Turns of more than 5 ms of work", status.loop_slow_turns)
-        for name, value in sorted(status.counters.items()):
-            yield CounterMetricFamily(f"kvdepot_{name}", name.replace("_", " ").capitalize(), value)
-        used = GaugeMetricFamily("kvdepot_tenant_used_bytes", "Of the pool", labels=["tenant"])
-        quota = GaugeMetricFamily("kvdepot_tenant_quota_bytes", "Kept against others", labels=["tenant"])
-        for tenant, usage in sorted(status.tenants.items()):
-            used.add_metric([tenant], usage["used_bytes"])
-            if "quota_bytes" in usage:
-                quota.add_metric([tenant], usage["quota_bytes"])
-        yield used
-        yield quota
-        yield from self._tiers()
-
-    def _tiers(self) -> Iterator[Metric]:
-        tiers = self._status.tiers
-        for name, text in {
-            "num_entries": "Entries, as far as the storage tells",
-            "used_bytes": "Of the storage",
-            "capacity_bytes": "Of the storage",
-            "queued_write_bytes": "Waiting to be written",
-            "num_waiting_reads": "Calls that wait",
-            "num_waiting_writes": "Calls that wait",
-            "num_hung_calls": "Calls that have overrun their deadline and not come back",
-        }.items():
-            family = GaugeMetricFamily(f"kvdepot_tier_{name.removeprefix('num_')}", text, labels=["tier"])
-            for tier in tiers:
-                family.add_metric([tier.name], getattr(tier, name))
-            yield family
-        is_open = GaugeMetricFamily("kvdepot_tier_breaker_open", "Whether it is left alone", labels=["tier"])
-        for tier in tiers:
-            is_open.add_metric([tier.name], tier.state != "closed")
-        yield is_open
-        for name in sorted({name for tier in tiers for name in tier.counters}):
-            counter = CounterMetricFamily(f"kvdepot_tier_{name}", name.replace("_", " ").capitalize(), labels=["tier"])
-            for tier in tiers:
-                counter.add_metric([tier.name], tier.counters.get(name, 0))
-            yield counter
+        if each.body is not None:
+            described["requestBody"] = {"content": {"application/json": {"schema": schema_of[repr(each.body)]}}}
+            described["responses"]["400"] = {"description": "The body is not what this takes; nothing was changed"}
+        if each.changes:
+            described["security"] = [{"token": []}]
+            described["responses"] |= {
+                "401": {"description": "The bearer token is missing or another"},
+                "403": {"description": "The depot was started without a token"},
+                "409": {"description": "The depot refused; nothing was changed"},
+            }
+        paths.setdefault(each.path, {})[each.method.lower()] = described
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvdepot", "version": server_version, "description": "Operations of one depot"},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+    }
 
 
 class HttpServer:
@@ -319,6 +406,17 @@ class HttpServer:
         self._socket.close()
 
 
+def _page() -> tuple[bytes, str]:
+    """Return the live view, and the policy by which a browser runs its script and no other, and asks nobody but us."""
+    page = (resources.files("kvdepot") / "page.html").read_bytes()
+    script = page[page.index(b"<script>") + len(b"<script>") : page.index(b"</script>")]
+    digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+    return page, (
+        f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'sha256-{digest}';"
+        " frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )
+
+
 def _status(ask: Ask, deadline_seconds: float) -> m.DepotStatus:
     reply = ask(m.Status(), deadline_seconds)
     assert isinstance(reply, m.StatusReply)
@@ -345,9 +443,3 @@ def _unavailable(_request: Request, error: Exception) -> Response:
 
 def _remote_error(_request: Request, error: Exception) -> Response:
     return _json({"error": str(error)}, 409)
-
-
-async def _in_thread(work: Callable[[], m.Reply]) -> m.Reply:
-    from starlette.concurrency import run_in_threadpool
-
-    return await run_in_threadpool(work)

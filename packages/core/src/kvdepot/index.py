@@ -23,6 +23,7 @@ from blake3 import blake3
 
 from kvdepot.eviction import ENDED, NO_NODE, NORMAL, POLICIES, ChunkTree, GuardedPolicy
 from kvdepot.extents import ExtentAllocator, extent_size
+from kvdepot.histogram import Histogram
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind, window_chunks
 from kvdepot.messages import EXTENT, CacheSpec
@@ -99,6 +100,10 @@ class ChunkIndex:
         self.spaces: list[Space] = []
         self.num_entries = 0  # sealed
         self.num_evicted = 0
+        self.on_shown: Callable[[int], object] | None = None  # called with each node that can be found from now on
+        self.on_hidden: Callable[[int], object] | None = None  # and with each that cannot any more
+        self.now = 0  # seconds of the depot's clock, which sets it now and then
+        self.eviction_ages = Histogram(1.0)  # seconds since the last use of what was evicted
         self.label_bytes: dict[int, int] = {}
         self._space_by_spec: dict[bytes, Space] = {}
         self._tree = ChunkTree()
@@ -109,6 +114,7 @@ class ChunkIndex:
         self._deadlines: dict[int, float] = {}  # by node: when what ends there is not worth keeping any more
         self._next_deadlines: list[tuple[float, int]] = []  # heap, with some that no longer hold
         self._depth = array("I")
+        self._last_use = array("Q")  # seconds; of what is before a node at least as late, once that has left
         self._space_of = array("I")
         self._label_of = array("I")
         self._sealed_groups = array("Q")
@@ -269,6 +275,12 @@ class ChunkIndex:
         """Return the node of a record in use."""
         return self._node_of[record]
 
+    def key_of(self, node: int) -> bytes:
+        """Return the key of a node in use."""
+        key = self._tree.keys[node]
+        assert key is not None
+        return key
+
     def space_of(self, node: int) -> Space:
         """Return the space of a node."""
         return self.spaces[self._space_of[node]]
@@ -284,6 +296,18 @@ class ChunkIndex:
     def parent_of(self, node: int) -> int:
         """Return the node before a node, `NO_NODE` before a first chunk."""
         return self._tree.parent[node]
+
+    def idle_seconds(self, node: int) -> int:
+        """Return how long ago a prefix that ends with this chunk was stored or used, as far as that is known."""
+        return max(0, self.now - self._last_use[node])
+
+    def num_children(self, node: int) -> int:
+        """Return how many chunks follow a node."""
+        return self._tree.num_children[node]
+
+    def is_held(self, node: int) -> bool:
+        """Whether a lease, a pin, a write or a copy keeps a node."""
+        return bool(self._tree.holds[node])
 
     def is_chain(self, node: int) -> bool:
         """Whether a node has one child, and nothing else needs it."""
@@ -322,6 +346,7 @@ class ChunkIndex:
     def used(self, node: int) -> None:
         """Tell the policy that a prefix ending here was used. One that was said to have ended has not."""
         self._deadlines.pop(node, None)
+        self._last_use[node] = self.now
         above = node
         while above != NO_NODE and self._tree.rank[above] == ENDED:
             self._set_rank(above, NORMAL)
@@ -386,9 +411,54 @@ class ChunkIndex:
         if is_known:
             self._policy_of(node).removed(node)
         self._tree.rank[node] = rank
-        share = self._tree.share[node]
+        self._need_policy(self._tree.share[node], rank)
+        if is_known:
+            self._policy_of(node).added(node)
+
+    def _need_policy(self, share: int, rank: int) -> None:
+        while len(self._policies) <= share:
+            self._policies.append({NORMAL: self._policy(len(self._policies), NORMAL)})
         if rank not in self._policies[share]:
             self._policies[share] = dict(sorted([*self._policies[share].items(), (rank, self._policy(share, rank))]))
+
+    # --- quotas ---------------------------------------------------------------------------------------------------
+
+    def set_quota(self, tenant: str, num_bytes: int) -> Iterator[int]:
+        """Change a tenant's quota, 0 for none, and count what it has against it.
+
+        Its chunks are ordered anew, as if they had been used in the order of their numbers. Yields how many were
+        moved since it last did; between two steps the index may be used for anything but another `set_quota`.
+
+        Raises:
+            ConfigError: with the first step; there is no room for such a quota.
+        """
+        if num_bytes:
+            self.quotas.set_quota(tenant, num_bytes)
+        elif not self.quotas.end_quota(tenant):
+            return
+        self._need_policy(self.quotas.num_shares - 1, NORMAL)
+        moved = 0
+        for node in range(len(self._tree.keys)):
+            share = self.quotas.share_of(self._label_of[node])
+            if self._tree.keys[node] is not None and self._tree.share[node] != share:
+                self._move(node, share)
+                moved += 1
+            if node % _CLEAR_STEP == 0:
+                yield moved
+                moved = 0
+        if not num_bytes:
+            self.quotas.forget_quota(tenant)
+        yield moved
+
+    def _move(self, node: int, share: int) -> None:
+        is_known = any(self._is_sealed(record) for record in self._entries(node))
+        if is_known:
+            self._policy_of(node).removed(node)
+        size = sum(extent_size(self.table.extent(record)[1]) for record in self._entries(node))
+        self.quotas.used_bytes[self._tree.share[node]] -= size
+        self.quotas.used_bytes[share] += size
+        self._tree.share[node] = share
+        self._need_policy(share, self._tree.rank[node])
         if is_known:
             self._policy_of(node).added(node)
 
@@ -438,6 +508,7 @@ class ChunkIndex:
                 fresh.append(node)
             checksum = checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES]
             self.table.seal(record, now, checksum or bytes(OWNER_BYTES))
+            self._last_use[node] = now
             self.num_entries += 1
             self._update_group(node, record)
             self._tree.holds[node] -= 1
@@ -470,7 +541,7 @@ class ChunkIndex:
         full_mask = self.spaces[self._space_of[node]].full_mask
         sealed = self._sealed_groups[node]
         if self._visible[node] and (not sealed or sealed & full_mask != full_mask):
-            self._visible[node] = 0
+            self._set_invisible(node)
             if full_mask:
                 self._broken.add(node)
         if self._first_entry[node] != NO_RECORD:
@@ -480,6 +551,11 @@ class ChunkIndex:
         else:
             self._policy_of(node).removed(node)  # a hole: `added` again when it is stored again
 
+    def _set_invisible(self, node: int) -> None:
+        if self._visible[node] and self.on_hidden is not None:
+            self.on_hidden(node)
+        self._visible[node] = 0
+
     # --- leaving --------------------------------------------------------------------------------------------------
 
     def evict_one(self, share: int = 0) -> bool:
@@ -488,8 +564,7 @@ class ChunkIndex:
             for policy in self._policies[number].values():
                 node = policy.victim()
                 if node is not None:
-                    self._remove(node)
-                    self.num_evicted += 1
+                    self._evict(node)
                     return True
         return False
 
@@ -506,9 +581,13 @@ class ChunkIndex:
         """Evict this very chunk; False if something needs it."""
         if not self._tree.evictable(node):
             return False
-        self._remove(node)
-        self.num_evicted += 1
+        self._evict(node)
         return True
+
+    def _evict(self, node: int) -> None:
+        self.num_evicted += 1
+        self.eviction_ages.add(self.idle_seconds(node))
+        self._remove(node)
 
     def _policy_of(self, node: int) -> EvictionPolicy:
         return self._policies[self._tree.share[node]][self._tree.rank[node]]
@@ -529,6 +608,20 @@ class ChunkIndex:
             if number % _CLEAR_STEP == 0:
                 yield before - self.num_entries
                 before = self.num_entries
+        yield before - self.num_entries
+
+    def clear_end(self, node: int) -> Iterator[int]:
+        """Remove a chunk and those before it, up to the first that something else needs; yields as `clear` does."""
+        before, count = self.num_entries, 0
+        while node != NO_NODE and self._tree.evictable(node):
+            node = self._remove(node)
+            count += 1
+            if count % _CLEAR_STEP == 0 and node != NO_NODE:
+                key = self._tree.keys[node]
+                yield before - self.num_entries
+                before = self.num_entries
+                if self._tree.keys[node] != key:
+                    break  # it left meanwhile
         yield before - self.num_entries
 
     def _remove(self, node: int) -> int:
@@ -634,6 +727,7 @@ class ChunkIndex:
                     node = self._node_of[record.number]
                     if not known[node]:
                         known[node] = 1
+                        self._last_use[node] = record.last_use
                         self._policy_of(node).added(node)
                     if count % _RESTORE_STEP == 0:
                         yield None
@@ -682,6 +776,7 @@ class ChunkIndex:
                 tree.holds,
                 tree.share,
                 self._depth,
+                self._last_use,
                 self._space_of,
                 self._label_of,
             ):
@@ -695,6 +790,7 @@ class ChunkIndex:
         tree.num_children[node] = 0
         tree.holds[node] = 0
         self._depth[node] = place.depth
+        self._last_use[node] = self.now
         self._space_of[node] = place.space.number
         self._label_of[node] = place.label
         tree.share[node] = self.quotas.share_of(place.label)
@@ -717,16 +813,17 @@ class ChunkIndex:
             self._policy_of(node).removed(node)
             key, parent = tree.keys[node], tree.parent[node]
             assert key is not None
+            self._set_invisible(node)
             del self.spaces[self._space_of[node]].nodes[key]
             tree.keys[node] = None
             tree.parent[node] = NO_NODE
-            self._visible[node] = 0
             self._hidden.discard(node)
             self._broken.discard(node)
             self._deadlines.pop(node, None)
             self._free_nodes.append(node)
             if parent == NO_NODE:
                 return NO_NODE
+            self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
             tree.num_children[parent] -= 1
             if not tree.evictable(parent):
                 return NO_NODE
@@ -768,6 +865,8 @@ class ChunkIndex:
                 self._hidden.add(node)
                 continue
             self._visible[node] = 1
+            if self.on_shown is not None:
+                self.on_shown(node)
             self._hidden.discard(node)
             self._broken.discard(node)
             if self._hidden:

@@ -10,7 +10,7 @@ KV bytes never travel here. Extents do, as packed `EXTENT` records, no object fo
 
 import enum
 import struct
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -299,10 +299,43 @@ class Status(Struct, array_like=True, tag="status", frozen=True):
 
 
 class Clear(Struct, array_like=True, tag="clear", frozen=True):
-    """Forget what nobody uses, of one tenant and one model or of all, in the tiers too. Needs no session."""
+    """Forget what nobody uses, of one tenant and one model or of all, in the tiers too. Needs no session.
+
+    With `digests`, of a prefix from chunk 0 on: what only this prefix needs, in the pool.
+    """
 
     tenant: Name | None = None
     model: Label | None = None
+    digests: Digests = b""
+
+
+class Find(Struct, array_like=True, tag="find", frozen=True):
+    """Ask what the pool has of a prefix, in every space that has some of it. Needs no session."""
+
+    digests: Digests
+
+
+class SetQuota(Struct, array_like=True, tag="set_quota", frozen=True):
+    """Change what a tenant can keep against others (0: nothing), until the server ends. Needs no session."""
+
+    tenant: Annotated[str, Meta(min_length=1, max_length=256)]
+    quota_bytes: Identifier
+
+
+class Drain(Struct, array_like=True, tag="drain", frozen=True):
+    """Take no more stores, or take them again. What is here is still found. Needs no session."""
+
+    is_draining: bool = True
+
+
+class SetLogLevel(Struct, array_like=True, tag="set_log_level", frozen=True):
+    """Change what the server logs, until it ends. Needs no session."""
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
+class Configuration(Struct, array_like=True, tag="configuration", frozen=True):
+    """Ask for the server's settings. Needs no session."""
 
 
 Request = (
@@ -324,9 +357,14 @@ Request = (
     | Clear
     | Warm
     | Unpin
+    | Find
+    | SetQuota
+    | Drain
+    | SetLogLevel
+    | Configuration
 )
 
-OperatorRequest = Hello | Status | Clear | Warm | Unpin
+OperatorRequest = Hello | Status | Clear | Warm | Unpin | Find | SetQuota | Drain | SetLogLevel | Configuration
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
@@ -428,6 +466,35 @@ class StatusReply(Struct, array_like=True, tag="status_reply", frozen=True):
     status: "DepotStatus"
 
 
+class FoundPrefix(Struct, frozen=True, kw_only=True):
+    """What one space of the pool has of a prefix: `num_chunks` leading chunks can be used."""
+
+    num_chunks: int
+    num_tokens: int
+    tenant: str
+    model: str
+    dtype: str
+    format: str
+    chunk_tokens: int
+    idle_seconds: float  # since the last of them was stored or used
+    is_held: bool  # by a lease, a pin or a write
+    num_children: int  # chunks after the last of them, of longer prefixes
+
+
+class Found(Struct, array_like=True, tag="found", frozen=True):
+    """What `Find` found: nothing, or one item for each space."""
+
+    epoch: int
+    prefixes: list[FoundPrefix]
+
+
+class ConfigurationReply(Struct, array_like=True, tag="configuration_reply", frozen=True):
+    """The server's settings under the names of its flags; secrets are in files, which it names."""
+
+    epoch: int
+    settings: dict[str, Any]
+
+
 class GroupStatus(Struct, frozen=True, kw_only=True):
     """One layer group of a registered context: sizes in tokens and bytes as the worker has them."""
 
@@ -490,6 +557,22 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     counters: dict[str, int] = {}
 
 
+class HistogramStatus(Struct, frozen=True, kw_only=True):
+    """Values by powers of two: bucket `i` has those below `base * 2**i` that no bucket before it has, the last all."""
+
+    base: float
+    counts: list[int]
+    total: float  # sum of the values
+
+
+class PoolEstimate(Struct, frozen=True, kw_only=True):
+    """What a pool of another size would have found: chunks, of `DepotStatus.estimated_chunks`."""
+
+    scale: float  # of the present size
+    pool_bytes: int
+    hit_chunks: int
+
+
 class DepotStatus(Struct, frozen=True, kw_only=True):
     """What `kvdepot status` shows; in JSON under these names. Sizes are bytes."""
 
@@ -512,8 +595,11 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     prefill_seconds_saved: float = 0.0  # of computing what was retrieved; what retrieving took is not taken off
     num_sessions: int
     recovering: bool
+    draining: bool = False  # takes no stores, as an operator asked for
+    log_level: str = ""
     verify: str = "off"
     endpoints: list[str] = []  # of control sockets, with the ports that were found
+    event_endpoints: list[str] = []  # of KV events, and of their replay ("": none), with the ports that were found
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
     tiers: list["TierStatus"] = []
@@ -521,9 +607,29 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     loop_longest_work_seconds: float = 0.0  # the most processor time that one turn took
     loop_slow_turns: int = 0  # turns that took more than 5 ms of processor time
     counters: dict[str, int]
+    devices: dict[str, dict[str, int]] = {}  # bytes stored and retrieved, by the device at the other end
+    latencies: dict[str, HistogramStatus] = {}  # seconds from request to reply, by operation; and of stores and turns
+    eviction_ages: HistogramStatus | None = None  # seconds since the last use of what left
+    estimates: list[PoolEstimate] = []  # by pool size
+    estimated_chunks: int = 0  # that were asked for, as far as the sample tells
+    estimate_rate: float = 0.0  # share of the chunks that are sampled
+    pool_regions: list[int] = []  # bytes used in equal parts of the pool, by where extents start
+    events: list[tuple[float, str]] = []  # the last ones: how many seconds ago, and what
 
 
-Reply = ErrorReply | HelloReply | Registered | Done | LookupReply | StorePlan | RetrievePlan | Moved | StatusReply
+Reply = (
+    ErrorReply
+    | HelloReply
+    | Registered
+    | Done
+    | LookupReply
+    | StorePlan
+    | RetrievePlan
+    | Moved
+    | StatusReply
+    | Found
+    | ConfigurationReply
+)
 
 
 # --- session socket -------------------------------------------------------------------------------------------------
@@ -564,6 +670,11 @@ _session_request_decoder = msgspec.msgpack.Decoder(OpenSession)
 _session_reply_decoder: msgspec.msgpack.Decoder[SessionReply] = msgspec.msgpack.Decoder(SessionReply)
 
 OPERATIONS: Final = frozenset(struct_type.__struct_config__.tag for struct_type in Request.__args__)
+
+
+def operation_of(kind: type[Any]) -> str:
+    """Return the tag of a request or a reply."""
+    return kind.__struct_config__.tag
 
 
 class FrameError(Exception):

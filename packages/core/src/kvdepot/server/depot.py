@@ -6,7 +6,7 @@ has changed nothing.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +16,7 @@ import msgspec.structs
 from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
 from kvdepot.eviction import NO_NODE
+from kvdepot.histogram import Histogram
 from kvdepot.index import ChunkIndex, EntryPlace, Space, digest_of, pack_extent
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
@@ -23,6 +24,7 @@ from kvdepot.leases import LeaseTable
 from kvdepot.mover import Copy
 from kvdepot.server.movers import MoveRefused, MoverTable
 from kvdepot.server.tiering import ShardPlace, Tiering
+from kvdepot.shadow import ShadowIndex
 from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ _PATIENT_SECONDS: Final = 60.0  # that an operator's request may wait for tiers
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
 MAXIMUM_SPACES: Final = 4096  # different caches; kept as long as the pool
+MAXIMUM_EVENTS: Final = 20  # that operators see
+MAXIMUM_ROWS: Final = 1024  # names with counters of their own
 MAXIMUM_LABELS: Final = 65_536  # tenants and their models; names are kept as long as the pool
 
 
@@ -90,6 +94,11 @@ class Context:
     token_seconds: float = 0.0  # that computing a token takes, as a scheduler said last
 
     @property
+    def device(self) -> str:
+        """The kind of device that its blocks lie on."""
+        return self.registration.device.partition(":")[0] if self.registration else ""
+
+    @property
     def owner(self) -> bytes:
         """Which worker of its process this is."""
         return digest_of((self.instance, self.registration.rank if self.registration else -1))[:OWNER_BYTES]
@@ -108,6 +117,8 @@ class Ticket:
     context: int
     request_id: str
     records: list[int]
+    num_bytes: int
+    began: float  # of the depot's clock
     extents: bytes = b""  # packed, if a mover writes them
     is_moving: bool = False  # the mover is writing them now
     is_aborted: bool = False  # and nobody wants them any more
@@ -140,6 +151,12 @@ class Depot:
         self.counters: Counter[str] = Counter()
         self.contexts: dict[int, Context] = {}
         self.tickets: dict[int, Ticket] = {}
+        self.shadow = ShadowIndex(index.extents.capacity_bytes)
+        self.store_seconds = Histogram(0.0001)  # from plan to commit
+        self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
+        self.tenant_tokens: dict[str, list[int]] = {}  # asked for, found in the pool, found in tiers
+        self._chunk_bytes: dict[int, int] = {}  # of all shards and groups, by space
+        self.events: deque[tuple[float, str]] = deque(maxlen=MAXIMUM_EVENTS)
         self.quarantines: list[Quarantine] = []
         self.pins: list[Pin] = []
         self.saved_seconds = 0.0  # of computing, by what was retrieved
@@ -148,6 +165,7 @@ class Depot:
         self.movers: MoverTable | None = None
         self._chores: list[Iterator[int]] = []  # what takes long: done in steps
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
+        self.is_draining = False  # an operator asked for it
         self.on_names_changed: Callable[[], None] = lambda: None
         self._clock = clock
         self._names_are_saved = True
@@ -207,6 +225,9 @@ class Depot:
         self._check_offer(request)
         space = self._space(spec)
         self._check_peers(space, groups, request)
+        self._chunk_bytes[space.number] = sum(
+            group.chunk_size_bytes * shape.num_shards for group, shape in zip(groups, spec.groups, strict=True)
+        )
         context = Context(
             self._number(), session, writer, request.instance, request.model, space, request, tuple(groups)
         )
@@ -217,12 +238,17 @@ class Depot:
             request.instance, request.rank, request.world_size, request.device, request.transfer_mode, request.model,
             context.number,
         )  # fmt: skip
+        self.note(f"{request.instance} rank {request.rank} of {request.world_size} on {request.device} registered")
         if request.fallback:
             self.counters["workers_fallen_back"] += 1
         if self.movers is None or request.offer is None:
             return m.Registered(self.epoch, context.number, self.verify)
         self.movers.start(context.number, session, request)
         return m.Registered(self.epoch, context.number, self.verify, self.movers.move_seconds)
+
+    def note(self, event: str) -> None:
+        """Keep what happened for operators to see."""
+        self.events.append((self._clock(), event))
 
     def _register_scheduler(self, session: int, writer: Writer, request: m.RegisterScheduler) -> m.Reply:
         self._check_version(request.protocol_version)
@@ -361,6 +387,13 @@ class Depot:
         self.counters["lookups"] += 1
         self.counters["lookup_chunks"] += num_chunks
         self.counters["lookup_chunks_pool_hit"] += found
+        space = context.space
+        chunk_bytes = self._chunk_bytes.get(space.number)
+        if chunk_bytes is not None:
+            self.shadow.looked_up(request.digests, chunk_bytes)
+        tokens = self.tenant_tokens.get(request.tenant) or _row(self.tenant_tokens, request.tenant, 3)
+        tokens[0] += num_chunks * space.spec.chunk_tokens
+        tokens[1] += found * space.spec.chunk_tokens
         if self.tiering is None or found == num_chunks or not self.accepts_stores:
             return self._found(context, request, found, nodes)
         deferred = Deferred()
@@ -369,8 +402,9 @@ class Depot:
         def answer() -> None:
             if self.contexts.get(context.number) is not context:
                 return  # it left meanwhile: nobody waits
-            found, nodes = self.index.longest_prefix(context.space, request.digests)
-            deferred.send(self._found(context, request, found, nodes, self._clock() - began))
+            here, nodes = self.index.longest_prefix(context.space, request.digests)
+            tokens[2] += max(0, here - found) * context.space.spec.chunk_tokens
+            deferred.send(self._found(context, request, here, nodes, self._clock() - began))
 
         places, model = self._places(context.space, context.instance)
         is_asking = self.tiering.promote(
@@ -446,7 +480,7 @@ class Depot:
         self.counters["store_chunks"] += num_chunks
         is_moved = context.registration is not None and context.registration.offer is not None
         writes = self._mover_of(context) if is_moved else context.writer
-        if not self.accepts_stores or writes is None:
+        if not self.accepts_stores or self.is_draining or writes is None:
             return self._declined(0, sum(request.covered))
         parent = NO_NODE
         if request.first_chunk:
@@ -458,7 +492,7 @@ class Depot:
         label = self._label(request.tenant, context.model)
         records: list[int] = []
         extents: list[bytes] = []
-        num_present = num_declined = 0
+        num_present = num_declined = num_bytes = 0
         full = False
         for chunk in range(num_chunks):
             key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
@@ -482,6 +516,7 @@ class Depot:
                     num_declined += 1
                     continue
                 records.append(record)
+                num_bytes += group.chunk_size_bytes
                 sealed_header = index.table.header(record) + 1
                 extent = record, sealed_header, *index.table.extent(record)
                 extents.append(pack_extent(chunk, number, extent))
@@ -494,8 +529,12 @@ class Depot:
         self.counters["store_entries_declined"] += num_declined
         if not records:
             return m.StorePlan(self.epoch, 0, b"", num_present, num_declined)
+        self.shadow.stored(request.digests, self._chunk_bytes[space.number])
         packed = b"".join(extents)
-        ticket = Ticket(self._number(), context.number, request.request_id, records, packed if is_moved else b"")
+        ticket = Ticket(
+            self._number(), context.number, request.request_id, records, num_bytes, self._clock(),
+            packed if is_moved else b"",
+        )  # fmt: skip
         self.tickets[ticket.number] = ticket
         return m.StorePlan(self.epoch, ticket.number, packed, num_present, num_declined)
 
@@ -515,6 +554,8 @@ class Depot:
         del self.tickets[ticket.number]
         self.index.seal_entries(ticket.records, int(self._clock()), request.checksums)
         self.counters["entries_stored"] += len(ticket.records)
+        self.store_seconds.add(self._clock() - ticket.began)
+        _row(self.moved_bytes, context.device, 2)[0] += ticket.num_bytes
         if self.tiering is not None:
             self.tiering.stored(ticket.records)
         return m.Done(self.epoch, len(ticket.records))
@@ -554,7 +595,7 @@ class Depot:
         self.counters["retrieves"] += 1
         extents: list[bytes] = []
         nodes: list[int] = []
-        found = 0
+        found = num_bytes = 0
         for chunk in range(num_chunks):
             key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
             node = index.visible(context.space, key, request.first_chunk + chunk)
@@ -569,6 +610,7 @@ class Depot:
                 extent = index.extent_of(node, number, group.shard, group.layout)
                 if extent is not None:
                     here.append(pack_extent(chunk, number, extent))
+                    num_bytes += extent[3]
             if len(here) < len(needed):
                 break
             extents += here
@@ -576,6 +618,7 @@ class Depot:
             found = chunk + 1
         self.counters["retrieve_chunks"] += num_chunks
         self.counters["retrieve_chunks_hit"] += found
+        _row(self.moved_bytes, context.device, 2)[1] += num_bytes
         if not nodes:
             return m.RetrievePlan(self.epoch, 0, found, b"")
         if context.registration is not None and not context.registration.rank:
@@ -657,6 +700,7 @@ class Depot:
             record.key.hex(), record.group, record.shard, self.labels[record.label][0],
         )  # fmt: skip
         self.index.remove_entry(number)
+        self.note(f"an entry of tenant {self.labels[record.label][0]} lost its bytes and was removed")
         self.counters["entries_corrupt"] += 1
         return True
 
@@ -670,6 +714,7 @@ class Depot:
             fence = context.fence if mover is None else (mover, context.owner)  # who may be writing
             if records:
                 self.quarantines.append(Quarantine(fence, records))
+            self.note(f"{context.instance} left" + (", its unfinished stores wait for its process" if records else ""))
             logger.info(
                 "%s (context %d) left%s", context.instance, context.number,
                 f", {len(records)} unfinished entries wait for process {fence[0].pid}" if records else "",
@@ -692,6 +737,7 @@ class Depot:
     def expire(self) -> None:
         """End what has lived too long."""
         now = self._clock()
+        self.index.now = int(now)
         self.leases.expire(now)
         self.index.expire(now)
         self._end_pins(lambda pin: pin.expiry_seconds <= now)
@@ -744,15 +790,32 @@ class Depot:
         self._chores.append(chore())
         return deferred
 
+    def later(self, work: Iterator[m.Reply | None]) -> Deferred:
+        """Do in steps what takes long; the reply is what the last of them yields."""
+        deferred = Deferred()
+
+        def chore() -> Iterator[int]:
+            for reply in work:
+                if reply is not None:
+                    deferred.send(reply)
+                yield 0
+
+        self.do_later(chore())
+        return deferred
+
+    def do_later(self, chore: Iterator[int]) -> None:
+        """Do in steps, between messages, what takes long."""
+        self._chores.append(chore)
+
     def warm(self, request: m.Warm) -> m.Reply | Deferred:
         """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
 
-        The reply counts the chunks that are in the pool then: of the space, among those that engines are registered
-        for, that has the most.
+        The reply counts the chunks that are in the pool then, of the space that has the most. Tiers are asked where
+        engines are registered.
         """
         num_chunks = _count_digests(request.digests)
         deferred = Deferred()
-        spaces = [space for space in self.index.spaces if self._places(space)[0]]
+        spaces = list(self.index.spaces)
         num_left = len(spaces)
 
         def on_answer() -> None:
@@ -764,7 +827,7 @@ class Depot:
         for space in spaces:
             found, nodes = self.index.longest_prefix(space, request.digests)
             places, model = self._places(space)
-            is_asking = self.tiering is not None and found < num_chunks and self.tiering.promote(
+            is_asking = self.tiering is not None and places and found < num_chunks and self.tiering.promote(
                 space, request.digests, places, self._label(request.tenant, model), found=found, pins=nodes,
                 wait_seconds=_PATIENT_SECONDS, on_answer=on_answer,
             )  # fmt: skip
@@ -819,6 +882,10 @@ class Depot:
             share = quotas.share_of(number)
             if share:
                 usage["quota_bytes"] = quotas.quota_bytes[share]
+        for name, (asked, in_pool, in_tiers) in self.tenant_tokens.items():
+            usage = tenants.setdefault(name or "default", {"used_bytes": 0})
+            for key, count in (("lookup", asked), ("pool_hit", in_pool), ("tier_hit", in_tiers)):
+                usage[f"{key}_tokens"] = usage.get(f"{key}_tokens", 0) + count
         return tenants
 
     def status_fields(self) -> dict[str, Any]:
@@ -834,6 +901,7 @@ class Depot:
             "quarantined_bytes": sum(index.table.extent(r)[1] for q in self.quarantines for r in q.records),
             "num_leases": len(self.leases),
             "num_pins": len(self.pins),
+            "draining": self.is_draining,
             "num_tickets": len(self.tickets),
             "prefill_seconds_saved": self.saved_seconds,
             "contexts": [self._context_status(context) for context in self.contexts.values()],
@@ -847,6 +915,16 @@ class Depot:
                 "policy_errors": index.num_policy_errors,
                 "leases_expired": self.leases.num_expired,
             },
+            "devices": {
+                name: {"stored_bytes": stored, "retrieved_bytes": retrieved}
+                for name, (stored, retrieved) in self.moved_bytes.items()
+            },
+            "eviction_ages": index.eviction_ages.status(),
+            "estimates": self.shadow.estimates(),
+            "estimated_chunks": self.shadow.num_chunks,
+            "estimate_rate": self.shadow.rate,
+            "pool_regions": list(index.extents.region_bytes),
+            "events": [(self._clock() - at, text) for at, text in self.events],
         }
 
     def _context_status(self, context: Context) -> m.ContextStatus:
@@ -885,6 +963,14 @@ def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> m.GroupS
         shape=detail.shape, attention_backend=detail.attention_backend, block_size_bytes=block_size_bytes,
         bytes_per_token=0.0 if recurrent else block_size_bytes / shape.block_tokens,
     )  # fmt: skip
+
+
+def _row(rows: dict[str, list[int]], name: str, num_columns: int) -> list[int]:
+    """Return the counters under a name that a client chose; when there are many names, those of all further ones."""
+    row = rows.get(name)
+    if row is None:
+        row = rows.setdefault(name if len(rows) < MAXIMUM_ROWS else "(others)", [0] * num_columns)
+    return row
 
 
 def _count_digests(digests: bytes) -> int:

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -30,12 +30,15 @@ from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig, format_
 from kvdepot.curve import ServerKeys, load_allowed, load_pair
 from kvdepot.errors import ConfigError, DepotBusy, ErrorCode
 from kvdepot.extents import ExtentAllocator
+from kvdepot.histogram import Histogram
 from kvdepot.index import ChunkIndex
 from kvdepot.pool import Names, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.protocols import TierPool
 from kvdepot.quotas import QuotaTable
+from kvdepot.server import operations
 from kvdepot.server.access import PRIVATE_UMASK, Access
 from kvdepot.server.depot import Deferred, Depot, Fence, Refused
+from kvdepot.server.events import EventPublisher, check_endpoint
 from kvdepot.server.movers import MoverTable
 from kvdepot.server.remote import RemoteSocket
 from kvdepot.server.sessions import Session, SessionTable
@@ -55,6 +58,7 @@ _DRAIN_SECONDS: Final = 2.0
 _TIER_DEADLINE_SECONDS: Final = 1.0
 _WORK_SECONDS_PER_TURN: Final = 0.003
 _SLOW_TURN_SECONDS: Final = 0.005
+_SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket
 _SWITCH_SECONDS: Final = 0.0005
 _MAXIMUM_DESCRIPTORS: Final = 65_536
 
@@ -107,6 +111,7 @@ class DepotServer:
             undo.callback(self._context.destroy, linger=0)
             self._router = self._bind()
             self._remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
+            self._events = self._open_events()
             (config.directory / SESSION_SOCKET).unlink(missing_ok=True)
             self._sessions = SessionTable(
                 config.directory / SESSION_SOCKET,
@@ -135,6 +140,10 @@ class DepotServer:
                 sys.setswitchinterval(_SWITCH_SECONDS)
             self._longest_seconds = self._longest_work_seconds = 0.0
             self._slow_turns = 0
+            self._turns = Histogram(_SHORTEST_SECONDS)
+            self._latencies: dict[type, Histogram] = {
+                kind: Histogram(_SHORTEST_SECONDS) for kind in (*m.Request.__args__, m.ErrorReply)
+            }
             self._has_chores = False  # of the depot: what takes long, done between messages
             names = self._files.names
             self._restoring = None if self._files.is_new else self._depot.index.restore(names.spaces, len(names.labels))
@@ -144,6 +153,16 @@ class DepotServer:
                 self._depot.restore_labels(names.labels)
             self._depot.on_names_changed = self._save_names
             undo.pop_all()
+
+    def _open_events(self) -> EventPublisher | None:
+        config = self.config
+        if config.events is None:
+            return None
+        events = EventPublisher(self._context, self._depot.index, config.events, config.events_replay)
+        for endpoint, flag in ((config.events, "--events"), (config.events_replay, "--events-replay")):
+            if endpoint is not None and not check_endpoint(endpoint, flag):
+                logger.warning("%s %s: whoever can connect sees keys of chunks", flag, endpoint)
+        return events
 
     def _open_tiers(self) -> Tiering:
         """Open the tiers that the settings name; the pool is mapped for them.
@@ -222,6 +241,8 @@ class DepotServer:
             poller.register(self._remote.router, zmq.POLLIN)
             poller.register(self._remote.zap, zmq.POLLIN)
             logger.info("listening for listed keys on %s", ", ".join(self._remote.endpoints))
+        if self._events is not None and self._events.replay is not None:
+            poller.register(self._events.replay, zmq.POLLIN)
         poller.register(self._sessions.fileno(), zmq.POLLIN)
         poller.register(self._movers.fileno(), zmq.POLLIN)
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
@@ -267,15 +288,26 @@ class DepotServer:
                     self._sessions.expire_handshakes()
                     self._sessions.find_dead()
                 self._serve_tiers()
+                if self._events is not None:
+                    self._serve_events(self._events, events)
                 self._watch_turn(time.monotonic() - began, time.thread_time() - worked)
         finally:
             gc.enable()
             self.close()
 
+    def _serve_events(self, publisher: EventPublisher, events: Mapping[object, int]) -> None:
+        publisher.flush()
+        if publisher.replay in events:
+            replay = publisher.take_replay()
+            if replay is not None:
+                self._depot.do_later(replay)
+                self._has_chores = True
+
     def _watch_turn(self, seconds: float, work_seconds: float) -> None:
         self._longest_seconds = max(self._longest_seconds, seconds)
         self._longest_work_seconds = max(self._longest_work_seconds, work_seconds)
         self._slow_turns += work_seconds > _SLOW_TURN_SECONDS
+        self._turns.add(seconds)
 
     def _serve_tiers(self) -> None:
         if self._depot.tiering is None:
@@ -331,6 +363,7 @@ class DepotServer:
 
     def _serve_messages(self, router: zmq.Socket[bytes], find_session: FindSession) -> None:
         receive = router.recv_multipart
+        began = time.monotonic()  # one reading of the clock a message: what one begins, the one before has ended
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 frames = receive(zmq.NOBLOCK)
@@ -338,30 +371,43 @@ class DepotServer:
                 return
             routing_id, *parts = frames
             sequence = m.sequence_of(parts[0]) if parts else 0
-            reply = self._answer(routing_id, parts, find_session)
+            kind, reply = self._answer(routing_id, parts, find_session)
             if isinstance(reply, Deferred):
-                reply.on_reply = functools.partial(_send, router, routing_id, sequence)
+                reply.on_reply = functools.partial(self._send_late, router, routing_id, sequence, kind, began)
             else:
                 _send(router, routing_id, sequence, reply)
+            ended = time.monotonic()
+            if not isinstance(reply, Deferred):
+                self._latencies[kind].add(ended - began)
+            began = ended
 
-    def _answer(self, routing_id: bytes, parts: list[bytes], find_session: FindSession) -> m.Reply | Deferred:
+    def _send_late(
+        self, router: "zmq.Socket[bytes]", routing_id: bytes, sequence: int, kind: type, began: float, reply: m.Reply
+    ) -> None:
+        _send(router, routing_id, sequence, reply)
+        self._latencies[kind].add(time.monotonic() - began)
+
+    def _answer(
+        self, routing_id: bytes, parts: list[bytes], find_session: FindSession
+    ) -> tuple[type, m.Reply | Deferred]:
+        """Return the kind of a request, `ErrorReply` if it is none or refused, and its reply."""
         try:
             if len(parts) != 1:
                 raise Refused(ErrorCode.MALFORMED, f"a message has one frame, not {len(parts)}")
             request = m.decode_request(parts[0])
             if isinstance(request, _OPEN_TO_ALL):
-                return self._answer_anybody(request)
+                return type(request), self._answer_anybody(request)
             session = find_session(routing_id)
             if session is None:
                 raise Refused(ErrorCode.UNKNOWN_SESSION, "no open session: connect to the session socket first")
-            return self._depot.handle(session.number, session.writer, request)
+            return type(request), self._depot.handle(session.number, session.writer, request)
         except (Refused, m.FrameError) as error:
             self._depot.counters["requests_refused"] += 1
-            return m.ErrorReply(self.epoch, error.code, str(error))
+            return m.ErrorReply, m.ErrorReply(self.epoch, error.code, str(error))
         except Exception as error:
             logger.exception("a request failed")
             self._depot.counters["requests_failed"] += 1
-            return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+            return m.ErrorReply, m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
     def _answer_anybody(self, request: m.OperatorRequest) -> m.Reply | Deferred:
         match request:
@@ -375,21 +421,33 @@ class DepotServer:
                 )
             case m.Status():
                 return m.StatusReply(self.epoch, self._status())
+            case m.Clear() | m.Warm() | m.SetQuota() if self._restoring is not None:
+                raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
             case m.Clear():
-                if self._restoring is not None:
-                    raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
+                if request.digests:
+                    return operations.clear_prefix(self._depot, request)
                 return self._depot.clear_everywhere(request.tenant, request.model)
             case m.Warm():
-                if self._restoring is not None:
-                    raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
                 return self._depot.warm(request)
             case m.Unpin():
                 return m.Done(self.epoch, self._depot.unpin(request.tenant))
+            case m.Find():
+                return operations.find(self._depot, request.digests)
+            case m.SetQuota():
+                return operations.set_quota(self._depot, request.tenant, request.quota_bytes)
+            case m.Drain():
+                return operations.drain(self._depot, request.is_draining)
+            case m.SetLogLevel():
+                return operations.set_log_level(self._depot, request.level)
+            case m.Configuration():
+                return m.ConfigurationReply(self.epoch, operations.settings_of(self._depot, self.config))
 
     def _status(self) -> m.DepotStatus:
         fields = self._depot.status_fields()
         if self._remote is not None:
             fields["counters"]["keys_refused"] = self._remote.num_refused
+        if self._events is not None:
+            fields["counters"]["event_batches"] = self._events.num_batches
         return m.DepotStatus(
             server_version=version("kvdepot"),
             protocol_version=m.PROTOCOL_VERSION,
@@ -400,10 +458,21 @@ class DepotServer:
             num_sessions=len(self._sessions),
             recovering=self._restoring is not None,
             verify=self._depot.verify,
+            log_level=operations.log_level(),
             loop_longest_seconds=self._longest_seconds,
             loop_longest_work_seconds=self._longest_work_seconds,
             loop_slow_turns=self._slow_turns,
+            latencies={
+                **{
+                    m.operation_of(kind): histogram.status()
+                    for kind, histogram in self._latencies.items()
+                    if any(histogram.counts)
+                },
+                "store": self._depot.store_seconds.status(),
+                "loop_turn": self._turns.status(),
+            },
             endpoints=[*self._local_endpoints(), *(self._remote.endpoints if self._remote is not None else ())],
+            event_endpoints=[] if self._events is None else [self._events.endpoint, self._events.replay_endpoint],
             **fields,
         )
 
@@ -477,6 +546,7 @@ class DepotServer:
             else:
                 self._depot.discard_records(records)
         self._depot.accepts_stores = self._stopping_at is None
+        self._depot.note(f"found {index.num_entries} entries of an earlier server")
         logger.info(
             "found %d entries of an earlier server, %d were unfinished", index.num_entries, len(self._unfinished)
         )
@@ -518,4 +588,6 @@ def _no_session(routing_id: bytes) -> None:
     )
 
 
-_OPEN_TO_ALL: Final = (m.Hello, m.Status, m.Clear, m.Warm, m.Unpin)
+_OPEN_TO_ALL: Final = (
+    m.Hello, m.Status, m.Clear, m.Warm, m.Unpin, m.Find, m.SetQuota, m.Drain, m.SetLogLevel, m.Configuration,
+)  # fmt: skip

@@ -1,0 +1,130 @@
+"""What operators ask of a running depot, besides looking at it: find, quotas, draining, what is logged, its settings.
+
+None of it waits and none of it needs a session. What takes long is done in the depot's steps between messages, and its
+reply comes then. Nothing of it outlives the server: the next one starts from its flags again.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from kvdepot import messages as m
+from kvdepot.config import ServerConfig
+from kvdepot.errors import ConfigError, ErrorCode
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.tiers.url import TierUrl
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE: Final = logging.getLogger("kvdepot")
+
+
+def find(depot: Depot, digests: bytes) -> m.Found:
+    """Return what the pool has of a prefix, the space with the most of it first.
+
+    Raises:
+        Refused: the digests are none.
+    """
+    if len(digests) % DIGEST_BYTES:
+        raise Refused(ErrorCode.BAD_KEY, f"{len(digests)} bytes of digests: each chunk has {DIGEST_BYTES}")
+    index = depot.index
+    prefixes: list[m.FoundPrefix] = []
+    for space in index.spaces:
+        num_chunks, nodes = index.longest_prefix(space, digests)
+        if not num_chunks:
+            continue
+        last = nodes[-1]
+        tenant, model = depot.labels[index.label_of(last)]
+        prefixes.append(
+            m.FoundPrefix(
+                num_chunks=num_chunks, num_tokens=num_chunks * space.spec.chunk_tokens, tenant=tenant, model=model,
+                dtype=space.spec.dtype, format=space.spec.format, chunk_tokens=space.spec.chunk_tokens,
+                idle_seconds=index.idle_seconds(last), is_held=index.is_held(last),
+                num_children=index.num_children(last),
+            )
+        )  # fmt: skip
+    return m.Found(depot.epoch, sorted(prefixes, key=lambda prefix: -prefix.num_chunks))
+
+
+def clear_prefix(depot: Depot, request: m.Clear) -> Deferred:
+    """Remove what only this prefix needs from the pool, in every space; the reply counts entries.
+
+    Raises:
+        Refused: the digests are none.
+    """
+    if len(request.digests) % DIGEST_BYTES:
+        raise Refused(ErrorCode.BAD_KEY, f"{len(request.digests)} bytes of digests: each chunk has {DIGEST_BYTES}")
+
+    def steps() -> Iterator[m.Reply | None]:
+        count = 0
+        for space in list(depot.index.spaces):
+            num_chunks, nodes = depot.index.longest_prefix(space, request.digests)
+            if not num_chunks:
+                continue
+            tenant, model = depot.labels[depot.index.label_of(nodes[-1])]
+            if request.tenant in (None, tenant) and request.model in (None, model):
+                for removed in depot.index.clear_end(nodes[-1]):
+                    count += removed
+                    yield None
+        yield m.Done(depot.epoch, count)
+
+    return depot.later(steps())
+
+
+def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
+    """Change a tenant's quota; the reply counts the chunks that count against another share of the pool now."""
+
+    def steps() -> Iterator[m.Reply | None]:
+        moved = 0
+        try:
+            for count in depot.index.set_quota(tenant, quota_bytes):
+                moved += count
+                yield None
+        except ConfigError as error:
+            yield m.ErrorReply(depot.epoch, ErrorCode.OUT_OF_RANGE, str(error))
+            return
+        depot.note(f"the quota of tenant {tenant} is {quota_bytes} bytes now")
+        logger.info("the quota of tenant %s is %d bytes now", tenant, quota_bytes)
+        yield m.Done(depot.epoch, moved)
+
+    return depot.later(steps())
+
+
+def drain(depot: Depot, is_draining: bool) -> m.Done:
+    """Take no more stores, or take them again; the reply counts the stores that are under way."""
+    if depot.is_draining != is_draining:
+        text = "draining: stores are declined" if is_draining else "stores are taken again"
+        depot.note(text)
+        logger.info("%s", text)
+    depot.is_draining = is_draining
+    return m.Done(depot.epoch, len(depot.tickets))
+
+
+def log_level() -> str:
+    """Return what is logged from here on upwards."""
+    return logging.getLevelName(_PACKAGE.getEffectiveLevel()).lower()
+
+
+def set_log_level(depot: Depot, level: str) -> m.Done:
+    """Log from this level on upwards."""
+    _PACKAGE.setLevel(level.upper())
+    return m.Done(depot.epoch, 1)
+
+
+def settings_of(depot: Depot, config: ServerConfig) -> dict[str, Any]:
+    """Return the settings as plain values, with the quotas of now; credentials in the URLs of tiers are left out."""
+    settings = {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    settings["pool_directory"] = str(config.pool_path)
+    settings["pool_size_bytes"] = depot.index.extents.capacity_bytes
+    settings["max_entries"] = depot.index.table.num_records
+    settings["quotas"] = depot.index.quotas.by_name()
+    settings["tiers"] = [TierUrl.parse(text).name for text in config.tiers]
+    settings["log_level"] = log_level()
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

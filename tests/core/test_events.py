@@ -1,0 +1,230 @@
+# pyright: reportPrivateUsage=false
+"""KV events as a router gets them: what is announced is what can be found."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvdepot import messages as m
+from kvdepot.client.connection import ask_depot
+from kvdepot.config import ServerConfig
+from kvdepot.errors import ConfigError
+from kvdepot.server.events import END, EventPublisher, check_endpoint
+from kvdepot.testing.processes import DepotProcess, wait_until
+from tests.core.test_index import HYBRID, PLAIN, SHARDED, Bench
+from tests.core.test_index import prompt as chunks
+from tests.core.test_protocol import Peer, prompt, registration
+
+Context = zmq.Context[zmq.Socket[bytes]]
+_kept: list[object] = []
+Batch = tuple[int, list[dict[str, Any]]]
+
+
+def events_of(payload: bytes) -> list[dict[str, Any]]:
+    """Decode a batch as plain values: `[ts, events]`."""
+    _, events, *_ = msgspec.msgpack.decode(payload)
+    return events
+
+
+class Router:
+    """A subscriber that knows which chunks can be found."""
+
+    def __init__(self, depot: DepotProcess, context: Context) -> None:
+        events, self.replay_endpoint = depot.status().event_endpoints
+        self.context = context
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.subscribe(b"")
+        self.socket.connect(events)
+        self.found: set[bytes] = set()
+        self.next = 0
+        _kept.append(self.socket)  # closed with the context, not before
+
+    def take(self) -> list[Batch]:
+        batches: list[Batch] = []
+        while self.socket.poll(0):
+            topic, number, payload = self.socket.recv_multipart()
+            assert topic == b""
+            batches.append((int.from_bytes(number, "big"), events_of(payload)))
+        self.apply(batches)
+        return batches
+
+    def apply(self, batches: list[Batch]) -> None:
+        for number, events in batches:
+            if number < self.next:
+                continue  # it came by replay
+            self.next = number + 1
+            for event in events:
+                assert event["medium"] == "CPU"
+                hashes = set(event["block_hashes"])
+                assert len(hashes) == len(event["block_hashes"])
+                if event["type"] == "BlockStored":
+                    assert not hashes & self.found
+                    self.found |= hashes
+                else:
+                    assert hashes <= self.found, "only what was announced is taken back"
+                    self.found -= hashes
+
+    def ask_again(self, first: int) -> list[Batch]:
+        asking = self.context.socket(zmq.DEALER)
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(self.replay_endpoint)
+        asking.send_multipart([b"", first.to_bytes(8, "big")])
+        batches: list[Batch] = []
+        while True:
+            assert asking.poll(10_000)
+            _, _, number, payload = asking.recv_multipart()
+            if number == END:
+                asking.close()
+                return batches
+            batches.append((int.from_bytes(number, "big"), events_of(payload)))
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+    _kept.clear()
+
+
+@pytest.fixture
+def peer(depot: DepotProcess) -> Iterator[Peer]:
+    peer = Peer(depot, registration(instance="engine"))
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    flags = ("--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0")
+    with DepotProcess(*flags, pool_size="1MiB") as depot:
+        yield depot
+
+
+def subscribed(depot: DepotProcess, peer: Peer, context: Context) -> Router:
+    """Return a router that surely gets what is stored from now on."""
+    router = Router(depot, context)
+    number = 0
+
+    def heard() -> bool:
+        nonlocal number
+        number += 1
+        peer.store(prompt(1, f"hello {number}"))
+        return bool(router.take())
+
+    wait_until(heard, 20)
+    router.found.clear()
+    router.next = 0
+    router.apply(router.ask_again(0))
+    return router
+
+
+def test_a_router_knows_what_can_be_found(depot: DepotProcess, peer: Peer, context: Context) -> None:
+    router = subscribed(depot, peer, context)
+    run = prompt(5, "a")
+    peer.store(run)
+    wait_until(lambda: (router.take(), run.digests[-32:] in router.found)[1])
+    assert {run.digests[n * 32 : n * 32 + 32] for n in range(5)} <= router.found
+    for number in range(60):
+        peer.store(prompt(9, f"b{number}"))
+    ask_depot(m.Clear(), depot.url, 30)
+    wait_until(lambda: (router.take(), not router.found)[1], 20)
+    assert depot.status().counters["chunks_evicted"] > 0
+    assert depot.status().counters["event_batches"] == router.next
+
+
+def test_a_run_is_one_event_with_its_parent(depot: DepotProcess, peer: Peer, context: Context) -> None:
+    router = subscribed(depot, peer, context)
+    run = prompt(6, "a")
+    peer.store(run.slice(0, 2))
+    peer.store(run.slice(2, 6))
+    batches = router.ask_again(router.next)
+    stored = [event for _, events in batches for event in events]
+    assert len(stored) <= 2, "one for each store, or for both if one turn served them"
+    told = b""
+    for event in stored:
+        assert event["parent_block_hash"] == (told[-32:] or None)
+        assert (event["block_size"], event["token_ids"]) == (64, [])
+        told += b"".join(event["block_hashes"])
+    assert told == run.digests
+
+
+def test_what_was_missed_is_sent_again(depot: DepotProcess, peer: Peer, context: Context) -> None:
+    for number in range(200):
+        peer.store(prompt(1, str(number)))
+    router = Router(depot, context)
+    batches = router.ask_again(0)
+    count = len(batches)  # a turn that serves several stores makes one batch of them
+    assert count > 20
+    assert [number for number, _ in batches] == list(range(count))
+    assert [number for number, _ in router.ask_again(count - 9)] == list(range(count - 9, count))
+    assert router.ask_again(1000) == []
+    router.apply(batches)
+    assert len(router.found) == 200
+
+
+def test_nonsense_at_the_replay_hurts_nobody(depot: DepotProcess, peer: Peer, context: Context) -> None:
+    router = Router(depot, context)
+    asking = router.context.socket(zmq.DEALER)
+    _kept.append(asking)
+    asking.connect(router.replay_endpoint)
+    for frames in ([b""], [b"", b"x"], [b"x"] * 9, [b"", b"", b""], [b"", bytes(60)], [b"", bytes(100)]):
+        asking.send_multipart(frames)
+    peer.store(prompt(1, "a"))
+    assert len(router.ask_again(0)) == 1
+
+
+@pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
+def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.GroupShape, ...], context: Context) -> None:
+    rng = random.Random(6)
+    bench = Bench(groups, pages=20, num_records=24)
+    publisher = EventPublisher(context, bench.index, "tcp://127.0.0.1:0", None)
+    _kept.append(publisher)
+    workers = [bench.worker(shard) for shard in range(2 if groups is SHARDED else 1)]
+    found: set[bytes] = set()
+    taken = 0
+    for _ in range(300):
+        run = chunks(rng.randint(1, 6), rng.randrange(12))
+        plans = [(worker, worker.prepare(run)) for worker in workers]
+        for worker, plan in plans:
+            if plan.ticket and rng.random() < 0.9:
+                worker.commit(plan)
+            elif plan.ticket:
+                worker.ask(m.AbortStore(worker.context, plan.ticket))
+        if rng.random() < 0.1:
+            records = [record for record in bench.index.table.records() if record.state == 2]
+            if records:
+                bench.index.remove_entry(rng.choice(records).number)
+        if rng.random() < 0.05:
+            bench.depot.clear(None)
+        publisher.flush()
+        for number, payload in list(publisher._kept)[taken:]:
+            assert number == taken
+            taken += 1
+            for event in events_of(payload):
+                hashes = set(event["block_hashes"])
+                assert not hashes & found if event["type"] == "BlockStored" else hashes <= found
+                found ^= hashes
+        index = bench.index
+        assert found == {index.key_of(n) for s in index.spaces for n in s.nodes.values() if index._visible[n]}
+    assert taken > 100
+
+
+@pytest.mark.parametrize("endpoint", ["", "tcp://", "tcp://127.0.0.1", "ipc://", "udp://x:1", "127.0.0.1:5557"])
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        check_endpoint(endpoint, "--events")
+
+
+def test_a_replay_needs_events() -> None:
+    with pytest.raises(ConfigError, match="--events"):
+        ServerConfig(events_replay="tcp://127.0.0.1:1")
+
+
+def test_a_port_that_is_taken_is_an_error_in_words(depot: DepotProcess, peer: Peer, context: Context) -> None:
+    with pytest.raises(ConfigError, match="--events"):
+        EventPublisher(context, Bench().index, depot.status().event_endpoints[0], None)

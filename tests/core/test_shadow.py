@@ -1,0 +1,118 @@
+"""The estimate of other pool sizes, beside the real index with pools of those sizes."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from blake3 import blake3
+
+from kvdepot.eviction import NO_NODE
+from kvdepot.extents import ExtentAllocator
+from kvdepot.histogram import NUM_BUCKETS, Histogram
+from kvdepot.index import ChunkIndex, EntryPlace
+from kvdepot.layout import GroupKind
+from kvdepot.messages import CacheSpec, GroupShape
+from kvdepot.shadow import SCALES, ShadowIndex
+from kvdepot.table import IndexTable, Writer
+
+CHUNK = 4096
+SPEC = CacheSpec(1, (GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
+
+
+def traffic(num_requests: int, seed: int = 1) -> Iterator[bytes]:
+    """Packed digests of prompts: few popular starts, many continuations, in turns that grow."""
+    rng = random.Random(seed)
+    turns: list[list[int]] = []
+    for number in range(num_requests):
+        if turns and rng.random() < 0.6:
+            path = turns[min(len(turns) - 1, int(rng.paretovariate(0.3)) - 1)]
+            path += [number * 1000 + n for n in range(rng.randint(1, 4))]
+        else:
+            path = [rng.randrange(20), *(number * 1000 + n for n in range(rng.randint(2, 12)))]
+            turns.insert(rng.randrange(len(turns) + 1), path)
+        digest, packed = bytes(32), b""
+        for name in path[:200]:
+            digest = blake3(digest + name.to_bytes(8, "little")).digest()
+            packed += digest
+        yield packed
+
+
+def found_in(num_chunks: int, prompts: list[bytes]) -> float:
+    """Return the share of the chunks that the real index finds in a pool of that many."""
+    index = ChunkIndex(ExtentAllocator(num_chunks * CHUNK), IndexTable.in_memory(num_chunks), "lru")
+    space = index.space(SPEC)
+    found = asked = 0
+    for digests in prompts:
+        hits, nodes = index.longest_prefix(space, digests)
+        found, asked = found + hits, asked + len(digests) // 32
+        parent = nodes[0] if hits else NO_NODE
+        if hits:
+            index.used(parent)
+        records: list[int] = []
+        for depth in range(hits, len(digests) // 32):
+            key = digests[depth * 32 : depth * 32 + 32]
+            record = index.begin_entry(EntryPlace(space, key, parent, depth, 0, 0, CHUNK, 0, 0, Writer()))
+            if record is None:
+                break
+            records.append(record)
+            parent = space.nodes[key]
+        index.seal_entries(records)
+    return found / asked
+
+
+def test_estimates_are_what_pools_of_those_sizes_find() -> None:
+    prompts = list(traffic(4000))
+    shadow = ShadowIndex(4096 * CHUNK)
+    for digests in prompts:
+        shadow.looked_up(digests, CHUNK)
+        shadow.stored(digests, CHUNK)
+    rates = [estimate.hit_chunks / shadow.num_chunks for estimate in shadow.estimates()]
+    real = [found_in(int(scale * 4096), prompts) for scale in SCALES]
+    assert real[-1] - real[0] > 0.2, "sizes matter in this traffic"
+    assert rates == sorted(rates)
+    for estimated, exact in zip(rates, real, strict=True):
+        assert abs(estimated - exact) < 0.05, (rates, real)
+    asked = sum(len(digests) // 32 for digests in prompts)
+    assert abs(shadow.num_chunks / asked - 1) < 0.1
+
+
+def test_memory_is_bounded_by_a_lower_rate() -> None:
+    shadow = ShadowIndex(100_000 * CHUNK, budget=500)
+    before = shadow.rate
+    rng = random.Random(2)
+    for _ in range(3000):
+        shadow.looked_up(rng.randbytes(32 * 100), CHUNK)
+        assert shadow.num_sampled <= 500 + 100
+    assert 0 < shadow.rate < 1 / 64
+    assert before == 0
+    assert shadow.num_chunks == pytest.approx(300_000, rel=0.15)
+    assert [estimate.hit_chunks for estimate in shadow.estimates()] == [0] * len(SCALES), "nothing came twice"
+
+
+def test_what_was_only_stored_is_found_and_not_counted_as_asked() -> None:
+    shadow = ShadowIndex(4096 * CHUNK)
+    digests = random.Random(3).randbytes(32 * 800)
+    shadow.stored(digests, CHUNK)
+    assert shadow.num_chunks == 0
+    shadow.looked_up(digests, CHUNK)
+    assert shadow.num_chunks > 0
+    assert shadow.estimates()[0].hit_chunks == shadow.num_chunks
+
+
+def test_one_chunk_at_a_time_is_sampled_as_a_run_is() -> None:
+    digests = random.Random(4).randbytes(32 * 2000)
+    whole, single = ShadowIndex(4096 * CHUNK), ShadowIndex(4096 * CHUNK)
+    whole.looked_up(digests, CHUNK)
+    for place in range(0, len(digests), 32):
+        single.looked_up(digests[place : place + 32], CHUNK)
+    assert whole.num_chunks == single.num_chunks
+    assert whole.num_sampled == single.num_sampled > 0
+
+
+@pytest.mark.parametrize(
+    ("value", "bucket"), [(0.0, 0), (0.9, 0), (1.0, 1), (1.9, 1), (2.0, 2), (1e300, NUM_BUCKETS - 1)]
+)
+def test_values_are_counted_by_powers_of_two(value: float, bucket: int) -> None:
+    histogram = Histogram(1.0)
+    histogram.add(value)
+    assert histogram.status().counts.index(1) == bucket
