@@ -113,12 +113,17 @@ def test_what_comes_of_each_layout_is_understood_or_refused() -> None:
 
 
 def test_each_backend_is_told_its_own_settings_and_no_others() -> None:
-    extra: dict[str, Any] = {"kvdepot.copy_threads": 2, "kvdepot.kernel_run_bytes": 24576, "kvdepot.kernel_runs": 64}
+    extra: dict[str, Any] = {
+        "kvdepot.copy_threads": 2,
+        "kvdepot.kernel_run_bytes": 24576,
+        "kvdepot.kernel_runs": 64,
+        "kvdepot.mode": "auto",
+    }
     settings = Settings.parse(extra)
     assert settings.backend_options("cpu") == {"copy_threads": 2}
-    assert settings.backend_options("cuda") == {"kernel_run_bytes": 24576, "kernel_runs": 64}
+    assert settings.backend_options("cuda") == {"mode": "auto", "kernel_run_bytes": 24576, "kernel_runs": 64}
     assert settings.backend_options("hpu") == {}
-    assert settings.of_other_backends("cpu") == ["kvdepot.kernel_run_bytes", "kvdepot.kernel_runs"]
+    assert settings.of_other_backends("cpu") == ["kvdepot.mode", "kvdepot.kernel_run_bytes", "kvdepot.kernel_runs"]
     assert settings.of_other_backends("cuda") == ["kvdepot.copy_threads"]
     assert Settings().backend_options("cuda") == {}
 

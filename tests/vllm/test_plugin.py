@@ -76,6 +76,7 @@ def test_vllm_s_engine_core_in_its_own_process(depot: DepotProcess, model: MakeM
         ({"kvdepot.load": "yes"}, "give bool"),
         ({"kvdepot.store": "some"}, '"all", "prompt" or "none"'),
         ({"kvdepot.deadline_seconds": 0}, "above 0"),
+        ({"kvdepot.mode": "copy"}, "direct"),
         ({"kvdepot.deadline_seconds": float("nan")}, "above 0"),
         ({"kvdepot.max_pinned_share": 2}, "at most 1"),
         ({"kvdepot.chunk_tokens": -1}, "at least 1"),

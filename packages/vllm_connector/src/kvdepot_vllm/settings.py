@@ -12,7 +12,7 @@ ASK_VLLM: Final = "auto"
 LEAVE_IT_TO_VLLM: Final = "engine"
 BACKEND_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": ("copy_threads",),
-    "cuda": ("kernel_run_bytes", "kernel_runs", "kernel_programs"),
+    "cuda": ("mode", "kernel_run_bytes", "kernel_runs", "kernel_programs"),
 }
 """Settings that are options of one backend, by the device's type."""
 
@@ -39,6 +39,7 @@ class Settings:
     max_pinned_share: float = 0.5
     kv_cache_layout: str = ASK_VLLM
     copy_threads: int | None = None
+    mode: str | None = None  # on CUDA who copies: "direct", "ipc" or "auto"; None: as the backend thinks best
     kernel_run_bytes: int | None = None
     kernel_runs: int | None = None
     kernel_programs: int | None = None
@@ -49,6 +50,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.store not in ("all", "prompt", "none"):
             raise ConfigError(f'kvdepot.store is "all", "prompt" or "none", not {self.store!r}')
+        if self.mode not in (None, "direct", "ipc", "auto"):
+            raise ConfigError(f'kvdepot.mode is "direct", "ipc" or "auto", not {self.mode!r}')
         if not (self.deadline_seconds > 0 and math.isfinite(self.deadline_seconds)):
             raise ConfigError(f"kvdepot.deadline_seconds is {self.deadline_seconds}: give seconds above 0")
         if not 0 < self.max_pinned_share <= 1:
@@ -60,7 +63,7 @@ class Settings:
         if self.kernel_run_bytes is not None and self.kernel_run_bytes < 0:
             raise ConfigError(f"kvdepot.kernel_run_bytes is {self.kernel_run_bytes}: 0 for never, or bytes")
 
-    def backend_options(self, device: str) -> dict[str, int]:
+    def backend_options(self, device: str) -> dict[str, int | str]:
         """Return what only this device's backend is told: the settings of its own that are set."""
         values = {name: getattr(self, name) for name in BACKEND_OPTIONS.get(device, ())}
         return {name: value for name, value in values.items() if value is not None}
