@@ -366,6 +366,8 @@ def describe_status(status: m.DepotStatus) -> str:
         lookups_line + (f" ({hit / asked:.1%})" if asked else ""),
         f"{leases_line}; {status.num_tickets:,} stores under way",
     ]
+    if status.prefill_seconds_saved:
+        lines.append(f"saved    about {status.prefill_seconds_saved:,.1f} s of computing prompts")
     slow = f"; {status.loop_slow_turns:,} of more than 5 ms" if status.loop_slow_turns else ""
     lines.append(f"loop     longest turn {status.loop_longest_work_seconds * 1e3:.1f} ms of work{slow}")
     if status.estimated_chunks >= _TELLING_CHUNKS:

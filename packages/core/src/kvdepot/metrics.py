@@ -88,6 +88,8 @@ class StatusCollector(Collector):
         for name, (value, text) in gauges.items():
             yield GaugeMetricFamily(f"kvdepot_{name}", text, value)
         yield CounterMetricFamily("kvdepot_loop_slow_turns", "Turns of more than 5 ms of work", status.loop_slow_turns)
+        saved = "Seconds of computing what was retrieved, as engines say how long a token takes them"
+        yield CounterMetricFamily("kvdepot_prefill_seconds_saved", saved, status.prefill_seconds_saved)
         for name, value in sorted({**dict.fromkeys(COUNTERS, 0), **status.counters}.items()):
             text = COUNTERS.get(name) or name.replace("_", " ").capitalize()
             yield CounterMetricFamily(f"kvdepot_{name}", text, value)
