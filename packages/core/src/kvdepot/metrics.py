@@ -36,6 +36,14 @@ COUNTERS: Final = {  # those that are exposed from the start, at 0
     "requests_failed": "Requests that failed by a bug",
     "policy_errors": "Calls of eviction policies that failed",
     "hints": "Hints of clients",
+    "moves": "Copies by processes of the depot",
+    "moves_failed": "Copies that such a process did not finish",
+    "moves_refused": "Copies that such a process refused, as they left the memory that it was given",
+    "movers_started": "Processes started that copy for a worker",
+    "movers_lost": "Such processes that died or hung",
+    "movers_given_up": "Workers for which none is started any more",
+    "workers_fallen_back": "Workers that copy by themselves as no such process could",
+    "promotions_not_worth_it": "Promotions left out, as the engine computes faster than the tier reads",
 }
 TIER_COUNTERS: Final = {
     "read_bytes": "Read into the pool",
