@@ -10,7 +10,7 @@ import pytest
 
 from kvdepot import messages as m
 from kvdepot.cli import main
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.testing.processes import DepotProcess, wait_until
 from tests.core.test_protocol import Peer, prompt, registration
 
 Run = Callable[..., tuple[int, str, str]]
@@ -81,6 +81,25 @@ def test_a_quota_comes_and_goes(run: Run, peer: Peer, depot: DepotProcess) -> No
     code, _, err = run("quota", "default", "1TiB")
     assert code == 1
     assert "out_of_range" in err
+
+
+def test_tiers_come_and_go(run: Run, peer: Peer, depot: DepotProcess) -> None:
+    assert run("tier", "add", "memory://one?capacity=8MiB")[:2] == (0, "1 tiers are in use\n")
+    peer.store(prompt(3, "a"))
+    wait_until(lambda: depot.status().tiers[0].num_entries == 3)
+    assert run("tier", "add", "memory://two?capacity=8MiB")[:2] == (0, "2 tiers are in use\n")
+    for url, why in (
+        ("memory://two", "in use already"), ("tape://x", "no tier 'tape'"), ("memory://three?size=1", "no option"),
+        ("x", "write a URL"),
+    ):  # fmt: skip
+        code, _, err = run("tier", "add", url)
+        assert code
+        assert why in err
+    assert "memory://two" in json.loads(run("config", "--json")[1])["tiers"]
+    assert run("tier", "remove", "memory://one")[:2] == (0, "1 tiers are in use\n")
+    assert [tier.name for tier in depot.status().tiers] == ["memory://two"]
+    assert "no tier memory://one" in run("tier", "remove", "memory://one")[2]
+    assert run("tier", "add", "memory://one?capacity=8MiB")[0] == 0, "another one of that name"
 
 
 def test_drain_ends_when_nothing_is_under_way(run: Run, peer: Peer, depot: DepotProcess) -> None:

@@ -333,6 +333,60 @@ def test_a_tier_that_was_slower_than_the_engine_is_not_read_but_tried_now_and_th
     assert bench.lookup(run) == 4, "an engine that does not say how fast it is"
 
 
+def test_a_tier_that_is_added_gets_what_is_used_and_one_that_is_removed_is_left_alone(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(4))
+    bench.settle()
+    more = FaultyTier(MemoryTier(bench.pool, 1 << 20))
+    bench.tiers.append(more)
+    bench.tiering.add(TierQueue(more, bench.pool, "more", deadline_seconds=1.0, clock=bench.clock))
+    assert bench.tiering.num_used == 2
+    assert bench.lookup(prompt(4)) == 4
+    bench.settle()
+    assert more.usage().num_entries == 4
+    assert bench.tiering.remove("tier-0")
+    assert not bench.tiering.remove("tier-0")
+    assert [tier.name for tier in bench.tiering.status()] == ["more"]
+    before = bench.tiers[0].num_calls
+    bench.forget()
+    assert bench.lookup(prompt(4)) == 4, "from the other"
+    bench.store(prompt(2, 1))
+    bench.settle()
+    assert bench.tiers[0].num_calls == before
+    assert bench.wait(bench.depot.clear_everywhere(None, None)).count >= 6
+
+
+def test_a_tier_that_is_removed_is_closed_when_its_calls_have_ended(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    tier = bench.tiers[0]
+    closed: list[int] = []
+    monkeypatch.setattr(tier, "close", lambda: closed.append(1))
+    bench.store(prompt(4))
+    bench.settle()
+    bench.forget()
+    tier.hang = True
+    before = tier.num_calls
+    reply = bench.begin_lookup(prompt(4))
+    wait_until(lambda: tier.num_calls > before, what="the call that hangs")
+    assert bench.tiering.remove("tier-0")
+    bench.tiering.turn()
+    assert not closed
+    tier.hang = False
+    assert bench.wait(reply).num_chunks == 0, "what it was asked for is not taken any more"
+
+    def is_closed() -> bool:
+        bench.tiering.turn()
+        return bool(closed)
+
+    wait_until(is_closed, what="the tier to be closed")
+    bench.clock.now += 100.0
+    bench.tiering.turn()
+    assert bench.tiering.queues[0].is_open, "nobody probes it"
+    assert bench.lookup(prompt(4)) == 0
+
+
 @pytest.mark.promise(57)
 def test_what_was_retrieved_counts_as_time_saved(make: Maker) -> None:
     bench = make(SHARDED)

@@ -24,6 +24,8 @@ _PATHS: Final = (
     b"/metrics",
     b"/tenants",
     b"/",
+    b"/tiers/add",
+    b"/tiers/remove",
 )
 _METHODS: Final = ("POST", "GET", "DELETE", "HEAD")
 _ANSWERS: Final = {200, 400, 401, 404, 405, 409}
@@ -63,7 +65,9 @@ def call(data: bytes) -> None:
     statuses: list[int] = []
 
     def ask(request: m.OperatorRequest, _seconds: float) -> m.Reply:
-        if isinstance(request, m.Clear | m.Warm | m.Unpin | m.SetQuota | m.Drain | m.SetLogLevel):
+        if isinstance(
+            request, m.Clear | m.Warm | m.Unpin | m.SetQuota | m.AddTier | m.RemoveTier | m.Drain | m.SetLogLevel
+        ):
             assert has_token or value.decode("latin-1") == f"Bearer {_TOKEN}", "changed without the token"
         try:
             m.decode_request(bytes(m.encode_frame(0, request)))

@@ -228,6 +228,18 @@ class QuotaBody(msgspec.Struct, forbid_unknown_fields=True):
     quota_bytes: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
+class TierUrlBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What `POST /tiers/add` takes: a URL as `serve --tier` does."""
+
+    url: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class TierNameBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What `POST /tiers/remove` takes: a name as `/status` shows it."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+
+
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
     """What `POST /drain` takes."""
 
@@ -241,7 +253,7 @@ class LogLevelBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Count(msgspec.Struct):
-    """How many entries, chunks, pins or stores an operation was about."""
+    """How many entries, chunks, pins, stores or tiers an operation was about."""
 
     count: int
 
@@ -303,6 +315,14 @@ OPERATIONS: Final = (
     Operation(
         "POST", "/cache/unpin", "End pins",
         lambda ask, body: _done(ask, m.Unpin(body.tenant)), Count, UnpinBody, True,
+    ),
+    Operation(
+        "POST", "/tiers/add", "Use one more tier below the others, until the server ends; counts tiers",
+        lambda ask, body: _done(ask, m.AddTier(body.url)), Count, TierUrlBody, True,
+    ),
+    Operation(
+        "POST", "/tiers/remove", "Stop using a tier; what it holds stays there; counts tiers",
+        lambda ask, body: _done(ask, m.RemoveTier(body.name)), Count, TierNameBody, True,
     ),
     Operation(
         "POST", "/drain", "Take no more stores, or take them again; counts those under way",

@@ -322,6 +322,18 @@ class SetQuota(Struct, array_like=True, tag="set_quota", frozen=True):
     quota_bytes: Identifier
 
 
+class AddTier(Struct, array_like=True, tag="add_tier", frozen=True):
+    """Open one more tier, below those that are there, until the server ends. Needs no session."""
+
+    url: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class RemoveTier(Struct, array_like=True, tag="remove_tier", frozen=True):
+    """Stop using a tier, by its name in the status; what it holds stays there. Needs no session."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
 class Drain(Struct, array_like=True, tag="drain", frozen=True):
     """Take no more stores, or take them again. What is here is still found. Needs no session."""
 
@@ -359,12 +371,16 @@ Request = (
     | Unpin
     | Find
     | SetQuota
+    | AddTier
+    | RemoveTier
     | Drain
     | SetLogLevel
     | Configuration
 )
 
-OperatorRequest = Hello | Status | Clear | Warm | Unpin | Find | SetQuota | Drain | SetLogLevel | Configuration
+OperatorRequest = (
+    Hello | Status | Clear | Warm | Unpin | Find | SetQuota | AddTier | RemoveTier | Drain | SetLogLevel | Configuration
+)
 
 
 # --- replies --------------------------------------------------------------------------------------------------------

@@ -72,6 +72,21 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
     quota.add_argument("tenant", metavar="TENANT")
     quota.add_argument("size", metavar="SIZE|none", type=_size_or_none, help="for example 8GiB")
 
+    tier = commands.add_parser("tier", help="add or remove a tier of a running depot")
+    tier_commands = tier.add_subparsers(required=True, metavar="COMMAND")
+    add = tier_commands.add_parser(
+        "add", parents=[client], help="use one more tier",
+        description="Use one more tier below those that are there, until the server ends: serve --tier is for good.",
+    )  # fmt: skip
+    add.set_defaults(run=_add_tier)
+    add.add_argument("tier", metavar="URL", help="as serve --tier takes it; - reads it from standard input")
+    remove = tier_commands.add_parser(
+        "remove", parents=[client], help="stop using one",
+        description="Stop using a tier. What it holds stays there; what waited to be written to it is not.",
+    )  # fmt: skip
+    remove.set_defaults(run=_remove_tier)
+    remove.add_argument("tier", metavar="NAME", help="as 'kvdepot status' shows it")
+
     drain = commands.add_parser(
         "drain", parents=[client], help="take no more stores before a stop",
         description="Take no more stores; what is here is still found. Ends with 0 once no store is under way and the"
@@ -220,6 +235,17 @@ def _quota(options: argparse.Namespace) -> int:
     moved = _count(options, m.SetQuota(options.tenant, options.size), _PATIENT_SECONDS)
     quota = format_size(options.size) if options.size else "none"
     print(f"the quota of {options.tenant} is {quota}; {moved:,} chunks count against another share now")
+    return 0
+
+
+def _add_tier(options: argparse.Namespace) -> int:
+    url = sys.stdin.readline().strip() if options.tier == "-" else options.tier
+    print(f"{_count(options, m.AddTier(url), _PATIENT_SECONDS)} tiers are in use")
+    return 0
+
+
+def _remove_tier(options: argparse.Namespace) -> int:
+    print(f"{_count(options, m.RemoveTier(options.tier))} tiers are in use")
     return 0
 
 

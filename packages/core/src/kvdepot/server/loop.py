@@ -10,13 +10,11 @@ import functools
 import gc
 import logging
 import math
-import mmap
 import os
 import resource
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -33,19 +31,18 @@ from kvdepot.extents import ExtentAllocator
 from kvdepot.histogram import Histogram
 from kvdepot.index import ChunkIndex
 from kvdepot.pool import Names, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
-from kvdepot.protocols import TierPool
 from kvdepot.quotas import QuotaTable
 from kvdepot.server import operations
 from kvdepot.server.access import PRIVATE_UMASK, Access
 from kvdepot.server.depot import Deferred, Depot, Fence, Refused
 from kvdepot.server.events import EventPublisher, check_endpoint
 from kvdepot.server.movers import MoverTable
+from kvdepot.server.opening import TierOpener
 from kvdepot.server.remote import RemoteSocket
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import Writer, table_size_bytes
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.url import TierUrl, open_tier
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +52,9 @@ _MAXIMUM_ENTRIES: Final = 4_194_304
 _MESSAGES_PER_TURN: Final = 256
 _TURN_MILLISECONDS: Final = 500
 _DRAIN_SECONDS: Final = 2.0
-_TIER_DEADLINE_SECONDS: Final = 1.0
 _WORK_SECONDS_PER_TURN: Final = 0.003
 _SLOW_TURN_SECONDS: Final = 0.005
 _SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket
-_SWITCH_SECONDS: Final = 0.0005
 _MAXIMUM_DESCRIPTORS: Final = 65_536
 
 FindSession = Callable[[bytes], Session | None]
@@ -133,11 +128,9 @@ class DepotServer:
                 move_seconds=config.move_seconds,
             )
             undo.callback(self._movers.close)
-            self._pool_memory: mmap.mmap | None = None
+            self._opener = TierOpener(self._files.pool_fd, self._files.size_bytes, self._wake)
             if config.tiers:
-                self._depot.tiering = self._open_tiers()
-                # Threads of tiers run Python between their system calls; the loop must not wait 5 ms for them.
-                sys.setswitchinterval(_SWITCH_SECONDS)
+                self._depot.tiering = self._make_tiering(self._opener.open_all(config.tiers))
             self._longest_seconds = self._longest_work_seconds = 0.0
             self._slow_turns = 0
             self._turns = Histogram(_SHORTEST_SECONDS)
@@ -164,31 +157,8 @@ class DepotServer:
                 logger.warning("%s %s: whoever can connect sees keys of chunks", flag, endpoint)
         return events
 
-    def _open_tiers(self) -> Tiering:
-        """Open the tiers that the settings name; the pool is mapped for them.
-
-        Raises:
-            ConfigError: one of them cannot be; none stays open.
-        """
+    def _make_tiering(self, queues: list[TierQueue]) -> Tiering:
         config, depot = self.config, self._depot
-        self._pool_memory = mmap.mmap(self._files.pool_fd, self._files.size_bytes)
-        pool = TierPool(self._files.pool_fd, memoryview(self._pool_memory))
-        queues: list[TierQueue] = []
-        try:
-            for text in config.tiers:
-                url = TierUrl.parse(text)
-                deadline = url.take_number("deadline", _TIER_DEADLINE_SECONDS, 0.01)
-                num_threads = int(url.take_number("threads", 4, 2))
-                waiting = url.take_size("queue", min(1 << 30, self._files.size_bytes // 2))
-                queue = TierQueue(
-                    open_tier(url, pool), pool, url.name, deadline_seconds=deadline, num_threads=num_threads,
-                    write_bytes=waiting, wake=self._wake,
-                )  # fmt: skip
-                queues.append(queue)
-        except ConfigError:
-            for queue in queues:
-                queue.close()
-            raise
         settings = TieringSettings(
             config.demotion, config.demotion_least_tokens, config.promotion_seconds, config.promotion_least_tokens
         )
@@ -435,6 +405,10 @@ class DepotServer:
                 return operations.find(self._depot, request.digests)
             case m.SetQuota():
                 return operations.set_quota(self._depot, request.tenant, request.quota_bytes)
+            case m.AddTier():
+                return operations.add_tier(self._depot, self._opener, self._make_tiering, request.url)
+            case m.RemoveTier():
+                return operations.remove_tier(self._depot, request.name)
             case m.Drain():
                 return operations.drain(self._depot, request.is_draining)
             case m.SetLogLevel():
@@ -509,6 +483,7 @@ class DepotServer:
             self._wake_reader.recv(4096)
         except BlockingIOError:
             return
+        self._opener.deliver()
         self._depot.index.extents.grow(self._ready_bytes)
         if self._allocation_error is not None:
             logger.error(
@@ -589,5 +564,6 @@ def _no_session(routing_id: bytes) -> None:
 
 
 _OPEN_TO_ALL: Final = (
-    m.Hello, m.Status, m.Clear, m.Warm, m.Unpin, m.Find, m.SetQuota, m.Drain, m.SetLogLevel, m.Configuration,
+    m.Hello, m.Status, m.Clear, m.Warm, m.Unpin, m.Find, m.SetQuota, m.AddTier, m.RemoveTier, m.Drain, m.SetLogLevel,
+    m.Configuration,
 )  # fmt: skip

@@ -6,7 +6,7 @@ reply comes then. Nothing of it outlives the server: the next one starts from it
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +15,14 @@ from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.server.opening import TierOpener
+from kvdepot.server.tiering import Tiering
+from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 
 logger = logging.getLogger(__name__)
+
+MAXIMUM_TIERS: Final = 16  # since the start, those that were removed included
 
 _PACKAGE: Final = logging.getLogger("kvdepot")
 
@@ -93,6 +98,55 @@ def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
     return depot.later(steps())
 
 
+def add_tier(
+    depot: Depot, opener: TierOpener, make_tiering: Callable[[list[TierQueue]], Tiering], url: str
+) -> Deferred:
+    """Open a tier and use it below those that are there; the reply comes when it is in use, and counts tiers.
+
+    Raises:
+        Refused: it is no URL, another one is being opened, it is here already, or there were too many.
+    """
+    try:
+        name = TierUrl.parse(url).name
+    except ConfigError as error:
+        raise Refused(ErrorCode.MALFORMED, str(error)) from error
+    queues = depot.tiering.queues if depot.tiering is not None else []
+    if opener.is_opening:
+        raise Refused(ErrorCode.DRAINING, "another tier is being opened: ask again")
+    if any(queue.name == name and not queue.is_retired for queue in queues):
+        raise Refused(ErrorCode.OUT_OF_RANGE, f"tier {name} is in use already")
+    if len(queues) >= MAXIMUM_TIERS:
+        raise Refused(ErrorCode.OUT_OF_RANGE, f"{MAXIMUM_TIERS} tiers since the start: start the depot again")
+    deferred = Deferred()
+
+    def on_opened(result: TierQueue | ConfigError) -> None:
+        if isinstance(result, ConfigError):
+            deferred.send(m.ErrorReply(depot.epoch, ErrorCode.OUT_OF_RANGE, str(result)))
+            return
+        if depot.tiering is None:
+            depot.tiering = make_tiering([])
+        depot.tiering.add(result)
+        depot.note(f"tier {result.name} is in use")
+        logger.info("tier %s is in use", result.name)
+        deferred.send(m.Done(depot.epoch, depot.tiering.num_used))
+
+    opener.begin(url, on_opened)
+    return deferred
+
+
+def remove_tier(depot: Depot, name: str) -> m.Done:
+    """Stop using a tier; the reply counts those that are left.
+
+    Raises:
+        Refused: there is none of that name.
+    """
+    if depot.tiering is None or not depot.tiering.remove(name):
+        raise Refused(ErrorCode.OUT_OF_RANGE, f"no tier {name}: 'kvdepot status' has their names")
+    depot.note(f"tier {name} is not used any more")
+    logger.info("tier %s is not used any more", name)
+    return m.Done(depot.epoch, depot.tiering.num_used)
+
+
 def drain(depot: Depot, is_draining: bool) -> m.Done:
     """Take no more stores, or take them again; the reply counts the stores that are under way."""
     if depot.is_draining != is_draining:
@@ -121,7 +175,7 @@ def settings_of(depot: Depot, config: ServerConfig) -> dict[str, Any]:
     settings["pool_size_bytes"] = depot.index.extents.capacity_bytes
     settings["max_entries"] = depot.index.table.num_records
     settings["quotas"] = depot.index.quotas.by_name()
-    settings["tiers"] = [TierUrl.parse(text).name for text in config.tiers]
+    settings["tiers"] = [] if depot.tiering is None else [status.name for status in depot.tiering.status()]
     settings["log_level"] = log_level()
     return settings
 

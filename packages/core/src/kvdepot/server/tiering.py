@@ -154,7 +154,7 @@ class Tiering:
         on_corrupt: Callable[[int, int], object],
         clock: Callable[[], float],
     ) -> None:
-        self.queues = queues
+        self.queues = list(queues)
         self.counters: Counter[str] = Counter()
         self._index = index
         self.settings = settings
@@ -176,6 +176,32 @@ class Tiering:
         self._num_slow = [0] * len(queues)
         self._paces = [deque[float](maxlen=_PACES) for _ in queues]  # seconds a byte
         self._num_skipped = [0] * len(queues)
+
+    # --- tiers ----------------------------------------------------------------------------------------------------
+
+    def add(self, queue: TierQueue) -> None:
+        """Use one more tier, below those that are here; what is in the pool goes there as it is used."""
+        self.queues.append(queue)
+        self._written.append(array("Q", bytes(8 * self._index.table.num_records)))
+        self._num_slow.append(0)
+        self._paces.append(deque[float](maxlen=_PACES))
+        self._num_skipped.append(0)
+
+    def remove(self, name: str) -> bool:
+        """Stop using a tier: what waits for it fails now, what runs may end; False if there is none of that name.
+
+        Its place stays, as numbers of tiers are in promotions and records; it is closed once nothing of it runs.
+        """
+        for queue in self.queues:
+            if queue.name == name and not queue.is_retired:
+                queue.retire()
+                return True
+        return False
+
+    @property
+    def num_used(self) -> int:
+        """Tiers that were not removed."""
+        return sum(not queue.is_retired for queue in self.queues)
 
     # --- down -----------------------------------------------------------------------------------------------------
 
@@ -605,6 +631,8 @@ class Tiering:
         num_asked = 0
         labels = None if tenant is None else label_of(tenant), None if model is None else label_of(model)
         for number, queue in enumerate(self.queues):
+            if queue.is_retired:
+                continue
             job = Job(Operation.CLEAR, labels=labels)
             if queue.submit(job):
                 self._clears[id(job)] = on_cleared
@@ -632,7 +660,7 @@ class Tiering:
 
     def status(self) -> list[TierStatus]:
         """Return what an operator wants to see of each tier."""
-        return [queue.status() for queue in self.queues]
+        return [queue.status() for queue in self.queues if not queue.is_retired]
 
     # --- the loop -------------------------------------------------------------------------------------------------
 

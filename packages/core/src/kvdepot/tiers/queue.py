@@ -137,6 +137,7 @@ class TierQueue:
         self._probe_started_at: float | None = None
         self._probed: deque[Exception | None] = deque()
         self._closing = False
+        self._is_retired = False
         with self._changed:
             self._hire()
 
@@ -144,6 +145,27 @@ class TierQueue:
     def is_open(self) -> bool:
         """Whether the breaker is open: nothing is taken."""
         return bool(self.why_open)
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether it was left for good."""
+        return self._is_retired
+
+    def retire(self) -> None:
+        """Leave the tier for good: nothing is taken and it is not probed; it is closed when its calls have ended."""
+        self._is_retired = True
+        self.why_open = "it was removed"
+        self._probe_at = None
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        with self._changed:
+            is_idle = not self._running and not any(self._waiting) and not self._done
+        if is_idle and not self._closing:
+            self._closing = True  # its threads end, and nobody else closes it
+            with self._changed:
+                self._changed.notify_all()
+            threading.Thread(target=self.tier.close, name=f"kvdepot-{self.name}-close", daemon=True).start()
 
     def submit(self, job: Job) -> bool:
         """Begin a job; False if it is not taken: the breaker is open, or too many bytes wait to be written."""
@@ -179,6 +201,8 @@ class TierQueue:
             parts.append(self._report(call, outcomes))
         while self._probed:
             self._after_probe(self._probed.popleft())
+        if self._is_retired:
+            self._close_if_idle()
         return parts
 
     def expire(self) -> tuple[list[Job], list[Part]]:
@@ -251,6 +275,8 @@ class TierQueue:
 
     def leave_alone(self, why: str) -> None:
         """Open the breaker: use the tier again only after a probe."""
+        if self._is_retired:
+            return
         if not self.is_open:
             logger.error("tier %s is left alone: %s", self.name, why)
             self.counters["breaker_opened"] += 1
@@ -277,6 +303,8 @@ class TierQueue:
         assert self._probe_started_at is not None
         seconds = self._clock() - self._probe_started_at
         self._probe_started_at = None
+        if self._is_retired:
+            return
         if error is None and seconds > self.deadline_seconds:
             error = TimeoutError(f"its probe took {seconds:.1f} s")
         if error is None and self._num_hung > MAXIMUM_HUNG_CALLS:
