@@ -240,6 +240,7 @@ def test_what_a_mover_was_copying_when_its_depot_was_killed_is_free_when_it_is_d
     submit = worker.context.submit_store if what == "store" else worker.context.submit_retrieve
     future = submit("request", run, block_ids)
     mover = device.wait_for_a_copy()
+    wait_until(lambda: "State:\tT" in Path(f"/proc/{mover}/status").read_text(), WAIT_SECONDS, "it to stop itself")
     depot.kill()
     depot.start()
     other.context.wait_until_connected(WAIT_SECONDS)
