@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 import sys
-import time
+import threading
 from pathlib import Path
 
 from kvdepot.mover import Copy, CopyNow, Setup, run_mover
@@ -21,7 +21,7 @@ def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:
         del request
         (Path(os.environ["KVDEPOT_FAKE_DEVICE"]) / f"at-gate-{os.getpid()}").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(3600)  # the signal may meet another thread first
+        threading.Event().wait(3600)  # the signal may meet another thread first
 
     return copy
 
