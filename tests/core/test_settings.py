@@ -4,6 +4,7 @@
 import argparse
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,12 @@ def test_an_exception_stays_on_its_line() -> None:
     assert "\n" not in line
     assert json.loads(line)["message"] == "it failed"
     assert "ValueError: two\nlines" in json.loads(line)["exception"]
+
+
+def test_the_file_in_the_docs_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/operating.md").read_text()
+    (block,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "kvdepot.toml").write_text(block)
+    options = parsed([], {}, tmp_path / "kvdepot.toml")
+    assert options["http"] == "127.0.0.1:9460"
+    assert options["quota"] == [("acme", 16 << 30)]
