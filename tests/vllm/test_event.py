@@ -21,7 +21,9 @@ print(type(event).__name__, getattr(event, "recorded", 0))
 """
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", "NoneType 0"), ("cuda", "Cuda 1"), ("hpu", "Any 1")])
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cpu", "NoneType 0"), ("cuda", "Cuda 1"), ("xpu", "Any 1"), ("hpu", "NoneType 0")]
+)
 def test_a_store_waits_for_an_event_that_was_recorded_on_the_engine_s_stream(device: str, expected: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE, device], check=False, capture_output=True, text=True, timeout=300

@@ -72,9 +72,10 @@ class LeastRecentlyUsed:
         self._tick = 0
 
     def _now(self, node: int) -> None:
-        while len(self._last_use) <= node:
-            self._last_use.append(0)
-            self._queued.append(0)
+        missing = node + 1 - len(self._last_use)
+        if missing > 0:
+            self._last_use.frombytes(bytes(8 * missing))
+            self._queued.extend(bytes(missing))
         self._tick += 1
         self._last_use[node] = self._tick
 

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -34,6 +35,7 @@ from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTab
 MAXIMUM_HINTED_CHUNKS: Final = 1024  # at the end of a prefix that a hint orders: about three milliseconds
 _RESTORE_STEP: Final = 200  # records between two pauses: about two milliseconds
 _LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go is bounded by that, not by the pool
+_KEY_PARTS: Final = 64
 _CLEAR_STEP: Final = 200  # nodes between two pauses: at most a few milliseconds
 _SPARE_DEADLINES: Final = 1024
 
@@ -46,6 +48,38 @@ def digest_of(value: object) -> bytes:
     return blake3(msgspec.msgpack.encode(value)).digest()
 
 
+class KeyMap:
+    """Nodes by key, in several dictionaries: when one of a million keys grows, all else waits for 50 ms."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts: list[dict[bytes, int]] = [{} for _ in range(_KEY_PARTS)]
+
+    def __getitem__(self, key: bytes) -> int:
+        return self._parts[key[0] % _KEY_PARTS][key]
+
+    def __setitem__(self, key: bytes, node: int) -> None:
+        self._parts[key[0] % _KEY_PARTS][key] = node
+
+    def __delitem__(self, key: bytes) -> None:
+        del self._parts[key[0] % _KEY_PARTS][key]
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._parts[key[0] % _KEY_PARTS]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def get(self, key: bytes) -> int | None:
+        """Return the node of a key, None if there is none."""
+        return self._parts[key[0] % _KEY_PARTS].get(key)
+
+    def items(self) -> Iterator[tuple[bytes, int]]:
+        """Return keys and their nodes."""
+        return chain.from_iterable(part.items() for part in self._parts)
+
+
 @dataclass(slots=True)
 class Space:
     """All chunks of one `CacheSpec`."""
@@ -56,7 +90,7 @@ class Space:
     windows: list[tuple[int, int]] = field(
         default_factory=list[tuple[int, int]]
     )  # (bit, chunks needed before a boundary)
-    nodes: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    nodes: KeyMap = field(default_factory=KeyMap)
     digest: bytes = b""  # names the spec everywhere
     chunks_needed: list[int] = field(default_factory=list[int])  # by group: before a boundary; 0: all of them
 
