@@ -70,8 +70,8 @@ def store(url: str, key: KeyRun) -> Connection:
     connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=30)
     link = connection.wait_until_open(20)
     channel = connection.channel(link)
-    for start in range(0, key.num_chunks, 512):
-        run = key.slice(start, min(start + 512, key.num_chunks))
+    for start in range(0, key.num_chunks, m.MAXIMUM_BATCH_CHUNKS):
+        run = key.slice(start, min(start + m.MAXIMUM_BATCH_CHUNKS, key.num_chunks))
         request = m.PrepareStore(link.context, "r", run.tenant, run.digests, run.first_chunk, run.parent,
                                  (run.num_chunks,))  # fmt: skip
         plan = channel.call(request, 30)

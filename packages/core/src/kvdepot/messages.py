@@ -22,7 +22,7 @@ PROTOCOL_VERSION: Final = 1
 MINIMUM_PROTOCOL_VERSION: Final = 1
 MAXIMUM_FRAME_BYTES: Final = 4 << 20
 MAXIMUM_CHUNKS: Final = 65_536  # of one lookup: 4 million tokens in chunks of 64
-MAXIMUM_BATCH_CHUNKS: Final = 1024  # of one store or retrieve, which take the server some microseconds each
+MAXIMUM_BATCH_CHUNKS: Final = 128  # of one store or retrieve, which take the server some microseconds each
 MAXIMUM_ALLOCATIONS: Final = 4096  # of a worker's device memory
 
 EXTENT: Final = struct.Struct("<IHHIIQQQ")

@@ -35,7 +35,6 @@ from kvdepot.protocols import BlockIds, CacheGroup, ReadyEvent, TransferFuture
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 64 << 20  # of one prepare: long enough to hide a round trip, short enough to share the depot
-_BATCH_CHUNKS: Final = 256
 _MOST_FAILURES: Final = 16  # different ones that are logged
 _GIVE_BACK_SECONDS: Final = 0.1  # waited for a lease that nobody wants any more, before it is left to a later reply
 
@@ -165,7 +164,7 @@ class WorkerTransfers:
         self._layout = layout
         self._copier = copier
         self._deadline_seconds = deadline_seconds
-        self._batch_chunks = max(1, min(_BATCH_CHUNKS, batch_bytes // sum(layout.chunk_sizes_bytes)))
+        self._batch_chunks = max(1, min(m.MAXIMUM_BATCH_CHUNKS, batch_bytes // sum(layout.chunk_sizes_bytes)))
         self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
         self._closed = False
         self._failures: set[str] = set()  # that were logged
