@@ -15,16 +15,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 from kvdepot import SchedulerClient
-from kvdepot import messages as m
-from kvdepot.client.connection import Connection
 from kvdepot.config import ServerConfig
-from kvdepot.keys import KeyRun, Namespace, hash_prefix
-from kvdepot.layout import GroupKind
 from kvdepot.protocols import Extents, Tier, TierPool
+from kvdepot.testing.filler import IndexFiller, filler_spec, prompt_key
 from kvdepot.tiers.url import TierUrl, open_tier
 
 CHUNK_TOKENS = 1
-SPEC = m.CacheSpec(CHUNK_TOKENS, (m.GroupShape(GroupKind.FULL_ATTENTION, CHUNK_TOKENS),), "bytes")
+SPEC = filler_spec(CHUNK_TOKENS)
 
 
 def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
@@ -52,34 +49,9 @@ def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
         directory=Path(directory), pool_directory=Path(pool_directory), pool_size_bytes=64 << 20,
         tiers=("memory://?capacity=32MiB",),
     )  # fmt: skip
-    with patch("kvdepot.server.loop.open_tier", open_slow_tier):
+    with patch("kvdepot.server.opening.open_tier", open_slow_tier):
         server = loop.DepotServer(config)
     server.run()
-
-
-def key_of(name: str, num_chunks: int) -> KeyRun:
-    """Return a prompt's key."""
-    return hash_prefix(Namespace(name), CHUNK_TOKENS, range(num_chunks))
-
-
-def store(url: str, key: KeyRun) -> Connection:
-    """Store a prompt without moving a byte; the worker stays registered as long as its connection is open."""
-    registration = m.RegisterKVCache(
-        m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "", SPEC, (m.GroupDetail((64,), 1),)
-    )
-    connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=30)
-    link = connection.wait_until_open(20)
-    channel = connection.channel(link)
-    for start in range(0, key.num_chunks, m.MAXIMUM_BATCH_CHUNKS):
-        run = key.slice(start, min(start + m.MAXIMUM_BATCH_CHUNKS, key.num_chunks))
-        request = m.PrepareStore(link.context, "r", run.tenant, run.digests, run.first_chunk, run.parent,
-                                 (run.num_chunks,))  # fmt: skip
-        plan = channel.call(request, 30)
-        assert isinstance(plan, m.StorePlan)
-        assert plan.ticket
-        channel.call(m.CommitStore(link.context, plan.ticket), 30)
-    channel.close()
-    return connection
 
 
 class Cold:
@@ -96,7 +68,7 @@ class Cold:
     def _run(self) -> None:
         for number in range(1 << 30):
             self.wanted.wait()
-            self._client.lookup("cold", key_of(f"cold {self._number} {number}", 32))
+            self._client.lookup("cold", prompt_key(1_000_000 * (self._number + 1) + number, 32))
             self._client.end_request("cold")
             self.num_lookups += 1
 
@@ -120,8 +92,9 @@ def main() -> None:
 
 def measure(url: str, num_rounds: int, seconds: float) -> None:
     """Take turns with and without lookups that wait for the tier."""
-    keys = {num_chunks: key_of("here", num_chunks) for num_chunks in (32, 2048)}
-    filler = store(url, keys[2048])
+    keys = {num_chunks: prompt_key(0, num_chunks) for num_chunks in (32, 2048)}
+    filler = IndexFiller(url, chunk_tokens=CHUNK_TOKENS)  # tiers are asked for models of registered workers
+    filler.store(keys[2048])
     client = SchedulerClient(SPEC, "filler", url=url, deadline_seconds=30)
     client.wait_until_connected(20)
     colds = [Cold(url, number) for number in range(2)]

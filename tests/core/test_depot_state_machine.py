@@ -215,6 +215,7 @@ class DepotMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.depot.expire()
+        self.depot.work()
         for worker in self.workers:
             worker.leases = {n: (r, expiry) for n, (r, expiry) in worker.leases.items() if expiry > self.now}
 

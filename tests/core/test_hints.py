@@ -68,6 +68,7 @@ def test_a_session_whose_time_is_over_leaves_first_unless_it_was_used(policy: st
     worker.release(worker.lookup(prompt(2, 2)).lease)
     bench.now += TTL_SECONDS
     bench.depot.expire()
+    bench.depot.work()
     worker.store(prompt(2, 4))
     assert [length(worker, prompt(2, name)) for name in (1, 2, 3, 4)] == [2, 2, 0, 2]
 
@@ -80,6 +81,7 @@ def test_what_was_extended_does_not_expire() -> None:
     worker.store(prompt(3).slice(2))
     bench.now += TTL_SECONDS
     bench.depot.expire()
+    bench.depot.work()
     worker.store(prompt(1, 1))
     worker.store(prompt(1, 2))
     assert (length(worker, prompt(3)), length(worker, prompt(1, 1)), length(worker, prompt(1, 2))) == (2, 1, 1)
@@ -91,7 +93,7 @@ def test_deadlines_that_were_replaced_take_no_memory() -> None:
     worker.store(prompt(2))
     for _ in range(3000):
         hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
-    assert len(bench.index._next_deadlines) < 2000  # pyright: ignore[reportPrivateUsage]
+    assert len(bench.index._next_seconds) < 2000  # pyright: ignore[reportPrivateUsage]
 
 
 @policies
@@ -133,9 +135,11 @@ def test_nobody_changes_what_another_tenant_said() -> None:
         assert hint(worker, other, session_ended=True) == hint(worker, other, priority=3, ttl_seconds=1.0) == 0
     bench.now += 2
     bench.depot.expire()
+    bench.depot.work()
     assert set(bench.index._tree.rank) == {NORMAL}  # pyright: ignore[reportPrivateUsage]
     bench.now += TTL_SECONDS
     bench.depot.expire()
+    bench.depot.work()
     assert sorted(bench.index._tree.rank) == [ENDED] * 2 + [NORMAL] * 2  # pyright: ignore[reportPrivateUsage]
 
 

@@ -17,7 +17,7 @@ from kvdepot.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.quotas import QuotaTable
-from kvdepot.server.depot import Depot, Refused
+from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer, table_size_bytes
 
 PAGE = 4096
@@ -49,7 +49,12 @@ class Worker:
     shard: int
 
     def ask(self, request: m.Request) -> Any:
-        return self.bench.depot.handle(self.session, self.writer, request)
+        reply = self.bench.depot.handle(self.session, self.writer, request)
+        if isinstance(reply, Deferred):
+            self.bench.depot.work()
+            assert reply.reply is not None
+            return reply.reply
+        return reply
 
     def prepare(self, run: KeyRun, *covered: int) -> m.StorePlan:
         covered = covered or (run.num_chunks,) * len(self.bench.spec.groups)
@@ -283,6 +288,7 @@ def test_an_hour_of_silence_forgets_no_worker() -> None:
     worker.store(prompt(2))
     bench.now += 3600
     bench.depot.expire()
+    bench.depot.work()
     assert worker.lookup(prompt(2)).num_chunks == worker.retrieve(prompt(2)).num_chunks == 2
     assert worker.store(prompt(1, 1)).num_declined == 0
 
@@ -603,6 +609,7 @@ class Life:
     def wait(self) -> None:
         self.bench.now += self.rng.choice([1.0, 4.0, LEASE_SECONDS])
         self.bench.depot.expire()
+        self.bench.depot.work()
         alive = [lease for lease in self.leases if lease[2] > self.bench.now]
         self.reached["expired"] += len(self.leases) - len(alive)
         self.leases = alive

@@ -112,8 +112,7 @@ def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> Non
 
 def set_quota(bench: Bench, tenant: str, pages: int) -> m.Reply | None:
     deferred = operations.set_quota(bench.depot, tenant, pages * PAGE)
-    while bench.depot.work(lambda: True):
-        pass
+    bench.depot.work()
     return deferred.reply
 
 
@@ -168,8 +167,7 @@ def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
         quotas = bench.index.quotas
         assert sum(quotas.quota_bytes) == 24 * PAGE
         assert quotas.used_bytes[0] >= 0
-    while bench.depot.work(lambda: True):
-        pass
+    bench.depot.work()
     by_share: dict[int, int] = {}
     for label, size in bench.index.label_bytes.items():
         share = bench.index.quotas.share_of(label)

@@ -183,6 +183,7 @@ class Bench:
         self.finish_promotions()
         self.clock.now += 100.0
         self.depot.expire()
+        self.depot.work()
         self.depot.clear(None)
         assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
         assert self.tiering.num_under_way == 0
@@ -723,6 +724,7 @@ def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker)
     assert bench.tiers[0].num_calls == before
     bench.clock.now += 61.0
     bench.depot.expire()
+    bench.depot.work()
     for name in range(6, 10):
         bench.store(prompt(4, name=name))
         bench.settle()

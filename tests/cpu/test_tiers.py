@@ -281,5 +281,5 @@ def test_a_depot_that_is_stopped_writes_what_waits_to_be_written(make: MakeNode,
     for path in node.depot.pool_directory.glob("*"):
         path.unlink()
     node.depot.start()
-    wait_until(lambda: node.depot.status().num_sessions == 2)
+    wait_until(lambda: len(node.depot.status().contexts) == 2)
     assert find(engine, 1, 16) == 16

@@ -189,8 +189,11 @@ class Life:
             assert self.state() == before, "a refused request changed something"
             return None
         if isinstance(reply, Deferred):
-            assert isinstance(request, m.Move), "there is no tier to wait for"
-            return None
+            self.depot.work()
+            if reply.reply is None:
+                assert isinstance(request, m.Move), "there is no tier to wait for"
+                return None
+            reply = reply.reply
         assert m.decode_reply(bytes(m.encode_frame(0, reply))) == reply
         return reply
 
@@ -349,6 +352,7 @@ class Life:
     def time_passes(self) -> None:
         self.now += self.source.below(12)
         self.depot.expire()
+        self.depot.work()
 
     def connection_closes(self) -> None:
         """The same process connects again."""
@@ -383,7 +387,7 @@ class Life:
         self.depot.restore_labels(labels)
         index = self.depot.index
         for record in [record for record in index.restore(specs, len(labels)) if record is not None]:
-            self.depot.quarantine((index.table.writer_of(record), index.table.owner_of(record)), [record])
+            self.depot.quarantine((index.table.writer_of(record), index.table.owner_of(record)), [record], 0)
         assert len({r.key for r in index.table.records() if r.state == SEALED}) <= len(sealed)
         for space, before in zip(index.spaces, visible, strict=True):
             assert {key for key, node in space.nodes.items() if is_found(index, node)} == before

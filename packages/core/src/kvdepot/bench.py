@@ -19,18 +19,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdepot import messages as m
-from kvdepot.client.connection import Channel, Connection, ask_depot
+from kvdepot.client.connection import ask_depot
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import format_size
 from kvdepot.engine_model import GEOMETRY_8B, EngineModel, Geometry
 from kvdepot.histogram import Histogram
-from kvdepot.keys import KeyRun, Namespace, hash_prefix
-from kvdepot.layout import GroupKind
+from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.shadow import ShadowIndex
+from kvdepot.testing.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
 from kvdepot.testing.processes import DepotProcess, wait_until
 
 _NUM_CLIENTS: Final = 4
-_STORE_BATCH: Final = m.MAXIMUM_BATCH_CHUNKS
 _LOOKUPS_PER_REQUEST: Final = 16  # leases are given back with their request
 
 
@@ -167,49 +166,6 @@ def _memcpy() -> Callable[[int, int, int], object]:
 
 # --- lookup ---------------------------------------------------------------------------------------------------------
 
-_TINY: Final = m.GroupDetail(page_sizes_bytes=(64,), num_blocks=1)
-
-
-def _spec(chunk_tokens: int) -> m.CacheSpec:
-    return m.CacheSpec(chunk_tokens, (m.GroupShape(GroupKind.FULL_ATTENTION, chunk_tokens),), "bytes", "bench")
-
-
-class _Filler:
-    """Stores entries without moving bytes: the index is what is measured."""
-
-    def __init__(self, url: str, chunk_tokens: int) -> None:
-        registration = m.RegisterKVCache(
-            m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "bench", _spec(chunk_tokens), (_TINY,)
-        )
-        self._connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=30)
-        self._link = self._connection.wait_until_open(10)
-        self._channel: Channel = self._connection.channel(self._link)
-
-    def store(self, key: KeyRun) -> None:
-        for start in range(0, key.num_chunks, _STORE_BATCH):
-            run = key.slice(start, start + _STORE_BATCH)
-            plan = self._channel.call(
-                m.PrepareStore(
-                    self._link.context, "fill", run.tenant, run.digests, run.first_chunk, run.parent, (run.num_chunks,)
-                ),
-                30,
-            )
-            assert isinstance(plan, m.StorePlan)
-            assert plan.num_declined == 0, "the bench's pool is too small"
-            if plan.ticket:
-                self._channel.call(m.CommitStore(self._link.context, plan.ticket), 30)
-
-    def close(self) -> None:
-        self._channel.close()
-        self._connection.close()
-
-
-def _keys(prompt: int, num_chunks: int, chunk_tokens: int) -> KeyRun:
-    """Return a prompt's key; its digests stand for `num_chunks * chunk_tokens` tokens."""
-    # The digests are what a real prompt has; one token a chunk makes them quickly.
-    run = hash_prefix(Namespace(f"prompt {prompt} of {chunk_tokens}"), 1, range(num_chunks))
-    return KeyRun(run.digests, 0, run.parent, "default")
-
 
 @dataclass(frozen=True, slots=True)
 class _ClientTask:
@@ -223,9 +179,9 @@ class _ClientTask:
 
 
 def _client(task: _ClientTask, gate: Any, results: Any) -> None:
-    client = SchedulerClient(_spec(task.chunk_tokens), f"client-{os.getpid()}", url=task.url, deadline_seconds=30)
+    client = SchedulerClient(filler_spec(task.chunk_tokens), f"client-{os.getpid()}", url=task.url, deadline_seconds=30)
     client.wait_until_connected(10)
-    keys = [_keys(prompt, task.num_chunks, task.chunk_tokens) for prompt in task.prompts]
+    keys = [prompt_key(prompt, task.num_chunks) for prompt in task.prompts]
     for key in keys:
         client.release(client.lookup("warm-up", key))
     gate.wait()
@@ -277,10 +233,10 @@ def bench_lookup(*, seconds: float = 3.0, say: Callable[[str], None] = lambda _l
     for num_chunks, chunk_tokens in ((512, 256), (2048, 64)):
         with DepotProcess(pool_size="512MiB") as depot:
             wait_until(lambda depot=depot: depot.status().pool_ready_bytes == depot.status().pool_size_bytes)
-            filler = _Filler(depot.url, chunk_tokens)
+            filler = IndexFiller(depot.url, chunk_tokens=chunk_tokens)
             prompts = tuple(range(8))
             for prompt in prompts:
-                filler.store(_keys(prompt, num_chunks, chunk_tokens))
+                filler.store(prompt_key(prompt, num_chunks))
             for num_clients in (1, _NUM_CLIENTS):
                 task = _ClientTask(depot.url, chunk_tokens, prompts, num_chunks, seconds)
                 times, _ = _run_clients([task] * num_clients)
@@ -314,7 +270,7 @@ def bench_server(
     result["import_ms"] = round(_import_ms("import kvdepot"), 1)
     result["import_client_ms"] = round(_import_ms("import kvdepot; kvdepot.SchedulerClient"), 1)
     say(f"import kvdepot: {result['import_ms']} ms, with its client {result['import_client_ms']} ms")
-    pool_size = max(64 << 20, num_entries * 4096 + (64 << 20))
+    pool_size = max(64 << 20, num_entries * ENTRY_BYTES + (64 << 20))
     started = time.perf_counter()
     with DepotProcess("--max-entries", str(num_entries + 8192), pool_size=str(pool_size)) as depot:
         result["start_seconds"] = round(time.perf_counter() - started, 3)
@@ -324,11 +280,11 @@ def bench_server(
             f" resident {format_size(result['resident_bytes_at_start'])}"
         )
         wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120)
-        filler = _Filler(depot.url, 64)
-        filler.store(_keys(0, 1000, 64))
+        filler = IndexFiller(depot.url)
+        filler.store(prompt_key(0, 1000))
         single = tuple(_one_chunk_prompts())
         for prompt in single:
-            filler.store(_keys(prompt, 1, 64))
+            filler.store(prompt_key(prompt, 1))
         before = _cpu_seconds(depot.pid)
         task = _ClientTask(depot.url, 64, single, 1, seconds)
         times, per_second = _run_clients([task] * _NUM_CLIENTS)
@@ -350,7 +306,7 @@ def bench_server(
         few, _ = _run_clients([small])
         resident, entries = _resident_bytes(depot.pid), depot.status().num_entries
         for prompt in range(1, num_entries // 1000):
-            filler.store(_keys(prompt, 1000, 64))
+            filler.store(prompt_key(prompt, 1000))
         status = depot.status()
         result["num_entries"] = status.num_entries
         scrapes = sorted(_seconds_of(lambda: depot.status()) for _ in range(21))
@@ -389,7 +345,7 @@ def _seconds_of(work: Callable[[], object]) -> float:
 def _observing_seconds(num_lookups: int = 20_000, rounds: int = 7) -> float:
     """Return what counting a one-chunk lookup takes in the server: its share of a sample, tokens and a histogram."""
     shadow, histogram = ShadowIndex(1 << 30), Histogram(0.000016)
-    keys = [_keys(prompt, 1, 64).digests for prompt in _one_chunk_prompts()]
+    keys = [prompt_key(prompt, 1).digests for prompt in _one_chunk_prompts()]
     tokens = {"default": [0, 0, 0]}
 
     def observed() -> None:

@@ -255,7 +255,7 @@ def _quota(text: str) -> tuple[str, int]:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from kvdepot.server.loop import DepotServer, raise_descriptor_limit
+    from kvdepot.server.loop import DepotServer, map_large_blocks, raise_descriptor_limit
 
     if not 0 < options.promote_seconds <= 60:
         raise ConfigError(f"--promote-seconds {options.promote_seconds:g}: above 0, at most 60")
@@ -271,6 +271,7 @@ def _serve(options: argparse.Namespace) -> int:
         curve_clients=options.curve_clients, socket_group=options.socket_group,
     )  # fmt: skip
     raise_descriptor_limit()
+    map_large_blocks()
     serve_http = _http_of(options)
     server = DepotServer(config)
     server.stop_on_signals()

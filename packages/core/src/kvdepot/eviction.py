@@ -18,6 +18,11 @@ logger = logging.getLogger(__name__)
 
 NO_NODE: Final = 0xFFFFFFFF
 
+# Of one search for a victim: a store may need many, and takes a few milliseconds at the most, whatever the index holds.
+_MOST_LOOKED_AT: Final = 1024
+_MOST_MENDED: Final = 16
+_MOST_TURNED: Final = 4096
+
 # Ranks: what has a lower one leaves first, whatever the policy; clients' hints change them.
 ENDED: Final = 0  # its client said that nobody will ask for it again
 NORMAL: Final = 1  # priority 0; above it one for each higher priority
@@ -61,7 +66,8 @@ class LeastRecentlyUsed:
 
     A use is one store into a column, however long the prefix: a chunk that becomes a leaf inherits the last use of the
     child that left, which is what touching every ancestor would have done. Leaves wait in a heap, each once, with a key
-    that may be out of date (too old); it is put right when it comes to the top.
+    that may be out of date (too old); it is put right when it comes to the top. When very many in a row are, as after
+    nearly everything was used again, only some are put right at a time, and the coldest of those leaves.
     """
 
     def __init__(self, tree: ChunkTree) -> None:
@@ -99,20 +105,29 @@ class LeastRecentlyUsed:
             self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
         if node < len(self._last_use):
             self._last_use[node] = 0  # the number may go to a chunk that leaves unfinished, never `added`
+        if self._heap and self._heap[0] & NO_NODE == node:
+            heapq.heappop(self._heap)  # the victim: those of a long prompt would be many to pass over later
+            self._queued[node] = 0
 
     def victim(self) -> int | None:
         """See `EvictionPolicy`."""
         heap, last_use, evictable = self._heap, self._last_use, self._tree.evictable
-        while heap:
+        coldest, num_mended = NO_NODE, 0
+        for _ in range(_MOST_LOOKED_AT):
+            if not heap or num_mended == _MOST_MENDED:
+                break
             node = heap[0] & NO_NODE
             if not evictable(node):
                 heapq.heappop(heap)
                 self._queued[node] = 0
             elif heap[0] >> 32 < last_use[node]:
                 heapq.heapreplace(heap, last_use[node] << 32 | node)
+                num_mended += 1
+                if coldest == NO_NODE or last_use[node] < last_use[coldest]:
+                    coldest = node
             else:
                 return node
-        return None
+        return None if coldest == NO_NODE else coldest
 
     def _queue(self, node: int) -> None:
         if node < len(self._queued) and not self._queued[node] and self._tree.evictable(node):
@@ -124,7 +139,8 @@ class AdaptiveReplacement:
     """ARC: balances chunks seen once against chunks seen again, by what it would have hit of what it evicted.
 
     Megiddo and Modha, FAST 2003. Ghosts are remembered by key. A node that cannot leave when it is the coldest of its
-    list (it has children or leases, so something below it is warmer) moves to the warm end.
+    list (it has children or leases, so something below it is warmer) moves to the warm end. A use moves the whole
+    prefix, chunk by chunk.
     """
 
     def __init__(self, tree: ChunkTree) -> None:
@@ -185,7 +201,7 @@ class AdaptiveReplacement:
         if len(self._once) <= self._target_once and self._again:
             first, second = second, first
         for nodes in (first, second):
-            for _ in range(len(nodes)):
+            for _ in range(min(len(nodes), _MOST_TURNED)):
                 node = next(iter(nodes))
                 if self._tree.evictable(node):
                     return node

@@ -10,9 +10,10 @@ from typing import Final
 
 from kvdepot.config import EXTENT_ALIGNMENT_BYTES
 
-_RESTORE_STEP: Final = 1000  # extents between two pauses: a few milliseconds
+_RESTORE_STEP: Final = 250  # extents between two pauses: less than half a millisecond
 NUM_REGIONS: Final = 96  # of the pool's map
-_REGION_BYTES: Final = 64 << 20  # whose extents are sorted at once
+_LEAST_SORTED_BYTES: Final = 4 << 20  # of the pool, whose extents are sorted at once
+_MOST_SORTED: Final = 8192  # parts of the pool
 
 
 def extent_size(num_bytes: int) -> int:
@@ -79,8 +80,9 @@ class ExtentAllocator:
 
     def _restore(self, extents: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
         by_region: dict[int, list[int]] = {}
+        region_bytes = max(_LEAST_SORTED_BYTES, self.capacity_bytes // _MOST_SORTED)
         for place, (offset, _) in enumerate(extents):
-            by_region.setdefault(offset // _REGION_BYTES, []).append(place)
+            by_region.setdefault(offset // region_bytes, []).append(place)
             if place % _RESTORE_STEP == 0:
                 yield []
         end = 0

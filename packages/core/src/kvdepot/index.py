@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import chain
+from math import ceil
 from typing import Final
 
 import msgspec
@@ -32,11 +33,13 @@ from kvdepot.protocols import EvictionPolicy
 from kvdepot.quotas import QuotaTable
 from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 
-MAXIMUM_HINTED_CHUNKS: Final = 1024  # at the end of a prefix that a hint orders: about three milliseconds
-_RESTORE_STEP: Final = 200  # records between two pauses: about two milliseconds
+# Between two pauses of what takes long: at most half a millisecond, whatever the index holds.
+_RESTORE_STEP: Final = 50  # records
+_REMOVE_STEP: Final = 25  # chunks
+_SCAN_STEP: Final = 500  # chunks that are only looked at
+_RANK_STEP: Final = 40  # chunks
 _LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go is bounded by that, not by the pool
 _KEY_PARTS: Final = 64
-_CLEAR_STEP: Final = 200  # nodes between two pauses: at most a few milliseconds
 _SPARE_DEADLINES: Final = 1024
 
 
@@ -75,6 +78,15 @@ class KeyMap:
         """Return the node of a key, None if there is none."""
         return self._parts[key[0] % _KEY_PARTS].get(key)
 
+    def before(self, digests: bytes, limit: int) -> Iterator[tuple[int, int]]:
+        """Yield place and node of each of the first `limit` keys that has one, the last first."""
+        parts = self._parts
+        for start in range((limit - 1) * DIGEST_BYTES, -1, -DIGEST_BYTES):
+            key = digests[start : start + DIGEST_BYTES]
+            part = parts[digests[start] % _KEY_PARTS]
+            if key in part:
+                yield start // DIGEST_BYTES, part[key]
+
     def items(self) -> Iterator[tuple[bytes, int]]:
         """Return keys and their nodes."""
         return chain.from_iterable(part.items() for part in self._parts)
@@ -93,6 +105,7 @@ class Space:
     nodes: KeyMap = field(default_factory=KeyMap)
     digest: bytes = b""  # names the spec everywhere
     chunks_needed: list[int] = field(default_factory=list[int])  # by group: before a boundary; 0: all of them
+    window_mask: int = 0  # bits of all windows
 
     def __post_init__(self) -> None:
         self.digest = digest_of(self.spec)
@@ -104,6 +117,7 @@ class Space:
             is_window = group.kind is GroupKind.SLIDING_WINDOW
             self.chunks_needed.append(window_chunks(group.window_tokens, self.spec.chunk_tokens) if is_window else 1)
             self.windows.append((1 << number, self.chunks_needed[-1]))
+            self.window_mask |= 1 << number
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +159,9 @@ class ChunkIndex:
         self._factory = POLICIES[policy]
         # By share and rank: those that were ever needed, what leaves first before the others.
         self._policies = [{NORMAL: self._policy(number, NORMAL)} for number in range(self.quotas.num_shares)]
-        self._deadlines: dict[int, float] = {}  # by node: when what ends there is not worth keeping any more
-        self._next_deadlines: list[tuple[float, int]] = []  # heap, with some that no longer hold
+        self._deadline = array("I")  # by node: the second when what ends there is not worth keeping any more, or 0
+        self._ending: dict[int, set[int]] = {}  # nodes by that second
+        self._next_seconds: list[int] = []  # heap of those seconds, and of some that no longer matter
         self._depth = array("I")
         self._last_use = array("Q")  # seconds; of what is before a node at least as late, once that has left
         self._space_of = array("I")
@@ -155,7 +170,7 @@ class ChunkIndex:
         self._first_entry = array("I")
         self._visible = bytearray()
         self._free_nodes: list[int] = []
-        self._hidden: set[int] = set()  # complete nodes whose parent is not visible yet
+        self._hidden: dict[int, set[int]] = {}  # by parent: complete nodes that wait until it is visible
         self._broken: set[int] = set()  # nodes that were visible and are not; those after them may be
         self._next_entry = array("I")  # by record
         self._node_of = array("I")  # by record
@@ -213,6 +228,7 @@ class ChunkIndex:
             if self._broken:
                 limit = self._unbroken_prefix(space, digests, limit)
         while limit and space.windows:
+            limit = self._last_boundary(space, digests, limit)
             blocked = self._blocked_at(space, digests, limit)
             if blocked is None:
                 break
@@ -263,6 +279,14 @@ class ChunkIndex:
             if place < num_chunks and self._space_of[node] == space.number and self._tree.keys[node] == key:
                 num_chunks = place
         return num_chunks
+
+    def _last_boundary(self, space: Space, digests: bytes, limit: int) -> int:
+        """Return the longest prefix, at most `limit`, whose last chunk every window has."""
+        sealed, mask = self._sealed_groups, space.window_mask
+        for place, node in space.nodes.before(digests, limit):
+            if sealed[node] & mask == mask and self._visible[node] and self._depth[node] == place:
+                return place + 1
+        return 0
 
     def _blocked_at(self, space: Space, digests: bytes, limit: int) -> int | None:
         """Return where a shorter prefix has to end as a window lacks a chunk; None if no window does."""
@@ -379,7 +403,7 @@ class ChunkIndex:
 
     def used(self, node: int) -> None:
         """Tell the policy that a prefix ending here was used. One that was said to have ended has not."""
-        self._deadlines.pop(node, None)
+        self._forget_deadline(node)
         self._last_use[node] = self.now
         above = node
         while above != NO_NODE and self._tree.rank[above] == ENDED:
@@ -397,46 +421,71 @@ class ChunkIndex:
 
     # --- hints ----------------------------------------------------------------------------------------------------
 
-    def set_priority(self, node: int, is_own: Callable[[int], bool], priority: int) -> int:
-        """Let what only this prefix needs leave after chunks of lower priority of its share; return how many.
+    def set_priority(self, node: int, is_own: Callable[[int], bool], priority: int) -> Iterator[int]:
+        """Let what only this prefix needs leave after chunks of lower priority of its share.
 
-        Only chunks whose label `is_own`, here and below.
+        Only chunks whose label `is_own`, here and below. Yields how many since it last did; between two steps the index
+        may be used for anything.
         """
+        self._end_hint(node, is_own)
         return self._rank_own_chunks(node, is_own, NORMAL + priority)
 
-    def end_session(self, node: int, is_own: Callable[[int], bool]) -> int:
-        """Let what only this prefix needs leave before all other chunks of its share; return how many."""
+    def end_session(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
+        """Let what only this prefix needs leave before all other chunks of its share; yields as `set_priority` does."""
+        self._end_hint(node, is_own)
         return self._rank_own_chunks(node, is_own, ENDED)
 
     def end_session_at(self, node: int, is_own: Callable[[int], bool], deadline: float) -> None:
         """Do what `end_session` does at a later time, unless the prefix is used before."""
         if not is_own(self._label_of[node]):
             return
-        self._deadlines[node] = deadline
-        heappush(self._next_deadlines, (deadline, node))
-        if len(self._next_deadlines) > 2 * len(self._deadlines) + _SPARE_DEADLINES:
-            self._next_deadlines = sorted((deadline, node) for node, deadline in self._deadlines.items())
+        self._forget_deadline(node)
+        second = max(1, ceil(deadline))
+        self._deadline[node] = second
+        if second not in self._ending:
+            self._ending[second] = set()
+            heappush(self._next_seconds, second)
+        self._ending[second].add(node)
+        if len(self._next_seconds) > 2 * len(self._ending) + _SPARE_DEADLINES:
+            self._next_seconds = sorted(self._ending)
 
-    def expire(self, now: float) -> None:
-        """End the sessions whose time has come, or as many of them as take a few milliseconds."""
-        count = 0
-        while self._next_deadlines and self._next_deadlines[0][0] <= now and count < MAXIMUM_HINTED_CHUNKS:
-            deadline, node = heappop(self._next_deadlines)
-            if self._deadlines.get(node) == deadline:
-                count += self.end_session(node, self._label_of[node].__eq__)
+    def _end_hint(self, node: int, is_own: Callable[[int], bool]) -> None:
+        if is_own(self._label_of[node]):
+            self._forget_deadline(node)
 
-    def _rank_own_chunks(self, node: int, is_own: Callable[[int], bool], rank: int) -> int:
+    def _forget_deadline(self, node: int) -> None:
+        second, self._deadline[node] = self._deadline[node], 0
+        nodes = self._ending.get(second)
+        if nodes is not None:
+            nodes.discard(node)
+            if not nodes:
+                del self._ending[second]
+
+    def has_ended(self, now: float) -> bool:
+        """Whether `expire` has something to do."""
+        return bool(self._next_seconds) and self._next_seconds[0] <= now
+
+    def expire(self, now: float) -> Iterator[int]:
+        """End the sessions whose time has come; yields as `set_priority` does."""
+        while self.has_ended(now):
+            second = heappop(self._next_seconds)
+            for node in self._ending.pop(second, ()):
+                if self._deadline[node] == second:
+                    yield from self.end_session(node, self._label_of[node].__eq__)
+
+    def _rank_own_chunks(self, node: int, is_own: Callable[[int], bool], rank: int) -> Iterator[int]:
         """From the end of a prefix up to where another branches off or somebody else's chunks begin."""
         tree, count = self._tree, 0
-        if is_own(self._label_of[node]):
-            self._deadlines.pop(node, None)
         while node != NO_NODE and tree.num_children[node] <= (count > 0) and is_own(self._label_of[node]):
-            if count == MAXIMUM_HINTED_CHUNKS:
-                break
             self._set_rank(node, rank)
             node = tree.parent[node]
             count += 1
-        return count
+            if count % _RANK_STEP == 0 and node != NO_NODE:
+                key = tree.keys[node]
+                yield _RANK_STEP
+                if tree.keys[node] != key:
+                    break  # it left meanwhile
+        yield count % _RANK_STEP
 
     def _set_rank(self, node: int, rank: int) -> None:
         if self._tree.rank[node] == rank:
@@ -477,7 +526,7 @@ class ChunkIndex:
             if self._tree.keys[node] is not None and self._tree.share[node] != share:
                 self._move(node, share)
                 moved += 1
-            if node % _CLEAR_STEP == 0:
+            if moved >= _RANK_STEP or node % _SCAN_STEP == 0:
                 yield moved
                 moved = 0
         if not num_bytes:
@@ -632,25 +681,29 @@ class ChunkIndex:
         A chunk with a descendant that stays, stays too. Yields how many entries were removed since it last did; between
         two steps the index may be used for anything.
         """
-        before = self.num_entries
+        removed = 0
         for number in range(len(self._tree.keys)):
-            node = number
-            while node != NO_NODE and self._tree.evictable(node):
-                if not wanted(self._label_of[node], self.spaces[self._space_of[node]]):
-                    break
-                node = self._remove(node)
-            if number % _CLEAR_STEP == 0:
-                yield before - self.num_entries
-                before = self.num_entries
-        yield before - self.num_entries
+            if self._tree.evictable(number):
+                for count in self._clear_up(number, lambda node: wanted(self._label_of[node], self.space_of(node))):
+                    removed += count
+                    if count:
+                        yield removed
+                        removed = 0
+            if number % _SCAN_STEP == 0:
+                yield removed
+                removed = 0
+        yield removed
 
     def clear_end(self, node: int) -> Iterator[int]:
         """Remove a chunk and those before it, up to the first that something else needs; yields as `clear` does."""
+        return self._clear_up(node, lambda _node: True)
+
+    def _clear_up(self, node: int, is_wanted: Callable[[int], bool]) -> Iterator[int]:
         before, count = self.num_entries, 0
-        while node != NO_NODE and self._tree.evictable(node):
+        while node != NO_NODE and self._tree.evictable(node) and is_wanted(node):
             node = self._remove(node)
             count += 1
-            if count % _CLEAR_STEP == 0 and node != NO_NODE:
+            if count % _REMOVE_STEP == 0 and node != NO_NODE:
                 key = self._tree.keys[node]
                 yield before - self.num_entries
                 before = self.num_entries
@@ -688,11 +741,12 @@ class ChunkIndex:
         """Each loop pauses now and then, and frees what it has used up: a million objects at once take long, too."""
         found: list[Record] = []
         spans: list[tuple[int, int]] = []
-        for count, record in enumerate(self.table.records()):
-            if record.space < len(self.spaces) and record.label < num_labels:
+        for number in range(self.table.num_records):
+            record = self.table.record(number)
+            if record is not None and record.space < len(self.spaces) and record.label < num_labels:
                 found.append(record)
                 spans.append((record.offset, record.num_bytes))
-            if count % _RESTORE_STEP == 0:
+            if number % _RESTORE_STEP == 0:
                 yield None
         num_known = found[-1].number + 1 if found else 0
         self._node_of = array("I", [NO_NODE]) * num_known
@@ -757,13 +811,21 @@ class ChunkIndex:
                 del records[-_RESTORE_STEP:]
                 yield None
             for second in sorted(by_second):
-                for count, record in enumerate(sorted(by_second.pop(second), key=_depth_of)):
-                    node = self._node_of[record.number]
-                    if not known[node]:
-                        known[node] = 1
-                        self._last_use[node] = record.last_use
-                        self._policy_of(node).added(node)
+                by_depth: dict[int, list[Record]] = {}
+                for count, record in enumerate(by_second.pop(second)):
+                    by_depth.setdefault(record.depth, []).append(record)
                     if count % _RESTORE_STEP == 0:
+                        yield None
+                for depth in sorted(by_depth):
+                    records = by_depth.pop(depth)
+                    while records:
+                        for record in records[-_RESTORE_STEP:]:
+                            node = self._node_of[record.number]
+                            if not known[node]:
+                                known[node] = 1
+                                self._last_use[node] = record.last_use
+                                self._policy_of(node).added(node)
+                        del records[-_RESTORE_STEP:]
                         yield None
 
     def _restore_entry(self, record: Record, above: dict[_Place, int], level: dict[_Place, int]) -> bool:
@@ -811,6 +873,7 @@ class ChunkIndex:
                 tree.share,
                 self._depth,
                 self._last_use,
+                self._deadline,
                 self._space_of,
                 self._label_of,
             ):
@@ -851,9 +914,10 @@ class ChunkIndex:
             del self.spaces[self._space_of[node]].nodes[key]
             tree.keys[node] = None
             tree.parent[node] = NO_NODE
-            self._hidden.discard(node)
+            self._hidden.get(parent, set()).discard(node)
+            self._hidden.pop(node, None)
             self._broken.discard(node)
-            self._deadlines.pop(node, None)
+            self._forget_deadline(node)
             self._free_nodes.append(node)
             if parent == NO_NODE:
                 return NO_NODE
@@ -896,15 +960,14 @@ class ChunkIndex:
                 continue
             parent = self._tree.parent[node]
             if space.full_mask and parent != NO_NODE and not self._visible[parent]:
-                self._hidden.add(node)
+                self._hidden.setdefault(parent, set()).add(node)
                 continue
             self._visible[node] = 1
             if self.on_shown is not None:
                 self.on_shown(node)
-            self._hidden.discard(node)
             self._broken.discard(node)
             if self._hidden:
-                waiting += [other for other in self._hidden if self._tree.parent[other] == node]
+                waiting += self._hidden.pop(node, ())
 
     def _link(self, record: int, node: int) -> None:
         self._node_of[record] = node
@@ -957,10 +1020,6 @@ class ChunkIndex:
                 return None
             offset = self.extents.allocate(num_bytes)
         return offset
-
-
-def _depth_of(record: Record) -> int:
-    return record.depth
 
 
 def pack_extent(chunk: int, group: int, extent: tuple[int, int, int, int]) -> bytes:

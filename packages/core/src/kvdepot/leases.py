@@ -4,7 +4,8 @@ A lease pins nodes of the index for one request of one context. It ends when it 
 context ends, or when it expires; whoever reads on after that finds out by the generation of the records.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvdepot.index import ChunkIndex
@@ -31,6 +32,7 @@ class LeaseTable:
         self._index = index
         self._leases: OrderedDict[int, Lease] = OrderedDict()
         self._by_context: dict[int, dict[str, set[int]]] = {}
+        self._counts: Counter[int] = Counter()  # by context
         self._next = 1
 
     def __len__(self) -> int:
@@ -43,6 +45,7 @@ class LeaseTable:
         self._index.pin(nodes)
         self._leases[number] = Lease(number, context, request_id, nodes, now + self.lease_seconds, extents)
         self._by_context.setdefault(context, {}).setdefault(request_id, set()).add(number)
+        self._counts[context] += 1
         return number
 
     def find(self, context: int, number: int) -> Lease | None:
@@ -56,12 +59,13 @@ class LeaseTable:
         if lease is None:
             return False
         del self._leases[number]
+        self._counts[context] -= 1
         requests = self._by_context[context]
         requests[lease.request_id].discard(number)
         if not requests[lease.request_id]:
             del requests[lease.request_id]
         if not requests:
-            del self._by_context[context]
+            del self._by_context[context], self._counts[context]
         self._index.unpin(lease.nodes)
         return True
 
@@ -70,22 +74,23 @@ class LeaseTable:
         numbers = tuple(self._by_context.get(context, {}).get(request_id, ()))
         return sum(self.release(context, number) for number in numbers)
 
-    def end_context(self, context: int) -> int:
-        """End every lease of a context; return how many there were."""
-        return sum(self.end_request(context, request_id) for request_id in tuple(self._by_context.get(context, {})))
+    def end_context(self, context: int) -> Iterator[int]:
+        """End every lease of a context; yields how many at each step."""
+        for request_id in tuple(self._by_context.get(context, ())):
+            yield self.end_request(context, request_id)
 
-    def expire(self, now: float) -> int:
-        """End the leases whose time is over; return how many."""
-        count = 0
-        while self._leases:
+    def has_expired(self, now: float) -> bool:
+        """Whether `expire` has something to do."""
+        return bool(self._leases) and next(iter(self._leases.values())).expiry_seconds <= now
+
+    def expire(self, now: float) -> Iterator[int]:
+        """End the leases whose time is over; yields how many at each step."""
+        while self.has_expired(now):
             lease = next(iter(self._leases.values()))
-            if lease.expiry_seconds > now:
-                break
             self.release(lease.context, lease.number)
-            count += 1
-        self.num_expired += count
-        return count
+            self.num_expired += 1
+            yield 1
 
     def count_of(self, context: int) -> int:
         """Return how many leases a context has."""
-        return sum(len(numbers) for numbers in self._by_context.get(context, {}).values())
+        return self._counts[context]

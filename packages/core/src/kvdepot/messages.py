@@ -22,7 +22,8 @@ PROTOCOL_VERSION: Final = 1
 MINIMUM_PROTOCOL_VERSION: Final = 1
 MAXIMUM_FRAME_BYTES: Final = 4 << 20
 MAXIMUM_CHUNKS: Final = 65_536  # of one lookup: 4 million tokens in chunks of 64
-MAXIMUM_BATCH_CHUNKS: Final = 128  # of one store or retrieve, which take the server some microseconds each
+MAXIMUM_BATCH_CHUNKS: Final = 32  # of one store or retrieve
+MAXIMUM_BATCH_ENTRIES: Final = 32  # of all groups, or one chunk: they take the server some 20 microseconds each
 MAXIMUM_ALLOCATIONS: Final = 4096  # of a worker's device memory
 
 EXTENT: Final = struct.Struct("<IHHIIQQQ")
@@ -217,7 +218,7 @@ class CommitStore(Struct, array_like=True, tag="commit_store", frozen=True):
 
     context: Identifier
     ticket: Identifier
-    checksums: Annotated[bytes, Meta(max_length=MAXIMUM_BATCH_CHUNKS * 64 * 16)] = b""
+    checksums: Annotated[bytes, Meta(max_length=64 * CHECKSUM_BYTES)] = b""
 
 
 class AbortStore(Struct, array_like=True, tag="abort_store", frozen=True):
@@ -277,7 +278,7 @@ class ReportCorrupt(Struct, array_like=True, tag="report_corrupt", frozen=True):
     """Say that entries do not have their checksum: `(record, header)` of each, as its extent named them."""
 
     context: Identifier
-    entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=4096)]
+    entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=MAXIMUM_BATCH_ENTRIES)]
 
 
 class Warm(Struct, array_like=True, tag="warm", frozen=True):

@@ -258,7 +258,7 @@ def _replay(
             parent = space.nodes[key]
         index.seal_entries(records)
         if is_end and parent != NO_NODE:
-            index.end_session(parent, lambda _label: True)
+            sum(index.end_session(parent, lambda _label: True))
     return found, index.num_evicted
 
 

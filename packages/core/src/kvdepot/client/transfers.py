@@ -164,7 +164,8 @@ class WorkerTransfers:
         self._layout = layout
         self._copier = copier
         self._deadline_seconds = deadline_seconds
-        self._batch_chunks = max(1, min(m.MAXIMUM_BATCH_CHUNKS, batch_bytes // sum(layout.chunk_sizes_bytes)))
+        most_chunks = min(m.MAXIMUM_BATCH_CHUNKS, m.MAXIMUM_BATCH_ENTRIES // len(layout.groups))
+        self._batch_chunks = max(1, min(most_chunks, batch_bytes // sum(layout.chunk_sizes_bytes)))
         self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
         self._closed = False
         self._failures: set[str] = set()  # that were logged
@@ -423,7 +424,7 @@ class WorkerTransfers:
         if wrong:
             logger.error("%d entries of the pool do not have their checksum: misses, and reported", len(wrong))
             with contextlib.suppress(DepotUnavailable):
-                channel.post(m.ReportCorrupt(link.context, tuple(wrong[:4096])))
+                channel.post(m.ReportCorrupt(link.context, tuple(wrong)))
         return intact
 
     def _checksums(self, link: Link, extents: bytes) -> bytes:

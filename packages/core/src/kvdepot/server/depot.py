@@ -7,7 +7,7 @@ has changed nothing.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,6 +29,8 @@ from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
 
 logger = logging.getLogger(__name__)
 
+_OBSERVED_AT_ONCE: Final = 2048  # chunks, of which an eighth is sampled at most
+_DONE_AT_ONCE: Final = 64  # steps of some microseconds
 _PATIENT_SECONDS: Final = 60.0  # that an operator's request may wait for tiers
 
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
@@ -130,6 +132,7 @@ class Quarantine:
 
     fence: Fence
     records: list[int]
+    num_bytes: int
 
 
 class Depot:
@@ -163,7 +166,8 @@ class Depot:
         self.labels: list[tuple[str, str]] = []  # tenant and model, by number
         self.tiering: Tiering | None = None
         self.movers: MoverTable | None = None
-        self._chores: list[Iterator[int]] = []  # what takes long: done in steps
+        self._chores: deque[Iterator[int]] = deque()  # what takes long: done in steps, one after the other
+        self._is_expiring = False  # chunks whose time is over; that is a chore
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
         self.is_draining = False  # an operator asked for it
         self.on_names_changed: Callable[[], None] = lambda: None
@@ -264,11 +268,11 @@ class Depot:
     def _unregister(self, session: int, writer: Writer, request: m.Unregister) -> m.Reply:
         context = self._context(session, request.context)
         mover = self._forget(context)
-        for ticket in self._take_tickets(context.number):
-            if mover is None:
-                self.discard_records(ticket.records)
-            else:
-                self.quarantines.append(Quarantine((mover, context.owner), ticket.records))
+        records, num_bytes = self._take_tickets(context.number)
+        if mover is None:
+            self.discard_records(records)
+        elif records:
+            self.quarantine((mover, context.owner), records, num_bytes)
         return m.Done(self.epoch, 1)
 
     def _forget(self, context: Context) -> Writer | None:
@@ -276,14 +280,15 @@ class Depot:
         del self.contexts[context.number]
         if context.registration is None:
             self._token_seconds.pop(context.instance, None)
-        self.leases.end_context(context.number)
+        self._do_soon(self.leases.end_context(context.number), self.leases.count_of(context.number))
         return None if self.movers is None else self.movers.end(context.number)
 
-    def _take_tickets(self, context: int) -> list[Ticket]:
+    def _take_tickets(self, context: int) -> tuple[list[int], int]:
+        """End the tickets of a context; return their records and what these have of the pool."""
         tickets = [ticket for ticket in self.tickets.values() if ticket.context == context]
         for ticket in tickets:
             del self.tickets[ticket.number]
-        return tickets
+        return [record for ticket in tickets for record in ticket.records], sum(each.num_bytes for each in tickets)
 
     def _check_version(self, version: int) -> None:
         reason = m.check_protocol_version(version)
@@ -369,6 +374,11 @@ class Depot:
             raise Refused(
                 ErrorCode.BAD_LAYOUT, f"{covered} of {num_chunks} chunks for {len(context.groups)} layer groups"
             )
+        if sum(covered) > max(m.MAXIMUM_BATCH_ENTRIES, len(covered)):
+            raise Refused(
+                ErrorCode.OUT_OF_RANGE,
+                f"{sum(covered)} entries at once: ask for at most {m.MAXIMUM_BATCH_ENTRIES}, in several requests",
+            )
         return context
 
     def _number(self) -> int:
@@ -390,7 +400,7 @@ class Depot:
         space = context.space
         chunk_bytes = self._chunk_bytes.get(space.number)
         if chunk_bytes is not None:
-            self.shadow.looked_up(request.digests, chunk_bytes)
+            self._observe(request.digests, chunk_bytes)
         tokens = self.tenant_tokens.get(request.tenant) or _row(self.tenant_tokens, request.tenant, 3)
         tokens[0] += num_chunks * space.spec.chunk_tokens
         tokens[1] += found * space.spec.chunk_tokens
@@ -415,6 +425,20 @@ class Depot:
         if not is_asking:
             return self._found(context, request, found, nodes)
         return deferred.reply or deferred
+
+    def _observe(self, digests: bytes, chunk_bytes: int) -> None:
+        """Have the shadow index count a lookup, the end of a long prompt first."""
+        if len(digests) <= _OBSERVED_AT_ONCE * DIGEST_BYTES:
+            self.shadow.looked_up(digests, chunk_bytes)
+            return
+
+        def steps() -> Iterator[int]:
+            step = _OBSERVED_AT_ONCE * DIGEST_BYTES
+            for start in range((len(digests) - 1) // step * step, -1, -step):
+                self.shadow.looked_up(digests[start : start + step], chunk_bytes)
+                yield 0
+
+        self.do_later(steps())
 
     def _found(
         self, context: Context, request: m.Lookup, found: int, nodes: tuple[int, ...], waited_seconds: float = 0.0
@@ -452,7 +476,7 @@ class Depot:
         context = self._context(session, request.context)
         return m.Done(self.epoch, self.leases.end_request(context.number, request.request_id))
 
-    def _hint(self, session: int, writer: Writer, request: m.Hint) -> m.Reply:
+    def _hint(self, session: int, writer: Writer, request: m.Hint) -> m.Reply | Deferred:
         context = self._context(session, request.context)
         _count_digests(request.digests)
         found, nodes = self.index.longest_prefix(context.space, request.digests)
@@ -464,11 +488,11 @@ class Depot:
             return self.labels[label][0] == request.tenant
 
         if request.session_ended:
-            return m.Done(self.epoch, self.index.end_session(nodes[-1], is_own))
-        count = self.index.set_priority(nodes[-1], is_own, request.priority)
+            return self._counted(self.index.end_session(nodes[-1], is_own))
+        ranking = self.index.set_priority(nodes[-1], is_own, request.priority)
         if request.ttl_seconds:
             self.index.end_session_at(nodes[-1], is_own, self._clock() + request.ttl_seconds)
-        return m.Done(self.epoch, count)
+        return self._counted(ranking)
 
     # --- workers --------------------------------------------------------------------------------------------------
 
@@ -582,11 +606,16 @@ class Depot:
         del self.tickets[ticket.number]
         self.discard_records(ticket.records)
 
-    def discard_records(self, records: Iterable[int]) -> None:
-        """Take back unfinished entries that nobody writes any more."""
-        for record in records:
-            self.index.discard_entry(record)
-            self.counters["entries_aborted"] += 1
+    def discard_records(self, records: Sequence[int]) -> None:
+        """Take back unfinished entries that nobody writes any more: at once, or soon if they are many."""
+
+        def steps() -> Iterator[int]:
+            for record in records:
+                self.index.discard_entry(record)
+                self.counters["entries_aborted"] += 1
+                yield 1
+
+        self._do_soon(steps(), len(records))
 
     def _prepare_retrieve(self, session: int, writer: Writer, request: m.PrepareRetrieve) -> m.Reply:
         num_chunks = _count_digests(request.digests)
@@ -678,8 +707,7 @@ class Depot:
 
     def end_mover(self, context: int, writer: Writer) -> None:
         """A mover is dead: nothing of what it was to write is being written, and nothing of it will be."""
-        for ticket in self._take_tickets(context):
-            self.discard_records(ticket.records)
+        self.discard_records(self._take_tickets(context)[0])
         self.end_process(writer)
 
     def _report_corrupt(self, session: int, writer: Writer, request: m.ReportCorrupt) -> m.Reply:
@@ -709,11 +737,11 @@ class Depot:
     def end_session(self, session: int) -> None:
         """A connection closed: its leases end now, its unfinished entries wait until nobody can be writing them."""
         for context in [context for context in self.contexts.values() if context.session == session]:
-            records = [record for ticket in self._take_tickets(context.number) for record in ticket.records]
+            records, num_bytes = self._take_tickets(context.number)
             mover = self._forget(context)
             fence = context.fence if mover is None else (mover, context.owner)  # who may be writing
             if records:
-                self.quarantines.append(Quarantine(fence, records))
+                self.quarantine(fence, records, num_bytes)
             self.note(f"{context.instance} left" + (", its unfinished stores wait for its process" if records else ""))
             logger.info(
                 "%s (context %d) left%s", context.instance, context.number,
@@ -724,23 +752,28 @@ class Depot:
         """A process is dead: nothing writes for it any more."""
         self._lift_quarantine(lambda quarantine: quarantine.fence[0] == writer)
 
-    def quarantine(self, fence: Fence, records: list[int]) -> None:
-        """Hold unfinished entries of an earlier server's life until their worker is back or its process dead."""
-        self.quarantines.append(Quarantine(fence, records))
+    def quarantine(self, fence: Fence, records: list[int], num_bytes: int) -> None:
+        """Hold unfinished entries until their worker is back or its process dead."""
+        self.quarantines.append(Quarantine(fence, records, num_bytes))
 
     def _lift_quarantine(self, over: Callable[[Quarantine], bool]) -> None:
-        for quarantine in self.quarantines:
-            if over(quarantine):
-                self.discard_records(quarantine.records)
+        records = [record for quarantine in self.quarantines if over(quarantine) for record in quarantine.records]
         self.quarantines = [quarantine for quarantine in self.quarantines if not over(quarantine)]
+        self.discard_records(records)
 
     def expire(self) -> None:
         """End what has lived too long."""
         now = self._clock()
         self.index.now = int(now)
-        self.leases.expire(now)
-        self.index.expire(now)
         self._end_pins(lambda pin: pin.expiry_seconds <= now)
+        if not self._is_expiring and (self.leases.has_expired(now) or self.index.has_ended(now)):
+            self._is_expiring = True
+            self.do_later(self._expiring(now))
+
+    def _expiring(self, now: float) -> Iterator[int]:
+        yield from self.leases.expire(now)
+        yield from self.index.expire(now)
+        self._is_expiring = False
 
     # --- operators ------------------------------------------------------------------------------------------------
 
@@ -755,14 +788,18 @@ class Depot:
 
         return self.index.clear(is_wanted)
 
-    def work(self, is_over: Callable[[], bool]) -> bool:
-        """Go on with what takes long, until `is_over`; return whether there is more."""
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return bool(self._chores)
+
+    def work(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Go on with what takes long, by a step at least, until `is_over`."""
         while self._chores:
             if next(self._chores[0], None) is None:
-                del self._chores[0]
+                self._chores.popleft()
             if is_over():
                 break
-        return bool(self._chores)
 
     def clear_everywhere(self, tenant: str | None, model: str | None) -> Deferred:
         """Like `clear`, step by step in `work`, and then in the tiers; the reply comes when they are done."""
@@ -806,6 +843,26 @@ class Depot:
     def do_later(self, chore: Iterator[int]) -> None:
         """Do in steps, between messages, what takes long."""
         self._chores.append(chore)
+
+    def _do_soon(self, steps: Iterator[int], count: int) -> None:
+        """Do what takes some microseconds a step: at once if it is not much."""
+        if count <= _DONE_AT_ONCE:
+            for _ in steps:
+                pass
+        else:
+            self.do_later(steps)
+
+    def _counted(self, steps: Iterator[int]) -> Deferred:
+        """Do in steps, between messages, what takes long; the reply is the sum of what they yield."""
+
+        def work() -> Iterator[m.Reply | None]:
+            count = 0
+            for each in steps:
+                count += each
+                yield None
+            yield m.Done(self.epoch, count)
+
+        return self.later(work())
 
     def warm(self, request: m.Warm) -> m.Reply | Deferred:
         """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
@@ -898,13 +955,13 @@ class Depot:
             "pool_size_bytes": index.extents.capacity_bytes,
             "pool_ready_bytes": index.extents.ready_bytes,
             "pool_used_bytes": index.extents.used_bytes,
-            "quarantined_bytes": sum(index.table.extent(r)[1] for q in self.quarantines for r in q.records),
+            "quarantined_bytes": sum(quarantine.num_bytes for quarantine in self.quarantines),
             "num_leases": len(self.leases),
             "num_pins": len(self.pins),
             "draining": self.is_draining,
             "num_tickets": len(self.tickets),
             "prefill_seconds_saved": self.saved_seconds,
-            "contexts": [self._context_status(context) for context in self.contexts.values()],
+            "contexts": self._contexts_status(),
             "tenants": self._tenant_status(),
             "tiers": self.tiering.status() if self.tiering else [],
             "counters": {
@@ -927,9 +984,12 @@ class Depot:
             "events": [(self._clock() - at, text) for at, text in self.events],
         }
 
-    def _context_status(self, context: Context) -> m.ContextStatus:
+    def _contexts_status(self) -> list[m.ContextStatus]:
+        tickets = Counter(ticket.context for ticket in self.tickets.values())
+        return [self._context_status(context, tickets[context.number]) for context in self.contexts.values()]
+
+    def _context_status(self, context: Context, tickets: int) -> m.ContextStatus:
         spec, registration = context.space.spec, context.registration
-        tickets = sum(ticket.context == context.number for ticket in self.tickets.values())
         common = m.ContextStatus(
             context=context.number, role="scheduler", instance=context.instance, model=context.model,
             pid=context.writer.pid, chunk_tokens=spec.chunk_tokens, dtype=spec.dtype, format=spec.format,

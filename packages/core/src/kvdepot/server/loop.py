@@ -5,6 +5,7 @@ Whatever a handler raises becomes a typed error reply; nothing a peer sends ends
 """
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -16,7 +17,8 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -49,15 +51,18 @@ logger = logging.getLogger(__name__)
 _BYTES_PER_ENTRY: Final = 64 << 10  # the smallest chunk that the default number of entries reckons with
 _MINIMUM_ENTRIES: Final = 65_536
 _MAXIMUM_ENTRIES: Final = 4_194_304
-_MESSAGES_PER_TURN: Final = 256
 _TURN_MILLISECONDS: Final = 500
 _DRAIN_SECONDS: Final = 2.0
-_WORK_SECONDS_PER_TURN: Final = 0.003
+# Of a turn: who has more to do then goes on in the next. What has begun is done, one request for example.
+_MESSAGE_SECONDS: Final = 0.0012
+_CHORE_SECONDS: Final = 0.0006  # of each kind, tiers and reading back for example
 _SLOW_TURN_SECONDS: Final = 0.005
 _SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket
 _FREEZE_GROWTH: Final = 1.25
 _FREEZE_LEAST: Final = 10_000  # chunks
 _MAXIMUM_DESCRIPTORS: Final = 65_536
+_M_MMAP_THRESHOLD: Final = -3  # of mallopt
+_LARGE_BLOCK_BYTES: Final = 256 << 10
 
 FindSession = Callable[[bytes], Session | None]
 
@@ -75,6 +80,7 @@ class DepotServer:
         """
         self.config = config
         self.epoch = secrets.randbits(62) | 1
+        self._version = version("kvdepot")  # read from a file
         self._access = Access.of_group(config.socket_group)
         keys = _load_keys(config)
         self._access.prepare_directory(config.directory)
@@ -140,11 +146,10 @@ class DepotServer:
             self._latencies: dict[type, Histogram] = {
                 kind: Histogram(_SHORTEST_SECONDS) for kind in (*m.Request.__args__, m.ErrorReply)
             }
-            self._has_chores = False  # of the depot: what takes long, done between messages
             names = self._files.names
-            self._restoring = None if self._files.is_new else self._depot.index.restore(names.spaces, len(names.labels))
-            self._unfinished: list[int] = []
-            if self._restoring is not None:
+            self._restoring: Iterator[None] | None = None
+            if not self._files.is_new:
+                self._restoring = self._read_back(self._depot.index.restore(names.spaces, len(names.labels)))
                 self._depot.accepts_stores = False
                 self._depot.restore_labels(names.labels)
             self._depot.on_names_changed = self._save_names
@@ -236,27 +241,25 @@ class DepotServer:
             while not self._is_over():
                 events = dict(poller.poll(self._idle_milliseconds()))
                 began, worked = time.monotonic(), time.thread_time()
+                until = began + _MESSAGE_SECONDS
                 if self._router in events:
-                    self._serve_messages(self._router, self._sessions.find)
+                    self._serve_messages(self._router, self._sessions.find, until)
                 if self._remote is not None and self._remote.zap in events:
                     self._remote.serve()
                 if self._remote is not None and self._remote.router in events:
-                    self._serve_messages(self._remote.router, _no_session)
+                    self._serve_messages(self._remote.router, _no_session, until)
                 if self._sessions.fileno() in events:
-                    self._sessions.serve()
+                    self._sessions.serve(_after(_CHORE_SECONDS))
                 if self._movers.fileno() in events:
                     self._movers.serve()
                 self._movers.expire()
                 if self._wake_reader.fileno() in events:
                     self._on_wake()
                 if self._restoring is not None:
-                    self._restore_some()
-                self._has_chores = self._depot.work(
-                    lambda until=began + _WORK_SECONDS_PER_TURN: time.monotonic() >= until
-                )
-                now = time.monotonic()
-                if now >= next_sweep:
-                    next_sweep = now + _TURN_MILLISECONDS / 1000
+                    self._restore_some(_after(_CHORE_SECONDS))
+                self._depot.work(_after(_CHORE_SECONDS))
+                if began >= next_sweep:
+                    next_sweep = began + _TURN_MILLISECONDS / 1000
                     self._depot.expire()
                     self._sessions.expire_handshakes()
                     self._sessions.find_dead()
@@ -275,7 +278,6 @@ class DepotServer:
             replay = publisher.take_replay()
             if replay is not None:
                 self._depot.do_later(replay)
-                self._has_chores = True
 
     def _spare_collections(self) -> None:
         """As the index grows, have the garbage collector leave it alone: a million entries would take it 30 ms."""
@@ -294,14 +296,14 @@ class DepotServer:
         if self._depot.tiering is None:
             return
         try:
-            self._depot.tiering.turn()
+            self._depot.tiering.turn(_after(_CHORE_SECONDS))
         except Exception:
             logger.exception("the tiers' turn failed")
             self._depot.counters["tiers_failed"] += 1
 
     def _idle_milliseconds(self) -> int:
         """Return how long the loop may sleep if nothing comes."""
-        if self._restoring is not None or self._has_chores:
+        if self._restoring is not None or self._depot.has_work:
             return 0
         tiers_due = None if self._depot.tiering is None else self._depot.tiering.next_deadline()
         due = [each for each in (tiers_due, self._movers.next_deadline()) if each is not None]
@@ -342,13 +344,11 @@ class DepotServer:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def _serve_messages(self, router: zmq.Socket[bytes], find_session: FindSession) -> None:
+    def _serve_messages(self, router: zmq.Socket[bytes], find_session: FindSession, until: float) -> None:
+        """Answer what has come, one request at least; what is left when the time is over, the next poll tells again."""
         receive = router.recv_multipart
         began = time.monotonic()  # one reading of the clock a message: what one begins, the one before has ended
-        until = time.monotonic() + _WORK_SECONDS_PER_TURN
-        for number in range(_MESSAGES_PER_TURN):
-            if number and time.monotonic() >= until:
-                return  # the rest in the next turn: the poll says at once that there is more
+        while True:
             try:
                 frames = receive(zmq.NOBLOCK)
             except zmq.Again:
@@ -364,6 +364,8 @@ class DepotServer:
             if not isinstance(reply, Deferred):
                 self._latencies[kind].add(ended - began)
             began = ended
+            if ended >= until:
+                return
 
     def _send_late(
         self, router: "zmq.Socket[bytes]", routing_id: bytes, sequence: int, kind: type, began: float, reply: m.Reply
@@ -401,7 +403,7 @@ class DepotServer:
                     logger.warning("%s", reason)
                     raise Refused(ErrorCode.VERSION_MISMATCH, reason)
                 return m.HelloReply(
-                    self.epoch, m.PROTOCOL_VERSION, m.MINIMUM_PROTOCOL_VERSION, version("kvdepot"), os.getpid()
+                    self.epoch, m.PROTOCOL_VERSION, m.MINIMUM_PROTOCOL_VERSION, self._version, os.getpid()
                 )
             case m.Status():
                 return m.StatusReply(self.epoch, self._status())
@@ -437,7 +439,7 @@ class DepotServer:
         if self._events is not None:
             fields["counters"]["event_batches"] = self._events.num_batches
         return m.DepotStatus(
-            server_version=version("kvdepot"),
+            server_version=self._version,
             protocol_version=m.PROTOCOL_VERSION,
             epoch=self.epoch,
             pid=os.getpid(),
@@ -467,7 +469,7 @@ class DepotServer:
     def _welcome(self, token: bytes, writer: Writer) -> tuple[m.SessionOpened, list[int]]:
         files = self._files
         opened = m.SessionOpened(
-            self.epoch, token, files.size_bytes, table_size_bytes(files.table.num_records), version("kvdepot")
+            self.epoch, token, files.size_bytes, table_size_bytes(files.table.num_records), self._version
         )
         pool_fd = os.dup(files.pool_fd) if writer.pid else open_with_lock(files.pool_fd, writer.start_time)
         try:
@@ -511,34 +513,48 @@ class DepotServer:
         names = Names([space.spec for space in self._depot.index.spaces], list(self._depot.labels))
         self._files.save_names(names)
 
-    def _restore_some(self) -> None:
-        """Read back a part of an earlier server's table; then stores are taken again."""
-        until = time.monotonic() + _WORK_SECONDS_PER_TURN
+    def _restore_some(self, is_over: Callable[[], bool]) -> None:
         assert self._restoring is not None
-        for record in self._restoring:
-            if record is not None:
-                self._unfinished.append(record)
-            if time.monotonic() >= until:
+        for _ in self._restoring:
+            if is_over():
                 return
         self._restoring = None
-        gc.freeze()  # nor is it later
-        gc.enable()
+
+    def _read_back(self, restored: Iterator[int | None]) -> Iterator[None]:
+        """Read an earlier server's table, in steps; then stores are taken again."""
         index = self._depot.index
         by_fence: dict[Fence, list[int]] = {}
-        for record in self._unfinished:
-            fence = index.table.writer_of(record), index.table.owner_of(record)
-            by_fence.setdefault(fence, []).append(record)
+        sizes: Counter[Fence] = Counter()
+        for record in restored:
+            if record is not None:
+                fence = index.table.writer_of(record), index.table.owner_of(record)
+                by_fence.setdefault(fence, []).append(record)
+                sizes[fence] += index.table.extent(record)[1]
+            yield
+        gc.freeze()  # nor is it later
+        gc.enable()
         registered = {context.fence for context in self._depot.contexts.values()}
         for fence, records in by_fence.items():
             if fence not in registered and self._sessions.await_death(fence[0]):
-                self._depot.quarantine(fence, records)
+                self._depot.quarantine(fence, records, sizes[fence])
             else:
                 self._depot.discard_records(records)
+            yield
         self._depot.accepts_stores = self._stopping_at is None
         self._depot.note(f"found {index.num_entries} entries of an earlier server")
         logger.info(
-            "found %d entries of an earlier server, %d were unfinished", index.num_entries, len(self._unfinished)
-        )
+            "found %d entries of an earlier server, %d were unfinished",
+            index.num_entries, sum(map(len, by_fence.values())),
+        )  # fmt: skip
+
+
+def map_large_blocks() -> None:
+    """Let what is large grow by moving pages: copying the columns of a million entries takes the loop up to 10 ms.
+
+    glibc raises the size from which it maps blocks with each one that is freed; told a size, it keeps to that.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
 def raise_descriptor_limit() -> None:
@@ -562,6 +578,12 @@ def _send(router: "zmq.Socket[bytes]", routing_id: bytes, sequence: int, reply: 
         router.send_multipart((routing_id, m.encode_frame(sequence, reply)), zmq.NOBLOCK)
     except zmq.ZMQError as error:
         logger.debug("a reply found nobody: %s", error)
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    """Return what says whether so much time has passed."""
+    until = time.monotonic() + seconds
+    return lambda: time.monotonic() >= until
 
 
 def _no_session(routing_id: bytes) -> None:

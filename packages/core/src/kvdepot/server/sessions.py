@@ -136,8 +136,8 @@ class SessionTable:
                 return True
         return False
 
-    def serve(self) -> None:
-        """Do what there is to do; never waits."""
+    def serve(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Do what there is to do, one thing at least, until `is_over`; never waits."""
         for fd, _ in self._epoll.poll(0):
             if fd == self._listener.fileno():
                 self._accept()
@@ -145,6 +145,8 @@ class SessionTable:
                 self._bury(fd)
             elif fd in self._sessions:
                 self._read(self._sessions[fd])
+            if is_over():
+                return
 
     def expire_handshakes(self) -> None:
         """Close connections that never said what they want."""

@@ -15,10 +15,10 @@ promotions name the process that writes them, so a depot that is killed leaves n
 """
 
 import logging
+import mmap
 import os
-from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
@@ -38,9 +38,10 @@ from kvdepot.tiers.queue import Job, Operation, Part, TierQueue
 logger = logging.getLogger(__name__)
 
 MAXIMUM_QUESTIONS: Final = 4096  # keys of one lookup
-_ENTRIES_A_TURN: Final = 128  # that one promotion begins before the loop goes on: about a millisecond
-_CHUNKS_UP: Final = 256  # looked at towards the root when a prefix is used again
-_VICTIMS_A_TURN: Final = 64
+# What is done before the loop looks at the time again: at most about half a millisecond of it.
+_ENTRIES_A_STEP: Final = 24  # that are given space, or sealed
+_QUESTIONS_A_STEP: Final = 128  # entries that are looked for
+_CHUNKS_UP: Final = 32  # looked at towards the root when a prefix is used again
 _PRESSURE_BEGINS: Final = 0.5  # of what may wait to be written
 _PACES: Final = 15  # promotions of a tier whose median says how fast it is
 _LEAST_PACES: Final = 3
@@ -103,7 +104,8 @@ class Promotion:
     limit: int = 0  # chunks that are looked at
     asked: list[tuple[int, ShardPlace]] = field(default_factory=list[tuple[int, ShardPlace]])
     there: list[bool] = field(default_factory=list[bool])
-    rest: list[tuple[int, ShardPlace]] = field(default_factory=list[tuple[int, ShardPlace]])  # asked for if those are
+    asks_first: bool = False  # for the first chunk that is missing, before all the others
+    steps: Iterator[None] | None = None  # of what is to be found out next
     wanted: deque[tuple[int, ShardPlace]] = field(default_factory=deque[tuple[int, ShardPlace]])
     flights: deque[_Flight] = field(default_factory=deque[_Flight])
     num_awaited: int = 0  # entries on their way in other promotions
@@ -117,6 +119,12 @@ class Promotion:
     def num_chunks(self) -> int:
         """Chunks of the whole run."""
         return len(self.digests) // DIGEST_BYTES
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something can be done without waiting for a tier."""
+        has_landed = bool(self.flights) and self.flights[0].state is not _State.COMING
+        return self.steps is not None or has_landed or bool(self.wanted)
 
     def digest(self, chunk: int) -> bytes:
         """Return the key of one chunk."""
@@ -164,13 +172,13 @@ class Tiering:
         self._labels: dict[int, tuple[bytes, bytes]] = {}
         self._places: dict[tuple[int, int, int, int, int], bytes] = {}
         # by tier, then by record: the header under which it is known to be in that tier, or on its way there
-        self._written = [array("Q", bytes(8 * index.table.num_records)) for _ in queues]
+        self._written = [self._no_headers() for _ in queues]
         self._writings: dict[int, _Writing] = {}  # by id of the job, as the next ones
         self._questions: dict[int, Promotion] = {}
         self._readings: dict[int, tuple[Promotion, list[_Flight]]] = {}
         self._clears: dict[int, Callable[[int], None]] = {}
         self._jobs: dict[int, Job] = {}
-        self._promotions: set[Promotion] = set()
+        self._promotions: dict[Promotion, None] = {}  # who was served last at the end
         self._awaited: dict[int, list[Promotion]] = {}  # by record
         self._coming: dict[int, _Flight] = {}  # by record
         self._num_slow = [0] * len(queues)
@@ -182,7 +190,7 @@ class Tiering:
     def add(self, queue: TierQueue) -> None:
         """Use one more tier, below those that are here; what is in the pool goes there as it is used."""
         self.queues.append(queue)
-        self._written.append(array("Q", bytes(8 * self._index.table.num_records)))
+        self._written.append(self._no_headers())
         self._num_slow.append(0)
         self._paces.append(deque[float](maxlen=_PACES))
         self._num_skipped.append(0)
@@ -197,6 +205,10 @@ class Tiering:
                 queue.retire()
                 return True
         return False
+
+    def _no_headers(self) -> "memoryview[int]":
+        """Return a zero for each record: fresh pages, which nobody has to fill."""
+        return memoryview(mmap.mmap(-1, 8 * self._index.table.num_records)).cast("Q")
 
     @property
     def num_used(self) -> int:
@@ -283,14 +295,12 @@ class Tiering:
             if table.header(record) == header:
                 self._on_corrupt(record, header)
 
-    def _make_reserve(self) -> None:
-        """Write what is about to leave, and let it go, until a part of the pool is free."""
+    def _make_reserve(self, is_over: Callable[[], bool]) -> None:
+        """Write what is about to leave, and let it go, until a part of the pool is free or `is_over`."""
         index = self._index
         reserve = int(index.extents.ready_bytes * _RESERVE_SHARE)
         leaving = sum(queue.queued_write_bytes for queue in self.queues)
-        for _ in range(_VICTIMS_A_TURN):
-            if index.extents.free_bytes + leaving >= reserve:
-                return
+        while index.extents.free_bytes + leaving < reserve and not is_over():
             node = index.next_victim()
             if node is None:
                 return
@@ -348,7 +358,7 @@ class Tiering:
         promotion = Promotion(
             space, digests, places, label, found, pins, wait_seconds, deadline, on_answer, token_seconds=token_seconds
         )
-        self._promotions.add(promotion)
+        self._promotions[promotion] = None
         self.counters["promotions"] += 1
         self._ask_next(promotion)
         return True
@@ -361,49 +371,63 @@ class Tiering:
         """
         while promotion.tier + 1 < len(self.queues):
             promotion.tier += 1
-            missing = [] if self.queues[promotion.tier].is_open else self._missing(promotion)
-            if not missing:
+            if self.queues[promotion.tier].is_open:
                 continue
-            full_mask = promotion.space.full_mask
-            first = [(c, place) for c, place in missing if c == promotion.found and full_mask & 1 << place.group]
-            promotion.rest = missing if len(first) < len(missing) else []
-            if self._ask(promotion, first or missing):
+            first = self._missing_of(promotion, promotion.found) if promotion.space.full_mask else []
+            first = [(chunk, place) for chunk, place in first if promotion.space.full_mask & 1 << place.group]
+            promotion.asks_first = bool(first)
+            if not first:
+                promotion.steps = self._asking(promotion)
+                return
+            if self._ask(promotion, first):
                 return
         self._end(promotion)
 
     def _ask(self, promotion: Promotion, entries: list[tuple[int, ShardPlace]]) -> bool:
-        tenant, model = self._labels_of(promotion.label)
-        keys = [
-            tier_key(tenant, model, self._place(promotion.space, place), promotion.digest(chunk))
-            for chunk, place in entries
-        ]
-        job = Job(Operation.CONTAINS, keys)
+        job = Job(Operation.CONTAINS, [self._key_in_tiers(promotion, *entry) for entry in entries])
+        return self._submit_question(promotion, entries, job)
+
+    def _submit_question(self, promotion: Promotion, entries: list[tuple[int, ShardPlace]], job: Job) -> bool:
         if not self.queues[promotion.tier].submit(job):
             return False
-        if entries is promotion.rest:
-            promotion.rest = []
-        promotion.asked, promotion.there = entries, [False] * len(keys)
+        promotion.asked, promotion.there = entries, [False] * len(entries)
         promotion.is_asking = True
         self._questions[id(job)] = promotion
         self._jobs[id(job)] = job
         return True
 
-    def _missing(self, promotion: Promotion) -> list[tuple[int, ShardPlace]]:
-        """Return the entries that the pool lacks and that a longer prefix may need, by chunk."""
+    def _key_in_tiers(self, promotion: Promotion, chunk: int, place: ShardPlace) -> bytes:
+        tenant, model = self._labels_of(promotion.label)
+        return tier_key(tenant, model, self._place(promotion.space, place), promotion.digest(chunk))
+
+    def _missing_of(self, promotion: Promotion, chunk: int) -> list[tuple[int, ShardPlace]]:
+        """Return the entries of a chunk that the pool lacks and that a longer prefix may need."""
         index, space = self._index, promotion.space
-        windows = max((chunks for _, chunks in space.windows), default=0)
+        node = index.node(space, promotion.digest(chunk), chunk)
+        known = space.full_mask if chunk < promotion.found else 0
+        return [
+            (chunk, place)
+            for place in promotion.places
+            if not known & 1 << place.group and (node is None or index.entry(node, place.group, place.shard) is None)
+        ]
+
+    def _asking(self, promotion: Promotion) -> Iterator[None]:
+        """Ask for all that is missing, or the next tier if nothing is."""
+        windows = max((chunks for _, chunks in promotion.space.windows), default=0)
         first = max(0, promotion.found + 1 - windows) if windows else promotion.found
-        num_chunks = MAXIMUM_QUESTIONS // len(promotion.places)
-        promotion.limit = min(promotion.num_chunks, first + num_chunks)
-        missing: list[tuple[int, ShardPlace]] = []
+        promotion.limit = min(promotion.num_chunks, first + MAXIMUM_QUESTIONS // len(promotion.places))
+        entries: list[tuple[int, ShardPlace]] = []
+        keys: list[bytes] = []
+        chunks_a_step = max(1, _QUESTIONS_A_STEP // len(promotion.places))
         for chunk in range(first, promotion.limit):
-            node = index.node(space, promotion.digest(chunk), chunk)
-            for place in promotion.places:
-                if chunk < promotion.found and space.full_mask & 1 << place.group:
-                    continue
-                if node is None or index.entry(node, place.group, place.shard) is None:
-                    missing.append((chunk, place))
-        return missing
+            missing = self._missing_of(promotion, chunk)
+            entries += missing
+            keys += [self._key_in_tiers(promotion, *entry) for entry in missing]
+            if chunk % chunks_a_step == 0:
+                yield
+        promotion.steps = None
+        if not entries or not self._submit_question(promotion, entries, Job(Operation.CONTAINS, keys)):
+            self._ask_next(promotion)
 
     def _answered(self, part: Part) -> None:
         promotion = self._questions[id(part.job)]
@@ -411,51 +435,63 @@ class Tiering:
         if not part.is_last:
             return
         promotion.is_asking = False
-        if promotion.rest:
-            if not all(promotion.there) or not self._ask(promotion, promotion.rest):
-                self._ask_next(promotion)
-            return
-        there = {
-            (chunk, place.group, place.shard)
-            for (chunk, place), is_there in zip(promotion.asked, promotion.there, strict=True)
-            if is_there
-        }
-        length = self._usable_prefix(promotion, there)
+        if promotion.asks_first and not all(promotion.there):
+            self._ask_next(promotion)
+        elif promotion.asks_first and (promotion.space.windows or promotion.found + 1 < promotion.num_chunks):
+            promotion.asks_first = False
+            promotion.steps = self._asking(promotion)
+        else:
+            promotion.limit = max(promotion.limit, promotion.found + 1)
+            promotion.steps = self._choosing(promotion)
+
+    def _choosing(self, promotion: Promotion) -> Iterator[None]:
+        """Find out what of the tier's entries is of use, and have it read; the next tier is asked if nothing is."""
+        there: set[tuple[int, int, int]] = set()
+        for start in range(0, len(promotion.asked), _QUESTIONS_A_STEP):
+            stop = start + _QUESTIONS_A_STEP
+            there.update(
+                (chunk, place.group, place.shard)
+                for (chunk, place), is_there in zip(
+                    promotion.asked[start:stop], promotion.there[start:stop], strict=True
+                )
+                if is_there
+            )
+            yield
+        length = yield from self._usable_prefix(promotion, there)
         if length <= promotion.found:
+            promotion.steps = None
             self._ask_next(promotion)
             return
         space = promotion.space
-        first_of = {
-            number: promotion.found if group.kind is GroupKind.FULL_ATTENTION else max(0, length - chunks)
-            for number, (group, chunks) in enumerate(zip(space.spec.groups, space.chunks_needed, strict=True))
-        }
-        promotion.wanted = deque(
-            (chunk, place)
-            for chunk in range(min(first_of.values()), length)
-            for place in promotion.places
-            if chunk >= first_of[place.group]
-        )
-        if not self._is_worth_it(promotion, (length - promotion.found) * space.spec.chunk_tokens):
+        first_of = [
+            promotion.found if group.kind is GroupKind.FULL_ATTENTION else max(0, length - chunks)
+            for group, chunks in zip(space.spec.groups, space.chunks_needed, strict=True)
+        ]
+        num_bytes = sum((length - first_of[place.group]) * place.num_bytes for place in promotion.places)
+        if not self._is_worth_it(promotion, (length - promotion.found) * space.spec.chunk_tokens, num_bytes):
             self.counters["promotions_not_worth_it"] += 1
-            promotion.wanted.clear()
+            promotion.steps = None
             self._ask_next(promotion)
             return
+        for chunk in range(min(first_of), length):
+            promotion.wanted.extend((chunk, place) for place in promotion.places if chunk >= first_of[place.group])
+            if chunk % _QUESTIONS_A_STEP == 0:
+                yield
+        promotion.steps = None
         promotion.is_broken = False
         promotion.reading_since, promotion.num_read_bytes = self._clock(), 0
-        self._fetch(promotion)
 
-    def _is_worth_it(self, promotion: Promotion, num_tokens: int) -> bool:
+    def _is_worth_it(self, promotion: Promotion, num_tokens: int, num_bytes: int) -> bool:
         """Whether reading what is wanted is quicker than computing it, as far as both are known."""
         tier = promotion.tier
         if not promotion.token_seconds or len(self._paces[tier]) < _LEAST_PACES:
             return True
-        num_bytes = sum(place.num_bytes for _, place in promotion.wanted)
         if num_bytes * median(self._paces[tier]) <= num_tokens * promotion.token_seconds:
             return True
         self._num_skipped[tier] += 1
         return self._num_skipped[tier] % _TRY_ANYWAY == 0
 
-    def _usable_prefix(self, promotion: Promotion, there: set[tuple[int, int, int]]) -> int:
+    def _usable_prefix(self, promotion: Promotion, there: set[tuple[int, int, int]]) -> Generator[None, None, int]:
         """Return how many leading chunks could be used if everything that is there, here or coming were in the pool."""
         index, space = self._index, promotion.space
         by_group: dict[int, list[ShardPlace]] = {}
@@ -475,25 +511,22 @@ class Tiering:
         full = [group for group in by_group if space.full_mask & 1 << group]
         length = promotion.limit
         if full:
-            length = next(
-                (
-                    chunk
-                    for chunk in range(promotion.found, promotion.limit)
-                    if not all(has(chunk, group) for group in full)
-                ),
-                promotion.limit,
-            )
+            for length in range(promotion.found, promotion.limit + 1):
+                if length == promotion.limit or not all(has(length, group) for group in full):
+                    break
+                if length % _QUESTIONS_A_STEP == 0:
+                    yield
         windows = [(group, space.chunks_needed[group]) for group in by_group if not space.full_mask & 1 << group]
         while length > promotion.found:
-            blocked = [
-                chunk
-                for group, chunks in windows
-                for chunk in range(length - 1, max(0, length - chunks) - 1, -1)
-                if not has(chunk, group)
-            ]
+            blocked: list[int] = []
+            for group, chunks in windows:
+                blocked += [
+                    chunk for chunk in range(length - 1, max(0, length - chunks) - 1, -1) if not has(chunk, group)
+                ]
             if not blocked:
                 break
             length = min(blocked) if full else max(blocked)
+            yield
         return length
 
     def _fetch(self, promotion: Promotion) -> None:
@@ -504,7 +537,9 @@ class Tiering:
         flights: list[_Flight] = []
         keys: list[bytes] = []
         tenant, model = self._labels_of(promotion.label)
-        while promotion.wanted and len(flights) < _ENTRIES_A_TURN:
+        for _ in range(_QUESTIONS_A_STEP):
+            if not promotion.wanted or len(flights) == _ENTRIES_A_STEP:
+                break
             chunk, place = promotion.wanted.popleft()
             digest = promotion.digest(chunk)
             node = index.node(space, digest, chunk)
@@ -554,7 +589,9 @@ class Tiering:
     def _land(self, promotion: Promotion) -> None:
         """Seal what has come, in the order of the prefix; after a failure nothing more."""
         landed: list[_Flight] = []
-        while promotion.flights and promotion.flights[0].state is not _State.COMING:
+        for _ in range(_ENTRIES_A_STEP):  # what is left, the next turn lands
+            if not promotion.flights or promotion.flights[0].state is _State.COMING:
+                break
             flight = promotion.flights.popleft()
             if flight.state is _State.FAILED:
                 promotion.is_broken = True
@@ -566,7 +603,7 @@ class Tiering:
             self._seal(promotion, landed)
         if promotion.is_broken:
             promotion.wanted.clear()
-        if promotion.flights or promotion.wanted or promotion.num_awaited or promotion.is_asking:
+        if promotion.flights or promotion.has_work or promotion.num_awaited or promotion.is_asking:
             return
         self._after_tier(promotion)
 
@@ -612,7 +649,7 @@ class Tiering:
             self._ask_next(promotion)
 
     def _end(self, promotion: Promotion) -> None:
-        self._promotions.discard(promotion)
+        self._promotions.pop(promotion, None)
         self._answer(promotion)
         self._index.unpin(promotion.pins)
 
@@ -638,7 +675,7 @@ class Tiering:
                 self._clears[id(job)] = on_cleared
                 self._jobs[id(job)] = job
                 num_asked += 1
-                self._written[number] = array("Q", bytes(8 * self._index.table.num_records))
+                self._written[number] = self._no_headers()
             else:
                 logger.error("tier %s is not cleared: %s", queue.name, queue.why_open)
         return num_asked
@@ -664,29 +701,48 @@ class Tiering:
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
-    def turn(self) -> None:
-        """Take in what tiers have done, look at deadlines, go on with what is under way. Never waits."""
+    def turn(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Take in what tiers have done, look at deadlines, go on with what is under way. Never waits.
+
+        Of everything that there is, a step is done, and more until `is_over`.
+        """
         now = self._clock()
         for tier, queue in enumerate(self.queues):
-            late, parts = queue.expire()
-            for job in late:
+            for job in queue.expire():
                 self.counters["tier_jobs_late"] += 1
                 _, flights = self._readings.get(id(job), (None, ()))
                 for flight in flights:
                     if flight.state is _State.COMING and not flight.is_late:
                         flight.is_late = True
                         self._stop_waiting(flight.record)
-            for part in (*queue.poll(), *parts):
-                self._take(tier, part)
+            while parts := queue.poll(1):
+                self._take(tier, *parts)
+                if is_over():
+                    break
         for promotion in [p for p in self._promotions if p.on_answer is not None and p.deadline <= now]:
             self.counters["promotions_late"] += 1
             if promotion.wait_seconds >= self.settings.promotion_seconds:
                 self._note_slow(promotion.tier)
             self._answer(promotion)
-        for promotion in [p for p in self._promotions if p.wanted]:
-            self._fetch(promotion)
+            if is_over():
+                break
+        while (promotion := next((p for p in self._promotions if p.has_work), None)) is not None:
+            self._go_on(promotion)
+            if is_over():
+                break
         if self.settings.demotion is Demotion.EVICT:
-            self._make_reserve()
+            self._make_reserve(is_over)
+
+    def _go_on(self, promotion: Promotion) -> None:
+        """Do a step for a promotion that has work."""
+        del self._promotions[promotion]
+        self._promotions[promotion] = None
+        if promotion.steps is not None:
+            next(promotion.steps, None)
+        elif promotion.wanted:
+            self._fetch(promotion)
+        else:
+            self._land(promotion)
 
     def _take(self, tier: int, part: Part) -> None:
         job, number = part.job, id(part.job)
@@ -714,7 +770,7 @@ class Tiering:
 
     def next_deadline(self) -> float | None:
         """Return when `turn` has something to do at the latest, of the clock; None for never."""
-        if any(promotion.wanted for promotion in self._promotions):
+        if any(queue.has_results for queue in self.queues) or any(p.has_work for p in self._promotions):
             return self._clock()
         times = [promotion.deadline for promotion in self._promotions if promotion.on_answer is not None]
         times += [due for queue in self.queues if (due := queue.next_deadline()) is not None]

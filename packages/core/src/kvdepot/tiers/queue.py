@@ -9,6 +9,7 @@ touching them; its thread is replaced.
 """
 
 import logging
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -186,27 +187,33 @@ class TierQueue:
     def drop_writes(self, tenant: bytes | None, model: bytes | None) -> None:
         """Let writes that wait fail if they are of this tenant and this model (None: any)."""
         with self._changed:
-            waiting = self._waiting[Operation.WRITE]
-            dropped = [call for call in waiting if has_labels(call.job.keys[call.first], tenant, model)]
-            for call in dropped:
-                waiting.remove(call)
-            self._done += [(call, None) for call in dropped]
+            calls = list(self._waiting[Operation.WRITE])
+            self._waiting[Operation.WRITE].clear()
+            for call in calls:
+                if has_labels(call.job.keys[call.first], tenant, model):
+                    self._done.append((call, None))
+                else:
+                    self._waiting[Operation.WRITE].append(call)
         self._wake()
 
-    def poll(self) -> list[Part]:
-        """Return what has ended. Every key of every job is reported once."""
+    @property
+    def has_results(self) -> bool:
+        """Whether `poll` has something."""
+        return bool(self._done)
+
+    def poll(self, most: int = sys.maxsize) -> list[Part]:
+        """Return what has ended, at most so many parts. Every key of every job is reported once."""
         parts: list[Part] = []
-        while self._done:
-            call, outcomes = self._done.popleft()
-            parts.append(self._report(call, outcomes))
+        while self._done and len(parts) < most:
+            parts.append(self._report(*self._done.popleft()))
         while self._probed:
             self._after_probe(self._probed.popleft())
         if self._is_retired:
             self._close_if_idle()
         return parts
 
-    def expire(self) -> tuple[list[Job], list[Part]]:
-        """Look at the time: return the jobs that are late by now, and the parts that fail as the breaker opened."""
+    def expire(self) -> list[Job]:
+        """Look at the time: return the jobs that are late by now. Where the breaker is open, what waits has failed."""
         now, late = self._clock(), list[Job]()
         with self._changed:
             for call in self._running:
@@ -220,10 +227,11 @@ class TierQueue:
                         late.append(call.job)
         if late:
             self.leave_alone(f"a {late[0].operation.name.lower()} overran its deadline ({self.deadline_seconds:g} s)")
-        parts = self._fail_waiting() if self.is_open else []
+        if self.is_open:
+            self._fail_waiting()
         if self._probe_at is not None and now >= self._probe_at and self._probe_started_at is None:
             self._start_probe(now)
-        return late, parts
+        return late
 
     def next_deadline(self) -> float | None:
         """Return when `expire` has something to do at the latest, of the clock; None for never."""
@@ -320,13 +328,11 @@ class TierQueue:
         with self._changed:
             self._hire()
 
-    def _fail_waiting(self) -> list[Part]:
-        calls: list[_Call] = []
+    def _fail_waiting(self) -> None:
         with self._changed:
             for waiting in self._waiting:
-                calls += waiting
+                self._done += [(call, None) for call in waiting]
                 waiting.clear()
-        return [self._report(call, None) for call in calls]
 
     def _report(self, call: _Call, outcomes: Sequence[bool] | None) -> Part:
         job, num_keys = call.job, call.last - call.first

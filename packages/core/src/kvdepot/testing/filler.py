@@ -1,0 +1,73 @@
+"""Entries without bytes: what fills an index when the index is what is looked at."""
+
+from kvdepot import messages as m
+from kvdepot.client.connection import Channel, Connection
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+
+ENTRY_BYTES = 4096
+"""What each entry takes of the pool."""
+
+_PATIENT_SECONDS = 30.0
+
+
+def filler_spec(chunk_tokens: int) -> m.CacheSpec:
+    """Return the spec of what a filler stores: one group of full attention."""
+    return m.CacheSpec(chunk_tokens, (m.GroupShape(GroupKind.FULL_ATTENTION, chunk_tokens),), "bytes", "filler")
+
+
+def prompt_key(prompt: int, num_chunks: int) -> KeyRun:
+    """Return the key of a prompt; its digests are what a real one of `num_chunks` chunks has."""
+    run = hash_prefix(Namespace(f"prompt {prompt}"), 1, range(num_chunks))
+    return KeyRun(run.digests, 0, run.parent, "default")
+
+
+class IndexFiller:
+    """A worker that stores without moving a byte; it stays registered until `close`.
+
+    Args:
+        url: of the depot.
+        spec: of the cache; None for `filler_spec(chunk_tokens)`.
+        chunk_tokens: tokens of a chunk, if no spec is given.
+        tenant: whose entries they are.
+    """
+
+    def __init__(
+        self, url: str, *, spec: m.CacheSpec | None = None, chunk_tokens: int = 64, tenant: str = "default"
+    ) -> None:
+        spec = spec or filler_spec(chunk_tokens)
+        details = tuple(m.GroupDetail((ENTRY_BYTES,), 1) for _ in spec.groups)
+        registration = m.RegisterKVCache(m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "filler", spec, details)
+        self._tenant = tenant
+        self._num_groups = len(spec.groups)
+        self._connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=_PATIENT_SECONDS)
+        self._link = self._connection.wait_until_open(_PATIENT_SECONDS)
+        self._channel: Channel = self._connection.channel(self._link)
+
+    def prepare(self, key: KeyRun) -> m.StorePlan:
+        """Ask for space for chunks, at most `MAXIMUM_BATCH_ENTRIES` of all groups together."""
+        covered = (key.num_chunks,) * self._num_groups
+        request = m.PrepareStore(
+            self._link.context, "fill", self._tenant, key.digests, key.first_chunk, key.parent, covered
+        )
+        plan = self._channel.call(request, _PATIENT_SECONDS)
+        assert isinstance(plan, m.StorePlan)
+        return plan
+
+    def store(self, key: KeyRun) -> None:
+        """Store a prompt, whole.
+
+        Raises:
+            AssertionError: something of it was declined.
+        """
+        step = m.MAXIMUM_BATCH_ENTRIES // self._num_groups
+        for start in range(0, key.num_chunks, step):
+            plan = self.prepare(key.slice(start, min(start + step, key.num_chunks)))
+            assert plan.num_declined == 0, "the pool is too small"
+            if plan.ticket:
+                self._channel.call(m.CommitStore(self._link.context, plan.ticket), _PATIENT_SECONDS)
+
+    def close(self) -> None:
+        """Leave the depot."""
+        self._channel.close()
+        self._connection.close()

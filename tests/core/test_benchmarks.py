@@ -1,0 +1,37 @@
+"""Benchmarks run: their figures are for people, that they still fit the code is for tests."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+_BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(_BENCHMARKS / name), *arguments],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_loop_s_turns_are_counted() -> None:
+    printed = run("loop.py", "--entries", "4000", "--seconds", "0.2")
+    lines = [line for line in printed.splitlines() if " turns " in line]
+    assert len(lines) == 15
+    assert all(int(re.findall(r"(\d+) turns", line)[0]) > 0 for line in lines)
+    assert "32768 of 32768 chunks came from the tier" in printed
+    assert "equal pieces of work took" in printed
+
+
+def test_a_table_is_read_back() -> None:
+    assert re.match(r"5000 entries in [\d.]+ s, \d+ steps", run("restore.py", "--entries", "5000"))
+
+
+def test_a_slow_tier_is_beside_lookups() -> None:
+    printed = run("slow_tier.py", "--rounds", "2", "--seconds", "0.3")
+    waited = re.match(r"(\d+) lookups waited for the tier", printed)
+    assert waited
+    assert int(waited[1]) > 0

@@ -1,0 +1,380 @@
+"""However much an index holds, the loop does it in small steps: counted in calls, which no busy machine changes.
+
+What steps cost is measured by `benchmarks/loop.py`; a thousand calls are about an eighth of a millisecond.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import pytest
+import zmq
+
+from kvdepot import messages as m
+from kvdepot.config import CONTROL_SOCKET, ServerConfig
+from kvdepot.extents import ExtentAllocator
+from kvdepot.index import ChunkIndex
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.server.loop import DepotServer
+from kvdepot.server.tiering import Tiering, TieringSettings
+from kvdepot.table import IndexTable, Writer
+from kvdepot.testing.processes import wait_until
+from kvdepot.testing.tier import make_pool
+from kvdepot.tiers.memory import MemoryTier
+from kvdepot.tiers.queue import TierQueue
+
+STEP_CALLS = 3000
+REQUEST_CALLS = 8000
+PAGE = 4096
+NUM_CHUNKS = 8192
+PROMPT_CHUNKS = 2048
+SPEC = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
+
+
+class CallCounter:
+    """Counts the calls that are made, of Python's functions and of C's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self.count = 0
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, _frame: FrameType, event: str, _argument: object) -> None:
+        self.count += event in ("call", "c_call")
+
+
+def most_calls(steps: Iterator[Any]) -> tuple[int, int]:
+    """Return the calls of the largest step, and how many steps there were."""
+    most = num_steps = 0
+    is_over = False
+    while not is_over:
+        with CallCounter() as counter:
+            is_over = next(steps, steps) is steps
+        most, num_steps = max(most, counter.count), num_steps + 1
+    return most, num_steps
+
+
+def prompt(name: int, num_chunks: int = PROMPT_CHUNKS, tenant: str = "a") -> KeyRun:
+    run = hash_prefix(Namespace(f"{name}"), 1, range(num_chunks))
+    return KeyRun(run.digests, 0, run.parent, tenant)
+
+
+class Bench:
+    """A depot whose index is full of long prompts."""
+
+    def __init__(self, num_chunks: int = NUM_CHUNKS, *, policy: str = "lru", filled: bool = True) -> None:
+        self.now = 50.0
+        self.table = IndexTable.in_memory(num_chunks)
+        self.index = ChunkIndex(ExtentAllocator(num_chunks * PAGE), self.table, policy)
+        self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=lambda: self.now)
+        details = (m.GroupDetail((PAGE,), 8),)
+        request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", SPEC, details)
+        self.context = self.ask(request).context
+        for name in range(num_chunks // PROMPT_CHUNKS if filled else 0):
+            self.store(prompt(name, tenant="ab"[name % 2]))
+
+    def ask(self, request: m.Request, session: int = 1) -> Any:
+        return self.depot.handle(session, Writer(1, 1), request)
+
+    def prepare(self, run: KeyRun) -> m.StorePlan:
+        request = m.PrepareStore(
+            self.context, "r", run.tenant, run.digests, run.first_chunk, run.parent, (run.num_chunks,)
+        )
+        return self.ask(request)
+
+    def store(self, run: KeyRun) -> None:
+        for start in range(0, run.num_chunks, m.MAXIMUM_BATCH_CHUNKS):
+            plan = self.prepare(run.slice(start, min(start + m.MAXIMUM_BATCH_CHUNKS, run.num_chunks)))
+            assert plan.num_declined == 0
+            if plan.ticket:
+                self.ask(m.CommitStore(self.context, plan.ticket))
+
+    def work(self) -> tuple[int, int]:
+        """Do what is to be done in steps; return the calls of the largest and their number."""
+
+        def steps() -> Iterator[None]:
+            while self.depot.has_work:
+                self.depot.work(lambda: True)
+                yield
+
+        return most_calls(steps())
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def check(bench: Bench, least_steps: int = 20) -> None:
+    most, num_steps = bench.work()
+    assert most <= STEP_CALLS
+    assert num_steps >= least_steps
+
+
+@pytest.mark.parametrize("tenant", ["a", None])
+def test_clearing(bench: Bench, tenant: str | None) -> None:
+    bench.depot.clear_everywhere(tenant, None)
+    check(bench)
+    assert bench.index.num_entries == (NUM_CHUNKS // 2 if tenant else 0)
+
+
+def test_clearing_a_prefix(bench: Bench) -> None:
+    sum(bench.index.clear_end(bench.index.longest_prefix(bench.index.spaces[0], prompt(0).digests)[1][0]))
+    assert bench.index.num_entries == NUM_CHUNKS - PROMPT_CHUNKS
+    most, num_steps = most_calls(
+        bench.index.clear_end(bench.index.longest_prefix(bench.index.spaces[0], prompt(1).digests)[1][0])
+    )
+    assert (most <= STEP_CALLS, num_steps > 20) == (True, True)
+
+
+@pytest.mark.parametrize("hint", [{"session_ended": True}, {"priority": 2}])
+def test_a_hint_for_a_long_prompt(bench: Bench, hint: dict[str, Any]) -> None:
+    run = prompt(0)
+    reply = bench.ask(m.Hint(bench.context, run.tenant, run.digests, **hint))
+    check(bench)
+    assert reply.reply == m.Done(1, PROMPT_CHUNKS)
+
+
+def test_sessions_that_end_in_the_same_second(bench: Bench) -> None:
+    for name in range(4):
+        run = prompt(name, tenant="ab"[name % 2])
+        bench.ask(m.Hint(bench.context, run.tenant, run.digests, ttl_seconds=5.0))
+    bench.depot.work()
+    bench.now += 6
+    with CallCounter() as counter:
+        bench.depot.expire()
+    assert counter.count <= STEP_CALLS
+    check(bench, 100)
+
+
+def test_leases_that_expire_in_the_same_second(bench: Bench) -> None:
+    for number in range(2000):
+        bench.ask(m.Lookup(bench.context, f"request {number}", prompt(0).digests, "a"))
+    bench.now += 11
+    with CallCounter() as counter:
+        bench.depot.expire()
+    assert counter.count <= STEP_CALLS
+    check(bench)
+    assert bench.depot.leases.num_expired == 2000
+
+
+def test_an_engine_that_leaves_many_leases(bench: Bench) -> None:
+    for number in range(2000):
+        bench.ask(m.Lookup(bench.context, f"request {number}", prompt(0).digests, "a"))
+    with CallCounter() as counter:
+        bench.depot.end_session(1)
+    assert counter.count <= STEP_CALLS
+    check(bench)
+    assert len(bench.depot.leases) == 0
+
+
+def test_a_worker_that_leaves_many_unfinished_entries() -> None:
+    bench = Bench(filled=False)
+    for name in range(64):
+        bench.prepare(prompt(name, m.MAXIMUM_BATCH_CHUNKS))
+    bench.depot.end_session(1)
+    with CallCounter() as counter:
+        bench.depot.end_process(Writer(1, 1))
+        bench.depot.status_fields()
+    assert counter.count <= STEP_CALLS
+    check(bench)
+    assert bench.index.num_chunks == 0
+
+
+def test_a_quota_at_runtime(bench: Bench) -> None:
+    assert most_calls(bench.index.set_quota("a", NUM_CHUNKS // 2 * PAGE))[0] <= STEP_CALLS
+    assert bench.index.quotas.used_bytes == [NUM_CHUNKS // 2 * PAGE] * 2
+
+
+@pytest.mark.parametrize("num_prompts", [4, NUM_CHUNKS], ids=["long", "short"])
+def test_reading_back(num_prompts: int) -> None:
+    bench = Bench(filled=False)
+    for name in range(num_prompts):
+        bench.store(prompt(name, NUM_CHUNKS // num_prompts))
+    index = ChunkIndex(ExtentAllocator(NUM_CHUNKS * PAGE), bench.table)
+    most, num_steps = most_calls(index.restore([SPEC]))
+    assert index.num_entries == NUM_CHUNKS
+    assert (most <= STEP_CALLS, num_steps > 500) == (True, True)
+
+
+def test_reading_back_a_table_that_is_almost_empty() -> None:
+    bench = Bench(filled=False)
+    bench.store(prompt(0, 10))
+    index = ChunkIndex(ExtentAllocator(NUM_CHUNKS * PAGE), bench.table)
+    assert most_calls(index.restore([SPEC]))[0] <= STEP_CALLS
+    assert index.num_entries == 10
+
+
+@pytest.mark.parametrize("used_again", [False, True])
+def test_the_largest_store_into_a_full_index(bench: Bench, used_again: bool) -> None:
+    if used_again:
+        for name in range(4):
+            bench.ask(m.Lookup(bench.context, "r", prompt(name).digests, "a"))
+        bench.ask(m.EndRequest(bench.context, "r"))
+    run = prompt(99)
+    for start in range(0, run.num_chunks, m.MAXIMUM_BATCH_CHUNKS):
+        with CallCounter() as counter:
+            plan = bench.prepare(run.slice(start, start + m.MAXIMUM_BATCH_CHUNKS))
+            bench.ask(m.CommitStore(bench.context, plan.ticket))
+        assert counter.count <= REQUEST_CALLS
+        assert plan.num_declined == 0
+
+
+def test_larger_requests_are_refused() -> None:
+    bench = Bench(filled=False)
+    spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),) * 2, "bytes")
+    details = (m.GroupDetail((PAGE,), 8),) * 2
+    context = bench.ask(m.RegisterKVCache(1, "other", 0, 1, "none", "none", "model", spec, details)).context
+    run = prompt(0, m.MAXIMUM_BATCH_CHUNKS)
+    most = m.MAXIMUM_BATCH_ENTRIES // 2
+    for covered in ((run.num_chunks, most), (run.num_chunks, 1)):
+        retrieve = m.PrepareRetrieve(context, "r", run.digests, 0, covered)
+        with pytest.raises(Refused, match=f"at most {m.MAXIMUM_BATCH_ENTRIES}, in several"):
+            bench.ask(retrieve)
+        with pytest.raises(Refused, match=f"at most {m.MAXIMUM_BATCH_ENTRIES}, in several"):
+            bench.ask(m.PrepareStore(context, "r", "", run.digests, 0, b"", covered))
+    plan = bench.ask(m.PrepareStore(context, "r", "", run.slice(0, most).digests, 0, b"", (most, most)))
+    assert len(plan.extents) == m.EXTENT.size * m.MAXIMUM_BATCH_ENTRIES
+
+
+def test_a_chunk_of_many_groups_can_be_stored() -> None:
+    bench = Bench(filled=False)
+    num_groups = m.MAXIMUM_BATCH_ENTRIES + 8
+    spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),) * num_groups, "bytes")
+    details = (m.GroupDetail((PAGE,), 8),) * num_groups
+    context = bench.ask(m.RegisterKVCache(1, "other", 0, 1, "none", "none", "model", spec, details)).context
+    plan = bench.ask(m.PrepareStore(context, "r", "", prompt(0, 1).digests, 0, b"", (1,) * num_groups))
+    assert bench.ask(m.CommitStore(context, plan.ticket)).count == num_groups
+
+
+@pytest.mark.parametrize("kind", [GroupKind.FULL_ATTENTION, GroupKind.RECURRENT])
+def test_a_lookup_of_many_chunks_that_nobody_has(bench: Bench, kind: GroupKind) -> None:
+    spec = m.CacheSpec(1, (m.GroupShape(kind, 1),), "bytes")
+    context = bench.ask(m.RegisterScheduler(1, "engine", "model", spec)).context
+    lookup = m.Lookup(context, "r", prompt(99, 16_384).digests, "a")
+    with CallCounter() as counter:
+        bench.ask(lookup)
+    assert counter.count <= REQUEST_CALLS
+    assert bench.work()[0] <= REQUEST_CALLS
+
+
+def test_a_victim_is_found_in_a_few_steps_when_nearly_all_was_used_again() -> None:
+    """What leaves then need not be the very coldest, but none of those that were used last."""
+    bench = Bench(NUM_CHUNKS, filled=False)
+    for name in range(NUM_CHUNKS):
+        bench.store(prompt(name, 1))
+    order = list(range(1, NUM_CHUNKS))
+    random.Random(7).shuffle(order)
+    for name in [*order, 0]:
+        bench.ask(m.Lookup(bench.context, "r", prompt(name, 1).digests, "a"))
+        bench.ask(m.EndRequest(bench.context, "r"))
+    for name in range(NUM_CHUNKS, NUM_CHUNKS + NUM_CHUNKS // 4):
+        with CallCounter() as counter:
+            bench.store(prompt(name, 1))
+        assert counter.count <= 1000
+    space = bench.index.spaces[0]
+    is_here = [bench.index.longest_prefix(space, prompt(name, 1).digests)[0] for name in order]
+    assert sum(is_here[len(order) // 2 :]) >= 0.9 * len(order) / 2
+    assert sum(is_here[: len(order) // 2]) <= 0.6 * len(order) / 2
+
+
+def test_leaves_that_were_popped_over_are_found_later() -> None:
+    """Leases keep the coldest chunks: what can leave is found, if need be by the next store."""
+    bench = Bench(4096, filled=False)
+    for name in range(4096):
+        bench.store(prompt(name, 1))
+    for name in range(4095):
+        bench.ask(m.Lookup(bench.context, "r", prompt(name, 1).digests, "a"))
+    declined = 0
+    for _ in range(8):
+        with CallCounter() as counter:
+            plan = bench.prepare(prompt(5000, 1))
+        assert counter.count <= 2 * STEP_CALLS
+        if plan.ticket:
+            break
+        declined += 1
+    assert 1 <= declined <= 4
+    assert bench.index.longest_prefix(bench.index.spaces[0], prompt(4095, 1).digests) == (0, ())
+
+
+@pytest.mark.parametrize("num_prompts", [1, 64])
+def test_a_promotion_of_many_chunks(num_prompts: int) -> None:
+    bench = Bench(filled=False)
+    pool = make_pool(NUM_CHUNKS * PAGE)
+    tier = MemoryTier(pool, 4 * NUM_CHUNKS * PAGE)
+    queue = TierQueue(tier, pool, "memory", write_bytes=2 * NUM_CHUNKS * PAGE, clock=lambda: bench.now)
+    bench.depot.tiering = tiering = Tiering(
+        bench.index, [queue], TieringSettings(), names_of=bench.depot.labels.__getitem__,
+        on_corrupt=bench.depot.remove_corrupt, clock=lambda: bench.now,
+    )  # fmt: skip
+    runs = [prompt(name, NUM_CHUNKS // 2 // num_prompts) for name in range(num_prompts)]
+    most = 0
+
+    def turn() -> None:
+        nonlocal most
+        with CallCounter() as counter:
+            tiering.turn(lambda: True)
+        most = max(most, counter.count)
+
+    def has_written() -> bool:
+        turn()
+        return not queue.queued_write_bytes and not queue.has_results
+
+    for run in runs:
+        bench.store(run)
+    wait_until(has_written)
+    bench.depot.clear(None)
+    replies: list[Deferred] = []
+    for run in runs:
+        with CallCounter() as counter:
+            replies.append(bench.ask(m.Lookup(bench.context, "r", run.digests, "a", 60.0)))
+        assert counter.count <= REQUEST_CALLS
+
+    def is_answered() -> bool:
+        turn()
+        return all(reply.reply is not None for reply in replies)
+
+    wait_until(is_answered)
+    assert [reply.reply.num_chunks for reply in replies if isinstance(reply.reply, m.LookupReply)] == [
+        run.num_chunks for run in runs
+    ]
+    assert most <= STEP_CALLS
+    tiering.close()
+
+
+def test_requests_that_wait_are_left_for_the_next_turn_when_the_time_is_over(tmp_path: Path) -> None:
+    (tmp_path / "pool").mkdir()
+    config = ServerConfig(directory=tmp_path / "depot", pool_directory=tmp_path / "pool", pool_size_bytes=1 << 20)
+    server = DepotServer(config)
+    zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    asker = zmq_context.socket(zmq.DEALER)
+    asker.connect(f"ipc://{config.directory / CONTROL_SOCKET}")
+    try:
+        for sequence in range(10):
+            asker.send(m.encode_frame(sequence, m.Hello(m.PROTOCOL_VERSION, "test")))
+        num_answers = 0
+
+        def has_one_more() -> bool:
+            server._serve_messages(server._router, lambda _id: None, time.monotonic())  # pyright: ignore[reportPrivateUsage]
+            return bool(asker.poll(20))
+
+        while num_answers < 10:
+            wait_until(has_one_more)
+            assert m.sequence_of(asker.recv()) == num_answers
+            assert not asker.poll(0), "one request at a time, when the time is over"
+            num_answers += 1
+    finally:
+        zmq_context.destroy(linger=0)
+        server.close()
