@@ -100,7 +100,7 @@ def test_half_written_chunks_of_a_killed_server_are_gone_and_sealed_ones_are_the
     depot.kill()
     victim.kill()
     depot.start()
-    wait_until(lambda: depot.status().num_sessions == 2 and not depot.status().recovering)
+    wait_until(lambda: len(depot.status().contexts) == 2 and not depot.status().recovering)
     assert writer.ask("lookup 2 3") == ["0"]
     assert depot.status().pool_used_bytes == 20 * CHUNK
     assert writer.ask("retrieve 1 20") == ["20", "0"]
@@ -134,7 +134,7 @@ def test_killing_the_server_over_and_over_under_load_serves_no_wrong_byte(depot:
         depot.start()
         for engine in engines:
             assert engine.listen()[1] == "0", "wrong bytes"
-    wait_until(lambda: depot.status().num_sessions == 4)
+    wait_until(lambda: len(depot.status().contexts) == 4)
     for engine in engines:
         wait_until(lambda engine=engine: engine.ask("store 9 12")[0] == "True")
         assert engine.ask("retrieve 9 12") == ["12", "0"]

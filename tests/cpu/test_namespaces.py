@@ -99,7 +99,7 @@ def test_a_container_that_comes_back_to_the_next_server_frees_what_it_left(depot
     assert engine.ask("prepare 1 3") == ["3"]
     depot.kill()
     depot.start()
-    wait_until(lambda: depot.status().num_sessions == 2 and not depot.status().recovering)
+    wait_until(lambda: len(depot.status().contexts) == 2 and not depot.status().recovering)
     wait_until(lambda: depot.status().quarantined_bytes == 0)
     wait_until(lambda: engine.ask("store 1 3") == ["True", "3"])
     assert engine.ask("retrieve 1 3") == ["3", "0"]

@@ -26,7 +26,7 @@ def hit_rate_at_the_end(num_kills: int) -> float:
                 killed += 1
                 fleet.depot.kill()
                 fleet.depot.start()
-                wait_until(lambda: fleet.depot.status().num_sessions == 4, 20, "the engines to be back")
+                wait_until(lambda: len(fleet.depot.status().contexts) == 4, 20, "the engines to be back")
 
         fleet.run([conversation[:-1] for conversation in _CONVERSATIONS], on_report)
         assert killed == num_kills

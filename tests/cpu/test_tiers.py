@@ -45,7 +45,7 @@ class Node:
         for path in self.depot.pool_directory.glob("*"):
             path.unlink()
         self.depot.start()
-        wait_until(lambda: self.depot.status().num_sessions == 2 * len(self.engines), what="the engines")
+        wait_until(lambda: len(self.depot.status().contexts) == 2 * len(self.engines), what="the engines")
 
     def close(self) -> None:
         for engine in self.engines:
@@ -135,7 +135,7 @@ def test_a_depot_killed_while_it_writes_and_reads_leaves_no_wrong_byte(make: Mak
         for engine in engines:
             engine.listen()
         node.depot.start()
-        wait_until(lambda: node.depot.status().num_sessions == 4)
+        wait_until(lambda: len(node.depot.status().contexts) == 4)
         wait_until(lambda: not node.depot.status().recovering)
         for salt in range(turn + 1):
             find(engines[turn % 2], salt, 16)
