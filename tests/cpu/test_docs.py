@@ -107,3 +107,14 @@ def test_every_page_is_in_the_site() -> None:
     assert tomllib.loads(site)["project"]["docs_dir"] == "docs"
     missing = [page.name for page in PAGES[1:] if f'"{page.name}"' not in site]
     assert not missing
+
+
+def test_every_module_has_its_place_in_the_architecture() -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.DOTALL)
+    named = {span.rpartition("/")[2].removesuffix(".py").rpartition(".")[2] for span in re.findall(r"`([^`]+)`", text)}
+    modules = {
+        path
+        for path in (ROOT / "packages").glob("*/src/**/*.py")
+        if not path.stem.startswith("__") and path.stem not in named
+    }
+    assert modules == set()
