@@ -20,7 +20,7 @@ from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
-from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.server.depot import MAXIMUM_ROWS, Deferred, Depot, Refused
 from kvdepot.server.loop import DepotServer
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import IndexTable, Writer
@@ -257,6 +257,19 @@ def test_a_chunk_of_many_groups_can_be_stored() -> None:
     context = bench.ask(m.RegisterKVCache(1, "other", 0, 1, "none", "none", "model", spec, details)).context
     plan = bench.ask(m.PrepareStore(context, "r", "", prompt(0, 1).digests, 0, b"", (1,) * num_groups))
     assert bench.ask(m.CommitStore(context, plan.ticket)).count == num_groups
+
+
+def test_the_status_of_many_tenants() -> None:
+    bench = Bench(filled=False)
+    num_tenants = MAXIMUM_ROWS + 1000
+    for name in range(num_tenants):
+        bench.store(prompt(name, 2, tenant=f"tenant {name}"))
+    with CallCounter() as counter:
+        tenants = bench.depot.status_fields()["tenants"]
+    assert counter.count <= 10 * MAXIMUM_ROWS
+    assert len(tenants) == MAXIMUM_ROWS + 1
+    assert tenants["tenant 7"] == {"used_bytes": 2 * PAGE}
+    assert tenants["(others)"] == {"used_bytes": 2 * PAGE * (num_tenants - MAXIMUM_ROWS)}
 
 
 @pytest.mark.parametrize("kind", [GroupKind.FULL_ATTENTION, GroupKind.RECURRENT])

@@ -92,6 +92,10 @@ class QuotaTable:
         """Return the quotas in bytes by tenant."""
         return {name: self.quota_bytes[share] for name, share in self._share_by_name.items()}
 
+    def usage(self) -> dict[str, tuple[int, int]]:
+        """Return quota and used bytes by tenant."""
+        return {name: (self.quota_bytes[share], self.used_bytes[share]) for name, share in self._share_by_name.items()}
+
     def forget_quota(self, name: str) -> None:
         """Give back the quota of a tenant whose quota has ended."""
         share = self._without.get(name)

@@ -38,6 +38,7 @@ Fence = tuple[Writer, bytes]  # a process, and which worker in it
 MAXIMUM_SPACES: Final = 4096  # different caches; kept as long as the pool
 MAXIMUM_EVENTS: Final = 20  # that operators see
 MAXIMUM_ROWS: Final = 1024  # names with counters of their own
+_OTHERS: Final = "(others)"
 MAXIMUM_LABELS: Final = 65_536  # tenants and their models; names are kept as long as the pool
 
 
@@ -174,6 +175,7 @@ class Depot:
         self._clock = clock
         self._names_are_saved = True
         self._label_numbers: dict[tuple[str, str], int] = {}
+        self._labels_by_tenant: dict[str, list[int]] = {}  # of those that operators see by name
         self._next_number = 1
         self._token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
         self._handlers: dict[type, Callable[[int, Writer, Any], m.Reply | Deferred]] = {
@@ -924,6 +926,8 @@ class Depot:
                 )
             number = self._label_numbers[tenant, model] = len(self.labels)
             self.labels.append((tenant, model))
+            if tenant in self._labels_by_tenant or len(self._labels_by_tenant) < MAXIMUM_ROWS:
+                self._labels_by_tenant.setdefault(tenant, []).append(number)
             self.index.quotas.add_tenant(number, tenant)
             self._names_are_saved = False
         if not self._names_are_saved:
@@ -931,14 +935,18 @@ class Depot:
         return number
 
     def _tenant_status(self) -> dict[str, dict[str, int]]:
-        quotas = self.index.quotas
-        tenants: dict[str, dict[str, int]] = {}
-        for number, size in self.index.label_bytes.items():
-            usage = tenants.setdefault(self.labels[number][0], {"used_bytes": 0})
-            usage["used_bytes"] += size
-            share = quotas.share_of(number)
-            if share:
-                usage["quota_bytes"] = quotas.quota_bytes[share]
+        quotas, label_bytes = self.index.quotas, self.index.label_bytes
+        tenants = {
+            name: {"used_bytes": sum(label_bytes.get(label, 0) for label in labels)}
+            for name, labels in self._labels_by_tenant.items()
+            if any(label in label_bytes for label in labels)
+        }
+        for name, (quota, used) in quotas.usage().items():
+            if used or name in tenants:
+                tenants[name] = {"used_bytes": used, "quota_bytes": quota}
+        rest = sum(quotas.used_bytes) - sum(usage["used_bytes"] for usage in tenants.values())
+        if rest:
+            tenants[_OTHERS] = {"used_bytes": rest}
         for name, (asked, in_pool, in_tiers) in self.tenant_tokens.items():
             usage = tenants.setdefault(name or "default", {"used_bytes": 0})
             for key, count in (("lookup", asked), ("pool_hit", in_pool), ("tier_hit", in_tiers)):
@@ -1029,7 +1037,7 @@ def _row(rows: dict[str, list[int]], name: str, num_columns: int) -> list[int]:
     """Return the counters under a name that a client chose; when there are many names, those of all further ones."""
     row = rows.get(name)
     if row is None:
-        row = rows.setdefault(name if len(rows) < MAXIMUM_ROWS else "(others)", [0] * num_columns)
+        row = rows.setdefault(name if len(rows) < MAXIMUM_ROWS else _OTHERS, [0] * num_columns)
     return row
 
 
