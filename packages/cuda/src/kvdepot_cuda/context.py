@@ -132,7 +132,7 @@ class CudaTransferContext(WorkerTransfers):
                 raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
             raise
         try:
-            registration = self._offer(registration, driver, layout, mover)
+            registration = self._offer(registration, driver, layout, mover, kernel)
         except BaseException:
             self._engine.close()
             raise
@@ -149,7 +149,7 @@ class CudaTransferContext(WorkerTransfers):
 
     @property
     def uses_kernel(self) -> bool:
-        """Whether a kernel is loaded that retrieves small pages."""
+        """Whether a kernel is loaded here that retrieves small pages; a mover's is its own affair."""
         return self._engine.uses_kernel
 
     @property
@@ -197,13 +197,13 @@ class CudaTransferContext(WorkerTransfers):
     # --- who copies -----------------------------------------------------------------------------------------------
 
     def _offer(
-        self, registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, mover: str
+        self, registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, mover: str, kernel: KernelUse
     ) -> m.RegisterKVCache:
         """Return the registration with what the mode needs."""
         if self._mode == DIRECT:
             return registration
         try:
-            offer = offer_of(driver, layout, mover)
+            offer = offer_of(driver, layout, mover, kernel)
         except DriverError as error:
             if self._mode == IPC:
                 raise BackendUnavailable(
