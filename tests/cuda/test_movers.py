@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,17 +19,15 @@ import pytest
 
 from kvdepot import messages as m
 from kvdepot.errors import BackendUnavailable
-from kvdepot.testing.backend import PLANS, Cache, prompt
+from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.gather import GatherImage, KernelUse
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
-from tests.cuda.fake_worker import PIECE_BYTES, FakeWorker
+from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
 from tests.cuda.node import FakeDevice, fake_device
 
 PLAN = PLANS["large pages"]
 WAIT_SECONDS = 30.0
-NUM_PIECES = (64 << 20) // PIECE_BYTES
-MakeCache = Callable[..., Cache]
 
 
 def not_here(_capability: int) -> GatherImage:

@@ -1,0 +1,49 @@
+"""A depot, the fake device, and workers of this process that copy by themselves."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvdepot.testing.backend import PLANS, Cache, MakeCache
+from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot_cuda.testing import FakeDriver
+from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
+
+WAIT_SECONDS = 20.0
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    with DepotProcess() as depot:
+        yield depot
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def worker_options() -> dict[str, Any]:
+    """What every worker of a module is made with, for modules to override."""
+    return {}
+
+
+@pytest.fixture
+def cache(depot: DepotProcess, driver: FakeDriver, worker_options: dict[str, Any]) -> Iterator[MakeCache]:
+    """Makes connected workers whose pool is registered, as far as the driver lets them."""
+    made: list[Cache] = []
+
+    def make(*, plan: str = "one group", num_pieces: int = NUM_PIECES, **options: Any) -> Cache:
+        worker = FakeWorker(depot.url, PLANS[plan], driver=driver, **(worker_options | options))
+        made.append(Cache(worker, PLANS[plan]))
+        worker.wait_until_connected(WAIT_SECONDS)
+        wait_until(lambda: worker.context.num_registered == num_pieces, what="the pool to be registered")
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.context.close()
+    assert driver.violations == []
+    assert driver.left_over == {}
