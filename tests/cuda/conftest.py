@@ -26,18 +26,20 @@ def driver() -> FakeDriver:
 
 @pytest.fixture
 def worker_options() -> dict[str, Any]:
-    """What every worker of a module is made with, for modules to override."""
+    """What `cache` makes workers with, for modules to override."""
     return {}
 
 
 @pytest.fixture
 def cache(depot: DepotProcess, driver: FakeDriver, worker_options: dict[str, Any]) -> Iterator[MakeCache]:
-    """Makes connected workers whose pool is registered, as far as the driver lets them."""
+    """Makes connected workers whose pool is registered, as far as the driver lets them: `num_pieces` of it."""
     made: list[Cache] = []
 
-    def make(*, plan: str = "one group", num_pieces: int = NUM_PIECES, **options: Any) -> Cache:
-        worker = FakeWorker(depot.url, PLANS[plan], driver=driver, **(worker_options | options))
-        made.append(Cache(worker, PLANS[plan]))
+    def make(**given: Any) -> Cache:
+        options: dict[str, Any] = {"plan": "one group", "num_pieces": NUM_PIECES} | worker_options | given
+        plan, num_pieces = PLANS[options.pop("plan")], options.pop("num_pieces")
+        worker = FakeWorker(depot.url, plan, driver=driver, **options)
+        made.append(Cache(worker, plan))
         worker.wait_until_connected(WAIT_SECONDS)
         wait_until(lambda: worker.context.num_registered == num_pieces, what="the pool to be registered")
         return made[-1]

@@ -144,7 +144,7 @@ class CudaTransferContext(WorkerTransfers):
 
     @property
     def num_registered(self) -> int:
-        """Pieces of the pool that the device knows; copies elsewhere are pageable."""
+        """Ranges of the pool that the device knows, pieces or parts of them; copies elsewhere are pageable."""
         return self._engine.num_registered
 
     @property

@@ -27,7 +27,7 @@ from kvdepot.protocols import ReadyEvent
 from kvdepot.runs import BatchRuns, Runs, merge, split
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
-from kvdepot_cuda.registration import PoolRegistration
+from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class CopyEngine:
         self._keep_alive = keep_alive
         self._runs = runs or BatchRuns(layout)
         self._piece_bytes = piece_bytes
+        self._unit_bytes = unit_bytes_of(piece_bytes)
         self._batch_runs = batch_runs
         self._takes_batches = driver.has_batch_copy
         self._kernel = kernel
@@ -94,7 +95,7 @@ class CopyEngine:
 
     @property
     def num_registered(self) -> int:
-        """Pieces of the pool that are registered now."""
+        """Ranges of the pool that are registered now: pieces, or parts of those that the driver refused."""
         return 0 if self._registration is None else self._registration.num_registered
 
     @property
@@ -191,7 +192,7 @@ class CopyEngine:
             self._driver.close()
 
     def _move(self, lane: int, batch: CopyBatch) -> None:
-        runs = split(merge(self._runs.of(batch)), self._piece_bytes)
+        runs = split(merge(self._runs.of(batch)), self._unit_bytes)
         registration = self._registration
         with self._driver.activated():
             try:
