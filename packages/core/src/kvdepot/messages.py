@@ -476,6 +476,7 @@ class Moved(Struct, array_like=True, tag="moved", frozen=True):
     epoch: int
     outcome: MoveOutcome
     why: str = ""
+    is_settled: bool = False  # the mover makes nothing ready any more: later copies will be no faster
 
 
 class StatusReply(Struct, array_like=True, tag="status_reply", frozen=True):

@@ -19,12 +19,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Final
 
+import numpy as np
+
 from kvdepot.client.transfers import CopyBatch
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
 from kvdepot.pool import PoolMemory
 from kvdepot.protocols import ReadyEvent
-from kvdepot.runs import BatchRuns, Runs, merge, split
+from kvdepot.runs import EXTENT_DTYPE, BatchRuns, Runs, merge, split
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
@@ -103,6 +105,20 @@ class CopyEngine:
         """Whether the kernel is loaded and was not given up."""
         return self._uses_gather
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether what can be registered of the pool is, and the kernel is loaded if it can be."""
+        return self._registering is not None and not self._registering.is_alive()
+
+    def covers(self, batch: CopyBatch) -> bool:
+        """Return whether what a batch names of the pool begins and ends in registered memory."""
+        registration = self._registration
+        if registration is None or registration.mapping is not batch.mapping:
+            return False
+        extents = np.frombuffer(batch.extents, EXTENT_DTYPE)
+        starts, sizes = extents["offset"].astype(np.uint64), extents["num_bytes"].astype(np.uint64)
+        return bool((registration.covers(starts) & registration.covers(starts + sizes - np.uint64(1))).all())
+
     # --- order ----------------------------------------------------------------------------------------------------
 
     def mark(self, stream: int) -> "Mark":
@@ -134,12 +150,19 @@ class CopyEngine:
 
     # --- the pool -------------------------------------------------------------------------------------------------
 
-    def attach(self, mapping: PoolMemory, fence: Callable[[], AbstractContextManager[object]]) -> None:
+    def attach(
+        self,
+        mapping: PoolMemory | None,
+        fence: Callable[[], AbstractContextManager[object]],
+        *,
+        only_at: int | None = None,
+    ) -> None:
         """Register a new mapping of the pool, and unregister the one before, on a thread.
 
         Args:
-            mapping: the new one; copies may use it already.
+            mapping: the new one, None for none; copies may use it already.
             fence: held while no copy runs; after it none uses the mapping before.
+            only_at: register no more than the piece that has this offset.
         """
         if self._is_closed:
             return
@@ -149,12 +172,14 @@ class CopyEngine:
         def change() -> None:
             if before is not None:
                 before.join()
+            new = None if mapping is None else PoolRegistration(self._driver, mapping, self._piece_bytes)
             with fence():
-                old, self._registration = self._registration, PoolRegistration(self._driver, mapping, self._piece_bytes)
+                old, self._registration = self._registration, new
             if old is not None:
                 old.close()
-            self._load_kernel()
-            self._registration.register(stop)
+            if new is not None:
+                self._load_kernel()
+                new.register(stop, only_at=only_at)
 
         self._stop_registering = stop
         self._registering = threading.Thread(target=change, name="kvdepot-register", daemon=True)

@@ -142,8 +142,8 @@ class CudaMover:
             kernel=kernel, compile_gather=compile_gather,
         )  # fmt: skip
 
-    def copy(self, request: Copy) -> None:
-        """Copy; returns when the bytes are in place."""
+    def copy(self, request: Copy) -> bool:
+        """Copy; returns when the bytes are in place, and whether all is registered that can be."""
         with self._attach:
             if not self._is_attached:
                 self._is_attached = True
@@ -153,6 +153,7 @@ class CudaMover:
             self._engine.store(batch)
         else:
             self._engine.retrieve(batch)
+        return self._engine.is_settled
 
     def _batch_of(self, request: Copy) -> CopyBatch:
         try:
