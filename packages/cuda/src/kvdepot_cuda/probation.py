@@ -4,12 +4,12 @@ A retrieve only reads the pool, under a lease that is the worker's, and its end 
 looks at the headers. So the worker may copy a batch of a retrieve itself, in a session in which a mover copies. Stores
 it may not, as the records name the mover as who writes.
 
-It begins when the mover says that it is settled, its part of the pool registered: the worker registers the piece of the
-pool that the last batch began in, and loads its kernel if it has one. Batches of some size that lie in registered memory
-are then copied in turn by the mover and by the worker, and the time of each is taken as the transfer sees it; the wait
-for the engine's stream lies before. After `PAIRS` of each the medians decide. After `MOST_SEEN` batches, after an error
-of the worker's copies, and with the session it ends without a verdict. At its end the worker has nothing of the pool
-registered.
+It begins when the mover says that it is settled, its part of the pool registered: the worker registers the piece of
+the pool that the last batch began in, and loads its kernel if it has one. Batches of some size that lie in registered
+memory are then copied in turn by the mover and by the worker, and the time of each is taken as the transfer sees it;
+the wait for the engine's stream lies before. After `PAIRS` of each the medians decide. After `MOST_SEEN` batches, after
+an error of the worker's copies, and with the session it ends without a verdict. At its end the worker has nothing of
+the pool registered.
 """
 
 import logging
