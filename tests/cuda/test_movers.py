@@ -526,6 +526,31 @@ def test_a_device_that_is_lost_is_said_once(
     assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in records[0].getMessage()
 
 
+@pytest.mark.parametrize("mode", ["direct", "ipc"])
+def test_a_worker_knows_when_who_copies_has_the_pool_registered(
+    mode: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    """A mover that takes the place of another has not."""
+    worker = cache(mode=mode)
+    made: Any = worker.context
+    assert worker.store(prompt(4))
+    wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_settled, WAIT_SECONDS)
+    if mode == "direct":
+        assert made.num_registered == NUM_PIECES
+    else:
+        assert device.calls()["register_host"] == NUM_PIECES
+        before = wait_for_mover(depot)
+        device.close_gate()
+        future = made.submit_retrieve("request", prompt(4), worker.blocks(prompt(4)))
+        assert device.wait_for_a_copy() == before
+        os.kill(before, signal.SIGKILL)
+        assert not future.result(WAIT_SECONDS)
+        assert not made.is_settled
+        device.open_gate()
+        wait_for_mover(depot, but=before)
+        wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_settled, WAIT_SECONDS)
+
+
 # --- the kernel -------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from tests.cuda.fake_worker import NUM_PIECES
 from tests.cuda.node import FakeDevice, fake_device
 
 PLAN = PLANS["large pages"]
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 
 
 class Clock:

@@ -117,6 +117,7 @@ class CudaTransferContext(WorkerTransfers):
         self._ready_link: Link | None = None  # whose mover can be asked
         self._patient_until = 0.0  # that it is waited for: not by every transfer of a queue anew
         self._moved_link: Link | None = None  # the last one with a mover
+        self._is_mover_settled = False
         self._falling_back = threading.Lock()
         try:
             driver = open_driver(ordinal)
@@ -156,6 +157,14 @@ class CudaTransferContext(WorkerTransfers):
     def uses_kernel(self) -> bool:
         """Whether a kernel is loaded here that retrieves small pages; a mover's is its own affair."""
         return self._engine.uses_kernel
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether later copies will be no faster: who copies has the pool registered, as far as the driver takes it.
+
+        Of a mover that is known from its last copy.
+        """
+        return self._engine.is_settled if self.transfer_mode == DIRECT else self._is_mover_settled
 
     @property
     def transfer_mode(self) -> str:
@@ -258,11 +267,14 @@ class CudaTransferContext(WorkerTransfers):
     def _move(self, lane: int, channel: Channel, batch: CopyBatch) -> bool:
         """See `kvdepot.client.moves.move`."""
         try:
-            return self._with_mover(lambda: move(channel, lane, batch, self._deadline_seconds))
+            settled = self._with_mover(lambda: move(channel, lane, batch, self._deadline_seconds))
         except DepotUnavailable:
             self._ready_link = None
+            self._is_mover_settled = False
             self._patient_until = time.monotonic() + self._deadline_seconds
             raise
+        self._is_mover_settled = settled
+        return settled
 
     def _with_mover(self, ask: Callable[[], _T]) -> _T:
         try:
