@@ -9,6 +9,7 @@ from kvdepot.testing.backend import PLANS, Cache, MakeCache
 from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.testing import FakeDriver
 from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
+from tests.cuda.node import FakeDevice, fake_device
 
 WAIT_SECONDS = 20.0
 
@@ -16,6 +17,22 @@ WAIT_SECONDS = 20.0
 @pytest.fixture
 def depot() -> Iterator[DepotProcess]:
     with DepotProcess() as depot:
+        yield depot
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    """A device that other processes can open."""
+    with fake_device(monkeypatch) as device:
+        yield device
+        assert device.violations == ""
+
+
+@pytest.fixture
+def depot_with_movers(device: FakeDevice) -> Iterator[DepotProcess]:
+    """One that finds the device's movers, which may be slow here."""
+    del device
+    with DepotProcess("--move-seconds", "20") as depot:
         yield depot
 
 

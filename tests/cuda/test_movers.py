@@ -24,7 +24,7 @@ from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.gather import GatherImage, KernelUse
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
-from tests.cuda.node import FakeDevice, fake_device
+from tests.cuda.node import FakeDevice
 
 PLAN = PLANS["large pages"]
 WAIT_SECONDS = 30.0
@@ -38,17 +38,8 @@ KERNEL: dict[str, Any] = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1, "compil
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    with fake_device(monkeypatch) as device:
-        yield device
-        assert device.violations == ""
-
-
-@pytest.fixture
-def depot(device: FakeDevice) -> Iterator[DepotProcess]:
-    del device
-    with DepotProcess("--move-seconds", "20") as depot:
-        yield depot
+def depot(depot_with_movers: DepotProcess) -> DepotProcess:
+    return depot_with_movers
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.probation import LEAST_BYTES, PAIRS, Probation, slower
 from kvdepot_cuda.testing import FakeDriver
 from tests.cuda.fake_worker import NUM_PIECES
-from tests.cuda.node import FakeDevice, fake_device
+from tests.cuda.node import FakeDevice
 
 PLAN = PLANS["large pages"]
 WAIT_SECONDS = 60.0
@@ -234,17 +234,8 @@ class TimedDriver(FakeDriver):
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    with fake_device(monkeypatch) as device:
-        yield device
-        assert device.violations == ""
-
-
-@pytest.fixture
-def depot(device: FakeDevice) -> Iterator[DepotProcess]:
-    del device
-    with DepotProcess("--move-seconds", "20") as depot:
-        yield depot
+def depot(depot_with_movers: DepotProcess) -> DepotProcess:
+    return depot_with_movers
 
 
 def make_worker(
@@ -272,6 +263,15 @@ def test_a_slower_mover_is_given_up_with_the_figures_in_the_status(
 ) -> None:
     worker, driver = make_worker(device, depot, monkeypatch, 3.0, "auto")
     made: Any = worker.context
+    register_as = made._connection.register_as
+    modes: list[str] = []
+
+    def noted(registration: m.RegisterKVCache) -> None:
+        modes.append(made.transfer_mode)
+        register_as(registration)
+        assert made._connection.link is None
+
+    monkeypatch.setattr(made._connection, "register_as", noted)
     wait_until(
         lambda: worker.retrieve(prompt(12)) in (0, 12) and made.transfer_mode == "direct", WAIT_SECONDS, "the verdict"
     )
@@ -279,6 +279,7 @@ def test_a_slower_mover_is_given_up_with_the_figures_in_the_status(
     (found,) = depot.status().contexts
     assert found.fallback == "measured slower: a mover needs 500.000 ms a MiB, the worker 333.333"
     assert found.mover == ""
+    assert modes == ["ipc"]  # no mover copies any more when stores leave their waits to the worker's streams
     worker.context.wait_until_connected(WAIT_SECONDS)
     wait_until(lambda: made.num_registered == NUM_PIECES, WAIT_SECONDS)
     assert worker.retrieve(prompt(12)) == 12

@@ -233,11 +233,13 @@ class CudaTransferContext(WorkerTransfers):
         with self._falling_back:
             if self.transfer_mode == DIRECT:
                 return
-            self._registration = msgspec.structs.replace(
+            registration = msgspec.structs.replace(
                 self._registration, transfer_mode=DIRECT, offer=None, fallback=why[:1024]
             )
+            # In this order: who sees the new mode leaves waits to our streams, and no mover may copy after that.
+            self._connection.register_as(registration)
+            self._registration = registration
         logger.warning("the worker copies by itself from now on: %s", why)
-        self._connection.register_as(self._registration)
 
     def _is_moved(self, link: Link) -> bool:
         """Whether a mover copies in this session."""
