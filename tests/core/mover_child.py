@@ -21,7 +21,7 @@ def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:
         os.read(int(sys.argv[3]), 1)
         os._exit(0)
 
-    def copy(request: Copy) -> None:
+    def copy(request: Copy) -> bool:
         match offer.device:
             case "hangs":
                 os.read(os.pipe()[0], 1)
@@ -34,6 +34,7 @@ def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:
             case _:
                 for *_, offset, _ in EXTENT.iter_unpack(request.extents):
                     pool.pool[offset] = request.number
+        return offer.device == "settled"
 
     return copy
 

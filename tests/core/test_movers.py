@@ -3,6 +3,7 @@
 
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -159,6 +160,24 @@ def test_a_mover_writes_what_the_depot_chose_and_nothing_else(node: Node) -> Non
     assert retrieve.num_chunks == 4
     assert node.outcome(node.move(context, retrieve.lease, is_store=False)) is m.MoveOutcome.DONE
     assert node.counter("moves") == 2
+
+
+@pytest.mark.parametrize("device", ["quick", "settled"])
+def test_a_mover_says_whether_later_copies_will_be_faster(device: str, node: Node) -> None:
+    """Until it has copied it has said nothing, and neither has who takes its place."""
+    context = node.register(device)
+    found: list[bool] = []
+    for number in (0, None, 0):
+        deferred = node.move(context, node.prepare(context).ticket if number is None else number)
+        assert node.outcome(deferred) is m.MoveOutcome.DONE
+        assert isinstance(deferred.reply, m.Moved)
+        found.append(deferred.reply.is_settled)
+    assert found == [False, device == "settled", device == "settled"]
+    before = node.pid(context)
+    os.kill(before, signal.SIGKILL)
+    node.turn_until(lambda: node.state(context) == MoverState.READY and node.pid(context) != before, "another mover")
+    deferred = node.move(context, 0)
+    assert deferred.reply == m.Moved(1, m.MoveOutcome.DONE)
 
 
 def test_records_name_the_mover_as_who_writes_them(node: Node) -> None:
@@ -339,6 +358,21 @@ def test_offers_that_do_not_add_up_are_refused(wrong: dict[str, Any], node: Node
     assert caught.value.code is ErrorCode.BAD_LAYOUT
     assert not node.depot.contexts
     assert node.counter("movers_started") == 0
+
+
+def test_offers_of_workers_that_name_no_options_are_understood() -> None:
+    """Releases before them sent none."""
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(registration("quick")))
+    del sent[-2][-1]
+    frame = bytes(m.encode_frame(1, registration("quick"))[:8]) + msgspec.msgpack.encode(sent)
+    assert m.decode_request(frame) == registration("quick")
+
+
+@pytest.mark.parametrize("options", [{"a": -1}, {"a": 1 << 63}, {"a" * 257: 1}, {str(n): n for n in range(17)}])
+def test_options_of_an_offer_are_bounded(options: dict[str, int]) -> None:
+    frame = bytes(m.encode_frame(1, registration("quick", offer=offer("quick", options=options))))
+    with pytest.raises(m.FrameError):
+        m.decode_request(frame)
 
 
 def test_only_what_was_prepared_for_this_worker_is_moved(node: Node) -> None:

@@ -9,7 +9,9 @@ from kvdepot.testing.backend import WorkerPlan
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver
 
-PIECE_BYTES = 8 << 20  # eight pieces of the suite's pool
+POOL_BYTES = 64 << 20  # of the suite
+PIECE_BYTES = 8 << 20
+NUM_PIECES = POOL_BYTES // PIECE_BYTES
 
 
 class FakeWorker:

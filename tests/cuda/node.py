@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,13 @@ class FakeDevice:
         (found,) = self.folder.glob("at-gate-*")
         found.unlink()
         return int(found.name.rpartition("-")[2])
+
+    def calls(self) -> Counter[str]:
+        """Return what the drivers of all movers were asked for until their last copies ended."""
+        total = Counter[str]()
+        for path in self.folder.glob("calls-*[0-9]"):
+            total.update(json.loads(path.read_text()))
+        return total
 
     @property
     def violations(self) -> str:

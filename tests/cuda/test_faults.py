@@ -1,50 +1,15 @@
 """What a driver refuses or fails is a miss, once; what the pool's registration holds is given back."""
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
-from kvdepot.testing.backend import PLANS, Cache, prompt
+from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.testing import FakeDriver
-from tests.cuda.fake_worker import PIECE_BYTES, FakeWorker
+from tests.cuda.fake_worker import NUM_PIECES, PIECE_BYTES, POOL_BYTES, FakeWorker
 
-MakeCache = Callable[..., Cache]
-POOL_BYTES = 64 << 20
-NUM_PIECES = POOL_BYTES // PIECE_BYTES
 WAIT_SECONDS = 20.0
-
-
-@pytest.fixture
-def depot() -> Iterator[DepotProcess]:
-    with DepotProcess() as depot:
-        yield depot
-
-
-@pytest.fixture
-def driver() -> FakeDriver:
-    return FakeDriver()
-
-
-@pytest.fixture
-def cache(depot: DepotProcess, driver: FakeDriver) -> Iterator[MakeCache]:
-    """Makes connected workers whose pool is registered, as far as the driver lets them."""
-    made: list[Cache] = []
-
-    def make(*, plan: str = "one group", num_pieces: int = NUM_PIECES, **options: Any) -> Cache:
-        worker = FakeWorker(depot.url, PLANS[plan], driver=driver, **options)
-        made.append(Cache(worker, PLANS[plan]))
-        worker.wait_until_connected(WAIT_SECONDS)
-        wait_until(lambda: worker.context.num_registered == num_pieces, what="the pool to be registered")
-        return made[-1]
-
-    yield make
-    for cache in made:
-        cache.context.close()
-    assert driver.violations == []
-    assert driver.left_over == {}
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -4,28 +4,24 @@ The kernel itself runs and compiles in `tests/triton`; here the fake driver does
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.testing.backend import PLANS, BackendSuite, Cache, WorkerPlan, prompt
+from kvdepot.testing.backend import PLANS, BackendSuite, Cache, MakeCache, WorkerPlan, prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.gather import Gather, GatherImage, KernelUnavailable, KernelUse, compile_gather
 from kvdepot_cuda.testing import FakeDriver
-from tests.cuda.fake_worker import PIECE_BYTES, FakeWorker
+from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
 
 IMAGE = GatherImage(b"image", "gather_runs", 128, 1024, 2)
-POOL_BYTES = 64 << 20
-NUM_PIECES = POOL_BYTES // PIECE_BYTES
 WAIT_SECONDS = 20.0
 KERNEL: dict[str, Any] = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1, "compile_gather": lambda _: IMAGE}  # pyright: ignore[reportUnknownLambdaType]
-
-MakeCache = Callable[..., Cache]
 
 
 def columns(*runs: tuple[int, int, int]) -> list[Any]:
@@ -83,33 +79,9 @@ class TestWithTheKernel(BackendSuite):
 
 
 @pytest.fixture
-def depot() -> Iterator[DepotProcess]:
-    with DepotProcess() as depot:
-        yield depot
-
-
-@pytest.fixture
-def driver() -> FakeDriver:
-    return FakeDriver()
-
-
-@pytest.fixture
-def cache(depot: DepotProcess, driver: FakeDriver) -> Iterator[MakeCache]:
-    """Makes connected workers whose pool is registered, and whose kernel is loaded before that."""
-    made: list[Cache] = []
-
-    def make(*, plan: str = "one group", num_pieces: int = NUM_PIECES, **options: Any) -> Cache:
-        worker = FakeWorker(depot.url, PLANS[plan], driver=driver, **(KERNEL | options))
-        made.append(Cache(worker, PLANS[plan]))
-        worker.wait_until_connected(WAIT_SECONDS)
-        wait_until(lambda: worker.context.num_registered == num_pieces, what="the pool to be registered")
-        return made[-1]
-
-    yield make
-    for cache in made:
-        cache.context.close()
-    assert driver.violations == []
-    assert driver.left_over == {}
+def worker_options() -> dict[str, Any]:
+    """The kernel is loaded before the pool is registered."""
+    return KERNEL
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,29 +19,27 @@ import pytest
 
 from kvdepot import messages as m
 from kvdepot.errors import BackendUnavailable
-from kvdepot.testing.backend import PLANS, Cache, prompt
+from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot_cuda.gather import GatherImage, KernelUse
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
-from tests.cuda.fake_worker import FakeWorker
-from tests.cuda.node import FakeDevice, fake_device
+from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
+from tests.cuda.node import FakeDevice
 
 PLAN = PLANS["large pages"]
 WAIT_SECONDS = 30.0
-MakeCache = Callable[..., Cache]
+
+
+def not_here(_capability: int) -> GatherImage:
+    raise AssertionError("a worker whose mover copies compiles nothing")
+
+
+KERNEL: dict[str, Any] = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1, "compile_gather": not_here}
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    with fake_device(monkeypatch) as device:
-        yield device
-        assert device.violations == ""
-
-
-@pytest.fixture
-def depot(device: FakeDevice) -> Iterator[DepotProcess]:
-    del device
-    with DepotProcess("--move-seconds", "20") as depot:
-        yield depot
+def depot(depot_with_movers: DepotProcess) -> DepotProcess:
+    return depot_with_movers
 
 
 @pytest.fixture
@@ -517,6 +515,123 @@ def test_a_device_that_is_lost_is_said_once(
     assert len(records) == 1
     assert records[0].exc_info is None
     assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in records[0].getMessage()
+
+
+@pytest.mark.parametrize("mode", ["direct", "ipc"])
+def test_a_worker_knows_when_who_copies_has_the_pool_registered(
+    mode: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    """A mover that takes the place of another has not."""
+    worker = cache(mode=mode)
+    made: Any = worker.context
+    assert worker.store(prompt(4))
+    wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_settled, WAIT_SECONDS)
+    if mode == "direct":
+        assert made.num_registered == NUM_PIECES
+    else:
+        assert device.calls()["register_host"] == NUM_PIECES
+        before = wait_for_mover(depot)
+        device.close_gate()
+        future = made.submit_retrieve("request", prompt(4), worker.blocks(prompt(4)))
+        assert device.wait_for_a_copy() == before
+        os.kill(before, signal.SIGKILL)
+        assert not future.result(WAIT_SECONDS)
+        assert not made.is_settled
+        device.open_gate()
+        wait_for_mover(depot, but=before)
+        wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_settled, WAIT_SECONDS)
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+def retrieve_until(device: FakeDevice, worker: Cache, calls: dict[str, int]) -> None:
+    """Store and retrieve, right bytes each time, until the mover's driver was asked so often."""
+    assert worker.store(prompt(4))
+    wait_until(
+        lambda: worker.retrieve(prompt(4)) == 4 and all(device.calls()[call] >= count for call, count in calls.items()),
+        WAIT_SECONDS, f"{calls}",
+    )  # fmt: skip
+
+
+def test_a_mover_s_retrieves_go_by_the_kernel_and_its_stores_never(device: FakeDevice, cache: MakeCache) -> None:
+    """The worker itself loads none: it copies nothing."""
+    worker = cache(**KERNEL)
+    retrieve_until(device, worker, {"device_address_of": NUM_PIECES, "launch_kernel": 1})
+    before = device.calls()
+    assert worker.retrieve(prompt(4)) == 4
+    after = device.calls()
+    assert (after["launch_kernel"], after["copy_batch"]) == (before["launch_kernel"] + 1, before["copy_batch"])
+    assert after["gathered"] > before["gathered"]
+    assert worker.store(prompt(4, salt=1))
+    assert device.calls()["launch_kernel"] == after["launch_kernel"]
+    assert device.calls()["copy_batch"] > after["copy_batch"]
+
+
+def test_a_mover_s_kernel_that_copies_nothing_is_seen(device: FakeDevice, cache: MakeCache) -> None:
+    """Proves the test above."""
+    (device.folder / "idle-kernel").touch()
+    worker = cache(**KERNEL)
+    with pytest.raises(AssertionError, match="wrong bytes were served"):
+        retrieve_until(device, worker, {"launch_kernel": 10_000})
+
+
+@pytest.mark.parametrize("thresholds", [{}, {"kernel_run_bytes": 1024}, {"kernel_runs": 10_000}])
+def test_a_mover_uses_the_kernel_for_what_the_worker_says(
+    thresholds: dict[str, int], device: FakeDevice, cache: MakeCache
+) -> None:
+    worker = cache(**(KERNEL | thresholds if thresholds else {}))
+    retrieve_until(device, worker, {"device_address_of": NUM_PIECES})
+    assert worker.retrieve(prompt(4)) == 4
+    assert device.calls()["launch_kernel"] == 0
+    assert device.calls()["load_kernel"] == (1 if thresholds else 0)
+
+
+@pytest.mark.parametrize("fault", ["no triton", "load_kernel", "launch_kernel"])
+def test_without_a_kernel_that_works_a_mover_copies_all_the_same(
+    fault: str, capfd: pytest.CaptureFixture[str], device: FakeDevice
+) -> None:
+    """One warning, no miss."""
+    if fault == "no triton":
+        (device.folder / "no-triton").touch()
+    else:
+        device.fail(fault, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701)")
+    tries = {"launch_kernel": 1} if fault == "launch_kernel" else {}
+    with DepotProcess("--move-seconds", "20") as depot:  # started here, so that what its mover says is seen here
+        worker = Cache(device.worker(depot.url, PLAN, **KERNEL), PLAN)
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        mover = wait_for_mover(depot)
+        retrieve_until(device, worker, {"device_address_of": NUM_PIECES, **tries})
+        for _ in range(3):
+            assert worker.retrieve(prompt(4)) == 4
+        assert device.calls()["launch_kernel"] == len(tries)
+        assert device.calls()["gathered"] == 0
+        assert wait_for_mover(depot) == mover
+        worker.context.close()
+    assert capfd.readouterr().err.count("no kernel for small pages") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kernel_programs": 5000}, "options cannot work: kernel_programs=5000: 1 to 1024"),
+        ({"kernel_runs": 0}, "options cannot work: kernel_runs=0"),
+        ({"of a later version": 3}, ""),
+    ],
+)
+def test_a_mover_refuses_options_that_cannot_work_and_leaves_others_alone(
+    options: dict[str, int], why: str, depot: DepotProcess, cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KernelUse, "options", options)
+    worker = cache(mode="auto")
+    if why:
+        assert why in fell_back(depot)
+        worker.context.wait_until_connected(WAIT_SECONDS)
+    else:
+        assert mode_of(worker) == "ipc"
+    assert depot.status().counters["movers_started"] == 1
+    assert worker.store(prompt(3))
+    assert worker.retrieve(prompt(3)) == 3
 
 
 # --- what a message can make it do ------------------------------------------------------------------------------------

@@ -5,26 +5,19 @@ The fake device does nothing that nobody waits for, so a missing wait is wrong b
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvdepot.testing.backend import PLANS, Cache, prompt
+from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
 from kvdepot.testing.processes import DepotProcess
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from tests.cuda.fake_worker import FakeWorker
 
-MakeCache = Callable[..., Cache]
 PLAN = PLANS["one group"]
 WAIT_SECONDS = 20.0
-
-
-@pytest.fixture
-def depot() -> Iterator[DepotProcess]:
-    with DepotProcess() as depot:
-        yield depot
 
 
 @pytest.fixture

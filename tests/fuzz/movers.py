@@ -56,6 +56,9 @@ class Movers:
     def writer_of(self, context: int) -> Writer | None:
         return self.living[context].writer if context in self.living else None
 
+    def is_settled(self, context: int) -> bool:
+        return context in self.living
+
     def status(self, context: int) -> tuple[str, int, str]:
         return ("ready", self.living[context].writer.pid, "") if context in self.living else ("", 0, "")
 

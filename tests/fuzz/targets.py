@@ -117,7 +117,7 @@ def _reply_seeds() -> list[bytes]:
         m.ErrorReply(1, ErrorCode.MALFORMED, "no"), m.HelloReply(1, 1, 1, "0.1", 5), m.Registered(1, 2, m.Verify.ALL),
         m.Done(1, 2), m.LookupReply(1, 3, 4, 300.0), m.StorePlan(1, 2, bytes(40), 0, 1),
         m.RetrievePlan(1, 2, 1, bytes(40)), m.Moved(1, m.MoveOutcome.UNAVAILABLE, "no"),
-        m.StatusReply(1, status),
+        m.Moved(1, m.MoveOutcome.DONE, is_settled=True), m.StatusReply(1, status),
     ]  # fmt: skip
     return [bytes(m.encode_frame(7, message)) for message in replies]
 
@@ -132,7 +132,7 @@ def answer(data: bytes) -> None:
 
 
 def _answer_seeds() -> list[bytes]:
-    answers = [encode(each) for each in (Ready(), Copied(1), Refused(2, "no"), Failed("gone", True))]
+    answers = [encode(each) for each in (Ready(), Copied(1), Copied(2, True), Refused(2, "no"), Failed("gone", True))]
     return [*answers, b"".join(answers), b"\xff\xff\xff\xff", encode(Setup(1, REGISTRATION))]
 
 

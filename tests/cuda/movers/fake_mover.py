@@ -1,7 +1,9 @@
 """A mover whose device is the fake driver, installed like any other; the tests' folder tells it what to fail.
 
 `faults` has arguments of `FakeDriver.fail`, for one mover or for all; while `gate` is there copies do not end, and
-`at-gate-PID` says that one has begun; `violations` collects what a device would not have forgiven.
+`at-gate-PID` says that one has begun; `violations` collects what a device would not have forgiven, `calls-PID` has what
+the driver was asked for until the last copy ended. With `no-triton` there is no kernel, with `idle-kernel` it does
+nothing.
 """
 
 import json
@@ -12,8 +14,9 @@ from typing import Any
 
 from kvdepot.mover import run_mover
 from kvdepot.testing.processes import wait_until
+from kvdepot_cuda.gather import GatherImage, KernelUnavailable
 from kvdepot_cuda.mover import open_mover
-from kvdepot_cuda.testing import FakeDriver
+from kvdepot_cuda.testing import FakeDriver, fake_gather
 
 FOLDER = Path(os.environ["KVDEPOT_FAKE_DEVICE"])
 PIECE_BYTES = 8 << 20
@@ -25,15 +28,28 @@ class MoverDriver(FakeDriver):
         if gate.exists():
             (FOLDER / f"at-gate-{os.getpid()}").touch()
             wait_until(lambda: not gate.exists(), 60)
-        super().synchronize_stream(stream)
+        try:
+            super().synchronize_stream(stream)
+        finally:
+            path = FOLDER / f"calls-{os.getpid()}"
+            with self._lock:
+                path.with_suffix(".new").write_text(json.dumps(self.calls))
+                path.with_suffix(".new").rename(path)
 
     def _note(self, violation: str) -> None:
         with (FOLDER / "violations").open("a") as file:
             file.write(f"{violation}\n")
 
 
+def idle(table: int, num_runs: int, num_programs: int) -> None:
+    del table, num_runs, num_programs
+
+
 def open_driver(ordinal: int) -> FakeDriver:
-    driver = MoverDriver(ordinal, has_batch_copy=not (FOLDER / "no-batches").exists())
+    driver = MoverDriver(
+        ordinal, has_batch_copy=not (FOLDER / "no-batches").exists(),
+        run_kernel=idle if (FOLDER / "idle-kernel").exists() else None,
+    )  # fmt: skip
     faults = FOLDER / "faults"
     if faults.exists():
         fault: dict[str, Any] = json.loads(faults.read_text())
@@ -43,5 +59,11 @@ def open_driver(ordinal: int) -> FakeDriver:
     return driver
 
 
+def compile_gather(capability: int) -> GatherImage:
+    if (FOLDER / "no-triton").exists():
+        raise KernelUnavailable("there is no triton")
+    return fake_gather(capability)
+
+
 if __name__ == "__main__":
-    run_mover(sys.argv[1:], open_mover(open_driver, PIECE_BYTES))
+    run_mover(sys.argv[1:], open_mover(open_driver, PIECE_BYTES, compile_gather))

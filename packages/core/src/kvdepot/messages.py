@@ -25,6 +25,7 @@ MAXIMUM_CHUNKS: Final = 65_536  # of one lookup: 4 million tokens in chunks of 6
 MAXIMUM_BATCH_CHUNKS: Final = 32  # of one store or retrieve
 MAXIMUM_BATCH_ENTRIES: Final = 32  # of all groups, or one chunk: they take the server some 20 microseconds each
 MAXIMUM_ALLOCATIONS: Final = 4096  # of a worker's device memory
+MAXIMUM_MOVER_OPTIONS: Final = 16
 
 EXTENT: Final = struct.Struct("<IHHIIQQQ")
 """One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, 0 u16, record u32, 0 u32, header u64 (the
@@ -117,6 +118,7 @@ class MoverOffer(Struct, array_like=True, frozen=True):
         tuple[Annotated[tuple[PagePlace, ...], Meta(min_length=1, max_length=4096)], ...],
         Meta(min_length=1, max_length=64),
     ]  # for each group one for each of its pages
+    options: Annotated[dict[Name, Identifier], Meta(max_length=MAXIMUM_MOVER_OPTIONS)] = {}  # the mover's own affair
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -474,6 +476,7 @@ class Moved(Struct, array_like=True, tag="moved", frozen=True):
     epoch: int
     outcome: MoveOutcome
     why: str = ""
+    is_settled: bool = False  # the mover makes nothing ready any more: later copies will be no faster
 
 
 class StatusReply(Struct, array_like=True, tag="status_reply", frozen=True):

@@ -74,6 +74,7 @@ class Copied(Struct, frozen=True, array_like=True, tag="copied"):
     """The bytes are in place."""
 
     number: int
+    is_settled: bool = False  # as in `Moved`
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -125,10 +126,11 @@ def take_answers(received: bytearray) -> list[FromMover]:
     return answers
 
 
-CopyNow: TypeAlias = Callable[[Copy], None]
+CopyNow: TypeAlias = Callable[[Copy], bool | None]
 """Copies, and returns when the bytes are in place; called by two threads, one for each direction.
 
-Raises `CopyRefused` before the first byte; whatever else it raises ends the process."""
+Returns True if it makes nothing ready any more: later copies will be no faster. Raises `CopyRefused` before the first
+byte; whatever else it raises ends the process."""
 
 
 def run_mover(arguments: Sequence[str], open_device: Callable[[Setup, PoolMemory], CopyNow]) -> None:
@@ -221,10 +223,10 @@ class _Lane:
         while True:
             request = self._requests.get()
             try:
-                self._copy(request)
+                is_settled = bool(self._copy(request))
             except CopyRefused as error:
                 self._depot.send(Refused(request.number, str(error)[:_MAXIMUM_TEXT]))
             except BaseException as error:
                 self._depot.send_last(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             else:
-                self._depot.send(Copied(request.number))
+                self._depot.send(Copied(request.number, is_settled))

@@ -4,7 +4,7 @@ In mode `direct` the worker's own process registers the depot's pool with its de
 priority, one for stores and one for retrieves. In mode `ipc` it hands the depot handles of its memory, and a process
 of the depot, its mover, copies on streams of its own. The protocol with the depot is in `kvdepot.client.transfers` and,
 for movers, `kvdepot.client.moves`; the copies of both are in `kvdepot_cuda.copy`. `auto` is `ipc` until that turns out
-to be impossible, and then `direct`: the worker registers again, with the reason.
+to be impossible, or slower (`probation`), and then `direct`: the worker registers again, with the reason.
 
 Order: a store reads its blocks after `ready`, or, if none is given, after what the engine's stream has at the time of
 the call. A retrieve always comes after what that stream has then, which may still read or clear the blocks. In mode
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec.structs
 
@@ -36,12 +36,14 @@ from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
 from kvdepot_cuda.export import MOVER, offer_of
 from kvdepot_cuda.gather import KERNEL_PROGRAMS, KERNEL_RUNS, CompileGather, KernelUse, compile_gather
 from kvdepot_cuda.nvidia import CudaDriver
+from kvdepot_cuda.probation import Probation
 
 logger = logging.getLogger(__name__)
 
 DIRECT: Final = "direct"
 IPC: Final = "ipc"
 AUTO: Final = "auto"
+_T = TypeVar("_T")
 
 
 class CudaTransferContext(WorkerTransfers):
@@ -49,7 +51,7 @@ class CudaTransferContext(WorkerTransfers):
 
     Args as in `Backend.create_context`, and:
         mode: who copies: "direct", the worker itself; "ipc", a mover of the depot; "auto", a mover as long as that is
-            possible, else the worker.
+            possible and not slower, else the worker.
         stream: returns the handle of the stream on which the engine writes and reads its cache, asked at each
             submission; None for torch's current stream if the tensors are torch's, else nothing is waited for but
             `ready`.
@@ -115,6 +117,7 @@ class CudaTransferContext(WorkerTransfers):
         self._ready_link: Link | None = None  # whose mover can be asked
         self._patient_until = 0.0  # that it is waited for: not by every transfer of a queue anew
         self._moved_link: Link | None = None  # the last one with a mover
+        self._is_mover_settled = False
         self._falling_back = threading.Lock()
         try:
             driver = open_driver(ordinal)
@@ -132,10 +135,13 @@ class CudaTransferContext(WorkerTransfers):
                 raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
             raise
         try:
-            registration = self._offer(registration, driver, layout, mover)
+            registration = self._offer(registration, driver, layout, mover, kernel)
         except BaseException:
             self._engine.close()
             raise
+        self._probation: Probation | None = None
+        if mode == AUTO and registration.offer is not None:
+            self._probation = Probation(self._engine, self._no_copy_running)
         self._registration = registration
         super().__init__(
             registration, layout, self._engine,
@@ -144,13 +150,21 @@ class CudaTransferContext(WorkerTransfers):
 
     @property
     def num_registered(self) -> int:
-        """Pieces of the pool that the device knows; copies elsewhere are pageable."""
+        """Ranges of the pool that the device knows, pieces or parts of them; copies elsewhere are pageable."""
         return self._engine.num_registered
 
     @property
     def uses_kernel(self) -> bool:
-        """Whether a kernel is loaded that retrieves small pages."""
+        """Whether a kernel is loaded here that retrieves small pages; a mover's is its own affair."""
         return self._engine.uses_kernel
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether later copies will be no faster: who copies has the pool registered, as far as the driver takes it.
+
+        Of a mover that is known from its last copy.
+        """
+        return self._engine.is_settled if self.transfer_mode == DIRECT else self._is_mover_settled
 
     @property
     def transfer_mode(self) -> str:
@@ -178,7 +192,7 @@ class CudaTransferContext(WorkerTransfers):
                     raise BackendUnavailable(
                         f"mode {IPC!r}: {error}; mode={AUTO!r} lets the worker copy by itself"
                     ) from error
-                self._fall_back(str(error))
+                self._fall_back(f"no mover: {error}")
             except MoveFailed:
                 if time.monotonic() >= end:
                     raise
@@ -197,13 +211,13 @@ class CudaTransferContext(WorkerTransfers):
     # --- who copies -----------------------------------------------------------------------------------------------
 
     def _offer(
-        self, registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, mover: str
+        self, registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, mover: str, kernel: KernelUse
     ) -> m.RegisterKVCache:
         """Return the registration with what the mode needs."""
         if self._mode == DIRECT:
             return registration
         try:
-            offer = offer_of(driver, layout, mover)
+            offer = offer_of(driver, layout, mover, kernel)
         except DriverError as error:
             if self._mode == IPC:
                 raise BackendUnavailable(
@@ -219,11 +233,13 @@ class CudaTransferContext(WorkerTransfers):
         with self._falling_back:
             if self.transfer_mode == DIRECT:
                 return
-            self._registration = msgspec.structs.replace(
-                self._registration, transfer_mode=DIRECT, offer=None, fallback=f"no mover: {why}"[:1024]
+            registration = msgspec.structs.replace(
+                self._registration, transfer_mode=DIRECT, offer=None, fallback=why[:1024]
             )
-        logger.warning("the worker copies by itself from now on, as no mover of the depot can: %s", why)
-        self._connection.register_as(self._registration)
+            # In this order: who sees the new mode leaves waits to our streams, and no mover may copy after that.
+            self._connection.register_as(registration)
+            self._registration = registration
+        logger.warning("the worker copies by itself from now on: %s", why)
 
     def _is_moved(self, link: Link) -> bool:
         """Whether a mover copies in this session."""
@@ -237,22 +253,37 @@ class CudaTransferContext(WorkerTransfers):
         self._ready_link = channel.link
 
     def _copy_batch(self, lane: int, channel: Channel, batch: CopyBatch) -> None:
-        if self._is_moved(channel.link):
-            try:
-                self._with_mover(lambda: move(channel, lane, batch, self._deadline_seconds))
-            except DepotUnavailable:
-                self._ready_link = None
-                self._patient_until = time.monotonic() + self._deadline_seconds
-                raise
-        else:
+        if not self._is_moved(channel.link):
             super()._copy_batch(lane, channel, batch)
+            return
+        probation = self._probation if lane == 1 else None
+        if probation is None:
+            self._move(lane, channel, batch)
+            return
+        probation.retrieve(batch, lambda: self._move(lane, channel, batch))
+        if probation.is_over:
+            self._probation = None
+            if probation.why_slower:
+                self._fall_back(probation.why_slower)
 
-    def _with_mover(self, ask: Callable[[], None]) -> None:
+    def _move(self, lane: int, channel: Channel, batch: CopyBatch) -> bool:
+        """See `kvdepot.client.moves.move`."""
         try:
-            ask()
+            settled = self._with_mover(lambda: move(channel, lane, batch, self._deadline_seconds))
+        except DepotUnavailable:
+            self._ready_link = None
+            self._is_mover_settled = False
+            self._patient_until = time.monotonic() + self._deadline_seconds
+            raise
+        self._is_mover_settled = settled
+        return settled
+
+    def _with_mover(self, ask: Callable[[], _T]) -> _T:
+        try:
+            return ask()
         except MoverUnavailable as error:
             if self._mode == AUTO:
-                self._fall_back(str(error))
+                self._fall_back(f"no mover: {error}")
             raise
 
     # --- order ----------------------------------------------------------------------------------------------------
@@ -274,6 +305,10 @@ class CudaTransferContext(WorkerTransfers):
             ready.synchronize()
 
     def _on_open(self, link: Link) -> None:
+        probation = self._probation
+        if probation is not None and self._moved_link not in (None, link):
+            with self._no_copy_running():
+                probation.end()
         if self._is_moved(link):
             self._moved_link = link
             self._patient_until = time.monotonic() + self._deadline_seconds

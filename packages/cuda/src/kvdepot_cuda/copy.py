@@ -19,15 +19,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Final
 
+import numpy as np
+
 from kvdepot.client.transfers import CopyBatch
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
 from kvdepot.pool import PoolMemory
 from kvdepot.protocols import ReadyEvent
-from kvdepot.runs import BatchRuns, Runs, merge, split
+from kvdepot.runs import EXTENT_DTYPE, BatchRuns, Runs, merge, split
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
-from kvdepot_cuda.registration import PoolRegistration
+from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class CopyEngine:
         self._keep_alive = keep_alive
         self._runs = runs or BatchRuns(layout)
         self._piece_bytes = piece_bytes
+        self._unit_bytes = unit_bytes_of(piece_bytes)
         self._batch_runs = batch_runs
         self._takes_batches = driver.has_batch_copy
         self._kernel = kernel
@@ -94,13 +97,27 @@ class CopyEngine:
 
     @property
     def num_registered(self) -> int:
-        """Pieces of the pool that are registered now."""
+        """Ranges of the pool that are registered now: pieces, or parts of those that the driver refused."""
         return 0 if self._registration is None else self._registration.num_registered
 
     @property
     def uses_kernel(self) -> bool:
         """Whether the kernel is loaded and was not given up."""
         return self._uses_gather
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what can be registered of the pool is, and the kernel is loaded if it can be."""
+        return self._registering is not None and not self._registering.is_alive()
+
+    def covers(self, batch: CopyBatch) -> bool:
+        """Return whether what a batch names of the pool begins and ends in registered memory."""
+        registration = self._registration
+        if registration is None or registration.mapping is not batch.mapping:
+            return False
+        extents = np.frombuffer(batch.extents, EXTENT_DTYPE)
+        starts, sizes = extents["offset"].astype(np.uint64), extents["num_bytes"].astype(np.uint64)
+        return bool((registration.covers(starts) & registration.covers(starts + sizes - np.uint64(1))).all())
 
     # --- order ----------------------------------------------------------------------------------------------------
 
@@ -133,12 +150,19 @@ class CopyEngine:
 
     # --- the pool -------------------------------------------------------------------------------------------------
 
-    def attach(self, mapping: PoolMemory, fence: Callable[[], AbstractContextManager[object]]) -> None:
+    def attach(
+        self,
+        mapping: PoolMemory | None,
+        fence: Callable[[], AbstractContextManager[object]],
+        *,
+        only_at: int | None = None,
+    ) -> None:
         """Register a new mapping of the pool, and unregister the one before, on a thread.
 
         Args:
-            mapping: the new one; copies may use it already.
+            mapping: the new one, None for none; copies may use it already.
             fence: held while no copy runs; after it none uses the mapping before.
+            only_at: register no more than the piece that has this offset.
         """
         if self._is_closed:
             return
@@ -148,12 +172,14 @@ class CopyEngine:
         def change() -> None:
             if before is not None:
                 before.join()
+            new = None if mapping is None else PoolRegistration(self._driver, mapping, self._piece_bytes)
             with fence():
-                old, self._registration = self._registration, PoolRegistration(self._driver, mapping, self._piece_bytes)
+                old, self._registration = self._registration, new
             if old is not None:
                 old.close()
-            self._load_kernel()
-            self._registration.register(stop)
+            if new is not None:
+                self._load_kernel()
+                new.register(stop, only_at=only_at)
 
         self._stop_registering = stop
         self._registering = threading.Thread(target=change, name="kvdepot-register", daemon=True)
@@ -191,7 +217,7 @@ class CopyEngine:
             self._driver.close()
 
     def _move(self, lane: int, batch: CopyBatch) -> None:
-        runs = split(merge(self._runs.of(batch)), self._piece_bytes)
+        runs = split(merge(self._runs.of(batch)), self._unit_bytes)
         registration = self._registration
         with self._driver.activated():
             try:

@@ -9,8 +9,8 @@ import ctypes
 import importlib
 import importlib.util
 import mmap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,8 @@ from kvdepot_cuda.driver import Direction, Driver
 
 KERNEL_RUNS: Final = 16
 KERNEL_PROGRAMS: Final = 8
+_OPTIONS: Final = ("kernel_run_bytes", "kernel_runs", "kernel_programs")  # fields of `KernelUse`, as users name them
+_MOST: Final = 1 << 63
 _ALIGNMENT: Final = 16
 _ROW_BYTES: Final = 24
 
@@ -41,10 +43,24 @@ class KernelUse:
     min_runs: int = KERNEL_RUNS
     num_programs: int = KERNEL_PROGRAMS  # thread blocks: what the kernel takes from the model beside it
 
+    @classmethod
+    def of_options(cls, options: Mapping[str, int]) -> "KernelUse":
+        """Return what a worker has named by `options`; other names are left alone.
+
+        Raises:
+            ConfigError: numbers that cannot work.
+        """
+        return cls(*(options.get(name, number) for name, number in zip(_OPTIONS, astuple(cls()), strict=True)))
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What a mover has to be told of it: nothing for never."""
+        return dict(zip(_OPTIONS, astuple(self), strict=True)) if self.run_bytes else {}
+
     def __post_init__(self) -> None:
-        if self.run_bytes < 0:
+        if not 0 <= self.run_bytes < _MOST:
             raise ConfigError(f"kernel_run_bytes={self.run_bytes}: 0 for never, or bytes")
-        if self.min_runs < 1:
+        if not 1 <= self.min_runs < _MOST:
             raise ConfigError(f"kernel_runs={self.min_runs}: at least 1")
         if not 1 <= self.num_programs <= 1024:
             raise ConfigError(f"kernel_programs={self.num_programs}: 1 to 1024")

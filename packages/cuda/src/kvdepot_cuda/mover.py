@@ -2,7 +2,7 @@
 
 Started by the depot, one for each worker (`kvdepot.mover`). It needs cuda-bindings and numpy, not torch, and sees only
 the worker's device, which it finds by its UUID. The pool is registered with the device from the first copy on, in the
-background; copies are those of `kvdepot_cuda.copy`.
+background; copies are those of `kvdepot_cuda.copy`, by its kernel where the worker wants that and Triton is here.
 
 What a worker says about its memory is believed as far as the driver confirms it: every page has to lie in the
 allocation that was opened, and every run is compared with the opened ranges and with the pool before the first copy.
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.client.transfers import CopyBatch
-from kvdepot.errors import LayoutError
+from kvdepot.errors import ConfigError, LayoutError
 from kvdepot.layout import CacheLayout
 from kvdepot.messages import RegisterKVCache
 from kvdepot.mover import Copy, CopyNow, CopyRefused, MoverError, Setup, run_mover
@@ -28,6 +28,7 @@ from kvdepot.runs import EXTENT_DTYPE, BatchRuns, Runs
 from kvdepot_cuda.copy import PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
 from kvdepot_cuda.export import last_byte_of, layout_of
+from kvdepot_cuda.gather import CompileGather, KernelUse, compile_gather
 from kvdepot_cuda.nvidia import CudaDriver
 
 _VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
@@ -100,6 +101,8 @@ class CudaMover:
         registration: of the worker, with an offer.
         pool: mapped here.
         piece_bytes: how much of the pool is registered by one call.
+        kernel: which runs of a retrieve the kernel copies.
+        compile_gather: makes that kernel.
 
     Raises:
         DriverError: a handle cannot be opened.
@@ -108,7 +111,13 @@ class CudaMover:
     """
 
     def __init__(
-        self, driver: Driver, registration: RegisterKVCache, pool: PoolMemory, piece_bytes: int = PIECE_BYTES
+        self,
+        driver: Driver,
+        registration: RegisterKVCache,
+        pool: PoolMemory,
+        piece_bytes: int = PIECE_BYTES,
+        kernel: KernelUse = KernelUse(),  # noqa: B008  # frozen
+        compile_gather: CompileGather = compile_gather,
     ) -> None:
         offer = registration.offer
         assert offer is not None
@@ -129,11 +138,12 @@ class CudaMover:
         self._attach = threading.Lock()
         self._is_attached = False
         self._engine = CopyEngine(
-            driver, layout, None, piece_bytes=piece_bytes, runs=CheckedRuns(layout, ranges, pool.size_bytes)
-        )
+            driver, layout, None, piece_bytes=piece_bytes, runs=CheckedRuns(layout, ranges, pool.size_bytes),
+            kernel=kernel, compile_gather=compile_gather,
+        )  # fmt: skip
 
-    def copy(self, request: Copy) -> None:
-        """Copy; returns when the bytes are in place."""
+    def copy(self, request: Copy) -> bool:
+        """Copy; returns when the bytes are in place, and whether all is registered that can be."""
         with self._attach:
             if not self._is_attached:
                 self._is_attached = True
@@ -143,6 +153,7 @@ class CudaMover:
             self._engine.store(batch)
         else:
             self._engine.retrieve(batch)
+        return self._engine.is_settled
 
     def _batch_of(self, request: Copy) -> CopyBatch:
         try:
@@ -158,16 +169,22 @@ class CudaMover:
         )
 
 
-def open_mover(open_driver: OpenDriver, piece_bytes: int = PIECE_BYTES) -> Callable[[Setup, PoolMemory], CopyNow]:
+def open_mover(
+    open_driver: OpenDriver, piece_bytes: int = PIECE_BYTES, compile_gather: CompileGather = compile_gather
+) -> Callable[[Setup, PoolMemory], CopyNow]:
     """Return what opens a worker's memory, with drivers of this kind."""
 
     def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:
         offer = setup.registration.offer
         if offer is None:
             raise MoverError("a worker that offers nothing", is_final=True)
+        try:
+            kernel = KernelUse.of_options(offer.options)
+        except ConfigError as error:
+            raise MoverError(f"the worker's options cannot work: {error}", is_final=True) from error
         os.environ[_VISIBLE_DEVICES] = offer.device
         try:
-            return CudaMover(open_driver(0), setup.registration, pool, piece_bytes).copy
+            return CudaMover(open_driver(0), setup.registration, pool, piece_bytes, kernel, compile_gather).copy
         except LayoutError as error:
             raise MoverError(f"a layout that cannot be: {error}", is_final=True) from error
         except DriverError as error:

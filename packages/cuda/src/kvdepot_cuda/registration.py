@@ -3,19 +3,36 @@
 Registering is slow (reported: 0.1 s a GB) and delicate, so nothing waits for it and nothing depends on it: until a
 piece is registered, or if the driver refuses it, its copies are pageable ones, correct and slower. Small pieces also
 bound how long the driver's lock keeps others of the machine waiting.
+
+On a device whose memory is full drivers refuse pieces at random (reported). So a refused one is tried again in halves,
+down to a **unit**: registered is always a row of whole units, and a copy that stays within one unit crosses the end of
+nothing that is registered.
 """
 
 import logging
 import threading
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot.config import format_size
 from kvdepot.pool import PoolMemory
 from kvdepot.runs import Addresses
 from kvdepot_cuda.driver import Driver, DriverError
 
 logger = logging.getLogger(__name__)
+
+SMALLEST_BYTES: Final = 64 << 20  # of what is tried again
+_PAGE_BYTES: Final = 4096
+
+
+def unit_bytes_of(piece_bytes: int) -> int:
+    """Return a piece halved as often as halves are whole pages and not smaller than `SMALLEST_BYTES`."""
+    unit = piece_bytes
+    while not unit % (2 * _PAGE_BYTES) and unit // 2 >= SMALLEST_BYTES:
+        unit //= 2
+    return unit
 
 
 class PoolRegistration:
@@ -29,47 +46,98 @@ class PoolRegistration:
 
     def __init__(self, driver: Driver, mapping: PoolMemory, piece_bytes: int) -> None:
         self.mapping = mapping
+        self.unit_bytes = unit_bytes_of(piece_bytes)
         self._driver = driver
-        self._piece_bytes = piece_bytes
-        self._is_registered = np.zeros(-(-mapping.size_bytes // piece_bytes), np.bool_)
-        self._on_device = np.zeros(len(self._is_registered), np.uint64)  # where kernels find a piece, 0: nowhere
+        self._units_per_piece = piece_bytes // self.unit_bytes
+        self._is_registered = np.zeros(-(-mapping.size_bytes // self.unit_bytes), np.bool_)
+        self._on_device = np.zeros(len(self._is_registered), np.uint64)  # where kernels find a unit, 0: nowhere
+        self._ranges: dict[int, int] = {}  # registered bytes, by their offset
 
     @property
     def num_registered(self) -> int:
-        """Pieces that are registered now."""
-        return int(self._is_registered.sum())
+        """Ranges that are registered now: whole pieces, and parts of those that were refused."""
+        return len(self._ranges)
 
     def covers(self, offsets: Addresses) -> npt.NDArray[np.bool_]:
-        """Return for each offset in the pool whether its piece is registered."""
-        return self._is_registered[(offsets // np.uint64(self._piece_bytes)).astype(np.int64)]
+        """Return for each offset in the pool whether its unit is registered."""
+        return self._is_registered[(offsets // np.uint64(self.unit_bytes)).astype(np.int64)]
 
     def device_addresses(self, offsets: Addresses) -> Addresses:
         """Return for each offset in the pool where kernels find it, 0 where they cannot reach it."""
-        pieces, rests = np.divmod(offsets, np.uint64(self._piece_bytes))
-        bases = self._on_device[pieces.astype(np.int64)]
+        units, rests = np.divmod(offsets, np.uint64(self.unit_bytes))
+        bases = self._on_device[units.astype(np.int64)]
         return np.where(bases == 0, bases, bases + rests)
 
-    def register(self, stop: threading.Event) -> None:
-        """Register the pieces, until `stop` is set. One warning says what the driver refused."""
+    def register(self, stop: threading.Event, *, only_at: int | None = None) -> None:
+        """Register the pieces, until `stop` is set. One warning says what the driver refused.
+
+        Refused pieces are halved as long as that is of use: not after one of which nothing was taken, until another is.
+
+        Args:
+            stop: checked between calls of the driver.
+            only_at: register just the piece that has this offset in the pool, without a word if that is refused.
+        """
+        num_units = len(self._is_registered)
         refused: DriverError | None = None
-        for number in range(len(self._is_registered)):
+        halves = True
+        firsts = range(0, num_units, self._units_per_piece)
+        if only_at is not None:
+            piece = only_at // (self._units_per_piece * self.unit_bytes)
+            firsts = firsts[piece : piece + 1]
+        for first in firsts:
+            last = min(first + self._units_per_piece, num_units)
+            refused = self._register(first, last, stop, halves=halves) or refused
             if stop.is_set():
                 return
-            start = number * self._piece_bytes
-            size = min(self._piece_bytes, self.mapping.size_bytes - start)
+            if refused is not None and refused.is_permanent:
+                break
+            halves = bool(self._is_registered[first:last].any())
+        if refused is not None and only_at is None:
+            missing = self.mapping.size_bytes - sum(self._ranges.values())
+            logger.warning(
+                "%s of the pool's %s cannot be registered with the device, copies there are slower: %s",
+                format_size(missing), format_size(self.mapping.size_bytes), refused,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Unregister what is registered. Nothing may be copied here any more. Twice is harmless."""
+        kept: list[DriverError] = []
+        ranges, self._ranges = self._ranges, {}
+        self._is_registered[:] = False
+        self._on_device[:] = 0
+        for start in ranges:
             try:
                 with self._driver.activated():
-                    self._driver.register_host(self.mapping.address + start, size)
+                    self._driver.unregister_host(self.mapping.address + start)
             except DriverError as error:
-                refused = error
-            else:
-                self._on_device[number] = self._device_address(start)
-                self._is_registered[number] = True
-        if refused is not None:
-            logger.warning(
-                "%d of %d pieces of the pool cannot be registered with the device, copies there are slower: %s",
-                len(self._is_registered) - self.num_registered, len(self._is_registered), refused,
-            )  # fmt: skip
+                kept.append(error)
+        if kept:
+            logger.warning("%d pieces of the pool stay registered with the device: %s", len(kept), kept[-1])
+
+    def _register(self, first: int, last: int, stop: threading.Event, *, halves: bool) -> DriverError | None:
+        """Register units `first` to `last`, the latter left out; return an error if some of them are refused."""
+        if stop.is_set():
+            return None
+        start = first * self.unit_bytes
+        size = min(last * self.unit_bytes, self.mapping.size_bytes) - start
+        try:
+            with self._driver.activated():
+                self._driver.register_host(self.mapping.address + start, size)
+        except DriverError as error:
+            if error.is_permanent or last - first == 1 or not halves:
+                return error
+            middle = (first + last + 1) // 2
+            lower = self._register(first, middle, stop, halves=True)
+            if lower is not None and lower.is_permanent:
+                return lower
+            return self._register(middle, last, stop, halves=True) or lower
+        self._ranges[start] = size
+        base = self._device_address(start)
+        if base:
+            units = np.arange(last - first, dtype=np.uint64)
+            self._on_device[first:last] = np.uint64(base) + units * np.uint64(self.unit_bytes)
+        self._is_registered[first:last] = True
+        return None
 
     def _device_address(self, start: int) -> int:
         try:
@@ -77,17 +145,3 @@ class PoolRegistration:
                 return self._driver.device_address_of(self.mapping.address + start)
         except DriverError:  # no kernel reads it; copies do not need it
             return 0
-
-    def close(self) -> None:
-        """Unregister what is registered. Nothing may be copied here any more. Twice is harmless."""
-        kept: list[DriverError] = []
-        for number in np.flatnonzero(self._is_registered).tolist():
-            self._is_registered[number] = False
-            self._on_device[number] = 0
-            try:
-                with self._driver.activated():
-                    self._driver.unregister_host(self.mapping.address + number * self._piece_bytes)
-            except DriverError as error:
-                kept.append(error)
-        if kept:
-            logger.warning("%d pieces of the pool stay registered with the device: %s", len(kept), kept[-1])

@@ -48,8 +48,8 @@ def await_mover(channel: Channel, wait_seconds: float, deadline_seconds: float) 
     _wait(channel, channel.submit(request), wait_seconds + deadline_seconds)
 
 
-def move(channel: Channel, lane: int, batch: CopyBatch, deadline_seconds: float) -> None:
-    """Have a batch copied; return when the bytes are in place.
+def move(channel: Channel, lane: int, batch: CopyBatch, deadline_seconds: float) -> bool:
+    """Have a batch copied; return when the bytes are in place, and whether the mover makes nothing ready any more.
 
     Whatever is raised, no block of a retrieve is written any more. Where the mover is another user's process and cannot
     be killed, a retrieve waits for a depot that hangs until that goes on or dies.
@@ -81,7 +81,7 @@ def move(channel: Channel, lane: int, batch: CopyBatch, deadline_seconds: float)
     sequence = channel.submit(request)
     can_end_it = lane == 0 or link.can_kill_movers()
     try:
-        _wait(channel, sequence, 2 * deadline_seconds + link.move_seconds if can_end_it else _FOR_EVER_SECONDS)
+        return _wait(channel, sequence, 2 * deadline_seconds + link.move_seconds if can_end_it else _FOR_EVER_SECONDS)
     except MoveFailed:
         raise
     except DepotTimeout:
@@ -93,22 +93,23 @@ def move(channel: Channel, lane: int, batch: CopyBatch, deadline_seconds: float)
         raise
 
 
-def _wait(channel: Channel, sequence: int, seconds: float) -> None:
+def _wait(channel: Channel, sequence: int, seconds: float) -> bool:
     try:
-        _check(channel.wait(sequence, seconds))
+        return _check(channel.wait(sequence, seconds))
     except RemoteError as error:
         if error.code is not ErrorCode.UNKNOWN_OPERATION:
             raise
         raise MoverUnavailable("the depot is of a version without movers") from error
 
 
-def _check(reply: m.Reply) -> None:
+def _check(reply: m.Reply) -> bool:
     if not isinstance(reply, m.Moved):
         raise MoveFailed(f"it answered a move with {type(reply).__name__}")
     if reply.outcome is m.MoveOutcome.UNAVAILABLE:
         raise MoverUnavailable(reply.why)
     if reply.outcome is not m.MoveOutcome.DONE:
         raise MoveFailed(reply.why)
+    return reply.is_settled
 
 
 def _pack(block_ids: Sequence[int], start: int, stop: int) -> bytes:

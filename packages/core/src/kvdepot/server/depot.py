@@ -669,7 +669,8 @@ class Depot:
 
     def _move(self, session: int, writer: Writer, request: m.Move) -> m.Reply | Deferred:
         context = self._context(session, request.context)
-        if self.movers is None or context.registration is None or context.registration.offer is None:
+        movers = self.movers
+        if movers is None or context.registration is None or context.registration.offer is None:
             return m.Moved(self.epoch, m.MoveOutcome.UNAVAILABLE, "this worker offered no memory")
         ticket: Ticket | None = None
         copy: Copy | None = None
@@ -693,14 +694,14 @@ class Depot:
                 ticket.is_moving = False
                 if ticket.is_aborted and ticket.number in self.tickets:
                     self._discard(ticket)
-            deferred.send(m.Moved(self.epoch, outcome, why))
+            deferred.send(m.Moved(self.epoch, outcome, why, movers.is_settled(context.number)))
 
         if ticket is not None:
             if ticket.is_moving:
                 raise Refused(ErrorCode.MALFORMED, f"ticket {ticket.number} is being written")
             ticket.is_moving = True
         try:
-            self.movers.move(context.number, copy, request.wait_seconds, on_end)
+            movers.move(context.number, copy, request.wait_seconds, on_end)
         except MoveRefused as error:
             if ticket is not None:
                 ticket.is_moving = False

@@ -78,6 +78,7 @@ class _Child:
     outbox: bytearray = field(default_factory=bytearray)
     moves: dict[int, _Move] = field(default_factory=dict[int, _Move])  # by number
     is_ready: bool = False
+    is_settled: bool = False
     is_lost: bool = False
 
 
@@ -174,6 +175,11 @@ class MoverTable:
         """Return the process that copies for a context now, None if none can."""
         mover = self._movers.get(context)
         return mover.child.writer if mover is not None and mover.child and mover.state is MoverState.READY else None
+
+    def is_settled(self, context: int) -> bool:
+        """Return whether a context's mover makes nothing ready any more, as far as it has said so."""
+        mover = self._movers.get(context)
+        return mover is not None and mover.child is not None and mover.child.is_settled
 
     def status(self, context: int) -> tuple[str, int, str]:
         """Return state, process and what ended the one before; nothing for who has no mover."""
@@ -364,7 +370,8 @@ class MoverTable:
                         self._send(mover, child, move)
                     except MoveRefused as error:
                         move.on_end(MoveOutcome.FAILED, str(error))
-            case Copied(number) if number in child.moves:
+            case Copied(number, is_settled) if number in child.moves:
+                child.is_settled = is_settled
                 child.moves.pop(number).on_end(MoveOutcome.DONE, "")
             case Refused(number, text) if number in child.moves:
                 self.counters["moves_refused"] += 1

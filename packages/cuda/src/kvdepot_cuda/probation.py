@@ -1,0 +1,132 @@
+"""Whether a mover is slower than the worker would be by itself: found out in mode `auto`, over a few real retrieves.
+
+A retrieve only reads the pool, under a lease that is the worker's, and its end is the same whoever copied: the worker
+looks at the headers. So the worker may copy a batch of a retrieve itself, in a session in which a mover copies. Stores
+it may not, as the records name the mover as who writes.
+
+It begins when the mover says that it is settled, its part of the pool registered: the worker registers the piece of
+the pool that the last batch began in, and loads its kernel if it has one. Batches of some size that lie in registered
+memory are then copied in turn by the mover and by the worker, and the time of each is taken as the transfer sees it;
+the wait for the engine's stream lies before. After `PAIRS` of each the medians decide. After `MOST_SEEN` batches, after
+an error of the worker's copies, and with the session it ends without a verdict. At its end the worker has nothing of
+the pool registered.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Final
+
+import numpy as np
+
+from kvdepot.client.transfers import CopyBatch
+from kvdepot.runs import EXTENT_DTYPE
+from kvdepot_cuda.copy import CopyEngine
+from kvdepot_cuda.driver import DriverError
+
+logger = logging.getLogger(__name__)
+
+PAIRS: Final = 8
+SLOWER: Final = 1.25  # times the worker's, in which noise and the cost of a change are lost
+LEAST_BYTES: Final = 4 << 20  # of a batch: of a smaller one the round trips are all that is seen
+MOST_SEEN: Final = 256  # batches of that size
+
+
+class Probation:
+    """Used by the thread of the retrieves alone, while no other copy of that lane runs.
+
+    Args:
+        engine: the worker's, with nothing attached.
+        fence: as in `CopyEngine.attach`.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        engine: CopyEngine,
+        fence: Callable[[], AbstractContextManager[object]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engine = engine
+        self._fence = fence
+        self._clock = clock
+        self._by_mover: list[float] = []  # seconds a byte
+        self._by_worker: list[float] = []
+        self._is_settled = False  # the mover that copied last
+        self._has_begun = False
+        self._num_seen = 0  # since it has
+        self.is_over = False
+        self.why_slower = ""  # once it is over: why the worker had better copy, "" if not
+
+    def retrieve(self, batch: CopyBatch, move: Callable[[], bool]) -> None:
+        """Have a batch copied by the mover, or copy it.
+
+        Args:
+            batch: of a retrieve.
+            move: has the mover copy it, and returns whether the mover is settled; what it raises is raised.
+
+        Raises:
+            DriverError: the worker's device is lost.
+        """
+        extents = np.frombuffer(batch.extents, EXTENT_DTYPE)
+        num_bytes = int(extents["num_bytes"].sum())
+        if self.is_over or num_bytes < LEAST_BYTES:
+            move()
+            return
+        is_covered = self._engine.covers(batch)
+        if is_covered and len(self._by_worker) < len(self._by_mover):
+            seconds = self._time(lambda: self._copy(batch, move))
+            if not self.is_over:
+                self._by_worker.append(seconds / num_bytes)
+        else:
+            seconds = self._time(lambda: self._move(move))
+            if is_covered and self._is_settled:  # another mover may have taken its place
+                self._by_mover.append(seconds / num_bytes)
+            elif self._is_settled and not self._has_begun:
+                self._has_begun = True
+                self._engine.attach(batch.mapping, self._fence, only_at=int(extents["offset"][0]))
+        self._num_seen += self._has_begun
+        if len(self._by_worker) >= PAIRS:
+            self.why_slower = slower(self._by_mover, self._by_worker)
+        if len(self._by_worker) >= PAIRS or self._num_seen >= MOST_SEEN:
+            self.end()
+
+    def end(self) -> None:
+        """Give back what is registered; from now on the mover copies. Twice is harmless."""
+        if not self.is_over:
+            self.is_over = True
+            if self._has_begun:
+                self._engine.attach(None, self._fence)
+
+    def _time(self, work: Callable[[], None]) -> float:
+        began = self._clock()
+        work()
+        return self._clock() - began
+
+    def _move(self, move: Callable[[], bool]) -> None:
+        self._is_settled = move()
+
+    def _copy(self, batch: CopyBatch, move: Callable[[], bool]) -> None:
+        try:
+            self._engine.retrieve(batch)
+        except DriverError as error:
+            self.end()
+            if error.is_permanent:
+                raise
+            logger.warning("the worker cannot copy by itself, so a mover does without being compared: %s", error)
+            move()
+
+
+def slower(by_mover: list[float], by_worker: list[float]) -> str:
+    """Return in words by how much a mover is slower, "" if it is not or not by much.
+
+    Args:
+        by_mover: seconds a byte.
+        by_worker: likewise.
+    """
+    mover, worker = (statistics.median(seconds) * 1e3 * (1 << 20) for seconds in (by_mover, by_worker))
+    if mover <= SLOWER * worker:
+        return ""
+    return f"measured slower: a mover needs {mover:.3f} ms a MiB, the worker {worker:.3f}"

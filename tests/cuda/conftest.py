@@ -1,0 +1,68 @@
+"""A depot, the fake device, and workers of this process that copy by themselves."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvdepot.testing.backend import PLANS, Cache, MakeCache
+from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot_cuda.testing import FakeDriver
+from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
+from tests.cuda.node import FakeDevice, fake_device
+
+WAIT_SECONDS = 20.0
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    with DepotProcess() as depot:
+        yield depot
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    """A device that other processes can open."""
+    with fake_device(monkeypatch) as device:
+        yield device
+        assert device.violations == ""
+
+
+@pytest.fixture
+def depot_with_movers(device: FakeDevice) -> Iterator[DepotProcess]:
+    """One that finds the device's movers, which may be slow here."""
+    del device
+    with DepotProcess("--move-seconds", "20") as depot:
+        yield depot
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def worker_options() -> dict[str, Any]:
+    """What `cache` makes workers with, for modules to override."""
+    return {}
+
+
+@pytest.fixture
+def cache(depot: DepotProcess, driver: FakeDriver, worker_options: dict[str, Any]) -> Iterator[MakeCache]:
+    """Makes connected workers whose pool is registered, as far as the driver lets them: `num_pieces` of it."""
+    made: list[Cache] = []
+
+    def make(**given: Any) -> Cache:
+        options: dict[str, Any] = {"plan": "one group", "num_pieces": NUM_PIECES} | worker_options | given
+        plan, num_pieces = PLANS[options.pop("plan")], options.pop("num_pieces")
+        worker = FakeWorker(depot.url, plan, driver=driver, **options)
+        made.append(Cache(worker, plan))
+        worker.wait_until_connected(WAIT_SECONDS)
+        wait_until(lambda: worker.context.num_registered == num_pieces, what="the pool to be registered")
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.context.close()
+    assert driver.violations == []
+    assert driver.left_over == {}

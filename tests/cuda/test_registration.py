@@ -1,0 +1,188 @@
+"""What of the pool is registered when the driver refuses some of it: as much as it takes, in halves of pieces."""
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdepot.pool import PoolMemory
+from kvdepot.runs import Addresses
+from kvdepot.testing.backend import MakeCache, prompt
+from kvdepot_cuda import registration
+from kvdepot_cuda.driver import DriverError
+from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
+from kvdepot_cuda.testing import FakeDriver, fake_gather
+from tests.cuda.fake_worker import POOL_BYTES as WORKER_S_POOL_BYTES
+
+MIB = 1 << 20
+POOL_BYTES = 11 * MIB + 8192  # pieces of 4 MiB, the last one shorter; units of 1 MiB
+
+
+class FullDevice(FakeDriver):
+    """Refuses what has one of some grains of the pool in it; the pool is what is registered first."""
+
+    def __init__(
+        self, refused: set[int], code: str = "CUDA_ERROR_OUT_OF_MEMORY (2)", *, grain_bytes: int = MIB
+    ) -> None:
+        super().__init__()
+        self.refused, self.code, self.grain_bytes = refused, code, grain_bytes
+        self.base = 0
+        self.tried: list[tuple[int, int]] = []  # first and last grain
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        if num_bytes < self.grain_bytes and not self.base:  # the kernel's table
+            super().register_host(address, num_bytes)
+            return
+        self.base = self.base or address
+        first, last = ((byte - self.base) // self.grain_bytes for byte in (address, address + num_bytes - 1))
+        self.tried.append((first, last))
+        if self.refused & set(range(first, last + 1)):
+            raise DriverError("register_host", self.code)
+        super().register_host(address, num_bytes)
+
+
+@pytest.fixture(autouse=True)
+def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "SMALLEST_BYTES", MIB)
+
+
+@pytest.fixture
+def pool() -> Iterator[PoolMemory]:
+    fd = os.memfd_create("pool")
+    os.truncate(fd, POOL_BYTES)
+    yield PoolMemory(fd, POOL_BYTES)
+    os.close(fd)
+
+
+def registered(driver: FullDevice, pool: PoolMemory) -> PoolRegistration:
+    made = PoolRegistration(driver, pool, 4 * MIB)
+    made.register(threading.Event())
+    return made
+
+
+def offsets() -> Addresses:
+    """The first and the last byte of every MiB."""
+    starts = np.arange(0, POOL_BYTES, MIB, dtype=np.uint64)
+    return np.concatenate([starts, np.minimum(starts + np.uint64(MIB), np.uint64(POOL_BYTES)) - np.uint64(1)])
+
+
+@pytest.mark.parametrize(
+    ("refused", "num_ranges"),
+    [
+        (set[int](), 3),
+        ({0}, 4),  # 1 2-3 4-7 8-11
+        ({3, 4}, 5),  # 0-1 2 5 6-7 8-11
+        ({5, 6}, 4),  # 0-3 4 7 8-11
+        ({8}, 4),  # 0-3 4-7 9 10-11
+        ({11}, 4),  # 0-3 4-7 8-9 10
+        ({4, 5, 6, 7}, 2),
+        (set(range(12)), 0),
+        (set(range(1, 12)), 1),
+    ],
+)
+def test_only_what_is_really_refused_stays_pageable(
+    refused: set[int], num_ranges: int, pool: PoolMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning names the bytes and the reason; the kernel finds what is registered, and nothing else."""
+    driver = FullDevice(refused)
+    made = registered(driver, pool)
+    expected = [offset // MIB not in refused for offset in offsets().tolist()]
+    assert made.covers(offsets()).tolist() == expected
+    for offset, found in zip(offsets().tolist(), made.device_addresses(offsets()).tolist(), strict=True):
+        assert (found != 0) == (offset // MIB not in refused)
+        if found:  # the second mapping of the same memory
+            pool.pool[offset] = 1 + offset % 250
+            assert ctypes.c_uint8.from_address(found).value == 1 + offset % 250
+    assert made.num_registered == num_ranges
+    refused_bytes = sum(min(POOL_BYTES - number * MIB, MIB) for number in refused)
+    assert driver.registered_bytes == POOL_BYTES - refused_bytes
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == bool(refused)
+    assert all("of the pool's 11.0 MiB cannot be registered" in line and "OUT_OF_MEMORY" in line for line in lines)
+    made.close()
+    made.close()
+    assert driver.left_over == {"open": 1}
+    assert driver.calls["unregister_host"] == num_ranges
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("refused", "code", "tried"),
+    [
+        (set(range(12)), "CUDA_ERROR_NOT_SUPPORTED (801)", 7 + 1 + 1),
+        ({4, 5, 6, 7, 9}, "CUDA_ERROR_OUT_OF_MEMORY (2)", 1 + 7 + 1),
+        ({2, 9}, "CUDA_ERROR_OUT_OF_MEMORY (2)", 5 + 1 + 5),
+        (set(range(12)), "CUDA_ERROR_ILLEGAL_ADDRESS (700)", 1),
+        ({2}, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", 1),
+    ],
+)
+def test_a_driver_that_refuses_everything_is_not_asked_for_every_half(
+    refused: set[int], code: str, tried: int, pool: PoolMemory
+) -> None:
+    """After a piece of which nothing is taken the next ones are tried whole; a device that is lost is not asked."""
+    driver = FullDevice(refused, code)
+    made = registered(driver, pool)
+    assert len(driver.tried) == tried
+    made.close()
+    driver.close()
+
+
+def test_it_stops_between_two_halves(pool: PoolMemory, caplog: pytest.LogCaptureFixture) -> None:
+    stop = threading.Event()
+
+    class Stopping(FullDevice):
+        def register_host(self, address: int, num_bytes: int) -> None:
+            if len(self.tried) == 3:
+                stop.set()
+            super().register_host(address, num_bytes)
+
+    driver = Stopping({0})
+    made = PoolRegistration(driver, pool, 4 * MIB)
+    made.register(stop)
+    assert driver.tried == [(0, 3), (0, 1), (0, 0), (1, 1)]
+    assert caplog.records == []
+    made.close()
+    assert driver.left_over == {"open": 1}
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("piece_bytes", "unit_bytes"),
+    [(1 << 30, MIB), (4096, 4096), (MIB, MIB), (3 * MIB, 3 * MIB // 2), (5 * MIB + 4096, 5 * MIB + 4096)],
+)
+def test_units_are_whole_pages_and_pieces_whole_units(piece_bytes: int, unit_bytes: int) -> None:
+    assert unit_bytes_of(piece_bytes) == unit_bytes
+
+
+class TestAWorker:
+    """Half of every other piece of its pool is refused, and its pages of 64 KiB cross all of them."""
+
+    UNIT_BYTES = 5 * 4096
+    NUM_PIECES = WORKER_S_POOL_BYTES // (2 * UNIT_BYTES)  # and a refused rest
+
+    @pytest.fixture
+    def driver(self, monkeypatch: pytest.MonkeyPatch) -> FullDevice:
+        monkeypatch.setattr(registration, "SMALLEST_BYTES", 4 * 4096)
+        return FullDevice(set(range(0, 2 * self.NUM_PIECES + 1, 4)), grain_bytes=self.UNIT_BYTES)
+
+    @pytest.fixture
+    def worker_options(self) -> dict[str, Any]:
+        return {"piece_bytes": 2 * self.UNIT_BYTES, "plan": "large pages", "num_pieces": self.NUM_PIECES}
+
+    @pytest.mark.parametrize("kernel", [{}, {"kernel_run_bytes": 1 << 20, "kernel_runs": 1}])
+    def test_no_copy_crosses_the_end_of_what_is_registered(
+        self, kernel: dict[str, int], cache: MakeCache, driver: FullDevice
+    ) -> None:
+        """The fake refuses one that does, as drivers do."""
+        worker = cache(compile_gather=fake_gather, **kernel)
+        for salt in range(4):
+            assert worker.store(prompt(8, salt=salt))
+            assert worker.retrieve(prompt(8, salt=salt)) == 8
+        assert driver.calls["pageable"] > 0
+        assert driver.calls["copy_batch"] > 0
+        assert (driver.calls["gathered"] > 0) == bool(kernel)
