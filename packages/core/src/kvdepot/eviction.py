@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 NO_NODE: Final = 0xFFFFFFFF
 
 # Of one search for a victim: a store may need many, and takes a few milliseconds at the most, whatever the index holds.
-_MOST_LOOKED_AT: Final = 1024
+_MOST_LOOKED_AT: Final = 4096  # leaves that leases keep
 _MOST_MENDED: Final = 16
 _MOST_TURNED: Final = 4096
 
