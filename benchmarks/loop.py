@@ -164,8 +164,8 @@ def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: f
         ask_depot(m.SetQuota("b", ENTRY_BYTES * num_entries // 2), depot.url, 60)
     filler = IndexFiller(depot.url)
     with phases.phase("a worker that leaves 10,000 unfinished entries"):
-        for number in range(10_000 // m.MAXIMUM_BATCH_CHUNKS):
-            filler.prepare(prompt_key(10_000_000 + number, m.MAXIMUM_BATCH_CHUNKS))
+        for number in range(10_000 // m.MAXIMUM_STORE_ENTRIES):
+            filler.prepare(prompt_key(10_000_000 + number, m.MAXIMUM_STORE_ENTRIES))
         filler.close()
         time.sleep(1)
     client.close()

@@ -95,8 +95,8 @@ class Bench:
         return self.ask(request)
 
     def store(self, run: KeyRun) -> None:
-        for start in range(0, run.num_chunks, m.MAXIMUM_BATCH_CHUNKS):
-            plan = self.prepare(run.slice(start, min(start + m.MAXIMUM_BATCH_CHUNKS, run.num_chunks)))
+        for start in range(0, run.num_chunks, m.MAXIMUM_STORE_ENTRIES):
+            plan = self.prepare(run.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, run.num_chunks)))
             assert plan.num_declined == 0
             if plan.ticket:
                 self.ask(m.CommitStore(self.context, plan.ticket))
@@ -190,7 +190,7 @@ def test_an_engine_that_leaves_many_leases(bench: Bench) -> None:
 def test_a_worker_that_leaves_many_unfinished_entries() -> None:
     bench = Bench(filled=False)
     for name in range(64):
-        bench.prepare(prompt(name, m.MAXIMUM_BATCH_CHUNKS))
+        bench.prepare(prompt(name, m.MAXIMUM_STORE_ENTRIES))
     bench.depot.end_session(1)
     with CallCounter() as counter:
         bench.depot.end_process(Writer(1, 1))
@@ -235,9 +235,9 @@ def test_the_largest_store_into_a_full_index(bench: Bench, used_again: bool) -> 
             bench.ask(m.Lookup(bench.context, "r", prompt(name).digests, "a"))
         bench.ask(m.EndRequest(bench.context, "r"))
     run = prompt(99)
-    for start in range(0, run.num_chunks, m.MAXIMUM_BATCH_CHUNKS):
+    for start in range(0, run.num_chunks, m.MAXIMUM_STORE_ENTRIES):
         with CallCounter() as counter:
-            plan = bench.prepare(run.slice(start, start + m.MAXIMUM_BATCH_CHUNKS))
+            plan = bench.prepare(run.slice(start, start + m.MAXIMUM_STORE_ENTRIES))
             bench.ask(m.CommitStore(bench.context, plan.ticket))
         assert counter.count <= REQUEST_CALLS
         assert plan.num_declined == 0
@@ -249,22 +249,34 @@ def test_larger_requests_are_refused() -> None:
     spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),) * 2, "bytes")
     details = (m.GroupDetail((PAGE,), 8),) * 2
     context = bench.ask(m.RegisterKVCache(1, "other", 0, 1, "none", "none", "model", spec, details)).context
-    run = prompt(0, m.MAXIMUM_BATCH_CHUNKS)
-    most = m.MAXIMUM_BATCH_ENTRIES // 2
-    for covered in ((run.num_chunks, most), (run.num_chunks, 1)):
-        retrieve = m.PrepareRetrieve(context, "r", run.digests, 0, covered)
-        with pytest.raises(Refused, match=f"at most {m.MAXIMUM_BATCH_ENTRIES}, in several"):
-            bench.ask(retrieve)
-        with pytest.raises(Refused, match=f"at most {m.MAXIMUM_BATCH_ENTRIES}, in several"):
-            bench.ask(m.PrepareStore(context, "r", "", run.digests, 0, b"", covered))
-    plan = bench.ask(m.PrepareStore(context, "r", "", run.slice(0, most).digests, 0, b"", (most, most)))
-    assert len(plan.extents) == m.EXTENT.size * m.MAXIMUM_BATCH_ENTRIES
+    for most in (m.MAXIMUM_STORE_ENTRIES, m.MAXIMUM_RETRIEVE_ENTRIES):
+        run = prompt(0, most)
+        request: m.Request
+        for extra in (most // 2, 1):
+            request = m.PrepareRetrieve(context, "r", run.digests, 0, (most, extra))
+            if most == m.MAXIMUM_STORE_ENTRIES:
+                request = m.PrepareStore(context, "r", "", run.digests, 0, b"", (most, extra))
+            with pytest.raises(Refused, match=f"at most {most}, in several"):
+                bench.ask(request)
+    half = m.MAXIMUM_STORE_ENTRIES // 2
+    store = m.PrepareStore(context, "r", "", prompt(0, half).digests, 0, b"", (half, half))
+    assert len(bench.ask(store).extents) == m.EXTENT.size * m.MAXIMUM_STORE_ENTRIES
+
+
+@pytest.mark.promise(61)
+def test_the_largest_retrieve(bench: Bench) -> None:
+    run = prompt(0, m.MAXIMUM_RETRIEVE_ENTRIES)
+    request = m.PrepareRetrieve(bench.context, "r", run.digests, 0, (run.num_chunks,))
+    with CallCounter() as counter:
+        plan = bench.ask(request)
+    assert counter.count <= REQUEST_CALLS
+    assert plan.num_chunks == m.MAXIMUM_RETRIEVE_ENTRIES
 
 
 @pytest.mark.promise(61)
 def test_a_chunk_of_many_groups_can_be_stored() -> None:
     bench = Bench(filled=False)
-    num_groups = m.MAXIMUM_BATCH_ENTRIES + 8
+    num_groups = m.MAXIMUM_STORE_ENTRIES + 8
     spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),) * num_groups, "bytes")
     details = (m.GroupDetail((PAGE,), 8),) * num_groups
     context = bench.ask(m.RegisterKVCache(1, "other", 0, 1, "none", "none", "model", spec, details)).context

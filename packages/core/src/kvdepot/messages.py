@@ -22,8 +22,9 @@ PROTOCOL_VERSION: Final = 1
 MINIMUM_PROTOCOL_VERSION: Final = 1
 MAXIMUM_FRAME_BYTES: Final = 4 << 20
 MAXIMUM_CHUNKS: Final = 65_536  # of one lookup: 4 million tokens in chunks of 64
-MAXIMUM_BATCH_CHUNKS: Final = 32  # of one store or retrieve
-MAXIMUM_BATCH_ENTRIES: Final = 32  # of all groups, or one chunk: they take the server some 20 microseconds each
+# Entries, of all groups together, of one request (one chunk may have more), which take the server about as long as:
+MAXIMUM_STORE_ENTRIES: Final = 32  # half a millisecond, if each evicts another
+MAXIMUM_RETRIEVE_ENTRIES: Final = 128  # and that, too
 MAXIMUM_ALLOCATIONS: Final = 4096  # of a worker's device memory
 MAXIMUM_MOVER_OPTIONS: Final = 16
 
@@ -38,7 +39,7 @@ Count = Annotated[int, Meta(ge=0, le=_U32)]
 ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the last of a run is a u32 in the index too
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
-BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_BATCH_CHUNKS * 32)]
+BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES * 32)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 BlockIdBytes = Annotated[bytes, Meta(max_length=1 << 20)]  # packed block ids: i32, little-endian
 
@@ -280,7 +281,7 @@ class ReportCorrupt(Struct, array_like=True, tag="report_corrupt", frozen=True):
     """Say that entries do not have their checksum: `(record, header)` of each, as its extent named them."""
 
     context: Identifier
-    entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=MAXIMUM_BATCH_ENTRIES)]
+    entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES)]
 
 
 class Warm(Struct, array_like=True, tag="warm", frozen=True):

@@ -164,8 +164,10 @@ class WorkerTransfers:
         self._layout = layout
         self._copier = copier
         self._deadline_seconds = deadline_seconds
-        most_chunks = min(m.MAXIMUM_BATCH_CHUNKS, m.MAXIMUM_BATCH_ENTRIES // len(layout.groups))
-        self._batch_chunks = max(1, min(most_chunks, batch_bytes // sum(layout.chunk_sizes_bytes)))
+        self._batch_chunks = tuple(
+            max(1, min(most // len(layout.groups), batch_bytes // sum(layout.chunk_sizes_bytes)))
+            for most in (m.MAXIMUM_STORE_ENTRIES, m.MAXIMUM_RETRIEVE_ENTRIES)
+        )
         self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
         self._closed = False
         self._failures: set[str] = set()  # that were logged
@@ -298,7 +300,7 @@ class WorkerTransfers:
             self._wait_for(0, job.ready)
         commits: list[tuple[int, int]] = []
         complete = True
-        for start, run, covered in self._batches(job, 0):
+        for start, run, covered in self._batches(0, job, 0):
             request = m.PrepareStore(
                 channel.link.context, job.request_id, run.tenant, run.digests, run.first_chunk, run.parent, covered
             )
@@ -364,7 +366,7 @@ class WorkerTransfers:
 
         What is still under way when `undo` closes is given back.
         """
-        batches = self._batches(job, first)
+        batches = self._batches(1, job, first)
         pending: list[int] = []
 
         def ask() -> tuple[tuple[int, KeyRun, tuple[int, ...]], int] | None:
@@ -452,11 +454,11 @@ class WorkerTransfers:
             channel.abandon(sequence, lambda reply: undo(channel, reply))
             raise
 
-    def _batches(self, job: _Job, first: int) -> Iterator[tuple[int, KeyRun, tuple[int, ...]]]:
+    def _batches(self, lane: int, job: _Job, first: int) -> Iterator[tuple[int, KeyRun, tuple[int, ...]]]:
         """Cut a run into batches: first chunk, key, and the chunks that each group covers at its end."""
         total = job.key.num_chunks
-        for start in range(first, total, self._batch_chunks):
-            stop = min(start + self._batch_chunks, total)
+        for start in range(first, total, self._batch_chunks[lane]):
+            stop = min(start + self._batch_chunks[lane], total)
             covered = tuple(max(0, stop - max(start, total - count)) for count in job.covered)
             yield start, job.key.slice(start, stop), covered
 

@@ -366,7 +366,9 @@ class Depot:
             )
         return context
 
-    def _worker(self, session: int, number: int, covered: tuple[int, ...], num_chunks: int) -> Context:
+    def _worker(
+        self, session: int, number: int, covered: tuple[int, ...], num_chunks: int, most_entries: int
+    ) -> Context:
         context = self._context(session, number)
         if context.registration is None:
             raise Refused(
@@ -376,10 +378,10 @@ class Depot:
             raise Refused(
                 ErrorCode.BAD_LAYOUT, f"{covered} of {num_chunks} chunks for {len(context.groups)} layer groups"
             )
-        if sum(covered) > max(m.MAXIMUM_BATCH_ENTRIES, len(covered)):
+        if sum(covered) > max(most_entries, len(covered)):
             raise Refused(
                 ErrorCode.OUT_OF_RANGE,
-                f"{sum(covered)} entries at once: ask for at most {m.MAXIMUM_BATCH_ENTRIES}, in several requests",
+                f"{sum(covered)} entries at once: ask for at most {most_entries}, in several requests",
             )
         return context
 
@@ -500,7 +502,7 @@ class Depot:
 
     def _prepare_store(self, session: int, writer: Writer, request: m.PrepareStore) -> m.Reply:
         num_chunks = _count_digests(request.digests)
-        context = self._worker(session, request.context, request.covered, num_chunks)
+        context = self._worker(session, request.context, request.covered, num_chunks, m.MAXIMUM_STORE_ENTRIES)
         space, index = context.space, self.index
         self.counters["stores"] += 1
         self.counters["store_chunks"] += num_chunks
@@ -621,7 +623,7 @@ class Depot:
 
     def _prepare_retrieve(self, session: int, writer: Writer, request: m.PrepareRetrieve) -> m.Reply:
         num_chunks = _count_digests(request.digests)
-        context = self._worker(session, request.context, request.covered, num_chunks)
+        context = self._worker(session, request.context, request.covered, num_chunks, m.MAXIMUM_RETRIEVE_ENTRIES)
         index = self.index
         self.counters["retrieves"] += 1
         extents: list[bytes] = []

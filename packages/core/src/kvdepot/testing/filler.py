@@ -45,7 +45,7 @@ class IndexFiller:
         self._channel: Channel = self._connection.channel(self._link)
 
     def prepare(self, key: KeyRun) -> m.StorePlan:
-        """Ask for space for chunks, at most `MAXIMUM_BATCH_ENTRIES` of all groups together."""
+        """Ask for space for chunks, at most `MAXIMUM_STORE_ENTRIES` of all groups together."""
         covered = (key.num_chunks,) * self._num_groups
         request = m.PrepareStore(
             self._link.context, "fill", self._tenant, key.digests, key.first_chunk, key.parent, covered
@@ -60,7 +60,7 @@ class IndexFiller:
         Raises:
             AssertionError: something of it was declined.
         """
-        step = m.MAXIMUM_BATCH_ENTRIES // self._num_groups
+        step = m.MAXIMUM_STORE_ENTRIES // self._num_groups
         for start in range(0, key.num_chunks, step):
             plan = self.prepare(key.slice(start, min(start + step, key.num_chunks)))
             assert plan.num_declined == 0, "the pool is too small"
