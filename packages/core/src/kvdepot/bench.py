@@ -60,7 +60,7 @@ class TransferCase:
 
 
 DEFAULT_CASES: Final = (
-    TransferCase(16, 64), TransferCase(16, 256), TransferCase(32, 64), TransferCase(32, 256),
+    TransferCase(16, 16), TransferCase(16, 64), TransferCase(16, 256), TransferCase(32, 64), TransferCase(32, 256),
     TransferCase(128, 128), TransferCase(128, 256), TransferCase(16, 256, copy_threads=2),
     TransferCase(16, 256, verify="sample"), TransferCase(16, 256, verify="all"),
 )  # fmt: skip

@@ -62,7 +62,9 @@ _FREEZE_GROWTH: Final = 1.25
 _FREEZE_LEAST: Final = 10_000  # chunks
 _MAXIMUM_DESCRIPTORS: Final = 65_536
 _M_MMAP_THRESHOLD: Final = -3  # of mallopt
+_M_TRIM_THRESHOLD: Final = -1
 _LARGE_BLOCK_BYTES: Final = 256 << 10
+_KEPT_BYTES: Final = 16 << 20
 
 FindSession = Callable[[bytes], Session | None]
 
@@ -257,7 +259,8 @@ class DepotServer:
                     self._on_wake()
                 if self._restoring is not None:
                     self._restore_some(_after(_CHORE_SECONDS))
-                self._depot.work(_after(_CHORE_SECONDS))
+                if self._depot.has_work:
+                    self._depot.work(_after(_CHORE_SECONDS))
                 if began >= next_sweep:
                     next_sweep = began + _TURN_MILLISECONDS / 1000
                     self._depot.expire()
@@ -551,10 +554,13 @@ class DepotServer:
 def map_large_blocks() -> None:
     """Let what is large grow by moving pages: copying the columns of a million entries takes the loop up to 10 ms.
 
-    glibc raises the size from which it maps blocks with each one that is freed; told a size, it keeps to that.
+    glibc raises the size from which it maps blocks with each one that is freed; told a size, it keeps to that. Then it
+    has to be told as well not to give memory back after each large message.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def raise_descriptor_limit() -> None:
