@@ -7,6 +7,7 @@ import pytest
 from kvdepot import messages as m
 from kvdepot.eviction import ENDED, NORMAL, POLICIES
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.server.depot import Deferred
 from tests.core.test_index import PAGE, Bench, Worker, prompt
 
 TTL_SECONDS = 60.0
@@ -155,3 +156,18 @@ def test_leased_chunks_of_an_ended_session_stay_until_the_lease_ends(policy: str
     worker.release(lease)
     worker.store(prompt(1, 4))
     assert length(worker, prompt(2, 1)) == 1
+
+
+def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
+    bench = Bench(pages=2)
+    worker = bench.worker()
+    worker.store(prompt(2, 1))
+    run = prompt(2, 1)
+    request = m.Hint(worker.context, run.tenant, run.digests, session_ended=True)
+    deferred = bench.depot.handle(worker.session, worker.writer, request)
+    assert isinstance(deferred, Deferred)
+    bench.depot.clear(None)
+    worker.store(prompt(2, 2))  # has the places of what has left
+    bench.depot.work()
+    assert deferred.reply == m.Done(1, 0)
+    assert set(bench.index._tree.rank) == {NORMAL}  # pyright: ignore[reportPrivateUsage]

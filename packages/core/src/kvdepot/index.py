@@ -475,7 +475,12 @@ class ChunkIndex:
 
     def _rank_own_chunks(self, node: int, is_own: Callable[[int], bool], rank: int) -> Iterator[int]:
         """From the end of a prefix up to where another branches off or somebody else's chunks begin."""
+        return self._rank_from(node, self._tree.keys[node], is_own, rank)
+
+    def _rank_from(self, node: int, key: bytes | None, is_own: Callable[[int], bool], rank: int) -> Iterator[int]:
         tree, count = self._tree, 0
+        if tree.keys[node] != key:
+            return  # it left before the first step
         while node != NO_NODE and tree.num_children[node] <= (count > 0) and is_own(self._label_of[node]):
             self._set_rank(node, rank)
             node = tree.parent[node]
