@@ -200,6 +200,33 @@ def test_a_worker_that_leaves_many_unfinished_entries() -> None:
     assert bench.index.num_chunks == 0
 
 
+@pytest.mark.promise(10)
+def test_leases_that_expire_do_not_wait_for_what_takes_long(bench: Bench) -> None:
+    for number in range(100):
+        bench.ask(m.Lookup(bench.context, f"request {number}", prompt(0).digests, "a"))
+    bench.depot.clear_everywhere("b", None)
+    bench.now += 11
+    bench.depot.expire()
+    for _ in range(101):
+        bench.depot.work(lambda: True)
+    assert len(bench.depot.leases) == 0
+    assert bench.depot.has_work
+    bench.depot.work()
+    assert bench.index.num_entries == NUM_CHUNKS // 2
+
+
+def test_what_fails_between_messages_is_counted_and_the_rest_goes_on(bench: Bench) -> None:
+    def failing() -> Iterator[int]:
+        yield 0
+        raise RuntimeError("a mistake")
+
+    bench.depot.do_later(failing())
+    deferred = bench.depot.clear_everywhere(None, None)
+    bench.depot.work()
+    assert bench.depot.counters["chores_failed"] == 1
+    assert deferred.reply == m.Done(1, NUM_CHUNKS)
+
+
 @pytest.mark.promise(61)
 def test_a_quota_at_runtime(bench: Bench) -> None:
     assert most_calls(bench.index.set_quota("a", NUM_CHUNKS // 2 * PAGE))[0] <= STEP_CALLS

@@ -34,6 +34,7 @@ COUNTERS: Final = {  # those that are exposed from the start, at 0
     "demotions_dropped": "Entries not written to a tier, as too much waited",
     "requests_refused": "Requests that were answered with an error",
     "requests_failed": "Requests that failed by a bug",
+    "chores_failed": "What was to be done between messages and failed by a bug",
     "policy_errors": "Calls of eviction policies that failed",
     "hints": "Hints of clients",
     "moves": "Copies by processes of the depot",

@@ -167,6 +167,7 @@ class Depot:
         self.labels: list[tuple[str, str]] = []  # tenant and model, by number
         self.tiering: Tiering | None = None
         self.movers: MoverTable | None = None
+        self._soon: deque[Iterator[int]] = deque()  # what must not wait for what takes long
         self._chores: deque[Iterator[int]] = deque()  # what takes long: done in steps, one after the other
         self._is_expiring = False  # chunks whose time is over; that is a chore
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
@@ -773,12 +774,14 @@ class Depot:
         self._end_pins(lambda pin: pin.expiry_seconds <= now)
         if not self._is_expiring and (self.leases.has_expired(now) or self.index.has_ended(now)):
             self._is_expiring = True
-            self.do_later(self._expiring(now))
+            self._soon.append(self._expiring(now))
 
     def _expiring(self, now: float) -> Iterator[int]:
-        yield from self.leases.expire(now)
-        yield from self.index.expire(now)
-        self._is_expiring = False
+        try:
+            yield from self.leases.expire(now)
+            yield from self.index.expire(now)
+        finally:
+            self._is_expiring = False
 
     # --- operators ------------------------------------------------------------------------------------------------
 
@@ -796,13 +799,19 @@ class Depot:
     @property
     def has_work(self) -> bool:
         """Whether `work` has something to do."""
-        return bool(self._chores)
+        return bool(self._soon or self._chores)
 
     def work(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Go on with what takes long, by a step at least, until `is_over`."""
-        while self._chores:
-            if next(self._chores[0], None) is None:
-                self._chores.popleft()
+        """Go on with what is done in steps, by one at least, until `is_over`. What fails is left, and counted."""
+        while chores := self._soon or self._chores:
+            try:
+                is_done = next(chores[0], None) is None
+            except Exception:
+                logger.exception("what was to be done between messages failed")
+                self.counters["chores_failed"] += 1
+                is_done = True
+            if is_done:
+                chores.popleft()
             if is_over():
                 break
 
@@ -855,7 +864,7 @@ class Depot:
             for _ in steps:
                 pass
         else:
-            self.do_later(steps)
+            self._soon.append(steps)
 
     def _counted(self, steps: Iterator[int]) -> Deferred:
         """Do in steps, between messages, what takes long; the reply is the sum of what they yield."""

@@ -14,6 +14,7 @@ Everything here happens on the depot's loop and only ever submits; `TierQueue` w
 promotions name the process that writes them, so a depot that is killed leaves nothing behind that could be found.
 """
 
+import itertools
 import logging
 import mmap
 import os
@@ -42,6 +43,7 @@ MAXIMUM_QUESTIONS: Final = 4096  # keys of one lookup
 _ENTRIES_A_STEP: Final = 24  # that are given space, or sealed
 _QUESTIONS_A_STEP: Final = 128  # entries that are looked for
 _CHUNKS_UP: Final = 32  # looked at towards the root when a prefix is used again
+_LEAST_VICTIMS: Final = 2  # each with what is before it, to keep up with stores
 _PRESSURE_BEGINS: Final = 0.5  # of what may wait to be written
 _PACES: Final = 15  # promotions of a tier whose median says how fast it is
 _LEAST_PACES: Final = 3
@@ -296,11 +298,13 @@ class Tiering:
                 self._on_corrupt(record, header)
 
     def _make_reserve(self, is_over: Callable[[], bool]) -> None:
-        """Write what is about to leave, and let it go, until a part of the pool is free or `is_over`."""
+        """Write what is about to leave, and let it go, some at least, until a part of the pool is free or `is_over`."""
         index = self._index
         reserve = int(index.extents.ready_bytes * _RESERVE_SHARE)
         leaving = sum(queue.queued_write_bytes for queue in self.queues)
-        while index.extents.free_bytes + leaving < reserve and not is_over():
+        for number in itertools.count():
+            if index.extents.free_bytes + leaving >= reserve or (number >= _LEAST_VICTIMS and is_over()):
+                return
             node = index.next_victim()
             if node is None:
                 return
