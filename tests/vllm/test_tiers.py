@@ -26,7 +26,9 @@ def test_what_left_the_pool_comes_back_from_disk(case: str, model: MakeModel, tm
     name, options, expected = CASES[case]
     all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, **options}
     with (
-        DepotProcess("--tier", f"disk://{tmp_path}/tier?capacity=4GiB", pool_size="512MiB") as depot,
+        DepotProcess(
+            "--tier", f"disk://{tmp_path}/tier?capacity=4GiB", "--promote-seconds", "30", pool_size="512MiB"
+        ) as depot,
         Engine(model(name), connector(depot.url), reference=PROMPTS, **all_options) as engine,
     ):
         engine.ask("watch")
@@ -37,7 +39,7 @@ def test_what_left_the_pool_comes_back_from_disk(case: str, model: MakeModel, tm
         for path in depot.pool_directory.glob("*"):
             path.unlink()
         depot.start()
-        wait_until(lambda: depot.status().num_sessions == 2, 60)
+        wait_until(lambda: len(depot.status().contexts) == 2, 60)
         engine.reset()
         warm = engine.generate(PROMPTS, together=False)
         assert tokens(warm) == engine.reference
