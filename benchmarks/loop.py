@@ -118,6 +118,15 @@ def busy(url: str, prompts: range, seconds: float) -> None:
     client.close()
 
 
+def look_up(client: SchedulerClient, num_prompts: int, num_chunks: int) -> int:
+    """Look up prompts one after the other; return how many of their chunks were found."""
+    found = 0
+    for prompt in range(num_prompts):
+        found += client.lookup("request", prompt_key(prompt, num_chunks)).num_chunks
+        client.end_request("request")
+    return found
+
+
 def together(*tasks: tuple[Callable[..., None], tuple[object, ...]]) -> None:
     """Run processes side by side."""
     spawn = get_context("spawn")
@@ -143,15 +152,11 @@ def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: f
     client = SchedulerClient(SPEC, "client", url=depot.url, deadline_seconds=30)
     client.wait_until_connected(30)
     with phases.phase(f"lookups of {LONGEST_CHUNKS:,} chunks, most of them not there"):
-        for number in range(50):
-            client.lookup("long", prompt_key(number, LONGEST_CHUNKS))
-            client.end_request("long")
+        look_up(client, 50, LONGEST_CHUNKS)
     sparse = SchedulerClient(SPARSE_SPEC, "sparse", url=depot.url, deadline_seconds=30)
     sparse.wait_until_connected(30)
     with phases.phase(f"of {LONGEST_RECURRENT_CHUNKS:,} chunks, of a model of recurrent layers only"):
-        for number in range(50):
-            sparse.lookup("long", prompt_key(number, LONGEST_RECURRENT_CHUNKS))
-            sparse.end_request("long")
+        look_up(sparse, 50, LONGEST_RECURRENT_CHUNKS)
     with phases.phase("hints for prompts of 1,000 chunks, in a second all to end"):
         for prompt in range(num_prompts):
             key = prompt_key(prompt, PROMPT_CHUNKS)
@@ -228,10 +233,7 @@ def main() -> None:
             client = SchedulerClient(SPEC, "filler", url=depot.url, deadline_seconds=30)
             client.wait_until_connected(30)
             with phases.phase("lookups of 4,096 chunks that the tier has"):
-                found = 0
-                for prompt in range(num_tier_prompts):
-                    found += client.lookup("up", prompt_key(prompt, 4096)).num_chunks
-                    client.end_request("up")
+                found = look_up(client, num_tier_prompts, 4096)
             print(f"{found} of {num_tier_prompts * 4096} chunks came from the tier")
             client.close()
             filler.close()

@@ -27,28 +27,22 @@ class IndexFiller:
 
     Args:
         url: of the depot.
-        spec: of the cache; None for `filler_spec(chunk_tokens)`.
-        chunk_tokens: tokens of a chunk, if no spec is given.
+        chunk_tokens: tokens of a chunk.
         tenant: whose entries they are.
     """
 
-    def __init__(
-        self, url: str, *, spec: m.CacheSpec | None = None, chunk_tokens: int = 64, tenant: str = "default"
-    ) -> None:
-        spec = spec or filler_spec(chunk_tokens)
-        details = tuple(m.GroupDetail((ENTRY_BYTES,), 1) for _ in spec.groups)
+    def __init__(self, url: str, *, chunk_tokens: int = 64, tenant: str = "default") -> None:
+        spec, details = filler_spec(chunk_tokens), (m.GroupDetail((ENTRY_BYTES,), 1),)
         registration = m.RegisterKVCache(m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "filler", spec, details)
         self._tenant = tenant
-        self._num_groups = len(spec.groups)
         self._connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=_PATIENT_SECONDS)
         self._link = self._connection.wait_until_open(_PATIENT_SECONDS)
         self._channel: Channel = self._connection.channel(self._link)
 
     def prepare(self, key: KeyRun) -> m.StorePlan:
-        """Ask for space for chunks, at most `MAXIMUM_STORE_ENTRIES` of all groups together."""
-        covered = (key.num_chunks,) * self._num_groups
+        """Ask for space for at most `MAXIMUM_STORE_ENTRIES` chunks."""
         request = m.PrepareStore(
-            self._link.context, "fill", self._tenant, key.digests, key.first_chunk, key.parent, covered
+            self._link.context, "fill", self._tenant, key.digests, key.first_chunk, key.parent, (key.num_chunks,)
         )
         plan = self._channel.call(request, _PATIENT_SECONDS)
         assert isinstance(plan, m.StorePlan)
@@ -60,9 +54,8 @@ class IndexFiller:
         Raises:
             AssertionError: something of it was declined.
         """
-        step = m.MAXIMUM_STORE_ENTRIES // self._num_groups
-        for start in range(0, key.num_chunks, step):
-            plan = self.prepare(key.slice(start, min(start + step, key.num_chunks)))
+        for start in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
+            plan = self.prepare(key.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, key.num_chunks)))
             assert plan.num_declined == 0, "the pool is too small"
             if plan.ticket:
                 self._channel.call(m.CommitStore(self._link.context, plan.ticket), _PATIENT_SECONDS)
