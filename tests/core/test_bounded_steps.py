@@ -338,6 +338,19 @@ def test_a_lookup_of_many_chunks_that_nobody_has(bench: Bench, kind: GroupKind) 
 
 
 @pytest.mark.promise(61)
+@pytest.mark.parametrize(("num_new", "expected"), [(8000, 10), (8192, 0)])
+def test_a_boundary_of_states_is_looked_for_so_far_and_no_further(num_new: int, expected: int) -> None:
+    bench = Bench(filled=False)
+    spec = m.CacheSpec(1, (m.GroupShape(GroupKind.RECURRENT, 1),), "bytes")
+    request = m.RegisterKVCache(1, "other", 0, 1, "none", "none", "m", spec, (m.GroupDetail((PAGE,), 8),))
+    context = bench.ask(request).context
+    run = prompt(0, 10 + num_new)
+    plan = bench.ask(m.PrepareStore(context, "r", "", run.slice(0, 10).digests, 0, b"", (10,)))
+    bench.ask(m.CommitStore(context, plan.ticket))
+    assert bench.index.longest_prefix(bench.index.space(spec), run.digests)[0] == expected
+
+
+@pytest.mark.promise(61)
 def test_a_victim_is_found_in_a_few_steps_when_nearly_all_was_used_again() -> None:
     """What leaves then need not be the very coldest, but none of those that were used last."""
     bench = Bench(NUM_CHUNKS, filled=False)

@@ -40,6 +40,7 @@ _SCAN_STEP: Final = 500  # chunks that are only looked at
 _RANK_STEP: Final = 40  # chunks
 _LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go is bounded by that, not by the pool
 _KEY_PARTS: Final = 64
+_MOST_WALKED: Final = 8192  # chunks towards the start, for a boundary that windows and states have: two milliseconds
 _SPARE_DEADLINES: Final = 1024
 
 
@@ -78,10 +79,10 @@ class KeyMap:
         """Return the node of a key, None if there is none."""
         return self._parts[key[0] % _KEY_PARTS].get(key)
 
-    def before(self, digests: bytes, limit: int) -> Iterator[tuple[int, int]]:
-        """Yield place and node of each of the first `limit` keys that has one, the last first."""
+    def before(self, digests: bytes, limit: int, lowest: int) -> Iterator[tuple[int, int]]:
+        """Yield place and node of each of the keys from `lowest` to `limit` that has one, the last first."""
         parts = self._parts
-        for start in range((limit - 1) * DIGEST_BYTES, -1, -DIGEST_BYTES):
+        for start in range((limit - 1) * DIGEST_BYTES, lowest * DIGEST_BYTES - 1, -DIGEST_BYTES):
             key = digests[start : start + DIGEST_BYTES]
             part = parts[digests[start] % _KEY_PARTS]
             if key in part:
@@ -227,8 +228,9 @@ class ChunkIndex:
             limit = self._closed_prefix(space, digests, limit)
             if self._broken:
                 limit = self._unbroken_prefix(space, digests, limit)
+        lowest = max(0, limit - _MOST_WALKED)
         while limit and space.windows:
-            limit = self._last_boundary(space, digests, limit)
+            limit = self._last_boundary(space, digests, limit, lowest)
             blocked = self._blocked_at(space, digests, limit)
             if blocked is None:
                 break
@@ -280,10 +282,10 @@ class ChunkIndex:
                 num_chunks = place
         return num_chunks
 
-    def _last_boundary(self, space: Space, digests: bytes, limit: int) -> int:
-        """Return the longest prefix, at most `limit`, whose last chunk every window has."""
+    def _last_boundary(self, space: Space, digests: bytes, limit: int, lowest: int) -> int:
+        """Return the longest prefix above `lowest`, at most `limit`, whose last chunk every window has; 0 for none."""
         sealed, mask = self._sealed_groups, space.window_mask
-        for place, node in space.nodes.before(digests, limit):
+        for place, node in space.nodes.before(digests, limit, lowest):
             if sealed[node] & mask == mask and self._visible[node] and self._depth[node] == place:
                 return place + 1
         return 0
