@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false
 """However much an index holds, the loop does it in small steps: counted in calls, which no busy machine changes.
 
 What steps cost is measured by `benchmarks/loop.py`; a thousand calls are about an eighth of a millisecond.
@@ -7,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -20,6 +22,7 @@ from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
+from kvdepot.pool import NAMES_FILE
 from kvdepot.server.depot import MAXIMUM_ROWS, Deferred, Depot, Refused
 from kvdepot.server.loop import DepotServer
 from kvdepot.server.tiering import Tiering, TieringSettings
@@ -437,11 +440,37 @@ def test_a_promotion_of_many_chunks(num_prompts: int) -> None:
     tiering.close()
 
 
+def make_server(folder: Path) -> DepotServer:
+    (folder / "pool").mkdir(exist_ok=True)
+    return DepotServer(
+        ServerConfig(directory=folder / "depot", pool_directory=folder / "pool", pool_size_bytes=1 << 20)
+    )
+
+
+@pytest.mark.promise(61)
+def test_the_name_of_a_new_tenant_is_all_that_its_first_store_writes(tmp_path: Path) -> None:
+    known = [(f"tenant {number}", "model") for number in range(20_000)]
+    with closing(make_server(tmp_path)) as server:
+        depot, file = server._depot, server.config.pool_path / NAMES_FILE
+        depot.restore_labels(known)
+        request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", SPEC, (m.GroupDetail((PAGE,), 8),))
+        registered = depot.handle(1, Writer(1, 1), request)
+        assert isinstance(registered, m.Registered)
+        before = file.stat()
+        store = m.PrepareStore(registered.context, "r", "one more", prompt(1, 1).digests, 0, b"", (1,))
+        with CallCounter() as counter:
+            depot.handle(1, Writer(1, 1), store)
+        assert counter.count <= STEP_CALLS
+        assert file.stat().st_ino == before.st_ino
+        assert before.st_size < file.stat().st_size < before.st_size + 64
+    with closing(make_server(tmp_path)) as server:
+        assert server._depot.labels == [*known, ("one more", "model")]
+
+
 @pytest.mark.promise(61)
 def test_requests_that_wait_are_left_for_the_next_turn_when_the_time_is_over(tmp_path: Path) -> None:
-    (tmp_path / "pool").mkdir()
-    config = ServerConfig(directory=tmp_path / "depot", pool_directory=tmp_path / "pool", pool_size_bytes=1 << 20)
-    server = DepotServer(config)
+    server = make_server(tmp_path)
+    config = server.config
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     asker = zmq_context.socket(zmq.DEALER)
     asker.connect(f"ipc://{config.directory / CONTROL_SOCKET}")
@@ -451,7 +480,7 @@ def test_requests_that_wait_are_left_for_the_next_turn_when_the_time_is_over(tmp
         num_answers = 0
 
         def has_one_more() -> bool:
-            server._serve_messages(server._router, lambda _id: None, time.monotonic())  # pyright: ignore[reportPrivateUsage]
+            server._serve_messages(server._router, lambda _id: None, time.monotonic())
             return bool(asker.poll(20))
 
         while num_answers < 10:

@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,9 @@ from kvdepot import messages as m
 from kvdepot.client.connection import open_session
 from kvdepot.config import SESSION_SOCKET, ServerConfig
 from kvdepot.errors import ErrorCode
-from kvdepot.pool import NAMES_FILE, TABLE_FILE, Names, encode_names
+from kvdepot.keys import KeyRun
+from kvdepot.names import MAGIC, Names, decode_names, encode_names
+from kvdepot.pool import NAMES_FILE, TABLE_FILE
 from kvdepot.server.loop import DepotServer
 from kvdepot.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
 from kvdepot.testing.processes import DepotProcess, wait_until
@@ -166,25 +169,65 @@ def test_a_record_that_no_server_wrote_stops_no_server(place: int, value: int, d
     peer.close()
 
 
+def of_tenant(name: str) -> KeyRun:
+    return replace(prompt(2, salt=name), tenant=name)
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+
+
 @pytest.mark.promise(60)
 @pytest.mark.parametrize(
-    "body",
-    [b"\x82\xa6spaces\x90\xa6labels\x91\x92\xa1\xff\xa0", b"\x81\xa1x" + b"\x91" * 5000, b"\x90", b""],
-    ids=["text that is none", "nested too deeply", "a list", "nothing"],
-)
-def test_names_that_no_server_wrote_are_a_cold_start(body: bytes, depot: DepotProcess) -> None:
+    "raw",
+    [
+        MAGIC + frame(b"\x92\x90\x91\x92\xa1\xff\xa0"), MAGIC + frame(b"\x92" + b"\x91" * 5000),
+        MAGIC + frame(b"\x81\x00"), MAGIC + frame(b""), b"", MAGIC[:5], b"KVDEPOTN\x02" + MAGIC[9:],
+        MAGIC + encode_names(Names([SPEC], [("default", "model")]))[:-1] + b"m",
+        MAGIC + encode_names(Names([SPEC], [("default", "model")])) + encode_names(Names([SPEC])),
+        MAGIC + encode_names(Names([SPEC], [("a", "m"), ("default", "model"), ("a", "m")])),
+    ],
+    ids=[
+        "text that is none", "nested too deeply", "a map", "an empty frame", "nothing", "a start", "of a later release",
+        "a wrong byte", "a cache twice", "a tenant twice",
+    ],
+)  # fmt: skip
+def test_names_that_no_server_wrote_are_a_cold_start(raw: bytes, depot: DepotProcess) -> None:
     """Regression: the first two ended the new server."""
     peer = Peer(depot)
     peer.store(prompt(2))
     peer.close()
     depot.kill()
     path = depot.pool_directory / NAMES_FILE
-    good = path.read_bytes()
-    assert encode_names(Names([SPEC], [("default", "model")])) == good
-    path.write_bytes(zlib.crc32(body).to_bytes(4, "little") + body)
+    assert decode_names(path.read_bytes())[0] == Names([SPEC], [("default", "model")])
+    path.write_bytes(raw)
     depot.start()
     wait_until(lambda: not depot.status().recovering)
     assert depot.status().num_entries == 0
+
+
+@pytest.mark.promise(23)
+@pytest.mark.parametrize("tail", [b"\x05", frame(b"\x92\x90\x90")[:-1], b"\x00\x01\x00\x00" + bytes(40)])
+def test_a_name_that_was_not_written_to_its_end_is_cut_off(tail: bytes, depot: DepotProcess) -> None:
+    peer = Peer(depot)
+    assert peer.store(of_tenant("a")) == 2
+    peer.close()
+    depot.kill()
+    path = depot.pool_directory / NAMES_FILE
+    with path.open("ab") as file:
+        file.write(tail)
+    depot.start()
+    wait_until(lambda: not depot.status().recovering)
+    peer = Peer(depot)
+    assert peer.store(of_tenant("b")) == 2
+    assert peer.find(of_tenant("a")).num_chunks == 2
+    peer.close()
+    depot.kill()
+    assert decode_names(path.read_bytes())[0] == Names([SPEC], [("a", "model"), ("b", "model")])
+    depot.start()
+    wait_until(lambda: not depot.status().recovering)
+    assert depot.status().num_entries == 4
+    assert {name: usage["used_bytes"] > 0 for name, usage in depot.status().tenants.items()} == {"a": True, "b": True}
 
 
 # --- silence --------------------------------------------------------------------------------------------------------

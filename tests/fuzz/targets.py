@@ -36,7 +36,7 @@ from kvdepot.mover import (
     encode,
     take_answers,
 )
-from kvdepot.pool import Names, decode_names
+from kvdepot.names import MAGIC, Names, decode_names, encode_names
 from kvdepot.server.depot import Depot
 from kvdepot.table import (
     HEADER_PAGE_BYTES,
@@ -147,12 +147,15 @@ def _session_seeds() -> list[bytes]:
 
 
 def names(data: bytes) -> None:
-    """The names file, as it is and with a right checksum: `PoolError`, or names that a server can start with."""
-    for raw in (data, zlib.crc32(data).to_bytes(4, "little") + data):
+    """The names file, as it is and as a frame of a right one: `PoolError`, or names that a server can start with."""
+    frame = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
+    for raw in (data, MAGIC + frame, MAGIC + encode_names(Names(labels=[("a", "b")])) + frame + data):
         try:
-            found = decode_names(raw)
+            found, num_bytes = decode_names(raw)
         except PoolError:
             continue
+        assert num_bytes <= len(raw)
+        assert decode_names(raw[:num_bytes]) == (found, num_bytes)
         index = ChunkIndex(ExtentAllocator(PAGE), IndexTable.in_memory(4))
         depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
         depot.restore_labels(found.labels)
@@ -225,7 +228,8 @@ def _names_seeds() -> list[bytes]:
     return [
         msgspec.msgpack.encode(Names(list(SPECS), [("default", "model"), ("tenant", "")])),
         msgspec.msgpack.encode(Names()),
-        b"\x81\xa1x" + b"\x91" * 900,
+        b"\x92" + b"\x91" * 900,
+        MAGIC + encode_names(Names(list(SPECS))) + encode_names(Names(labels=[("a", "b")])) + b"\x05",
     ]
 
 

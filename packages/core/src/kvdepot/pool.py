@@ -12,17 +12,15 @@ import mmap
 import os
 import struct
 import threading
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from blake3 import blake3
 
 from kvdepot.config import format_size
 from kvdepot.errors import PoolError
-from kvdepot.messages import CacheSpec
+from kvdepot.names import NamesFile
 from kvdepot.table import CHECKSUM_OFFSET, HEADER_PAGE_BYTES, OWNER_BYTES, RECORD_BYTES, IndexTable
 
 logger = logging.getLogger(__name__)
@@ -40,33 +38,6 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; `mmap` has no name for it
 _FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, process
 
 
-class Names(msgspec.Struct, frozen=True):
-    """What records refer to by number."""
-
-    spaces: list[CacheSpec] = []
-    labels: list[tuple[str, str]] = []  # tenant and model
-
-
-def encode_names(names: Names) -> bytes:
-    """Return the content of the names file."""
-    body = msgspec.msgpack.encode(names)
-    return zlib.crc32(body).to_bytes(4, "little") + body
-
-
-def decode_names(raw: bytes) -> Names:
-    """Return the names in a file.
-
-    Raises:
-        PoolError: it is damaged, or not such a file.
-    """
-    if zlib.crc32(raw[4:]) != int.from_bytes(raw[:4], "little"):
-        raise PoolError("its names are damaged")
-    try:
-        return msgspec.msgpack.decode(raw[4:], type=Names)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise PoolError(f"its names are none: {error}") from error
-
-
 @dataclass(slots=True)
 class PoolFiles:
     """The files of one pool, open."""
@@ -76,18 +47,13 @@ class PoolFiles:
     pool_fd: int
     table: IndexTable
     table_fd: int  # read only, for workers
-    names: Names
+    names: NamesFile
     is_new: bool
-
-    def save_names(self, names: Names) -> None:
-        """Replace the names, all or nothing."""
-        temporary = self.directory / (NAMES_FILE + ".new")
-        temporary.write_bytes(encode_names(names))
-        temporary.rename(self.directory / NAMES_FILE)
 
     def close(self, *, remove: bool) -> None:
         """Close everything; with `remove` leave nothing behind."""
         self.table.close()
+        self.names.close()
         os.close(self.pool_fd)
         os.close(self.table_fd)
         if remove:
@@ -133,8 +99,8 @@ def _reopen(directory: Path, size_bytes: int) -> PoolFiles:
             raise PoolError(f"it has {format_size(stat.st_size)}, this one {format_size(size_bytes)}")
         if stat.st_blocks * 512 < size_bytes:
             raise PoolError("its space was not allocated to the end")
-        names = decode_names((directory / NAMES_FILE).read_bytes())
         table = IndexTable.open(directory / TABLE_FILE, size_bytes, _pool_id(fd, size_bytes))
+        names = NamesFile.open(directory / NAMES_FILE)
         return PoolFiles(directory, size_bytes, fd, table, _read_only(directory), names, is_new=False)
     except BaseException:
         os.close(fd)
@@ -149,12 +115,11 @@ def _create(directory: Path, size_bytes: int, num_records: int) -> PoolFiles:
     try:
         os.ftruncate(fd, size_bytes)
         table = IndexTable.create(directory / TABLE_FILE, num_records, size_bytes, _pool_id(fd, size_bytes))
-        files = PoolFiles(directory, size_bytes, fd, table, _read_only(directory), Names(), is_new=True)
+        names = NamesFile.create(directory / NAMES_FILE)
+        return PoolFiles(directory, size_bytes, fd, table, _read_only(directory), names, is_new=True)
     except BaseException:
         os.close(fd)
         raise
-    files.save_names(Names())
-    return files
 
 
 def _read_only(directory: Path) -> int:

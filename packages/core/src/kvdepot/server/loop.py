@@ -32,7 +32,8 @@ from kvdepot.errors import ConfigError, DepotBusy, ErrorCode
 from kvdepot.extents import ExtentAllocator
 from kvdepot.histogram import Histogram
 from kvdepot.index import ChunkIndex
-from kvdepot.pool import Names, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
+from kvdepot.names import Names
+from kvdepot.pool import allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.quotas import QuotaTable
 from kvdepot.server import operations
 from kvdepot.server.access import PRIVATE_UMASK, Access
@@ -148,7 +149,7 @@ class DepotServer:
             self._latencies: dict[type, Histogram] = {
                 kind: Histogram(_SHORTEST_SECONDS) for kind in (*m.Request.__args__, m.ErrorReply)
             }
-            names = self._files.names
+            names = self._files.names.found
             self._restoring: Iterator[None] | None = None
             if not self._files.is_new:
                 self._restoring = self._read_back(self._depot.index.restore(names.spaces, len(names.labels)))
@@ -513,8 +514,9 @@ class DepotServer:
             self._allocation_error = None
 
     def _save_names(self) -> None:
-        names = Names([space.spec for space in self._depot.index.spaces], list(self._depot.labels))
-        self._files.save_names(names)
+        file, depot = self._files.names, self._depot
+        new_spaces = [space.spec for space in depot.index.spaces[file.num_spaces :]]
+        file.add(Names(new_spaces, depot.labels[file.num_labels :]))
 
     def _restore_some(self, is_over: Callable[[], bool]) -> None:
         assert self._restoring is not None
