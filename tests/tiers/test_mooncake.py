@@ -1,5 +1,6 @@
 """Mooncake as a tier: the suite on a real cluster on loopback, and what becomes of it when processes die or hang."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -11,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -104,7 +104,11 @@ class Master:
         """Whether it is this master that listens there."""
         lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         inodes = {f"socket:[{line[9]}]" for line in lines if line[3] == "0A" and line[1].endswith(f":{self.port:04X}")}
-        return bool(inodes & {os.readlink(path) for path in Path(f"/proc/{self._process.pid}/fd").iterdir()})
+        for path in Path(f"/proc/{self._process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile: it has just answered another connection
+                if os.readlink(path) in inodes:
+                    return True
+        return False
 
     def kill(self) -> None:
         self._process.kill()
@@ -147,7 +151,7 @@ def cluster() -> Iterator[tuple[Master, Node]]:
     if why_no_sdk():
         pytest.skip(why_no_sdk())
     master = Master()
-    with closing(Node(f"mooncake://{master.address}?segment=64MiB")) as node:
+    with contextlib.closing(Node(f"mooncake://{master.address}?segment=64MiB")) as node:
         yield master, node
     master.kill()
 
@@ -171,7 +175,7 @@ def pool() -> Iterator[TierPool]:
 @pytest.fixture
 def tier(master: Master, pool: TierPool) -> Iterator[MooncakeTier]:
     """A tier that is the whole cluster."""
-    with closing(join(master, pool, "segment=64MiB&timeout=5")) as tier:
+    with contextlib.closing(join(master, pool, "segment=64MiB&timeout=5")) as tier:
         yield tier
 
 
@@ -224,7 +228,7 @@ class TestMooncakeTier(TierSuite):
 
 @needs_sdk
 def test_what_one_node_wrote_another_reads(master: Master, tier: MooncakeTier, pool: TierPool) -> None:
-    with closing(Node(f"mooncake://{master.address}?segment=0")) as node:
+    with contextlib.closing(Node(f"mooncake://{master.address}?segment=0")) as node:
         assert node.ask("write", [0, 1, 2]) == [True] * 3
         assert tier.read(KEYS[:4], EXTENTS[:4]) == [True, True, True, False]
         for key, (offset, size) in zip(KEYS[:3], EXTENTS[:3], strict=True):
@@ -274,8 +278,8 @@ def test_a_master_that_dies_opens_the_breaker_and_one_that_starts_anew_knows_not
 @needs_sdk
 def test_entries_of_a_node_that_dies_are_misses_and_no_errors(master: Master, pool: TierPool) -> None:
     with (
-        closing(Node(f"mooncake://{master.address}?segment=64MiB")) as node,
-        closing(join(master, pool, "segment=0")) as tier,
+        contextlib.closing(Node(f"mooncake://{master.address}?segment=64MiB")) as node,
+        contextlib.closing(join(master, pool, "segment=0")) as tier,
     ):
         fill(pool, 0, KEYS, [EXTENT_BYTES] * 8)
         assert tier.write(KEYS, EXTENTS) == [True] * 8
@@ -311,7 +315,7 @@ def test_a_child_that_is_killed_makes_calls_fail_until_a_probe_starts_another(
 
 @needs_sdk
 def test_calls_of_a_child_that_stands_still_end_when_it_is_dead(master: Master, pool: TierPool) -> None:
-    with closing(join(master, pool, "segment=64MiB&timeout=0.5")) as tier:
+    with contextlib.closing(join(master, pool, "segment=64MiB&timeout=0.5")) as tier:
         pid = tier.writer_pid
         os.kill(pid, signal.SIGSTOP)
         died: list[bool] = []
@@ -337,7 +341,7 @@ def test_calls_of_a_child_that_stands_still_end_when_it_is_dead(master: Master, 
 @needs_sdk
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
 def test_a_child_dies_with_its_parent(master: Master, number: signal.Signals) -> None:
-    with closing(Node(f"mooncake://{master.address}?segment=64MiB")) as node:
+    with contextlib.closing(Node(f"mooncake://{master.address}?segment=64MiB")) as node:
         os.kill(node.child_pid, number)
         node.kill()
         wait_until(lambda: is_dead(node.child_pid), what="the end of the child")
@@ -361,10 +365,10 @@ def test_who_drives_the_tier_never_loads_the_sdk(tier: MooncakeTier) -> None:
 
 @needs_sdk
 def test_an_entry_that_finds_no_room_is_not_written(tier: MooncakeTier, master: Master, pool: TierPool) -> None:
-    with closing(join(master, pool, "segment=0&replicas=2")) as other:
+    with contextlib.closing(join(master, pool, "segment=0&replicas=2")) as other:
         assert all(other.write(KEYS, EXTENTS)), "one copy is what one node can keep"
     big = make_shared_pool(80 << 20)
-    with closing(join(master, big, "segment=0")) as other:
+    with contextlib.closing(join(master, big, "segment=0")) as other:
         assert other.write([make_key(99)], [(0, 80 << 20)]) == [False]
         assert other.usage().counters["no_space"] == 1
     os.close(big.fd)
@@ -372,7 +376,7 @@ def test_an_entry_that_finds_no_room_is_not_written(tier: MooncakeTier, master: 
 
 @needs_sdk
 def test_a_full_cluster_makes_room(master: Master, pool: TierPool) -> None:
-    with closing(join(master, pool, "segment=16MiB")) as tier:
+    with contextlib.closing(join(master, pool, "segment=16MiB")) as tier:
         keys, written = KEYS, 0
         for first in range(0, 4096, 8):  # 32 MiB
             keys = [make_key(number) for number in range(first, first + 8)]
@@ -385,7 +389,7 @@ def test_a_full_cluster_makes_room(master: Master, pool: TierPool) -> None:
 @needs_sdk
 def test_clear_leaves_other_prefixes_alone(tier: MooncakeTier, master: Master, pool: TierPool) -> None:
     tier.write(KEYS, EXTENTS)
-    with closing(join(master, pool, "segment=0&prefix=kvdepot2")) as other:
+    with contextlib.closing(join(master, pool, "segment=0&prefix=kvdepot2")) as other:
         assert other.write(KEYS[:2], EXTENTS[:2]) == [True] * 2
         assert tier.clear(None, None) == 8
         assert other.contains(KEYS) == [True] * 2 + [False] * 6
@@ -432,7 +436,7 @@ def test_a_master_that_is_away_does_not_hold_anyone_up_and_is_found_later(pool: 
     master = Master()
     master.kill()
     started = time.monotonic()
-    with closing(join(master, pool, "segment=64MiB")) as tier:
+    with contextlib.closing(join(master, pool, "segment=64MiB")) as tier:
         assert time.monotonic() - started < 1.0
         assert tier.writer_pid == 0
         with pytest.raises(MooncakeUnavailable, match="no master at"):
@@ -450,7 +454,7 @@ def test_a_master_that_accepts_and_says_nothing_costs_a_child_and_nothing_else(p
     with socket.create_server(("127.0.0.1", 0)) as server:
         started = time.monotonic()
         url = f"mooncake://127.0.0.1:{server.getsockname()[1]}?segment=0&start=2"
-        with closing(open_tier(TierUrl.parse(url), pool)) as tier:
+        with contextlib.closing(open_tier(TierUrl.parse(url), pool)) as tier:
             assert time.monotonic() - started < 1.0
             pid = tier.writer_pid
             with pytest.raises(MooncakeUnavailable):
@@ -484,8 +488,8 @@ class DepotOfCluster:
 @needs_sdk
 def test_what_an_engine_stored_serves_engines_of_other_nodes_and_a_killed_depot_leaves_nothing(master: Master) -> None:
     with (
-        closing(DepotOfCluster(master, "segment=256MiB")) as one,
-        closing(DepotOfCluster(master, "segment=0")) as two,
+        contextlib.closing(DepotOfCluster(master, "segment=256MiB")) as one,
+        contextlib.closing(DepotOfCluster(master, "segment=0")) as two,
     ):
         assert one.ask("store 1 16") == ["True", "16"]
         one.settle()
@@ -505,7 +509,7 @@ def test_what_an_engine_stored_serves_engines_of_other_nodes_and_a_killed_depot_
 @needs_sdk
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
 def test_a_depot_stops_in_time_and_leaves_no_child(master: Master, number: signal.Signals) -> None:
-    with closing(DepotOfCluster(master, "segment=256MiB")) as one:
+    with contextlib.closing(DepotOfCluster(master, "segment=256MiB")) as one:
         child_pid = one.child_pid()
         os.kill(child_pid, number)
         one.ask("store 1 16")

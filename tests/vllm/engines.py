@@ -1,5 +1,6 @@
 """Real engines for tests: each vLLM in a child process, with a bounded wait for every answer."""
 
+import contextlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any, Self
 
+from kvdepot.messages import DepotStatus
 from kvdepot.testing.processes import DepotProcess, wait_until
 
 Prompt = list[int]
@@ -147,6 +149,22 @@ def wait_until_stored(engine: Engine, depot: DepotProcess, seed: int) -> None:
             break
     wait_until(lambda: depot.status().num_chunks > before, 60, "a prompt of an engine in the depot")
     wait_until(lambda: depot.status().num_tickets == 0, 60, "no store is under way")
+
+
+def generate_until_stored(
+    engine: Engine, prompts: list[Prompt], depot: DepotProcess, num_chunks: int
+) -> tuple[list[dict[str, Any]], DepotStatus]:
+    """Serve prompts until the depot has so many chunks and no store is under way; return the last outputs and status.
+
+    On a machine that is too busy for the depot to answer in time an engine goes on without it, as it should.
+    """
+    for _ in range(10):
+        outputs = engine.generate(prompts)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: depot.status().num_chunks >= num_chunks and not depot.status().num_tickets, 20)
+            return outputs, depot.status()
+        engine.reset()
+    raise AssertionError(f"after ten times {depot.status().num_chunks} of {num_chunks} chunks are in the depot")
 
 
 def tokens(outputs: list[dict[str, Any]]) -> list[list[int]]:

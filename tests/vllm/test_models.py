@@ -6,7 +6,15 @@ import pytest
 
 from kvdepot.testing.processes import DepotProcess, wait_until
 from tests.vllm.conftest import MakeModel
-from tests.vllm.engines import Engine, cached, connector, prompts, tokens, wait_until_stored
+from tests.vllm.engines import (
+    Engine,
+    cached,
+    connector,
+    generate_until_stored,
+    prompts,
+    tokens,
+    wait_until_stored,
+)
 
 PROMPTS = prompts(3, 1500) + prompts(2, 1000, seed=1, shared=600)
 
@@ -95,12 +103,9 @@ def test_two_ranks_store_their_shards_or_what_both_hold_once(
     with Engine(model(name), connector(depot.url), reference=PROMPTS[:2], **options) as engine:
         wait_until_stored(engine, depot, seed=900)
         before = depot.status()
-        cold = engine.generate(PROMPTS[:2])
         workers = [context for context in before.contexts if context.role == "worker"]
         num_chunks = 2 * reuse // workers[0].chunk_tokens
-        wait_until(lambda: depot.status().num_chunks >= before.num_chunks + num_chunks, 60, "all chunks are stored")
-        wait_until(lambda: depot.status().num_tickets == 0, 60)
-        status = depot.status()
+        cold, status = generate_until_stored(engine, PROMPTS[:2], depot, before.num_chunks + num_chunks)
         assert sorted(worker.groups[0].shard for worker in workers) == list(range(num_shards)) * (2 // num_shards)
         assert status.num_entries - before.num_entries == num_shards * (status.num_chunks - before.num_chunks)
         engine.reset()

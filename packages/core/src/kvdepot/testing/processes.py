@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.errors import DepotUnavailable
+
+_PATIENCE_SECONDS: Final = 120.0
 
 
 def wait_until(condition: Callable[[], object], timeout_seconds: float = 30.0, what: str = "") -> None:
@@ -70,7 +72,12 @@ class DepotProcess:
 
     def start(self, timeout_seconds: float = 20.0) -> None:
         """Start the server and wait until it answers."""
-        self._process = subprocess.Popen(self._arguments, stdin=subprocess.DEVNULL)
+        # A session of its own, and with Linux's autogroups a share of the cores: on a busy machine a depot in that of
+        # its tests stood in the run queue for half a minute at a time.
+        self._process = subprocess.Popen(
+            self._arguments, stdin=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        )  # fmt: skip
         end = time.monotonic() + timeout_seconds
         while True:
             if self._process.poll() is not None:
@@ -86,8 +93,18 @@ class DepotProcess:
                 return
 
     def status(self) -> m.DepotStatus:
-        """Ask for the server's status, patiently: the machine may be busy."""
-        reply = ask_depot(m.Status(), self.url, 20.0)
+        """Ask for the server's status, patiently: the machine may be busy. A silent one ends and says where it was."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                reply = ask_depot(m.Status(), self.url, 20.0)
+                break
+            except DepotUnavailable:
+                if self._process is None or self._process.poll() is not None:
+                    raise
+                if time.monotonic() > end:
+                    self.signal(signal.SIGABRT)
+                    raise
         assert isinstance(reply, m.StatusReply)
         return reply.status
 
