@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
@@ -37,6 +36,7 @@ SLOW_MICROSECONDS = 5000
 PROMPT_CHUNKS = 1000
 LONGEST_CHUNKS = 16_384  # a million tokens in chunks of 64
 LONGEST_RECURRENT_CHUNKS = 4096  # and in chunks of 256
+MOST_TENANTS = 60_000
 SPEC = filler_spec(64)
 SPARSE_SPEC = m.CacheSpec(64, (m.GroupShape(GroupKind.RECURRENT, 64),), "bytes", "recurrent")
 
@@ -98,9 +98,9 @@ class Phases:
 
 def fill(url: str, prompts: range, tenant: str = "default") -> None:
     """Store whole prompts, until `--max-entries` evict others."""
-    filler = IndexFiller(url, tenant=tenant)
+    filler = IndexFiller(url)
     for prompt in prompts:
-        filler.store(prompt_key(prompt, PROMPT_CHUNKS))
+        filler.store(prompt_key(prompt, PROMPT_CHUNKS, tenant))
     filler.close()
 
 
@@ -159,15 +159,19 @@ def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: f
         look_up(sparse, 50, LONGEST_RECURRENT_CHUNKS)
     with phases.phase("hints for prompts of 1,000 chunks, in a second all to end"):
         for prompt in range(num_prompts):
-            key = prompt_key(prompt, PROMPT_CHUNKS)
-            client.hint(replace(key, tenant="a" if prompt < num_prompts // 2 else "b"), ttl_seconds=1.0)
+            tenant = "a" if prompt < num_prompts // 2 else "b"
+            client.hint(prompt_key(prompt, PROMPT_CHUNKS, tenant), ttl_seconds=1.0)
         time.sleep(1 + seconds)
+    filler = IndexFiller(depot.url)
+    num_tenants = min(num_entries // 20, MOST_TENANTS)
+    with phases.phase(f"first stores of {num_tenants:,} tenants"):
+        for number in range(num_tenants):
+            filler.store(prompt_key(20_000_000 + number, 1, f"tenant {number}"))
     with phases.phase("status, fifty times"):
         for _ in range(50):
             depot.status()
     with phases.phase("a quota at runtime for a half of the chunks"):
         ask_depot(m.SetQuota("b", ENTRY_BYTES * num_entries // 2), depot.url, 60)
-    filler = IndexFiller(depot.url)
     with phases.phase("a worker that leaves 10,000 unfinished entries"):
         for number in range(10_000 // m.MAXIMUM_STORE_ENTRIES):
             filler.prepare(prompt_key(10_000_000 + number, m.MAXIMUM_STORE_ENTRIES))

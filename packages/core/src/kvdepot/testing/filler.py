@@ -16,10 +16,10 @@ def filler_spec(chunk_tokens: int) -> m.CacheSpec:
     return m.CacheSpec(chunk_tokens, (m.GroupShape(GroupKind.FULL_ATTENTION, chunk_tokens),), "bytes", "filler")
 
 
-def prompt_key(prompt: int, num_chunks: int) -> KeyRun:
-    """Return the key of a prompt; its digests are what a real one of `num_chunks` chunks has."""
+def prompt_key(prompt: int, num_chunks: int, tenant: str = "default") -> KeyRun:
+    """Return the key of a tenant's prompt; its digests are what a real one of `num_chunks` chunks has."""
     run = hash_prefix(Namespace(f"prompt {prompt}"), 1, range(num_chunks))
-    return KeyRun(run.digests, 0, run.parent, "default")
+    return KeyRun(run.digests, 0, run.parent, tenant)
 
 
 class IndexFiller:
@@ -28,13 +28,11 @@ class IndexFiller:
     Args:
         url: of the depot.
         chunk_tokens: tokens of a chunk.
-        tenant: whose entries they are.
     """
 
-    def __init__(self, url: str, *, chunk_tokens: int = 64, tenant: str = "default") -> None:
+    def __init__(self, url: str, *, chunk_tokens: int = 64) -> None:
         spec, details = filler_spec(chunk_tokens), (m.GroupDetail((ENTRY_BYTES,), 1),)
         registration = m.RegisterKVCache(m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "filler", spec, details)
-        self._tenant = tenant
         self._connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=_PATIENT_SECONDS)
         self._link = self._connection.wait_until_open(_PATIENT_SECONDS)
         self._channel: Channel = self._connection.channel(self._link)
@@ -42,7 +40,7 @@ class IndexFiller:
     def prepare(self, key: KeyRun) -> m.StorePlan:
         """Ask for space for at most `MAXIMUM_STORE_ENTRIES` chunks."""
         request = m.PrepareStore(
-            self._link.context, "fill", self._tenant, key.digests, key.first_chunk, key.parent, (key.num_chunks,)
+            self._link.context, "fill", key.tenant, key.digests, key.first_chunk, key.parent, (key.num_chunks,)
         )
         plan = self._channel.call(request, _PATIENT_SECONDS)
         assert isinstance(plan, m.StorePlan)
