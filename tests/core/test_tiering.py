@@ -1,8 +1,9 @@
 """What goes down to tiers and comes up again, asked through the depot; bytes follow from their keys."""
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -14,13 +15,14 @@ from kvdepot.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.protocols import Extents
+from kvdepot.server import tiering
 from kvdepot.server.depot import Deferred, Depot
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import IndexTable, Writer, table_size_bytes
 from kvdepot.testing.processes import wait_until
 from kvdepot.testing.tier import FaultyTier, make_pool
 from kvdepot.tiers.memory import MemoryTier
-from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.queue import Operation, Part, TierQueue
 from kvdepot.tiers.seal import checksum_of
 
 PAGE = 4096
@@ -105,6 +107,11 @@ class Bench:
                     checksums += checksum_of(data)
             self.ask(m.CommitStore(context, plan.ticket, checksums))
 
+    def store_long(self, run: KeyRun) -> None:
+        """Store what one request may not."""
+        for start in range(0, run.num_chunks, 8):
+            self.store(run.slice(start, min(start + 8, run.num_chunks)))
+
     def shard(self, group: int, rank: int) -> int:
         shapes: tuple[m.GroupShape, ...] = self.spec.groups
         return rank if shapes[group].num_shards > 1 else 0
@@ -171,7 +178,7 @@ class Bench:
     def finish_promotions(self) -> None:
         def is_quiet() -> bool:
             self.tiering.turn()
-            return not self.tiering.num_promotions
+            return not self.tiering.num_promotions and not self.tiering.num_under_way
 
         wait_until(is_quiet, what="the end of promotions")
 
@@ -450,6 +457,125 @@ def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing(make: Maker) -> N
     assert at_once.num_chunks == 4
 
 
+def hang_reads_of(bench: Bench, run: KeyRun, chunks: set[int]) -> tuple[threading.Event, list[bytes]]:
+    """Have reads of some chunks hang in the first tier until the event is set; return that, and what came to hang."""
+    tier, end, hung = bench.tiers[0], threading.Event(), list[bytes]()
+    tier.batch_entries = 1
+    read = tier.read
+    hanging = {run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES] for chunk in chunks}
+
+    def read_or_hang(keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        if keys[0][-DIGEST_BYTES:] in hanging:
+            hung.append(keys[0])
+            end.wait()
+        return read(keys, extents)
+
+    tier.read = read_or_hang
+    return end, hung
+
+
+@pytest.mark.promise(26, 31)
+@pytest.mark.parametrize("hanging", [{0}, {20}, {0, 1, 30}, set(range(40))], ids=["first", "middle", "some", "all"])
+def test_a_read_that_hangs_keeps_only_what_it_may_write_to(hanging: set[int], make: Maker) -> None:
+    bench = make(pages=64)
+    run = prompt(40)
+    bench.store_long(run)
+    bench.forget()
+    end, hung = hang_reads_of(bench, run, hanging)
+    num_hanging = min(len(hanging), 4)  # threads
+    pending = bench.begin_lookup(run)
+
+    def all_else_is_read() -> bool:
+        bench.tiering.turn()
+        return len(hung) == num_hanging and bench.tiering.queues[0].counters["read_entries"] == 40 - len(hanging)
+
+    wait_until(all_else_is_read)
+    bench.clock.now += 1.1
+    found = bench.wait(pending).num_chunks
+    assert found == min(hanging)
+    assert not bench.tiering.num_promotions
+    assert bench.index.extents.used_bytes <= (found + num_hanging) * PAGE
+    bench.store_long(run)
+    assert bench.index.longest_prefix(bench.index.spaces[0], run.digests)[0] == 40, "engines store what was given up"
+    assert bench.index.extents.used_bytes <= (40 + num_hanging) * PAGE
+    end.set()
+    wait_until(lambda: (bench.tiering.turn(), not bench.tiering.num_under_way)[1])
+    assert bench.index.extents.used_bytes == 40 * PAGE
+    assert bench.lookup(run) == 40
+
+
+@pytest.mark.promise(26, 31)
+def test_a_question_that_hangs_keeps_nothing(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(8))
+    bench.forget()
+    bench.store(prompt(4))
+    bench.settle()
+    before = bench.tiers[0].num_calls
+    bench.tiers[0].hang = True
+    pending = bench.begin_lookup(prompt(8))
+    wait_until(lambda: bench.tiers[0].num_calls > before)
+    bench.clock.now += 1.1
+    reply = bench.wait(pending)
+    bench.ask(m.Release(bench.contexts[0], (reply.lease,)))
+    assert not bench.tiering.num_promotions
+    assert bench.depot.clear(None) == 4
+
+
+class HeldReads:
+    """Lets what reads bring through later, and in another order."""
+
+    def __init__(self, queue: TierQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held: list[Part] = []
+        self._ready: list[Part] = []
+        self._poll = queue.poll
+        monkeypatch.setattr(queue, "poll", self.poll)
+
+    def poll(self, most: int) -> list[Part]:
+        for part in self._poll():
+            (self.held if part.job.operation is Operation.READ else self._ready).append(part)
+        parts, self._ready = self._ready[:most], self._ready[most:]
+        return parts
+
+    def release(self, parts: Sequence[Part]) -> None:
+        last = {id(part.job): part for part in parts}
+        self._ready += [replace(part, is_last=part is last[id(part.job)]) for part in parts]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lookups_of_one_prompt_wait_for_each_other_in_any_order(
+    seed: int, make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: landing one of them landed the other, which ended the first twice: holds of others were lost."""
+    bench = make(pages=160)
+    bench.tiers[0].batch_entries = 1
+    run, source = prompt(97), random.Random(seed)
+    bench.store_long(run)
+    bench.forget()
+    bench.store(run.slice(0, 1))
+    bench.settle()
+    reads = HeldReads(bench.tiering.queues[0], monkeypatch)
+    pending = [bench.begin_lookup(run) for _ in range(2 + seed % 2)]
+
+    def are_all_read() -> bool:
+        bench.tiering.turn(lambda: True)
+        return len(reads.held) == 96
+
+    wait_until(are_all_read)
+    first_job = min((part.job for part in reads.held), key=lambda job: job.extents[0])
+
+    def order(part: Part) -> tuple[bool, float]:
+        return not part.first and part.job is not first_job, source.random()
+
+    reads.release(sorted(reads.held, key=order))
+    assert [bench.wait(reply).num_chunks for reply in pending] == [97] * len(pending)
+    for _ in pending:
+        assert bench.depot.clear(None) == 0, "leases keep it"
+    for reply in pending:
+        bench.ask(m.Release(bench.contexts[0], (bench.wait(reply).lease,)))
+    assert bench.depot.clear(None) == 97
+
+
 @pytest.mark.promise(31)
 def test_a_tier_that_lies_about_existence_gives_its_space_back(make: Maker) -> None:
     bench = make()
@@ -708,6 +834,44 @@ def test_a_tier_that_is_slow_for_every_lookup_is_left_alone(make: Maker) -> None
         bench.finish_promotions()
         bench.forget()
     assert "in a row" in bench.tiering.queues[0].why_open
+
+
+def test_a_tier_that_brings_something_to_every_lookup_in_time_is_used_on(make: Maker) -> None:
+    """Regression: three long prompts in a row, of which a healthy tier brought a part in time, made it a slow one."""
+    bench = make(pages=64)
+    run = prompt(40)
+    bench.store_long(run)
+    bench.tiering.queues[0].deadline_seconds = 100.0
+    for _ in range(4):
+        bench.forget()
+        end, _ = hang_reads_of(bench, run, {30})
+        pending = bench.begin_lookup(run)
+        wait_until(lambda: (bench.tiering.turn(), bench.index.num_entries == 30)[1])
+        bench.clock.now += 1.1
+        assert bench.wait(pending).num_chunks == 30
+        end.set()
+        bench.finish_promotions()
+        bench.clock.now += 100.0
+        bench.depot.expire()
+        bench.depot.work()
+    assert not bench.tiering.queues[0].is_open
+
+
+@pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])
+@pytest.mark.parametrize("most", [1, 4, 7])
+def test_a_tier_is_asked_again_until_it_was_asked_for_all_of_a_prompt(
+    groups: tuple[m.GroupShape, ...], most: int, make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a lookup asked each tier once, for 4,096 entries: 8,192 tokens with eight shards and chunks of 16."""
+    monkeypatch.setattr(tiering, "MAXIMUM_QUESTIONS", most)
+    bench = make(groups, pages=128)
+    run = prompt(24)
+    bench.store_long(run)
+    bench.forget()
+    assert bench.lookup(run) == 24
+    bench.forget()
+    bench.store(run.slice(0, 5))
+    assert bench.lookup(run) == 24
 
 
 def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker) -> None:

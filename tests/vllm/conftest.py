@@ -42,5 +42,5 @@ def _run_models_script(*arguments: str) -> Path:
 @pytest.fixture(scope="module")
 def depot() -> Iterator[DepotProcess]:
     """A depot with a pool of 512 MiB."""
-    with DepotProcess(pool_size="512MiB") as depot:
+    with DepotProcess(pool_size="512MiB", new_session=True) as depot:
         yield depot

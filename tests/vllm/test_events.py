@@ -40,7 +40,7 @@ print(vllm.ZmqEventPublisher.END_SEQ.hex())
 @pytest.fixture
 def depot() -> Iterator[DepotProcess]:
     flags = ("--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0")
-    with DepotProcess(*flags, pool_size="1MiB") as depot:
+    with DepotProcess(*flags, pool_size="1MiB", new_session=True) as depot:
         yield depot
 
 

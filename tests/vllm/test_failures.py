@@ -49,7 +49,7 @@ def test_engine_first_depot_later(model: MakeModel, tmp_path: Any) -> None:
     ) as engine:
         assert tokens(engine.generate(PROMPTS[:1])) == engine.reference
         assert "no depot in" in engine.log()
-        with DepotProcess(directory=tmp_path) as late:
+        with DepotProcess(directory=tmp_path, new_session=True) as late:
             wait_until(lambda: len(late.status().contexts) == 2, 60, "the engine to find the depot")
             engine.generate(PROMPTS[:1])
             outputs = engine.generate(PROMPTS[:1])
@@ -106,7 +106,7 @@ def test_a_depot_that_hangs_during_loads_and_stores(warm: Engine, depot: DepotPr
 @pytest.mark.promise(16)
 def test_a_full_depot_declines_and_nobody_waits(model: MakeModel) -> None:
     with (
-        DepotProcess(pool_size="4MiB") as small,
+        DepotProcess(pool_size="4MiB", new_session=True) as small,
         Engine(model("gqa"), connector(small.url), reference=PROMPTS, enable_prefix_caching=False) as engine,
     ):
         for _ in range(2):

@@ -27,7 +27,12 @@ def test_what_left_the_pool_comes_back_from_disk(case: str, model: MakeModel, tm
     all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, **options}
     with (
         DepotProcess(
-            "--tier", f"disk://{tmp_path}/tier?capacity=4GiB", "--promote-seconds", "30", pool_size="512MiB"
+            "--tier",
+            f"disk://{tmp_path}/tier?capacity=4GiB",
+            "--promote-seconds",
+            "30",
+            pool_size="512MiB",
+            new_session=True,
         ) as depot,
         Engine(model(name), connector(depot.url), reference=PROMPTS, **all_options) as engine,
     ):

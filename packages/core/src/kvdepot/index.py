@@ -617,6 +617,24 @@ class ChunkIndex:
         self._free_entry(record)
         self._release_hold(node)
 
+    def abandon_entry(self, record: int) -> None:
+        """Take an entry that is not sealed off its chunk, which can be stored again from now on.
+
+        Something may still be writing to it: its space is taken until `free_abandoned`.
+        """
+        node = self._node_of[record]
+        self._lingering[record] = _, num_bytes = self.table.extent(record)
+        self._unlink(record, node)
+        self._account(node, -extent_size(num_bytes))
+        self._node_of[record] = NO_NODE
+        self._release_hold(node)
+
+    def free_abandoned(self, record: int) -> None:
+        """Take back an abandoned entry that nothing writes to any more."""
+        self.table.free(record)
+        self.extents.free(*self._lingering.pop(record))
+        self._free_records.append(record)
+
     def remove_entry(self, record: int) -> None:
         """Take away a sealed entry, leased or not, because its bytes are wrong.
 

@@ -8,7 +8,8 @@ Up (**promotion**): a lookup that the pool answers only in part asks the tiers, 
 what they have is given space as a store would be, and read straight into it, many reads at a time. The lookup is
 answered when all of it is there or its time is over; what comes later stays in the pool for the next one. Entries that
 are on their way already are waited for, never read twice. What a tier would bring later than the engine computes it, by
-what both took lately, is not read.
+what both took lately, is not read. A read that overruns the tier's deadline is given up with all that comes after it:
+only the bytes that it may still write to stay taken until it returns, and their chunks can be stored by engines.
 
 Everything here happens on the depot's loop and only ever submits; `TierQueue` waits for the storage. Records of
 promotions name the process that writes them, so a depot that is killed leaves nothing behind that could be found.
@@ -76,6 +77,7 @@ class _State(Enum):
     COMING = 0
     HERE = 1
     FAILED = 2
+    LOST = 3  # its read overran the deadline: not of the index any more, and its space is taken until that returns
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +88,6 @@ class _Flight:
     chunk: int
     node: int
     state: _State = _State.COMING
-    is_late: bool = False  # nobody waits for it any more
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +117,7 @@ class Promotion:
     token_seconds: float = 0.0  # that the engine takes to compute a token
     reading_since: float = 0.0
     num_read_bytes: int = 0  # since then
+    has_landed: bool = False  # something of it, from whichever tier
 
     @property
     def num_chunks(self) -> int:
@@ -125,8 +127,11 @@ class Promotion:
     @property
     def has_work(self) -> bool:
         """Whether something can be done without waiting for a tier."""
-        has_landed = bool(self.flights) and self.flights[0].state is not _State.COMING
-        return self.steps is not None or has_landed or bool(self.wanted)
+        if self.steps is not None or self.wanted:
+            return True
+        if self.flights:
+            return self.flights[0].state is not _State.COMING
+        return not self.num_awaited and not self.is_asking
 
     def digest(self, chunk: int) -> bytes:
         """Return the key of one chunk."""
@@ -177,12 +182,12 @@ class Tiering:
         self._written = [self._no_headers() for _ in queues]
         self._writings: dict[int, _Writing] = {}  # by id of the job, as the next ones
         self._questions: dict[int, Promotion] = {}
-        self._readings: dict[int, tuple[Promotion, list[_Flight]]] = {}
+        self._readings: dict[int, list[_Flight]] = {}
         self._clears: dict[int, Callable[[int], None]] = {}
         self._jobs: dict[int, Job] = {}
         self._promotions: dict[Promotion, None] = {}  # who was served last at the end
         self._awaited: dict[int, list[Promotion]] = {}  # by record
-        self._coming: dict[int, _Flight] = {}  # by record
+        self._coming: set[int] = set()  # records
         self._num_slow = [0] * len(queues)
         self._paces = [deque[float](maxlen=_PACES) for _ in queues]  # seconds a byte
         self._num_skipped = [0] * len(queues)
@@ -419,7 +424,9 @@ class Tiering:
         """Ask for all that is missing, or the next tier if nothing is."""
         windows = max((chunks for _, chunks in promotion.space.windows), default=0)
         first = max(0, promotion.found + 1 - windows) if windows else promotion.found
-        promotion.limit = min(promotion.num_chunks, first + MAXIMUM_QUESTIONS // len(promotion.places))
+        promotion.limit = min(
+            promotion.num_chunks, promotion.found + max(1, MAXIMUM_QUESTIONS // len(promotion.places))
+        )
         entries: list[tuple[int, ShardPlace]] = []
         keys: list[bytes] = []
         chunks_a_step = max(1, _QUESTIONS_A_STEP // len(promotion.places))
@@ -434,7 +441,9 @@ class Tiering:
             self._ask_next(promotion)
 
     def _answered(self, part: Part) -> None:
-        promotion = self._questions[id(part.job)]
+        promotion = self._questions.get(id(part.job))
+        if promotion is None:
+            return  # it was given up
         promotion.there[part.first : part.first + len(part.outcomes)] = part.outcomes
         if not part.is_last:
             return
@@ -508,7 +517,7 @@ class Tiering:
                 if (chunk, group, place.shard) in there:
                     continue
                 record = None if node is None else index.entry(node, group, place.shard)
-                if record is None or not (index.table.header(record) & 0xFF == SEALED or self._is_coming(record)):
+                if record is None or not (index.table.header(record) & 0xFF == SEALED or record in self._coming):
                     return False
             return True
 
@@ -536,6 +545,9 @@ class Tiering:
     def _fetch(self, promotion: Promotion) -> None:
         """Make room for the next entries that are wanted and have them read."""
         index, space, queue = self._index, promotion.space, self.queues[promotion.tier]
+        if queue.is_open:
+            promotion.wanted.clear()
+            return
         pid = queue.tier.writer_pid or os.getpid()
         writer = Writer(pid, process_start_time(pid))
         flights: list[_Flight] = []
@@ -549,7 +561,7 @@ class Tiering:
             node = index.node(space, digest, chunk)
             record = None if node is None else index.entry(node, place.group, place.shard)
             if record is not None:
-                if self._is_coming(record):
+                if record in self._coming:
                     self._awaited.setdefault(record, []).append(promotion)
                     promotion.num_awaited += 1
                 elif index.table.header(record) & 0xFF != SEALED:
@@ -574,21 +586,38 @@ class Tiering:
         if flights:
             job = Job(Operation.READ, keys, [index.table.extent(flight.record) for flight in flights])
             for flight in flights:
-                self._coming[flight.record] = flight
+                self._coming.add(flight.record)
             promotion.flights += flights
             if queue.submit(job):
-                self._readings[id(job)] = promotion, flights
+                self._readings[id(job)] = flights
                 self._jobs[id(job)] = job
             else:
                 for flight in flights:
                     flight.state = _State.FAILED
-        self._land(promotion)
 
     def _read(self, part: Part) -> None:
-        promotion, flights = self._readings[id(part.job)]
+        flights = self._readings[id(part.job)]
         for flight, ok in zip(flights[part.first :], part.outcomes, strict=False):
-            flight.state = _State.HERE if ok else _State.FAILED
-        self._land(promotion)
+            if flight.state is _State.LOST:
+                self._index.free_abandoned(flight.record)
+            else:
+                flight.state = _State.HERE if ok else _State.FAILED
+
+    def _give_up(self, job: Job) -> None:
+        """A call of a job hangs: nobody waits for what it would bring."""
+        promotion = self._questions.pop(id(job), None)
+        if promotion is not None:
+            promotion.is_asking = False
+            if promotion.on_answer is None:
+                self._end(promotion)
+            else:
+                self._ask_next(promotion)
+        for flight in self._readings.get(id(job), ()):
+            if flight.state is _State.COMING:
+                flight.state = _State.LOST
+                self._index.abandon_entry(flight.record)
+                self.counters["promotions_failed"] += 1
+                self._arrived(flight.record)
 
     def _land(self, promotion: Promotion) -> None:
         """Seal what has come, in the order of the prefix; after a failure nothing more."""
@@ -597,24 +626,24 @@ class Tiering:
             if not promotion.flights or promotion.flights[0].state is _State.COMING:
                 break
             flight = promotion.flights.popleft()
-            if flight.state is _State.FAILED:
+            if flight.state is not _State.HERE:
                 promotion.is_broken = True
-            if promotion.is_broken:
-                self._drop(flight)
-            else:
+            if not promotion.is_broken:
                 landed.append(flight)
+            elif flight.state is not _State.LOST:
+                self._drop(flight)
         if landed:
             self._seal(promotion, landed)
         if promotion.is_broken:
             promotion.wanted.clear()
-        if promotion.flights or promotion.has_work or promotion.num_awaited or promotion.is_asking:
-            return
-        self._after_tier(promotion)
+        if not (promotion.flights or promotion.wanted or promotion.num_awaited):
+            self._after_tier(promotion)
 
     def _seal(self, promotion: Promotion, flights: Sequence[_Flight]) -> None:
         index, written = self._index, self._written[promotion.tier]
         index.seal_entries([flight.record for flight in flights], int(self._clock()))
         self.counters["entries_promoted"] += len(flights)
+        promotion.has_landed = True
         promotion.num_read_bytes += sum(index.table.extent(flight.record)[1] for flight in flights)
         for flight in flights:
             written[flight.record] = index.table.header(flight.record)
@@ -625,19 +654,11 @@ class Tiering:
         self.counters["promotions_failed"] += 1
         self._arrived(flight.record)
 
-    def _is_coming(self, record: int) -> bool:
-        flight = self._coming.get(record)
-        return flight is not None and not flight.is_late
-
     def _arrived(self, record: int) -> None:
-        del self._coming[record]
-        self._stop_waiting(record)
-
-    def _stop_waiting(self, record: int) -> None:
+        """An entry is here, or will not come: those who wait for it go on."""
+        self._coming.discard(record)
         for promotion in self._awaited.pop(record, ()):
             promotion.num_awaited -= 1
-            if promotion in self._promotions:
-                self._land(promotion)
 
     def _after_tier(self, promotion: Promotion) -> None:
         found, _ = self._index.longest_prefix(promotion.space, promotion.digests)
@@ -646,14 +667,16 @@ class Tiering:
             self._paces[promotion.tier].append(seconds / promotion.num_read_bytes)
         if promotion.on_answer is not None:
             self._num_slow[promotion.tier] = 0
-        promotion.found = max(promotion.found, found)
+        has_advanced, promotion.found = found > promotion.found, max(promotion.found, found)
         if found >= promotion.num_chunks or promotion.on_answer is None:
             self._end(promotion)
-        else:
-            self._ask_next(promotion)
+            return
+        if has_advanced and promotion.limit < promotion.num_chunks:
+            promotion.tier -= 1  # it was not asked for all of it yet
+        self._ask_next(promotion)
 
     def _end(self, promotion: Promotion) -> None:
-        self._promotions.pop(promotion, None)
+        del self._promotions[promotion]
         self._answer(promotion)
         self._index.unpin(promotion.pins)
 
@@ -714,18 +737,15 @@ class Tiering:
         for tier, queue in enumerate(self.queues):
             for job in queue.expire():
                 self.counters["tier_jobs_late"] += 1
-                _, flights = self._readings.get(id(job), (None, ()))
-                for flight in flights:
-                    if flight.state is _State.COMING and not flight.is_late:
-                        flight.is_late = True
-                        self._stop_waiting(flight.record)
+                self._give_up(job)
             while parts := queue.poll(1):
                 self._take(tier, *parts)
                 if is_over():
                     break
         for promotion in [p for p in self._promotions if p.on_answer is not None and p.deadline <= now]:
             self.counters["promotions_late"] += 1
-            if promotion.wait_seconds >= self.settings.promotion_seconds:
+            is_slow = not promotion.has_landed and bool(promotion.is_asking or promotion.flights)
+            if is_slow and promotion.wait_seconds >= self.settings.promotion_seconds:
                 self._note_slow(promotion.tier)
             self._answer(promotion)
             if is_over():
@@ -743,10 +763,10 @@ class Tiering:
         self._promotions[promotion] = None
         if promotion.steps is not None:
             next(promotion.steps, None)
-        elif promotion.wanted:
+            return
+        if promotion.wanted:
             self._fetch(promotion)
-        else:
-            self._land(promotion)
+        self._land(promotion)
 
     def _take(self, tier: int, part: Part) -> None:
         job, number = part.job, id(part.job)

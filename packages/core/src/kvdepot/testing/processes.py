@@ -41,6 +41,9 @@ class DepotProcess:
         directory: where; None for a temporary one.
         prefix: a command that runs the server as its last argument, `unshare` for example; it has one child.
         module: what is run.
+        new_session: a session of its own, and with Linux's autogroups a share of the cores: beside vLLM on a busy
+            machine a depot in that of its tests stood in the run queue for half a minute at a time. It outlives tests
+            that are killed.
     """
 
     def __init__(
@@ -51,12 +54,14 @@ class DepotProcess:
         log_level: str = "warning",
         prefix: Sequence[str] = (),
         module: str = "kvdepot",
+        new_session: bool = False,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvdepot-") if directory is None else None
         self.directory = Path(self._temporary.name) if self._temporary else directory or Path()
         self.url = str(self.directory)
         self.pool_directory = Path(tempfile.mkdtemp(prefix="kvdepot-pool-", dir="/dev/shm"))
         self._has_prefix = bool(prefix)
+        self._new_session = new_session
         self._arguments = [
             *prefix, sys.executable, "-m", module, "serve", "--dir", self.url, "--pool-size", pool_size,
             "--pool-dir", str(self.pool_directory), "--log-level", log_level, *arguments,
@@ -72,10 +77,8 @@ class DepotProcess:
 
     def start(self, timeout_seconds: float = 20.0) -> None:
         """Start the server and wait until it answers."""
-        # A session of its own, and with Linux's autogroups a share of the cores: on a busy machine a depot in that of
-        # its tests stood in the run queue for half a minute at a time.
         self._process = subprocess.Popen(
-            self._arguments, stdin=subprocess.DEVNULL, start_new_session=True,
+            self._arguments, stdin=subprocess.DEVNULL, start_new_session=self._new_session,
             env={**os.environ, "PYTHONFAULTHANDLER": "1"},
         )  # fmt: skip
         end = time.monotonic() + timeout_seconds
