@@ -54,6 +54,7 @@ class Bench:
         least_tokens: int = 0,
         promotion_least_tokens: int = 0,
         write_bytes: int = 1 << 20,
+        tier_pages: int = 256,
         verify: bool = False,
     ) -> None:
         self.clock = Clock()
@@ -63,7 +64,7 @@ class Bench:
             ExtentAllocator(pages * PAGE), IndexTable(bytearray(table_size_bytes(NUM_RECORDS)), NUM_RECORDS)
         )
         self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=self.clock)
-        self.tiers = [FaultyTier(MemoryTier(self.pool, 1 << 20)) for _ in range(num_tiers)]
+        self.tiers = [FaultyTier(MemoryTier(self.pool, tier_pages * PAGE)) for _ in range(num_tiers)]
         self.tiering = Tiering(
             self.index,
             [
@@ -872,6 +873,22 @@ def test_a_tier_is_asked_again_until_it_was_asked_for_all_of_a_prompt(
     bench.forget()
     bench.store(run.slice(0, 5))
     assert bench.lookup(run) == 24
+
+
+def test_what_is_hot_in_the_pool_and_evicted_below_is_written_again(make: Maker) -> None:
+    """Regression: a tier's own eviction was never heard of, and what the pool had was the first to leave it."""
+    bench = make(pages=16, tier_pages=16)
+    hot = prompt(4)
+    bench.store(hot)
+    for name in range(1, 9):
+        bench.store(prompt(4, name=name))
+        assert bench.lookup(hot) == 4
+        bench.settle()
+    bench.clock.now += 2.0
+    bench.tiering.turn()
+    assert bench.lookup(hot) == 4
+    bench.forget()
+    assert bench.lookup(hot) == 4, "from the tier"
 
 
 def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker) -> None:

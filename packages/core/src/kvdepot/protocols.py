@@ -252,7 +252,10 @@ class TierPool:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """What a tier holds, as far as it knows without asking; sizes are bytes, 0 stands for unknown."""
+    """What a tier holds, as far as it knows without asking; sizes are bytes, 0 stands for unknown.
+
+    One that makes room by itself counts the entries that left as "evicted".
+    """
 
     num_entries: int = 0
     used_bytes: int = 0

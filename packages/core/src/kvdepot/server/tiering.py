@@ -50,6 +50,10 @@ _PACES: Final = 15  # promotions of a tier whose median says how fast it is
 _LEAST_PACES: Final = 3
 _TRY_ANYWAY: Final = 16  # every so often, to learn that a tier has become faster
 _SLOW_PROMOTIONS: Final = 3  # in a row, until a tier is left alone
+_LOOK_SECONDS: Final = 1.0
+_TURNED_OVER: Final = (
+    0.25  # of a tier's entries that it evicted, until what is in the pool is thought to be missing there
+)
 _RESERVE_SHARE: Final = 0.05  # of the pool: free space that is kept where entries are written as they leave
 
 
@@ -191,6 +195,8 @@ class Tiering:
         self._num_slow = [0] * len(queues)
         self._paces = [deque[float](maxlen=_PACES) for _ in queues]  # seconds a byte
         self._num_skipped = [0] * len(queues)
+        self._num_evicted = [0] * len(queues)  # by the tier, when its headers were last forgotten
+        self._next_look = 0.0
 
     # --- tiers ----------------------------------------------------------------------------------------------------
 
@@ -201,6 +207,7 @@ class Tiering:
         self._num_slow.append(0)
         self._paces.append(deque[float](maxlen=_PACES))
         self._num_skipped.append(0)
+        self._num_evicted.append(0)
 
     def remove(self, name: str) -> bool:
         """Stop using a tier: what waits for it fails now, what runs may end; False if there is none of that name.
@@ -228,6 +235,18 @@ class Tiering:
         """Entries were sealed, in the order of their chunks."""
         if self.settings.demotion is Demotion.STORE and records and self._is_long(self._index.node_of(records[-1])):
             self._demote(records)
+
+    def _forget_evicted(self) -> None:
+        """Where a tier has evicted a good part of what it held, write anew what is used or leaves.
+
+        What the pool has is asked of no tier, so it is the coldest there, however hot it is.
+        """
+        for tier, queue in enumerate(self.queues):
+            usage = queue.tier.usage()
+            num_evicted = usage.counters.get("evicted", 0)
+            if num_evicted - self._num_evicted[tier] > _TURNED_OVER * usage.num_entries:
+                self._num_evicted[tier] = num_evicted
+                self._written[tier] = self._no_headers()
 
     def used(self, node: int) -> None:
         """A prefix that ends with this chunk was found."""
@@ -734,6 +753,9 @@ class Tiering:
         Of everything that there is, a step is done, and more until `is_over`.
         """
         now = self._clock()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self._forget_evicted()
         for tier, queue in enumerate(self.queues):
             for job in queue.expire():
                 self.counters["tier_jobs_late"] += 1

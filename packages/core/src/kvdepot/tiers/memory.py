@@ -20,6 +20,7 @@ class MemoryTier:
         self._pool = pool
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
+        self._num_evicted = 0
         self._entries: OrderedDict[bytes, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -36,6 +37,7 @@ class MemoryTier:
                 self._entries[key] = payload
                 while self._used_bytes > self._capacity_bytes:
                     self._used_bytes -= len(self._entries.popitem(last=False)[1])
+                    self._num_evicted += 1
         return self.contains(keys)
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
@@ -64,7 +66,7 @@ class MemoryTier:
 
     def usage(self) -> TierUsage:
         """See `Tier`."""
-        return TierUsage(len(self._entries), self._used_bytes, self._capacity_bytes)
+        return TierUsage(len(self._entries), self._used_bytes, self._capacity_bytes, {"evicted": self._num_evicted})
 
     def close(self) -> None:
         """See `Tier`."""
