@@ -829,8 +829,7 @@ class Depot:
         def chore() -> Iterator[int]:
             nonlocal removed, num_left
             if self.tiering is not None:
-                self.tiering.drop_writes(tenant, model)
-                yield 0
+                yield from self.tiering.drop_writes(tenant, model)
             for count in self._clear(tenant, model):
                 removed += count
                 yield count
