@@ -3,11 +3,14 @@
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
 import pytest
 
+from kvdepot.errors import ConfigError
 from kvdepot.protocols import Extents
+from kvdepot.server.opening import TierOpener
 from kvdepot.testing.processes import wait_until
 from kvdepot.testing.tier import EXTENT_BYTES, contains, extents_of, fill, make_key, make_pool, read, write
 from kvdepot.tiers.keys import label_of
@@ -195,6 +198,16 @@ def test_a_clear_that_hangs_does_not_hold_up_writes_for_ever(bench: Bench) -> No
     assert bench.queue.submit(Job(Operation.CLEAR, labels=(None, None))), "the next one runs, too"
     wait_until(lambda: any(part.job.operation is Operation.CLEAR for part in bench.queue.poll()))
     assert contains(bench.queue, bench.keys[:2]) == [False] * 2
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e300", "9" * 400, "soon", "0"])
+@pytest.mark.parametrize("option", ["deadline", "threads"])
+def test_numbers_of_a_url_that_no_clock_can_count_are_refused(option: str, value: str, tmp_path: Path) -> None:
+    (tmp_path / "pool").write_bytes(bytes(1 << 20))
+    with (tmp_path / "pool").open("r+b") as file:
+        opener = TierOpener(file.fileno(), 1 << 20, lambda: None)
+        with pytest.raises(ConfigError, match=rf"--tier memory://: {option}={value}: a number from [\d.]+ to [\d,]+$"):
+            opener.open_all([f"memory://?{option}={value}"])
 
 
 @pytest.mark.promise(61)

@@ -35,7 +35,7 @@ _FIRST_RETRY_SECONDS: Final = 0.5
 _LAST_RETRY_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
 _QUESTIONS_A_CALL: Final = 512
-_PATIENCE: Final = 10  # deadlines that a write or a clear may take
+PATIENCE: Final = 10  # deadlines that a write or a clear may take
 _DROPPED_A_STEP: Final = 256  # calls that are looked at
 
 
@@ -104,7 +104,7 @@ class _Call:
 
     def due_at(self, deadline_seconds: float) -> float:
         """Nobody waits for a write: it may take longer before it counts as hung."""
-        return self.started_at + deadline_seconds * (1 if self.is_urgent else _PATIENCE)
+        return self.started_at + deadline_seconds * (1 if self.is_urgent else PATIENCE)
 
 
 class TierQueue:
