@@ -116,10 +116,10 @@ def main() -> None:
             server: Server | None = None
             if text == "valkey":
                 server = valkey = ValkeyServer(Path(directory))
-                text = valkey.url(options="timeout=30")
+                text = valkey.url(options="deadline=40")
             elif text == "s3":
                 server = moto = S3Server()
-                text = moto.url(options="&timeout=30")
+                text = moto.url(options="&deadline=40")
                 os.environ.update(AWS_ACCESS_KEY_ID="someone", AWS_SECRET_ACCESS_KEY="something")
             try:
                 for num_threads in options.threads:

@@ -13,6 +13,7 @@ from kvdepot.config import (
     default_pool_directory,
     directory_of_url,
     format_size,
+    parse_number,
     parse_size,
     resolve_pool_size,
 )
@@ -43,6 +44,32 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 def test_what_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)
+
+
+@pytest.mark.parametrize(("text", "number"), [("0.5", 0.5), ("-3", -3.0), ("1e9", 1e9)])
+def test_numbers_are_read(text: str, number: float) -> None:
+    assert parse_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "Infinity", "nan", "1e300", "9" * 400, "2e9", "", "five"])
+def test_what_is_no_finite_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a number of at most 1,000,000,000"):
+        parse_number(text)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e300, 0.0, -1.0])
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("lease_seconds", "--lease-seconds"),
+        ("promotion_seconds", "--promote-seconds"),
+        ("mover_start_seconds", "--mover-start-seconds"),
+        ("move_seconds", "--move-seconds"),
+    ],
+)
+def test_seconds_that_no_clock_can_count_are_refused(field: str, flag: str, seconds: float) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} .*: above 0, at most 1,000,000,000"):
+        replace(ServerConfig(), **{field: seconds})
 
 
 @given(st.integers(0, 1 << 50))

@@ -45,6 +45,26 @@ def test_a_file_says_what_flags_would(file: Path) -> None:
     assert (options["verify"], options["log_format"]) == ("all", "json")
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "1e400"])
+def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(
+    value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kvdepot.toml"
+    path.write_text(f"lease_seconds = {value}\n")
+    with pytest.raises(ConfigError, match=r"lease_seconds: '(inf|nan)' is not a number"):
+        parsed([], {}, path)
+    with pytest.raises(ConfigError, match=r"KVDEPOT_MOVE_SECONDS: .* is not a number"):
+        parsed([], {"KVDEPOT_MOVE_SECONDS": value})
+    for command in (
+        ["serve", "--lease-seconds"], ["serve", "--promote-seconds"], ["serve", "--mover-start-seconds"],
+        ["serve", "--move-seconds"], ["warm", "-", "--pin"], ["drain", "--wait"], ["top", "--interval"],
+        ["soak", "--seconds"], ["replay", "x", "--session-ends"],
+    ):  # fmt: skip
+        with pytest.raises(SystemExit):
+            _parser(None, []).parse_args([*command, value])
+        assert "is not a number of at most" in capsys.readouterr().err
+
+
 def test_flags_come_before_the_environment_before_the_file(file: Path) -> None:
     environment = {"KVDEPOT_POOL_SIZE": "4GiB", "KVDEPOT_TIER": "disk:///c disk:///d", "KVDEPOT_EPHEMERAL": "no"}
     options = parsed([], environment, file)

@@ -1,6 +1,7 @@
 """The tier in object stores passes the suite on files and against a real S3 server, and outlives one that is away."""
 
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +9,13 @@ from uuid import uuid4
 
 import obstore
 import pytest
+from obstore.store import S3Store
 
 from kvdepot.errors import ConfigError
 from kvdepot.protocols import Tier, TierPool
 from kvdepot.testing.processes import wait_until
 from kvdepot.testing.tier import Damage, TierSuite, content, extents_of, fill, make_key, make_pool
-from kvdepot.tiers.object import ObjectTier, object_name
+from kvdepot.tiers.object import ObjectTier, copy, object_name
 from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
 from tests.tiers.servers import S3Server, listening
@@ -68,12 +70,12 @@ def server() -> Iterator[S3Server]:
 class TestS3(ObjectSuite):
     @pytest.fixture(autouse=True)
     def storage(self, server: S3Server) -> None:
-        self.url = server.url(f"somewhere/{uuid4()}", "&timeout=10")
+        self.url = server.url(f"somewhere/{uuid4()}", "&deadline=20")
 
 
 def test_objects_of_others_below_the_prefix_stay(server: S3Server) -> None:
     pool = make_pool()
-    tier = open_url(server.url("shared", "&timeout=10"), pool)
+    tier = open_url(server.url("shared", "&deadline=20"), pool)
     obstore.put(tier.store, "notes/of/others", b"words")
     key = make_key(1)
     fill(pool, 0, [key], [4096])
@@ -85,7 +87,7 @@ def test_objects_of_others_below_the_prefix_stay(server: S3Server) -> None:
 
 def test_many_are_asked_for_and_cleared_at_once(server: S3Server) -> None:
     pool = make_pool()
-    tier = open_url(server.url("many", "&timeout=10"), pool)
+    tier = open_url(server.url("many", "&deadline=20"), pool)
     keys = [make_key(number) for number in range(300)]
     fill(pool, 0, keys[:1], [1])
     for key in keys[::2]:
@@ -99,7 +101,7 @@ def test_many_are_asked_for_and_cleared_at_once(server: S3Server) -> None:
 def test_a_server_that_is_killed_is_an_error_and_comes_back() -> None:
     server, pool, key = S3Server(), make_pool(), make_key(1)
     fill(pool, 0, [key], [8192])
-    tier = open_url(server.url("", "&timeout=3"), pool)
+    tier = open_url(server.url("", "&deadline=4"), pool)
     try:
         assert tier.write([key], extents_of(0, [8192])) == [True]
         server.kill()
@@ -140,7 +142,7 @@ def test_a_put_that_times_out_leaves_the_pool_alone_when_it_returns(reads: int) 
         is_over.wait()
 
     with listening(take_some) as port:
-        tier = open_url(f"s3://bucket?endpoint=http://127.0.0.1:{port}&timeout=0.3", pool)
+        tier = open_url(f"s3://bucket?endpoint=http://127.0.0.1:{port}&deadline=0.4", pool)
         with pytest.raises(OSError, match="GenericError"):
             tier.write([key, make_key(2)], [(0, 8 << 20), (8 << 20, 4096)])
         with pytest.raises(OSError, match="GenericError"):
@@ -160,6 +162,70 @@ def test_one_request_that_fails_does_not_cost_the_others(tmp_path: Path) -> None
     assert tier.write(keys, extents_of(0, [8192] * 2)) == [False, True]
     assert tier.usage().counters["request_errors"] == 1
     tier.close()
+
+
+def test_a_request_that_stalls_ends_before_the_deadline_and_costs_only_itself() -> None:
+    pool, keys, is_over = make_pool(), [make_key(1), make_key(2)], threading.Event()
+    stalled = object_name(keys[0]).encode()
+
+    def answer_one(connection: socket.socket) -> None:
+        while request := connection.recv(1 << 16):
+            if stalled in request:
+                is_over.wait()
+                return
+            connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    with listening(answer_one) as port:
+        url = TierUrl.parse(f"s3://bucket?endpoint=http://127.0.0.1:{port}&deadline=0.8")
+        tier = open_tier(url, pool)
+        assert url.deadline_seconds == 0.8
+        assert tier.read(keys, extents_of(0, [4096] * 2)) == [False, False]
+        assert tier.usage().counters["request_errors"] == 1
+        tier.close()
+        is_over.set()
+
+
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [("", ["750ms", "7s 500ms"]), ("&deadline=8", ["6s", "1m"]), ("&deadline=8&timeout=2", ["2s", "20s"])],
+)
+def test_requests_have_less_time_than_calls_and_what_nobody_waits_for_ten_times_as_much(
+    options: str, limits: list[str]
+) -> None:
+    tier = open_url(f"s3://bucket?region=x{options}", make_pool())
+    found: list[object] = []
+    for store in (tier.store, tier._patient):  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(store, S3Store)
+        found.append((store.client_options or {}).get("timeout"))
+    assert found == limits
+    tier.close()
+
+
+def test_a_large_copy_lets_other_threads_run() -> None:
+    """Another thread sees a part of it done, which it cannot while one call of C copies all."""
+    num_bytes, before = 64 << 20, sys.getswitchinterval()
+    target, source = memoryview(bytearray(num_bytes)), memoryview(bytes([1]) * num_bytes)
+    seen, is_over = set[tuple[int, int]](), threading.Event()
+
+    def watch() -> None:
+        while not is_over.is_set():
+            seen.add((target[num_bytes - 1], target[0]))  # the end is read first
+
+    watching = threading.Thread(target=watch)
+    sys.setswitchinterval(1e-5)
+    try:
+        watching.start()
+        for _ in range(200):
+            copy(source, target)
+            if (0, 1) in seen:
+                break
+            target[:] = bytes(num_bytes)
+    finally:
+        sys.setswitchinterval(before)
+        is_over.set()
+        watching.join()
+    assert (0, 1) in seen
+    assert target == source
 
 
 def test_closing_waits_for_a_put_that_is_under_way_and_nothing_begins_afterwards() -> None:
@@ -198,6 +264,9 @@ def test_closing_waits_for_a_put_that_is_under_way_and_nothing_begins_afterwards
         ("s3://bucket?ca=/nowhere.pem", "No such file"),
         ("az://container/prefix", "account|Account"),
         ("gs://bucket?region=x", "no option 'region'"),
+        ("s3://bucket?timeout=1", "timeout=1 is not below the tier's deadline of 1 s: lower it, or raise deadline"),
+        ("s3://bucket?deadline=5&timeout=8", "not below the tier's deadline of 5 s"),
+        ("s3://bucket?batch=inf", "a number from 1 to 1,024"),
     ],
 )
 def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:

@@ -243,7 +243,7 @@ def test_tls_is_spoken_and_only_with_who_is_trusted(server: ValkeyServer, tmp_pa
     pool, key = make_pool(2 * BIG), make_key(1)
     pool.view[:BIG] = content(key, BIG)
     with listening(tls_in_front_of(server.port, certificate, key_file)) as port:
-        where = f"valkeys://:{server.quoted_password}@localhost:{port}/0?timeout=10"
+        where = f"valkeys://:{server.quoted_password}@localhost:{port}/0?deadline=20"
         tier = open_url(f"{where}&ca={certificate}", pool)
         assert tier.write([key], [(0, BIG)]) == [True]
         assert tier.read([key], [(BIG, BIG)]) == [True]
@@ -290,7 +290,7 @@ def test_a_server_that_does_not_answer_is_an_error_in_time_and_holds_no_memory()
 def test_closing_ends_a_call_that_waits(server: ValkeyServer) -> None:
     connected, is_over, errors = threading.Event(), threading.Event(), list[Exception]()
     with listening(lambda _: (connected.set(), is_over.wait(), None)[2]) as port:
-        tier = open_url(f"valkey://127.0.0.1:{port}?timeout=60", make_pool())
+        tier = open_url(f"valkey://127.0.0.1:{port}?deadline=80", make_pool())
 
         def wait() -> None:
             try:
@@ -348,11 +348,21 @@ def test_connections_are_lent_to_one_thread_at_a_time_and_kept(server: ValkeySer
         ("valkeys://host?ca=/nowhere.pem", "certificates"),
         ("valkey://host?ca=/some.pem", "no option 'ca'"),
         ("valkey://host?password_file=/nowhere", "password_file"),
+        ("valkey://host?timeout=1.5", "not below the tier's deadline of 1 s: lower it, or raise deadline"),
+        ("valkey://host?timeout=nan", "a number from 0.001 to 1,000,000"),
+        ("valkey://host?ttl=" + "9" * 400 + "s", "write for example 90s"),
     ],
 )
 def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         open_tier(TierUrl.parse(text), make_pool())
+
+
+@pytest.mark.parametrize(("options", "seconds"), [("", 0.75), ("?deadline=8", 6.0), ("?deadline=8&timeout=2", 2.0)])
+def test_requests_have_less_time_than_calls(options: str, seconds: float) -> None:
+    tier = open_url(f"valkey://host{options}", make_pool())
+    assert tier._connections._server.timeout_seconds == seconds  # pyright: ignore[reportPrivateUsage]
+    tier.close()
 
 
 def test_a_refusal_in_a_pipeline_does_not_move_the_replies_behind_it(server: ValkeyServer) -> None:

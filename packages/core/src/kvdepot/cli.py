@@ -19,7 +19,7 @@ from kvdepot.curve import generate_keys
 from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
 from kvdepot.logs import set_up_logs
-from kvdepot.operate import add_commands, client_keys
+from kvdepot.operate import add_commands, client_keys, number
 from kvdepot.protocols import DeviceBench
 from kvdepot.registry import find_benches, list_backends
 from kvdepot.settings import with_settings
@@ -109,7 +109,7 @@ def _parser(
         "--promote-min-tokens", type=int, default=0, metavar="N",
         help="tiers are not asked for fewer tokens than that, which an engine computes faster",
     )  # fmt: skip
-    add("--promote-seconds", type=float, default=1.0, help="the most that a lookup waits for tiers (default 1)")
+    add("--promote-seconds", type=number, default=1.0, help="the most that a lookup waits for tiers (default 1)")
     add(
         "--events", metavar="URL", help="tell which chunks can be found, as vLLM does; for example tcp://127.0.0.1:5557"
     )
@@ -122,7 +122,7 @@ def _parser(
         help="has the bearer token that changes over HTTP take",
     )
     add("--policy", choices=sorted(POLICIES), default="lru", help="which chunks leave first (default lru)")
-    add("--lease-seconds", type=float, default=300.0, help="the longest life of a lease (default 300)")
+    add("--lease-seconds", type=number, default=300.0, help="the longest life of a lease (default 300)")
     add(
         "--quota", action="append", default=[], type=_quota, metavar="TENANT=SIZE",
         help="bytes that a tenant can keep against others; idle space may be borrowed (several times)",
@@ -132,10 +132,12 @@ def _parser(
         help="checksums of the pool's entries, compared when they are retrieved: one chunk in 16, or all (default off)",
     )  # fmt: skip
     add(
-        "--mover-start-seconds", type=float, default=30.0, metavar="SECONDS",
+        "--mover-start-seconds", type=number, default=30.0, metavar="SECONDS",
         help="until a process that copies for a worker has opened its memory (default 30)",
     )  # fmt: skip
-    add("--move-seconds", type=float, default=5.0, metavar="SECONDS", help="for one copy of such a process (default 5)")
+    add(
+        "--move-seconds", type=number, default=5.0, metavar="SECONDS", help="for one copy of such a process (default 5)"
+    )
     add("--ephemeral", action="store_true", help="remove the pool at the end instead of keeping it warm")
     add("--fresh", action="store_true", help="forget what an earlier server left")
 
@@ -144,7 +146,7 @@ def _parser(
 
     top = commands.add_parser("top", parents=[client], help="watch a depot at work")
     top.set_defaults(run=_top)
-    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two frames (default 1)")
+    top.add_argument("--interval", type=number, default=1.0, metavar="SECONDS", help="between two frames (default 1)")
     top.add_argument("--frames", type=int, metavar="N", help="stop after so many (default: one without a terminal)")
 
     add_commands(commands, client, json_output)
@@ -172,7 +174,7 @@ def _parser(
     replay.add_argument("--simulate", action="store_true", help="index and policies only: hit rate by pool size")
     replay.add_argument("--pool-size", help="of the depot (default 1GiB); with --simulate a list, as in 64GiB,256GiB")
     replay.add_argument(
-        "--session-ends", type=float, default=0.0, help="with --simulate: share of the sessions that say when they end"
+        "--session-ends", type=number, default=0.0, help="with --simulate: share of the sessions that say when they end"
     )
     replay.add_argument("--policy", choices=sorted(POLICIES), help="with --simulate only this one (default: all)")
     replay.add_argument(
@@ -203,7 +205,7 @@ def _parser(
         description="Engines under load, killed and stopped at random with the depot; then an audit.",
     )  # fmt: skip
     soak.set_defaults(run=_soak)
-    soak.add_argument("--seconds", type=float, default=60.0, help="how long (default %(default)s)")
+    soak.add_argument("--seconds", type=number, default=60.0, help="how long (default %(default)s)")
     soak.add_argument("--engines", type=int, default=3, help="engine processes (default %(default)s)")
     soak.add_argument("--seed", type=int, default=1, help="of prompts and kills (default %(default)s)")
     soak.add_argument("--disk", type=Path, metavar="DIR", help="a tier on disk below a smaller pool, in this folder")

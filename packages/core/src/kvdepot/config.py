@@ -3,6 +3,7 @@
 import enum
 import hashlib
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ SESSION_SOCKET = "session.sock"  # Unix stream: descriptors, and news of death
 
 POOL_SHARE_OF_FREE_MEMORY = 0.25
 EXTENT_ALIGNMENT_BYTES = 4096
+MAXIMUM_NUMBER = 1e9  # of what is no size: seconds that no clock or timer can hold are larger
 
 _SIZE = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
@@ -33,6 +35,21 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size: write for example 512MiB or 4GiB")
     whole, _, rest = match[1].partition(".")
     return int(whole + rest) * 1024 ** " kmgt".index(match[2].lower() or " ") // 10 ** len(rest)
+
+
+def parse_number(text: str) -> float:
+    """Return the number that `text` names: seconds, for example.
+
+    Raises:
+        ConfigError: it is none, infinite, or beyond `MAXIMUM_NUMBER`.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not abs(number) <= MAXIMUM_NUMBER:
+        raise ConfigError(f"{text!r} is not a number of at most {MAXIMUM_NUMBER:,.0f}")
+    return number
 
 
 def format_size(num_bytes: float) -> str:
@@ -154,8 +171,14 @@ class ServerConfig:
                     f"--listen {endpoint} needs --curve-secret and --curve-clients ({who} could connect):"
                     " make keys with 'kvdepot keys generate DIR', or leave --listen out, as engines do not need it"
                 )
-        if self.mover_start_seconds <= 0 or self.move_seconds <= 0:
-            raise ConfigError("--mover-start-seconds and --move-seconds: above 0")
+        for flag, seconds in (
+            ("--lease-seconds", self.lease_seconds),
+            ("--promote-seconds", self.promotion_seconds),
+            ("--mover-start-seconds", self.mover_start_seconds),
+            ("--move-seconds", self.move_seconds),
+        ):
+            if not 0 < seconds <= MAXIMUM_NUMBER:
+                raise ConfigError(f"{flag} {seconds:g}: above 0, at most {MAXIMUM_NUMBER:,.0f}")
         if self.events_replay and not self.events:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
         if (self.curve_secret or self.curve_clients) and not self.tcp_endpoints:

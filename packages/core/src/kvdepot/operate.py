@@ -11,7 +11,7 @@ import msgspec
 
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
-from kvdepot.config import format_size, parse_size
+from kvdepot.config import format_size, parse_number, parse_size
 from kvdepot.curve import ClientKeys, load_pair, load_public
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
@@ -58,7 +58,7 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
     )  # fmt: skip
     warm.set_defaults(run=_warm)
     warm.add_argument("keys", metavar="KEYS|TRACE", help="a file, or -")
-    warm.add_argument("--pin", type=float, default=0.0, metavar="SECONDS", help="keep them in the pool that long")
+    warm.add_argument("--pin", type=number, default=0.0, metavar="SECONDS", help="keep them in the pool that long")
 
     unpin = commands.add_parser("unpin", parents=[client], help="end what warm --pin keeps")
     unpin.set_defaults(run=_unpin)
@@ -94,7 +94,7 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
     )  # fmt: skip
     drain.set_defaults(run=_drain)
     drain.add_argument("--resume", action="store_true", help="take stores again")
-    drain.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="default %(default)s")
+    drain.add_argument("--wait", type=number, default=60.0, metavar="SECONDS", help="default %(default)s")
 
     level = commands.add_parser("loglevel", parents=[client], help="change what a running depot logs")
     level.set_defaults(run=_log_level)
@@ -127,6 +127,14 @@ def _count(options: argparse.Namespace, request: m.OperatorRequest, seconds: flo
     reply = _ask(options, request, seconds)
     assert isinstance(reply, m.Done)
     return reply.count
+
+
+def number(text: str) -> float:
+    """Return a flag's number, for `argparse`."""
+    try:
+        return parse_number(text)
+    except KVDepotError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _size_or_none(text: str) -> int:

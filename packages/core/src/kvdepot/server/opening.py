@@ -15,7 +15,7 @@ from kvdepot.tiers.url import TierUrl, open_tier
 
 logger = logging.getLogger(__name__)
 
-_DEADLINE_SECONDS: Final = 1.0  # of a tier whose URL says nothing
+_MOST_THREADS: Final = 256
 _SWITCH_SECONDS: Final = 0.0005
 
 OnOpened = Callable[[TierQueue | ConfigError], None]
@@ -85,15 +85,15 @@ class TierOpener:
 
     def _open(self, text: str) -> TierQueue:
         url = TierUrl.parse(text)
-        deadline = url.take_number("deadline", _DEADLINE_SECONDS, 0.01)
-        num_threads = int(url.take_number("threads", 4, 2))
+        num_threads = int(url.take_number("threads", 4, 2, _MOST_THREADS))
         waiting = url.take_size("queue", min(1 << 30, self._size_bytes // 2))
         if self._memory is None:
             self._memory = mmap.mmap(self._pool_fd, self._size_bytes)
             # Threads of tiers run Python between their system calls; the loop must not wait 5 ms for them.
             sys.setswitchinterval(_SWITCH_SECONDS)
         pool = TierPool(self._pool_fd, memoryview(self._memory))
+        tier = open_tier(url, pool)
         return TierQueue(
-            open_tier(url, pool), pool, url.name, deadline_seconds=deadline, num_threads=num_threads,
+            tier, pool, url.name, deadline_seconds=url.deadline_seconds, num_threads=num_threads,
             write_bytes=waiting, wake=self._wake,
         )  # fmt: skip

@@ -736,10 +736,11 @@ class Tiering:
         """Jobs of tiers, and entries on their way up."""
         return len(self._jobs) + len(self._coming)
 
-    def drop_writes(self, tenant: str | None, model: str | None) -> None:
-        """Do not begin what waits to be written of a tenant or a model."""
-        for queue in self.queues:
-            queue.drop_writes(None if tenant is None else label_of(tenant), None if model is None else label_of(model))
+    def drop_writes(self, tenant: str | None, model: str | None) -> Iterator[int]:
+        """Do not begin what waits to be written of a tenant or a model; yields as `TierQueue.drop_writes` does."""
+        labels = None if tenant is None else label_of(tenant), None if model is None else label_of(model)
+        for queue in list(self.queues):
+            yield from queue.drop_writes(*labels)
 
     def status(self) -> list[TierStatus]:
         """Return what an operator wants to see of each tier."""

@@ -5,8 +5,9 @@ or one model has lies below few prefixes and is cleared by listing them. Objects
 finds the same bytes there. The store decides how much it holds (lifecycle rules).
 
 Requests run side by side in one event loop on a thread of its own; a call is a batch of them. Checksums are made by the
-calling thread, without the GIL. Time limits are the client's, so each request ends, and with it each call; files have
-none: a file system that hangs hangs the call, which `TierQueue` expects.
+calling thread, without the GIL. Time limits are the client's, so each request ends, and with it each call: those that
+somebody waits for before the call's deadline, writes and clears after ten times as long. Files have none: a file system
+that hangs hangs the call, which `TierQueue` expects.
 
 A put aliases the pool: the client reads the extent while it sends. That its request has ended is not enough, for the
 connection may hold the memory a little longer, so a call returns when nothing refers to its extents any more
@@ -40,6 +41,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 from kvdepot.errors import ConfigError
 from kvdepot.protocols import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import LABEL_BYTES
+from kvdepot.tiers.queue import PATIENCE
 from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
 from kvdepot.tiers.url import TierUrl
 
@@ -53,6 +55,8 @@ _LABEL: Final = 2 * LABEL_BYTES  # hex digits
 _NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{94}")
 _NOTHING: Final = "kvdepot-probe"  # a prefix below which nothing lies
 _QUESTIONS_AT_ONCE: Final = 64
+_MOST_ENTRIES: Final = 1024  # of one call
+_COPIED_AT_ONCE: Final = 1 << 20  # bytes: about a tenth of a millisecond
 _DELETES_A_REQUEST: Final = 250
 _CLOSE_SECONDS: Final = 1.8  # less than TierQueue gives
 _LAST_STEPS_SECONDS: Final = 0.1  # of the client's threads in Python after a request
@@ -72,14 +76,18 @@ class ObjectTier:
         pool: where the extents are.
         store: with time limits of its own.
         batch_entries: of one call, all under way at the same time; as many payloads are in memory beside the pool.
+        patient: the same store with longer time limits, for what nobody waits for.
     """
 
     writer_pid = 0
 
-    def __init__(self, pool: TierPool, store: ObjectStore, batch_entries: int = 4) -> None:
+    def __init__(
+        self, pool: TierPool, store: ObjectStore, batch_entries: int = 4, patient: ObjectStore | None = None
+    ) -> None:
         self.batch_entries = batch_entries
         self._pool = pool
         self.store = store
+        self._patient = patient or store
         self._counters: Counter[str] = Counter(corrupt=0, request_errors=0)
         self._changed = threading.Condition()
         self._num_calls = 0
@@ -116,7 +124,7 @@ class ObjectTier:
 
     def probe(self) -> None:
         """See `Tier`: asks for a list of nothing, which a store without the bucket or the right to list refuses."""
-        self._run(lambda: self._list_folders(_NOTHING))
+        self._run(lambda: _list_folders(self.store, _NOTHING))
 
     def usage(self) -> TierUsage:
         """See `Tier`; how much the store holds is not known here."""
@@ -176,7 +184,7 @@ class ObjectTier:
     async def _put(self, key: bytes, seal: bytes, payload: memoryview) -> bool:
         buffers = [memoryview(seal), payload[:]]
         try:
-            await obstore.put_async(self.store, object_name(key), buffers, mode="create", use_multipart=False)
+            await obstore.put_async(self._patient, object_name(key), buffers, mode="create", use_multipart=False)
         except AlreadyExistsError:
             pass
         finally:
@@ -193,7 +201,7 @@ class ObjectTier:
         if result.meta["size"] != SEAL_BYTES + payload.nbytes:
             return b""
         body = memoryview(await result.buffer_async())
-        payload[:] = body[SEAL_BYTES:]
+        copy(body[SEAL_BYTES:], payload)
         return bytes(body[:SEAL_BYTES])
 
     async def _remove(self, keys: Sequence[bytes]) -> None:
@@ -205,14 +213,14 @@ class ObjectTier:
 
     async def _clear(self, tenant: bytes | None, model: bytes | None) -> int:
         if tenant is None and model is not None:
-            tenants = await self._list_folders(None)
+            tenants = await _list_folders(self._patient, None)
         else:
             tenants = [tenant.hex() if tenant else ""]
         count = 0
         for label in tenants:
             prefix = "/".join(filter(None, (label, model.hex() if model else "")))
             pages: AsyncIterable[Sequence[ObjectMeta]] = obstore.list(  # pyright: ignore[reportUnknownMemberType]
-                self.store, prefix or None, chunk_size=_DELETES_A_REQUEST
+                self._patient, prefix or None, chunk_size=_DELETES_A_REQUEST
             )
             async for objects in pages:
                 names = [meta["path"] for meta in objects if _NAME.fullmatch(meta["path"])]
@@ -221,19 +229,13 @@ class ObjectTier:
                     count += len(names)
         return count
 
-    async def _list_folders(self, prefix: str | None) -> list[str]:
-        listed: ListResult[Sequence[ObjectMeta]] = await obstore.list_with_delimiter_async(  # pyright: ignore[reportUnknownMemberType]
-            self.store, prefix
-        )
-        return [folder.strip("/") for folder in listed["common_prefixes"]]
-
     async def _delete(self, names: list[str]) -> None:
         try:
-            await obstore.delete_async(self.store, names)
+            await obstore.delete_async(self._patient, names)
         except FileNotFoundError:  # files only: somebody else clears as well, so one at a time
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    await obstore.delete_async(self.store, name)
+                    await obstore.delete_async(self._patient, name)
 
     # --- between the threads --------------------------------------------------------------------------------------
 
@@ -278,6 +280,19 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {_QUERY.sub('?...', first)[:300]}"
 
 
+def copy(source: memoryview, target: memoryview) -> None:
+    """Copy bytes in pieces: a thread that waits for the GIL, as the loop's may, gets it between two of them."""
+    for first in range(0, len(source), _COPIED_AT_ONCE):
+        target[first : first + _COPIED_AT_ONCE] = source[first : first + _COPIED_AT_ONCE]
+
+
+async def _list_folders(store: ObjectStore, prefix: str | None) -> list[str]:
+    listed: ListResult[Sequence[ObjectMeta]] = await obstore.list_with_delimiter_async(  # pyright: ignore[reportUnknownMemberType]
+        store, prefix
+    )
+    return [folder.strip("/") for folder in listed["common_prefixes"]]
+
+
 def _take_flag(url: TierUrl, option: str) -> bool:
     text = url.take(option, "no")
     if text not in ("yes", "no"):
@@ -288,19 +303,24 @@ def _take_flag(url: TierUrl, option: str) -> bool:
 def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
     """Open `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX?account=NAME` or `file:///FOLDER`.
 
-    Credentials are what the environment or the machine offers. Options: `timeout` of a request in seconds (1.5: less
-    than the tier's deadline), `batch` (4: entries a call), `ca` (a PEM file); for S3 `endpoint`, `region`,
-    `virtual_hosted`, `sign_payload`, `anonymous`; for Azure `account`, `endpoint`.
+    Credentials are what the environment or the machine offers. Options: `timeout` in seconds of a request that somebody
+    waits for (three quarters of the tier's deadline, and below it; writes and clears have ten times as much), `batch`
+    (4: entries a call), `ca` (a PEM file); for S3 `endpoint`, `region`, `virtual_hosted`, `sign_payload`, `anonymous`;
+    for Azure `account`, `endpoint`.
     """
-    timeout = url.take_number("timeout", 1.5, least=0.01)
-    batch_entries = int(url.take_number("batch", 4, least=1))
+    timeout = url.take_timeout()
+    batch_entries = int(url.take_number("batch", 4, least=1, most=_MOST_ENTRIES))
     try:
-        store = _open_file(url) if url.scheme == "file" else _open_store(url, timeout)
+        if url.scheme == "file":
+            store = patient = _open_file(url)
+        else:
+            open_store = _opener_of(url)
+            store, patient = open_store(timeout), open_store(PATIENCE * timeout)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"--tier {url.name}: {_in_one_line(error)}") from None
-    return ObjectTier(pool, store, batch_entries)
+    return ObjectTier(pool, store, batch_entries, patient)
 
 
 def _open_file(url: TierUrl) -> ObjectStore:
@@ -309,44 +329,47 @@ def _open_file(url: TierUrl) -> ObjectStore:
     return LocalStore(Path(url.path), mkdir=True)
 
 
-def _open_store(url: TierUrl, timeout: float) -> ObjectStore:
+def _opener_of(url: TierUrl) -> Callable[[float], ObjectStore]:
+    """Take the options out of a URL; return what opens its store with a time limit in seconds for each request."""
     if not url.host:
         raise ConfigError(f"--tier {url.name}: write {url.scheme}://BUCKET/PREFIX")
     endpoint, certificates = url.take("endpoint", ""), url.take("ca", "")
-    client: ClientConfig = {
-        "timeout": timedelta(seconds=timeout),
-        "connect_timeout": timedelta(seconds=min(1.0, timeout)),
-        "pool_idle_timeout": timedelta(seconds=30),
-    }
+    common: ClientConfig = {"pool_idle_timeout": timedelta(seconds=30)}
     if endpoint.startswith("http://"):
-        client["allow_http"] = True
+        common["allow_http"] = True
     if certificates:
-        client["root_certificate"] = Path(certificates).read_bytes()
-    retry: RetryConfig = {  # of what fails at once, a connection that the store has closed for example
-        "max_retries": 1,
-        "retry_timeout": timedelta(seconds=timeout / 2),
-        "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=200), "base": 2},
-    }
+        common["root_certificate"] = Path(certificates).read_bytes()
     prefix = url.path.strip("/") or None
+    where = {"endpoint": endpoint}
+    signing = {}
     if url.scheme == "s3":
-        where = {"endpoint": endpoint, "region": url.take("region", "")}
-        return S3Store(
-            url.host,
-            prefix=prefix,
-            client_options=client,
-            retry_config=retry,
-            unsigned_payload=not _take_flag(url, "sign_payload"),
-            virtual_hosted_style_request=_take_flag(url, "virtual_hosted"),
-            skip_signature=_take_flag(url, "anonymous"),
-            **{name: value for name, value in where.items() if value},  # pyright: ignore[reportArgumentType]
-        )
-    if url.scheme == "gs":
-        return GCSStore(url.host, prefix=prefix, client_options=client, retry_config=retry)
-    where = {"endpoint": endpoint, "account_name": url.take("account", "")}
-    return AzureStore(
-        url.host,
-        prefix=prefix,
-        client_options=client,
-        retry_config=retry,
-        **{name: value for name, value in where.items() if value},  # pyright: ignore[reportArgumentType]
-    )
+        where["region"] = url.take("region", "")
+        signing = {
+            "unsigned_payload": not _take_flag(url, "sign_payload"),
+            "virtual_hosted_style_request": _take_flag(url, "virtual_hosted"),
+            "skip_signature": _take_flag(url, "anonymous"),
+        }
+    elif url.scheme == "az":
+        where["account_name"] = url.take("account", "")
+    named: Any = {name: value for name, value in where.items() if value}
+
+    def open_store(timeout: float) -> ObjectStore:
+        client: ClientConfig = {
+            **common,
+            "timeout": timedelta(seconds=timeout),
+            "connect_timeout": timedelta(seconds=min(1.0, timeout)),
+        }
+        retry: RetryConfig = {  # of what fails at once, a connection that the store has closed for example
+            "max_retries": 1,
+            "retry_timeout": timedelta(seconds=timeout / 4),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=200), "base": 2
+            },
+        }  # fmt: skip
+        if url.scheme == "s3":
+            return S3Store(url.host, prefix=prefix, client_options=client, retry_config=retry, **signing, **named)
+        if url.scheme == "gs":
+            return GCSStore(url.host, prefix=prefix, client_options=client, retry_config=retry)
+        return AzureStore(url.host, prefix=prefix, client_options=client, retry_config=retry, **named)
+
+    return open_store

@@ -6,14 +6,19 @@ its start. One that overruns it is reported as late, and the **breaker** opens: 
 new is taken, and a probe (one at a time, on a thread of its own) decides when the tier is used again. Errors open it
 too, if several calls in a row raise. A call that hangs keeps its extents until it returns, for the storage may still be
 touching them; its thread is replaced.
+
+Storage that answers probes may hang all the same, so a tier that is used again is **on trial**: one question or read
+that fails opens the breaker, and each opening lasts twice as long as the one before, until what had failed succeeds.
 """
 
+import itertools
 import logging
+import math
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -30,7 +35,8 @@ _FIRST_RETRY_SECONDS: Final = 0.5
 _LAST_RETRY_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
 _QUESTIONS_A_CALL: Final = 512
-_PATIENCE: Final = 10  # deadlines that a write or a clear may take
+PATIENCE: Final = 10  # deadlines that a write or a clear may take
+_DROPPED_A_STEP: Final = 256  # calls that are looked at
 
 
 class Operation(IntEnum):
@@ -40,6 +46,15 @@ class Operation(IntEnum):
     CONTAINS = 1
     READ = 2
     WRITE = 3
+
+
+# What a call shows, by succeeding in time, to work again: a store may answer questions while its reads hang.
+_SHOWS: Final = {
+    Operation.CLEAR: {Operation.CLEAR},
+    Operation.CONTAINS: {Operation.CLEAR, Operation.CONTAINS, Operation.WRITE},
+    Operation.READ: {*Operation},
+    Operation.WRITE: {Operation.WRITE},
+}
 
 
 @dataclass(slots=True)
@@ -78,13 +93,18 @@ class _Call:
     first: int
     last: int
     started_at: float = 0.0
+    has_run: bool = False
     is_late: bool = False
     corrupt: Sequence[int] = ()
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether somebody waits for it."""
+        return self.job.operation in (Operation.CONTAINS, Operation.READ)
+
     def due_at(self, deadline_seconds: float) -> float:
         """Nobody waits for a write: it may take longer before it counts as hung."""
-        is_urgent = self.job.operation in (Operation.CONTAINS, Operation.READ)
-        return self.started_at + deadline_seconds * (1 if is_urgent else _PATIENCE)
+        return self.started_at + deadline_seconds * (1 if self.is_urgent else PATIENCE)
 
 
 class TierQueue:
@@ -133,6 +153,8 @@ class TierQueue:
         self._num_workers = 0
         self._num_hung = 0
         self._num_errors = 0  # in a row
+        self._suspects: set[Operation] = set()  # what opened the breaker and has not succeeded since: on trial
+        self._closed_at = -math.inf  # when a probe closed it last
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._probe_at: float | None = None
         self._probe_started_at: float | None = None
@@ -184,17 +206,23 @@ class TierQueue:
             self._changed.notify_all()
         return True
 
-    def drop_writes(self, tenant: bytes | None, model: bytes | None) -> None:
-        """Let writes that wait fail if they are of this tenant and this model (None: any)."""
-        with self._changed:
-            calls = list(self._waiting[Operation.WRITE])
-            self._waiting[Operation.WRITE].clear()
-            for call in calls:
-                if has_labels(call.job.keys[call.first], tenant, model):
-                    self._done.append((call, None))
-                else:
-                    self._waiting[Operation.WRITE].append(call)
-        self._wake()
+    def drop_writes(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
+        """Let writes that wait now fail if they are of this tenant and this model (None: any).
+
+        Yields how many calls were dropped since it last did; between two steps the queue may be used for anything.
+        """
+        waiting = self._waiting[Operation.WRITE]
+        num_left = len(waiting)
+        while num_left > 0:
+            dropped: list[_Call] = []
+            with self._changed:
+                for _ in range(min(_DROPPED_A_STEP, num_left, len(waiting))):  # those that stay go once round the queue
+                    call = waiting.popleft()
+                    (dropped if has_labels(call.job.keys[call.first], tenant, model) else waiting).append(call)
+            num_left -= _DROPPED_A_STEP
+            self._done.extend((call, None) for call in dropped)
+            self._wake()
+            yield len(dropped)
 
     @property
     def has_results(self) -> bool:
@@ -214,19 +242,23 @@ class TierQueue:
 
     def expire(self) -> list[Job]:
         """Look at the time: return the jobs that are late by now. Where the breaker is open, what waits has failed."""
-        now, late = self._clock(), list[Job]()
+        now, late, suspects = self._clock(), list[Job](), set[Operation]()
         with self._changed:
             for call in self._running:
                 if not call.is_late and call.due_at(self.deadline_seconds) <= now:
                     call.is_late = True
                     self._num_hung += 1
                     self._num_writing -= call.job.operation is Operation.WRITE
+                    if call.job.operation is Operation.CLEAR:
+                        self._is_clearing = False
+                    suspects.add(call.job.operation)
                     self.counters["deadline_misses"] += 1
                     if not call.job.is_late:
                         call.job.is_late = True
                         late.append(call.job)
         if late:
-            self.leave_alone(f"a {late[0].operation.name.lower()} overran its deadline ({self.deadline_seconds:g} s)")
+            what = late[0].operation.name.lower()
+            self.leave_alone(f"a {what} overran its deadline ({self.deadline_seconds:g} s)", *suspects)
         if self.is_open:
             self._fail_waiting()
         if self._probe_at is not None and now >= self._probe_at and self._probe_started_at is None:
@@ -281,16 +313,36 @@ class TierQueue:
 
     # --- breaker --------------------------------------------------------------------------------------------------
 
-    def leave_alone(self, why: str) -> None:
-        """Open the breaker: use the tier again only after a probe."""
+    def leave_alone(self, why: str, *suspects: Operation) -> None:
+        """Open the breaker: use the tier again only after a probe, and on trial until `suspects` (a read) succeed."""
         if self._is_retired:
             return
         if not self.is_open:
             logger.error("tier %s is left alone: %s", self.name, why)
             self.counters["breaker_opened"] += 1
-            self._retry_seconds = _FIRST_RETRY_SECONDS
         self.why_open = why
-        self._probe_at = self._clock() + self._retry_seconds
+        self._suspects.update(suspects or (Operation.READ,))
+        if self._probe_started_at is None:
+            self._probe_at = self._clock() + self._retry_seconds
+
+    def _judge(self, call: _Call, *, has_succeeded: bool) -> None:
+        """Learn from a call that has ended: not from one that was late, nor from one of before the last probe."""
+        operation = call.job.operation
+        if not call.has_run or call.is_late or call.started_at < self._closed_at:
+            return
+        if has_succeeded:
+            self._num_errors = 0
+            self._suspects -= _SHOWS[operation]
+            if not self._suspects:
+                self._retry_seconds = _FIRST_RETRY_SECONDS
+            return
+        self._num_errors += 1
+        if self.is_open:
+            return
+        if self._num_errors >= ERRORS_TO_OPEN:
+            self.leave_alone(f"{self._num_errors} calls in a row failed", operation)
+        elif self._suspects and call.is_urgent:
+            self.leave_alone(f"a {operation.name.lower()} failed, though a probe had not", operation)
 
     def _start_probe(self, now: float) -> None:
         self._probe_started_at = now
@@ -313,28 +365,30 @@ class TierQueue:
         self._probe_started_at = None
         if self._is_retired:
             return
+        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
         if error is None and seconds > self.deadline_seconds:
             error = TimeoutError(f"its probe took {seconds:.1f} s")
         if error is None and self._num_hung > MAXIMUM_HUNG_CALLS:
             error = TimeoutError(f"{self._num_hung} calls never came back")
         if error is not None:
             self.why_open = f"{type(error).__name__}: {error}"
-            self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
             self._probe_at = self._clock() + self._retry_seconds
             return
         logger.warning("tier %s answers again", self.name)
         self.why_open = ""
         self._num_errors = 0
+        self._closed_at = self._clock()
         with self._changed:
             self._hire()
 
     def _fail_waiting(self) -> None:
         with self._changed:
             for waiting in self._waiting:
-                self._done += [(call, None) for call in waiting]
+                self._done.extend(zip(waiting, itertools.repeat(None)))
                 waiting.clear()
 
     def _report(self, call: _Call, outcomes: Sequence[bool] | None) -> Part:
+        self._judge(call, has_succeeded=outcomes is not None)
         job, num_keys = call.job, call.last - call.first
         outcomes = list(outcomes)[:num_keys] if outcomes is not None else []
         outcomes += [False] * (num_keys - len(outcomes))
@@ -350,8 +404,6 @@ class TierQueue:
             self.counters["read_bytes"] += moved
             self.counters["read_entries"] += sum(outcomes)
             self.counters["failed_reads"] += num_keys - sum(outcomes)
-        if self._num_errors >= ERRORS_TO_OPEN and not self.is_open:
-            self.leave_alone(f"{self._num_errors} calls in a row failed")
         return Part(job, call.first, outcomes, not job.num_left, call.corrupt)
 
     # --- threads --------------------------------------------------------------------------------------------------
@@ -390,12 +442,12 @@ class TierQueue:
             outcomes = self._call(call)
             with self._changed:
                 self._running.discard(call)
-                if call.job.operation is Operation.WRITE and not call.is_late:
-                    self._num_writing -= 1
-                elif call.job.operation is Operation.CLEAR:
-                    self._is_clearing = False
+                call.has_run = True
+                if not call.is_late:
+                    self._num_writing -= call.job.operation is Operation.WRITE
+                    if call.job.operation is Operation.CLEAR:
+                        self._is_clearing = False
                 was_late, self._num_hung = call.is_late, self._num_hung - call.is_late
-                self._num_errors = 0 if outcomes is not None else self._num_errors + 1
                 self._done.append((call, outcomes))
                 is_spare = was_late and self._num_workers - self._num_hung > self._num_threads
                 self._num_workers -= is_spare

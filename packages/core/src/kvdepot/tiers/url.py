@@ -1,12 +1,13 @@
 """URLs of tiers, `SCHEME://HOST/PATH?OPTION=VALUE&...`, and who opens them: the entry point group `kvdepot.tiers`."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Final, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from kvdepot.config import parse_size
+from kvdepot.config import parse_number, parse_size
 from kvdepot.errors import ConfigError
 from kvdepot.protocols import Tier, TierPool
 
@@ -16,6 +17,9 @@ KNOWN_TIERS: Final = {
     "s3": "kvdepot[object]", "gs": "kvdepot[object]", "az": "kvdepot[object]", "file": "kvdepot[object]",
     "valkey": "kvdepot[valkey]", "redis": "kvdepot[valkey]", "rediss": "kvdepot[valkey]", "valkeys": "kvdepot[valkey]",
 }  # fmt: skip
+DEADLINE_SECONDS: Final = 1.0  # of a tier whose URL says nothing
+_MOST: Final = 1_000_000.0  # seconds: in milliseconds they fit into 32 bits
+_REQUEST_SHARE: Final = 0.75  # of the deadline, that one request may take
 
 
 @dataclass(slots=True)
@@ -27,6 +31,7 @@ class TierUrl:
     host: str
     path: str
     options: dict[str, str] = field(default_factory=dict[str, str])
+    deadline_seconds: float = DEADLINE_SECONDS  # of one call that somebody waits for; known to who opens the tier
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -61,20 +66,36 @@ class TierUrl:
         text = self.options.pop(option, None)
         return default if text is None else parse_size(text)
 
-    def take_number(self, option: str, default: float, least: float = 0.0) -> float:
-        """Take out an option that is a number of at least `least`.
+    def take_number(self, option: str, default: float, least: float = 0.0, most: float = _MOST) -> float:
+        """Take out an option that is a number of at least `least` and at most `most`.
 
         Raises:
             ConfigError: it is not.
         """
         text = self.options.pop(option, None)
+        if text is None:
+            return default
         try:
-            number = default if text is None else float(text)
-        except ValueError:
-            number = float("nan")
-        if not number >= least:
-            raise ConfigError(f"--tier {self.name}: {option}={text}: a number of at least {least:g}")
+            number = parse_number(text)
+        except ConfigError:
+            number = math.nan
+        if not least <= number <= most:
+            raise ConfigError(f"--tier {self.name}: {option}={text}: a number from {least:g} to {most:,.0f}")
         return number
+
+    def take_timeout(self) -> float:
+        """Take out `timeout`, the seconds of one request: less than the deadline of its call, so that it ends first.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        timeout = self.take_number("timeout", _REQUEST_SHARE * self.deadline_seconds, 0.001)
+        if timeout >= self.deadline_seconds:
+            raise ConfigError(
+                f"--tier {self.name}: timeout={timeout:g} is not below the tier's deadline of"
+                f" {self.deadline_seconds:g} s: lower it, or raise deadline"
+            )
+        return timeout
 
     def check_done(self) -> None:
         """Refuse options that nobody took.
@@ -87,7 +108,7 @@ class TierUrl:
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> Tier:
-    """Open the tier that a URL names; takes its options out.
+    """Open the tier that a URL names; takes its options out, `deadline` first.
 
     Raises:
         ConfigError: there is no such tier, a library is missing, or the URL cannot work; the text has the way out.
@@ -101,6 +122,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
     except ImportError as error:
         way_out = f"pip install '{KNOWN_TIERS[url.scheme]}'" if url.scheme in KNOWN_TIERS else "install its library"
         raise ConfigError(f"--tier {url.name} needs {error.name or 'a library'}: {way_out}") from error
+    url.deadline_seconds = url.take_number("deadline", DEADLINE_SECONDS, 0.01)
     tier = opener(url, pool)
     try:
         url.check_done()

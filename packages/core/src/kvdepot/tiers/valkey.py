@@ -31,7 +31,7 @@ _PREFIX: Final = b"kvdepot:"
 _HEAD_BYTES: Final = SEAL_BYTES + 4
 _SCANNED_AT_ONCE: Final = b"1000"
 _PROBE: Final = b"kvdepot-probe"
-_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_DURATION: Final = re.compile(r"(\d{1,10}(?:\.\d{1,10})?)(ms|s|m|h|d)")
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -204,11 +204,11 @@ def _checked(url: TierUrl, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext
 def open_tier(url: TierUrl, pool: TierPool) -> ValkeyTier:
     """Open `valkey://USER:PASSWORD@HOST:PORT/DATABASE` or `valkey:///PATH/OF/SOCKET`; `valkeys` with TLS.
 
-    Options: `ttl` (0: none; 90s, 1h, 7d), `timeout` in seconds (1.5: less than the tier's deadline), `password_file`
-    (instead of a password that others see in the list of processes); with TLS `ca`, `cert` and `key`, PEM files; with a
-    socket `database`.
+    Options: `ttl` (0: none; 90s, 1h, 7d), `timeout` in seconds (three quarters of the tier's deadline, and below it),
+    `password_file` (instead of a password that others see in the list of processes); with TLS `ca`, `cert` and `key`,
+    PEM files; with a socket `database`.
     """
-    timeout = url.take_number("timeout", 1.5, least=0.01)
+    timeout = url.take_timeout()
     ttl = url.take("ttl", "0")
     duration = _DURATION.fullmatch(ttl)
     if duration is None and ttl != "0":

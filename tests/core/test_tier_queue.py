@@ -1,0 +1,244 @@
+"""The breaker of a tier that answers some calls and not others, a clear that hangs, and writes that are dropped."""
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from kvdepot.errors import ConfigError
+from kvdepot.protocols import Extents
+from kvdepot.server.opening import TierOpener
+from kvdepot.testing.processes import wait_until
+from kvdepot.testing.tier import EXTENT_BYTES, contains, extents_of, fill, make_key, make_pool, read, write
+from kvdepot.tiers.keys import label_of
+from kvdepot.tiers.memory import MemoryTier
+from kvdepot.tiers.queue import Job, Operation, Part, TierQueue
+
+STEP_CALLS = 3000
+NUM_KEYS = 8
+
+
+class PartlyDeadTier(MemoryTier):
+    """Operations in `hanging` wait until the end, those in `failing` raise; probes are answered."""
+
+    batch_entries = 4
+
+    def __init__(self) -> None:
+        self.pool = make_pool()
+        super().__init__(self.pool, 64 * EXTENT_BYTES)
+        self.hanging: set[Operation] = set()
+        self.failing: set[Operation] = set()
+        self.num_waiting = 0
+        self.is_over = threading.Event()
+
+    def _suffer(self, operation: Operation) -> None:
+        if operation in self.hanging:
+            self.num_waiting += 1
+            self.is_over.wait()
+        if operation in self.failing:
+            raise OSError(5, "Input/output error")
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self._suffer(Operation.CONTAINS)
+        return super().contains(keys)
+
+    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        self._suffer(Operation.WRITE)
+        return super().write(keys, extents)
+
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        self._suffer(Operation.READ)
+        return super().read(keys, extents)
+
+    def clear(self, tenant: bytes | None, model: bytes | None) -> int:
+        self._suffer(Operation.CLEAR)
+        return super().clear(tenant, model)
+
+    def close(self) -> None:
+        self.is_over.set()
+        super().close()
+
+
+class Bench:
+    """That tier, its queue with a deadline of a second, and a clock that moves when told to."""
+
+    def __init__(self, num_threads: int = 4) -> None:
+        self.now = 100.0
+        self.tier = PartlyDeadTier()
+        self.queue = TierQueue(
+            self.tier, self.tier.pool, "partly dead", deadline_seconds=1.0, num_threads=num_threads,
+            clock=lambda: self.now,
+        )  # fmt: skip
+        self.keys = [make_key(number) for number in range(NUM_KEYS)]
+        fill(self.tier.pool, 0, self.keys, [4096] * NUM_KEYS)
+
+    def submit(self, operation: Operation, num_keys: int = 1) -> bool:
+        return self.queue.submit(Job(operation, self.keys[:num_keys], extents_of(0, [4096] * num_keys)))
+
+    def hang(self, operation: Operation, seconds: float = 1.1) -> None:
+        """Have a call hang beyond its deadline."""
+        before = self.tier.num_waiting
+        assert self.submit(operation)
+        wait_until(lambda: self.tier.num_waiting > before)
+        self.now += seconds
+        assert len(self.queue.expire()) == 1
+        assert self.queue.is_open
+
+    def probe(self) -> float:
+        """Let the time of the next probe come and the probe end; return how long that time was."""
+        due = self.queue.next_deadline()
+        assert due is not None
+        pause, self.now = due - self.now, max(due, self.now)
+        self.queue.expire()
+
+        def is_over() -> bool:
+            self.queue.poll()
+            return self.queue.next_deadline() is not None or not self.queue.is_open
+
+        wait_until(is_over, what="the end of a probe")
+        return round(pause, 3)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.queue.close()
+
+
+@pytest.mark.promise(31)
+def test_a_tier_that_answers_probes_and_hangs_is_tried_ever_less_often(bench: Bench) -> None:
+    bench.tier.hanging = {Operation.READ}
+    pauses: list[float] = []
+    for _ in range(8):
+        assert contains(bench.queue, bench.keys[:1]) == [False], "questions are answered"
+        bench.hang(Operation.READ)
+        pauses.append(bench.probe())
+        assert not bench.queue.is_open
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+@pytest.mark.promise(31)
+def test_lookups_beside_a_tier_whose_reads_hang_pay_the_deadline_a_few_times_only(bench: Bench) -> None:
+    bench.tier.hanging = {Operation.READ}
+    num_late = 0
+    for second in range(60):
+        bench.now = max(bench.now, 100.0 + second)
+        while (due := bench.queue.next_deadline()) is not None and bench.queue.is_open and due <= bench.now:
+            bench.probe()
+        if not bench.queue.is_open:
+            bench.hang(Operation.READ)
+            num_late += 1
+    assert 2 <= num_late <= 7
+
+
+def test_a_read_in_time_ends_the_trial(bench: Bench) -> None:
+    write(bench.queue, bench.keys[:1], extents_of(0, [4096]))
+    bench.tier.hanging = {Operation.READ}
+    for _ in range(3):
+        bench.hang(Operation.READ)
+        bench.probe()
+    bench.tier.hanging = set()
+    assert read(bench.queue, bench.keys[:1], extents_of(1, [4096])) == [True]
+    bench.tier.failing = {Operation.READ}
+    assert read(bench.queue, bench.keys[:1], extents_of(1, [4096])) == [False]
+    assert not bench.queue.is_open, "one error is a miss again"
+    bench.tier.failing, bench.tier.hanging = set(), {Operation.READ}
+    bench.hang(Operation.READ)
+    assert bench.probe() == 0.5
+
+
+@pytest.mark.parametrize("operation", [Operation.READ, Operation.CONTAINS])
+def test_on_trial_one_error_opens_the_breaker(bench: Bench, operation: Operation) -> None:
+    bench.tier.hanging = {operation}
+    bench.hang(operation)
+    bench.probe()
+    bench.tier.hanging, bench.tier.failing = set(), {operation}
+    assert bench.submit(operation)
+    wait_until(lambda: bench.queue.poll() or bench.queue.is_open)
+    assert bench.queue.why_open == f"a {operation.name.lower()} failed, though a probe had not"
+    assert bench.probe() == 1.0
+
+
+def test_a_read_shows_that_questions_and_writes_work_as_well(bench: Bench) -> None:
+    bench.tier.hanging = {Operation.WRITE}
+    bench.hang(Operation.WRITE, seconds=10.1)
+    bench.probe()
+    read(bench.queue, bench.keys[:1], extents_of(1, [4096]))
+    bench.hang(Operation.WRITE, seconds=10.1)
+    assert bench.probe() == 0.5
+
+
+def test_a_call_of_before_the_probe_says_nothing_about_the_trial(bench: Bench) -> None:
+    bench.tier.hanging = {Operation.READ}
+    bench.hang(Operation.READ)
+    bench.probe()
+    bench.tier.failing = {Operation.READ}
+    bench.tier.is_over.set()  # the call that hung raises now
+    parts: list[Part] = []
+    wait_until(lambda: parts.extend(bench.queue.poll()) or parts)
+    assert [list(part.outcomes) for part in parts] == [[False]]
+    assert not bench.queue.is_open
+
+
+def test_a_clear_that_hangs_does_not_hold_up_writes_for_ever(bench: Bench) -> None:
+    bench.tier.hanging = {Operation.CLEAR}
+    assert bench.queue.submit(Job(Operation.CLEAR, labels=(None, None)))
+    wait_until(lambda: bench.tier.num_waiting)
+    assert bench.submit(Operation.WRITE)
+    bench.now += 10.1
+    bench.queue.expire()
+    bench.probe()
+    assert write(bench.queue, bench.keys[:2], extents_of(0, [4096] * 2)) == [True] * 2
+    assert bench.queue.queued_write_bytes == 0
+    bench.tier.hanging = set()
+    assert bench.queue.submit(Job(Operation.CLEAR, labels=(None, None))), "the next one runs, too"
+    wait_until(lambda: any(part.job.operation is Operation.CLEAR for part in bench.queue.poll()))
+    assert contains(bench.queue, bench.keys[:2]) == [False] * 2
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e300", "9" * 400, "soon", "0"])
+@pytest.mark.parametrize("option", ["deadline", "threads"])
+def test_numbers_of_a_url_that_no_clock_can_count_are_refused(option: str, value: str, tmp_path: Path) -> None:
+    (tmp_path / "pool").write_bytes(bytes(1 << 20))
+    with (tmp_path / "pool").open("r+b") as file:
+        opener = TierOpener(file.fileno(), 1 << 20, lambda: None)
+        with pytest.raises(ConfigError, match=rf"--tier memory://: {option}={value}: a number from [\d.]+ to [\d,]+$"):
+            opener.open_all([f"memory://?{option}={value}"])
+
+
+@pytest.mark.promise(61)
+def test_writes_are_dropped_in_small_steps_and_others_stay_in_their_order() -> None:
+    bench = Bench(num_threads=2)  # one of them writes
+    bench.tier.hanging = {Operation.WRITE}
+    assert bench.submit(Operation.WRITE)
+    wait_until(lambda: bench.tier.num_waiting)
+    jobs: list[Job] = []
+    for number in range(6000):
+        keys = [make_key(number, "ab"[number % 2])]
+        jobs.append(Job(Operation.WRITE, keys, extents_of(0, [1])))
+        assert bench.queue.submit(jobs[-1])
+    steps, num_dropped, most, num_calls, num_steps = bench.queue.drop_writes(label_of("a"), None), 0, 0, 0, 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    dropped: int | None = 0
+    while dropped is not None:
+        num_calls = 0
+        sys.setprofile(count)
+        dropped = next(steps, None)
+        sys.setprofile(None)
+        most, num_steps, num_dropped = max(most, num_calls), num_steps + 1, num_dropped + (dropped or 0)
+    assert (most <= STEP_CALLS, num_steps > 10, num_dropped) == (True, True, 3000)
+    assert [part.job for part in bench.queue.poll()] == jobs[::2]
+    assert bench.queue.status().num_waiting_writes == 3000
+    written: list[Job] = []
+    bench.tier.is_over.set()
+    wait_until(lambda: written.extend(part.job for part in bench.queue.poll()) or len(written) > 3000)
+    assert written[1:] == jobs[1::2]
+    bench.queue.close()
