@@ -19,7 +19,7 @@ from kvdepot.protocols import Extents
 from kvdepot.server import tiering
 from kvdepot.server.depot import Deferred, Depot
 from kvdepot.server.tiering import Tiering, TieringSettings
-from kvdepot.table import IndexTable, Writer, table_size_bytes
+from kvdepot.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.testing.processes import wait_until
 from kvdepot.testing.tier import FaultyTier, make_pool
 from kvdepot.tiers.memory import MemoryTier
@@ -73,7 +73,7 @@ class Bench:
                           clock=self.clock)
                 for number, tier in enumerate(self.tiers)
             ],
-            TieringSettings(demotion, least_tokens, 1.0, promotion_least_tokens),
+            TieringSettings(demotion, least_tokens, 1.0, promotion_least_tokens, verify),
             names_of=self.depot.labels.__getitem__,
             on_corrupt=self.depot.remove_corrupt,
             clock=self.clock,
@@ -113,6 +113,12 @@ class Bench:
         """Store what one request may not."""
         for start in range(0, run.num_chunks, 8):
             self.store(run.slice(start, min(start + 8, run.num_chunks)))
+
+    def checksums(self) -> dict[tuple[bytes, int, int], bytes]:
+        """Return the checksum of each sealed entry, by key, group and shard."""
+        table = self.index.table
+        records = [record.number for record in table.records() if record.state == SEALED]
+        return {(table.key_of(record), *table.place_of(record)): table.owner_of(record) for record in records}
 
     def shard(self, group: int, rank: int) -> int:
         shapes: tuple[m.GroupShape, ...] = self.spec.groups
@@ -874,6 +880,21 @@ def test_a_tier_is_asked_again_until_it_was_asked_for_all_of_a_prompt(
     bench.forget()
     bench.store(run.slice(0, 5))
     assert bench.lookup(run) == 24
+
+
+@pytest.mark.parametrize("groups", [PLAIN, HYBRID], ids=["plain", "hybrid"])
+def test_what_is_promoted_has_its_checksum_again(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
+    """Regression: `--verify all` did not see what came from a tier."""
+    bench = make(groups, pages=128, verify=True)
+    run = prompt(30)
+    bench.store_long(run)
+    before = bench.checksums()
+    assert all(map(any, before.values()))
+    bench.forget()
+    assert bench.lookup(run) == 30
+    after = bench.checksums()
+    assert after.items() <= before.items()
+    assert len(after) >= 30
 
 
 def test_what_is_hot_in_the_pool_and_evicted_below_is_written_again(make: Maker) -> None:

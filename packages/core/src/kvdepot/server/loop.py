@@ -171,7 +171,11 @@ class DepotServer:
     def _make_tiering(self, queues: list[TierQueue]) -> Tiering:
         config, depot = self.config, self._depot
         settings = TieringSettings(
-            config.demotion, config.demotion_least_tokens, config.promotion_seconds, config.promotion_least_tokens
+            config.demotion,
+            config.demotion_least_tokens,
+            config.promotion_seconds,
+            config.promotion_least_tokens,
+            makes_checksums=depot.verify is not m.Verify.OFF,
         )
         return Tiering(
             depot.index, queues, settings, names_of=depot.labels.__getitem__, on_corrupt=depot.remove_corrupt,

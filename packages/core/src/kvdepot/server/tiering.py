@@ -65,6 +65,7 @@ class TieringSettings:
     least_tokens: int = 0  # prefixes that are shorter are not demoted
     promotion_seconds: float = 1.0  # the most that a lookup waits for tiers
     promotion_least_tokens: int = 0  # tiers are not asked for fewer
+    makes_checksums: bool = False  # of what is promoted, for engines to compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class _Flight:
     chunk: int
     node: int
     state: _State = _State.COMING
+    checksum: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -603,7 +605,8 @@ class Tiering:
             flights.append(_Flight(begun, chunk, index.node_of(begun)))
             keys.append(tier_key(tenant, model, self._place(space, place), digest))
         if flights:
-            job = Job(Operation.READ, keys, [index.table.extent(flight.record) for flight in flights])
+            extents = [index.table.extent(flight.record) for flight in flights]
+            job = Job(Operation.READ, keys, extents, makes_checksums=self.settings.makes_checksums)
             for flight in flights:
                 self._coming.add(flight.record)
             promotion.flights += flights
@@ -616,7 +619,9 @@ class Tiering:
 
     def _read(self, part: Part) -> None:
         flights = self._readings[id(part.job)]
-        for flight, ok in zip(flights[part.first :], part.outcomes, strict=False):
+        checksums = part.checksums or itertools.repeat(b"")
+        for flight, ok, checksum in zip(flights[part.first :], part.outcomes, checksums, strict=False):
+            flight.checksum = checksum
             if flight.state is _State.LOST:
                 self._index.free_abandoned(flight.record)
             else:
@@ -660,7 +665,8 @@ class Tiering:
 
     def _seal(self, promotion: Promotion, flights: Sequence[_Flight]) -> None:
         index, written = self._index, self._written[promotion.tier]
-        index.seal_entries([flight.record for flight in flights], int(self._clock()))
+        checksums = b"".join(flight.checksum for flight in flights)
+        index.seal_entries([flight.record for flight in flights], int(self._clock()), checksums)
         self.counters["entries_promoted"] += len(flights)
         promotion.has_landed = True
         promotion.num_read_bytes += sum(index.table.extent(flight.record)[1] for flight in flights)
