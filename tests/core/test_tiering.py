@@ -530,6 +530,25 @@ def test_a_question_that_hangs_keeps_nothing(make: Maker) -> None:
     assert bench.depot.clear(None) == 4
 
 
+@pytest.mark.promise(26)
+def test_a_clear_that_hangs_is_answered_at_its_deadline(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(4))
+    bench.settle()
+    before = bench.tiers[0].num_calls
+    bench.tiers[0].hang = True
+    cleared = bench.depot.clear_everywhere(None, None)
+
+    def is_clearing() -> bool:
+        bench.depot.work()
+        bench.tiering.turn()
+        return bench.tiers[0].num_calls > before
+
+    wait_until(is_clearing)
+    bench.clock.now += 10.1
+    assert bench.wait(cleared).count == 4, "what was in the pool"
+
+
 class HeldReads:
     """Lets what reads bring through later, and in another order."""
 
