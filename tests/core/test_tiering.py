@@ -9,6 +9,7 @@ import pytest
 
 from kvdepot import messages as m
 from kvdepot.config import Demotion
+from kvdepot.errors import ErrorCode
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
@@ -539,7 +540,7 @@ def test_a_session_that_ends_while_its_lookup_waits_harms_nobody(make: Maker) ->
     bench.contexts = [bench.register(0, session=2)]
     bench.finish_promotions()
     assert isinstance(pending, Deferred)
-    assert pending.reply is None
+    assert isinstance(pending.reply, m.ErrorReply)
     assert len(bench.depot.leases) == 0
 
 
@@ -741,6 +742,36 @@ def test_pins_end_when_their_tenant_is_unpinned(make: Maker) -> None:
     assert bench.depot.unpin("a") == 1
     assert [pin.tenant for pin in bench.depot.pins] == ["b"]
     assert bench.depot.unpin(None) == 1
+
+
+def test_what_any_model_of_a_space_has_in_tiers_is_warmed(make: Maker) -> None:
+    bench = make(pages=32)
+    runs = {"model": prompt(4), "another": prompt(3, name=1)}
+    contexts = {"model": bench.contexts[0], "another": bench.register(0, model="another")}
+    for model, run in runs.items():
+        bench.contexts = [contexts[model]]
+        bench.store(run)
+    bench.forget()
+    for run in runs.values():
+        assert bench.wait(bench.depot.warm(m.Warm(run.tenant, run.digests))).count == run.num_chunks
+        bench.check(run)
+
+
+def test_a_lookup_whose_context_is_unregistered_while_it_waits_gets_a_reply(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(2))
+    bench.forget()
+    bench.tiers[0].hang = True
+    pending = bench.begin_lookup(prompt(2))
+    assert isinstance(pending, Deferred)
+    assert pending.reply is None
+    bench.ask(m.Unregister(bench.contexts[0]))
+    bench.tiers[0].hang = False
+    reply = bench.wait(pending)
+    assert isinstance(reply, m.ErrorReply)
+    assert reply.code is ErrorCode.UNKNOWN_CONTEXT
+    assert f"context {bench.contexts[0]} ended while its lookup waited" in reply.message
+    assert len(bench.depot.leases) == 0
 
 
 def test_nothing_is_warmed_without_an_engine(make: Maker) -> None:

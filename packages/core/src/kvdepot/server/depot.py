@@ -416,7 +416,9 @@ class Depot:
 
         def answer() -> None:
             if self.contexts.get(context.number) is not context:
-                return  # it left meanwhile: nobody waits
+                gone = f"context {context.number} ended while its lookup waited for tiers: register again"
+                deferred.send(m.ErrorReply(self.epoch, ErrorCode.UNKNOWN_CONTEXT, gone))
+                return
             here, nodes = self.index.longest_prefix(context.space, request.digests)
             tokens[2] += max(0, here - found) * context.space.spec.chunk_tokens
             deferred.send(self._found(context, request, here, nodes, self._clock() - began))
@@ -881,12 +883,13 @@ class Depot:
         """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
 
         The reply counts the chunks that are in the pool then, of the space that has the most. Tiers are asked where
-        engines are registered.
+        engines are registered, for every model that they named.
         """
         num_chunks = _count_digests(request.digests)
         deferred = Deferred()
         spaces = list(self.index.spaces)
-        num_left = len(spaces)
+        wanted = [(space, model) for space in spaces for model in self._models(space)]
+        num_left = len(wanted)
 
         def on_answer() -> None:
             nonlocal num_left
@@ -894,19 +897,27 @@ class Depot:
             if num_left <= 0:
                 deferred.send(self._warmed(spaces, request))
 
-        for space in spaces:
+        for space, model in wanted:
             found, nodes = self.index.longest_prefix(space, request.digests)
-            places, model = self._places(space)
+            places, _ = self._places(space)
             is_asking = self.tiering is not None and places and found < num_chunks and self.tiering.promote(
                 space, request.digests, places, self._label(request.tenant, model), found=found, pins=nodes,
                 wait_seconds=_PATIENT_SECONDS, on_answer=on_answer,
             )  # fmt: skip
             if not is_asking:
                 on_answer()
-        return deferred.reply or (deferred if spaces else m.Done(self.epoch, 0))
+        if not wanted:
+            on_answer()
+        return deferred.reply or deferred
+
+    def _models(self, space: Space) -> list[str]:
+        """Return the models whose workers share a space: their entries have names of their own in tiers."""
+        workers = (context for context in self.contexts.values() if context.space is space and context.registration)
+        return list(dict.fromkeys(worker.model for worker in workers))
 
     def _warmed(self, spaces: list[Space], request: m.Warm) -> m.Reply:
-        found, nodes = max(self.index.longest_prefix(space, request.digests) for space in spaces)
+        nothing: tuple[int, tuple[int, ...]] = 0, ()
+        found, nodes = max((self.index.longest_prefix(space, request.digests) for space in spaces), default=nothing)
         if found and request.pin_seconds:
             self.index.pin(nodes)
             self.pins.append(Pin(request.tenant, nodes, self._clock() + request.pin_seconds))
