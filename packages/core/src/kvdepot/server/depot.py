@@ -416,7 +416,7 @@ class Depot:
 
         def answer() -> None:
             if self.contexts.get(context.number) is not context:
-                gone = f"context {context.number} was unregistered while its lookup waited for tiers"
+                gone = f"context {context.number} ended while its lookup waited for tiers: register again"
                 deferred.send(m.ErrorReply(self.epoch, ErrorCode.UNKNOWN_CONTEXT, gone))
                 return
             here, nodes = self.index.longest_prefix(context.space, request.digests)
