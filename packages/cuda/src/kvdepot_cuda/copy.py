@@ -217,7 +217,7 @@ class CopyEngine:
             self._driver.close()
 
     def _move(self, lane: int, batch: CopyBatch) -> None:
-        runs = split(merge(self._runs.of(batch)), self._unit_bytes)
+        runs = split(merge(self._runs.of(batch), self._runs.starts), self._unit_bytes)
         registration = self._registration
         with self._driver.activated():
             try:
