@@ -266,6 +266,25 @@ def test_after_a_worker_was_closed_nobody_has_its_memory(is_stopped: bool, devic
         assert device.holders() == set()
 
 
+def test_a_mover_of_an_earlier_depot_that_lives_on_is_dead_when_its_worker_is_closed(
+    device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    """It is stopped, and the kernel was told to let it live; the depots after that have movers of their own."""
+    worker = cache(mover="stubborn")
+    movers = [wait_for_mover(depot)]
+    os.kill(movers[0], signal.SIGSTOP)
+    for _ in range(2):
+        depot.kill()
+        depot.start()
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        movers.append(wait_for_mover(depot, but=movers[-1]))
+    assert Path(f"/proc/{movers[0]}/maps").read_text()
+    worker.context.close()
+    for mover in movers:
+        maps = Path(f"/proc/{mover}/maps")
+        assert not maps.exists() or not maps.read_text()
+
+
 def test_operators_see_who_copies_and_why(device: FakeDevice, depot: DepotProcess, cache: MakeCache) -> None:
     def shown() -> str:
         command = [sys.executable, "-m", "kvdepot", "status", "--url", depot.url]
