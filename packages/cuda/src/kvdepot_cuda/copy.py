@@ -182,8 +182,9 @@ class CopyEngine:
                 new.register(stop, only_at=only_at)
 
         self._stop_registering = stop
-        self._registering = threading.Thread(target=change, name="kvdepot-register", daemon=True)
-        self._registering.start()
+        thread = threading.Thread(target=change, name="kvdepot-register", daemon=True)
+        thread.start()
+        self._registering = thread  # now, as one that has not begun looks like one that has ended
 
     # --- copies ---------------------------------------------------------------------------------------------------
 
