@@ -4,10 +4,12 @@
 On a machine with an NVIDIA GPU that is idle otherwise, with Python 3.11 or newer, torch, triton, numpy and
 cuda-bindings. kvdepot and kvdepot-cuda have to be installed, and pyzmq, msgspec, blake3 and xxhash beside them; without
 a network bring wheels (`uv build --all-packages --wheel`, `pip download`) and `pip install --no-deps` them. With pytest
-and hypothesis the conformance suite runs, too. Pools lie in /dev/shm, which wants 4 GiB.
+9 or newer and hypothesis 6.140 or newer the suites run, too, out of the repository. Pools lie in /dev/shm, which wants
+4 GiB.
 
-Each step is a process of its own with a time limit; one that fails, hangs or cannot run is reported with the reason,
-and the rest goes on. After each it writes `cuda_gpu.jsonl`, one object a line, and `cuda_gpu.md`, the same as tables.
+Each step is a process of its own with a time limit, and has what the steps before it left over; one that fails, hangs,
+is cut off or cannot run is reported with the reason, and the rest goes on. What decides whether it works at all comes
+first. After each it writes `cuda_gpu.jsonl`, one object a line, and `cuda_gpu.md`, the same as tables.
 `--fake` runs what can be run without a device, small: it shows that the script works, and its figures say nothing.
 """
 
@@ -36,6 +38,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = 4096
 MIB = 1 << 20
+BEGUN = "begun"  # of a part: for the parent, which says where a step was cut off
+SETTLE_SECONDS = 60.0
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -63,6 +67,7 @@ def emit(what: str, **values: Any) -> None:
 
 def part(what: str, function: Any, *arguments: Any) -> None:
     """Run a part of a step; what it raises is its finding, and the next part goes on."""
+    emit(BEGUN, part=what)
     try:
         function(*arguments)
     except Skipped as reason:
@@ -361,13 +366,27 @@ class Cache:
         ok = submit("request", key, [blocks]).result(60)
         return ok, time.perf_counter() - started
 
-    def wait_until_settled(self, seconds: float = 60.0) -> None:
-        """Wait until the pool is registered and the kernel loaded, by whoever copies; a mover says so with a copy."""
-        end = time.monotonic() + seconds
+    def wait_until_settled(self) -> None:
+        """Wait until the pool is registered and the kernel loaded, by whoever copies; a mover says so with a copy.
+
+        If that does not come the figures say so, and a line of its own.
+        """
+        end = time.monotonic() + SETTLE_SECONDS
         self.move("store", "settle", [0])
-        while not self.context.is_settled and time.monotonic() < end:
+        while not self.context.is_settled:
+            if time.monotonic() > end:
+                emit("not settled", **self.state, why=f"not within {SETTLE_SECONDS:g} s: its copies may be pageable")
+                return
             self.move("retrieve", "settle", [0])
             time.sleep(0.02)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """How the copies are made; of a mover no more is known than whether it still makes anything ready."""
+        found = {"mode": self.context.transfer_mode, "settled": self.context.is_settled}
+        if self.context.transfer_mode == "ipc":
+            return found
+        return found | {"num_registered": self.context.num_registered, "kernel_loaded": self.context.uses_kernel}
 
     def close(self) -> None:
         """Leave the depot."""
@@ -408,9 +427,8 @@ def patterned(setting: Setting) -> None:
             made.clear()
             retrieved, _ = made.move("retrieve", "pattern", blocks)
             emit(
-                "bytes", mode=mode, block_outermost=block_outermost, kernel=bool(options),
-                kernel_loaded=getattr(made.context, "uses_kernel", None), stored=stored, retrieved=retrieved,
-                right=made.bytes() == expected,
+                "bytes", **made.state, block_outermost=block_outermost, kernel=bool(options), stored=stored,
+                retrieved=retrieved, right=made.bytes() == expected,
             )  # fmt: skip
 
     for mode in MODES:
@@ -762,7 +780,7 @@ def latency(setting: Setting) -> None:
                     found.append(seconds)
                     first = first or time.perf_counter() - started
             for way, found in times.items():
-                emit("one block", mode=mode, way=way, block_bytes=made.block_bytes, **_milliseconds(found[3:]))
+                emit("one block", **made.state, way=way, block_bytes=made.block_bytes, **_milliseconds(found[3:]))
             emit("first copy", mode=mode, seconds_from_nothing=round(first or 0.0, 3))
 
     for mode in MODES:
@@ -772,21 +790,57 @@ def latency(setting: Setting) -> None:
 # --- 5. the whole -----------------------------------------------------------------------------------------------------
 
 
+SUITES = {
+    "by the worker": "TestByTheWorker",
+    "by a mover": "TestByAMover",
+    "worker, mover and depot killed": "TestWorkerMoverAndDepotKilled",
+    "worker and depot killed": "TestWorkerAndDepotKilled",
+    "by the worker, with the kernel": "TestByTheWorkerWithTheKernel",
+    "by a mover, with the kernel": "TestByAMoverWithTheKernel",
+}
+
+
 def conformance(setting: Setting) -> None:
-    """The suite of every backend with the real driver."""
+    """The suites of every backend with the real driver, in both modes, and who is killed; all at the same time."""
     setting.need_device()
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if missing:
         raise Skipped(f"needs {' and '.join(missing)}")
-    limit = max(20.0, setting.seconds - 10)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--color=no",
-                   f"--basetemp={folder}/tests", "tests/cuda/test_on_device.py"]  # fmt: skip
-        done = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=limit, cwd=ROOT,
-            env={**os.environ, "KVDEPOT_REQUIRE_CUDA": "1"},
-        )  # fmt: skip
-    emit("conformance", status=done.returncode, last_lines=done.stdout.strip().splitlines()[-12:])
+    run_suites({name: [f"tests/cuda/test_on_device.py::{test}"] for name, test in SUITES.items()}, setting.seconds - 15)
+
+
+def run_suites(suites: dict[str, list[str]], seconds: float) -> None:
+    """Run pytest for each with its arguments; say how each ended, or how far it got in `seconds`."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        running = {}
+        for number, (name, arguments) in enumerate(suites.items()):
+            out = stack.enter_context(open(f"{folder}/{number}.out", "w+"))
+            command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "--maxfail=5", "-p", "no:cacheprovider",
+                       "--color=no", f"--basetemp={folder}/{number}", *arguments]  # fmt: skip
+            environment = {**os.environ, "KVDEPOT_REQUIRE_CUDA": "1", "PYTHONUNBUFFERED": "1"}
+            running[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment
+            ), out  # fmt: skip
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and any(process.poll() is None for process, _ in running.values()):
+            time.sleep(0.1)
+        late = [process for process, _ in running.values() if process.poll() is None]
+        for process in late:
+            process.send_signal(signal.SIGINT)  # so that it ends its depots and says where it was
+        grace = time.monotonic() + 8
+        for name, (process, out) in running.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, grace - time.monotonic()))
+            process.kill()
+            status: Any = f"cut off after {seconds:.0f} s" if process in late else process.wait()
+            out.seek(0)
+            lines = out.read().splitlines()
+            words = [word for line in lines if "::" in line for word in line.split()[1:2]]
+            emit(
+                "suite", suite=name, status=status,
+                **{word.lower(): words.count(word) for word in ("PASSED", "FAILED", "ERROR", "SKIPPED")},
+                last_lines=lines[-12:] if status else lines[-1:],
+            )  # fmt: skip
 
 
 def retrieve(setting: Setting) -> None:
@@ -818,7 +872,7 @@ def retrieve(setting: Setting) -> None:
                         found.append(seconds)
             for way, found in times.items():
                 emit(
-                    "10,000 tokens", mode=mode, block_outermost=block_outermost, kernel=bool(options), way=way,
+                    "10,000 tokens", **made.state, block_outermost=block_outermost, kernel=bool(options), way=way,
                     ms=round(statistics.median(found) * 1e3, 2),
                     gb_per_s=round(num_bytes / statistics.median(found) / 1e9, 2),
                     spread_ms=[round(min(found) * 1e3, 2), round(max(found) * 1e3, 2)],
@@ -832,18 +886,27 @@ def retrieve(setting: Setting) -> None:
 
 
 STEPS: dict[str, tuple[Any, float]] = {
-    "environment": (environment, 40),
-    "raw_ipc": (raw_ipc, 60),
-    "patterned": (patterned, 80),
-    "copies": (copies, 150),
-    "interference": (interference, 90),
-    "contexts": (contexts, 40),
-    "registration": (registration, 80),
-    "latency": (latency, 60),
-    "retrieve": (retrieve, 90),
-    "conformance": (conformance, 120),
+    "environment": (environment, 20),
+    "raw_ipc": (raw_ipc, 40),
+    "patterned": (patterned, 60),
+    "conformance": (conformance, 130),
+    "copies": (copies, 90),
+    "interference": (interference, 70),
+    "retrieve": (retrieve, 60),
+    "latency": (latency, 40),
+    "registration": (registration, 50),
+    "contexts": (contexts, 30),
 }
-"""In this order; with the most that each may take, in seconds."""
+"""In this order; with the seconds that each has in any case: all together no more than the whole may take."""
+SECONDS = 590.0
+assert sum(limit for _, limit in STEPS.values()) <= SECONDS
+
+
+def limit_of(name: str, wanted: list[str], left: float) -> float:
+    """Return the seconds of a step, of the `left` for it and all that follow: its own, and what others left over."""
+    following = wanted[wanted.index(name) :]
+    own = STEPS[name][1]
+    return min(left, own + min(own, max(0.0, left - sum(STEPS[step][1] for step in following))))
 
 
 # --- parent -----------------------------------------------------------------------------------------------------------
@@ -857,11 +920,12 @@ def run_step(name: str, limit: float, *, is_fake: bool) -> tuple[list[dict[str, 
         process = subprocess.Popen(
             command + ["--fake"] * is_fake, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
         )
-        reason = ""
+        reason, is_cut = "", False
         try:
             status = {0: "ok", 3: "skipped"}.get(process.wait(limit), "failed")
         except subprocess.TimeoutExpired:
             status, reason = "timed out", f"not done after {limit:.0f} s"
+            is_cut = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -874,6 +938,10 @@ def run_step(name: str, limit: float, *, is_fake: bool) -> tuple[list[dict[str, 
                 if isinstance(found, dict):
                     findings.append({"step": name, **found})
         complaints = err.read().strip().splitlines()
+    parts = [found["part"] for found in findings if found.get("what") == BEGUN]
+    findings = [found for found in findings if found.get("what") != BEGUN]
+    if is_cut and parts:
+        reason += f": cut off in {parts[-1]!r}, part {len(parts)}; what follows it was not begun"
     if status in ("failed", "skipped") and complaints:
         reason = complaints[-1][:500]
     end = {"step": name, "status": status, "seconds": round(time.monotonic() - started, 1)}
@@ -912,7 +980,7 @@ def _cell(value: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="where the two files go (default .)")
-    parser.add_argument("--seconds", type=float, default=590.0, help="for all of it (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all of it (default %(default)s)")
     parser.add_argument("--only", default="", metavar="STEP,..", help=f"of {', '.join(STEPS)}")
     parser.add_argument("--fake", action="store_true", help="without a device: shows that the script works")
     parser.add_argument("--step", choices=sorted(STEPS), help=argparse.SUPPRESS)
@@ -934,7 +1002,7 @@ def main() -> None:
     ends: list[dict[str, Any]] = []
     with open(options.out / "cuda_gpu.jsonl", "w") as log:
         for name in (name for name in STEPS if name in wanted):
-            limit = min(STEPS[name][1], deadline - time.monotonic())
+            limit = limit_of(name, [step for step in STEPS if step in wanted], deadline - time.monotonic())
             if limit < 5:
                 found, end = [], {"step": name, "status": "skipped", "seconds": 0.0, "reason": "no time was left"}
             else:

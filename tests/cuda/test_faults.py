@@ -1,6 +1,8 @@
 """What a driver refuses or fails is a miss, once; what the pool's registration holds is given back."""
 
+import ctypes
 import logging
+import mmap
 
 import pytest
 
@@ -116,6 +118,38 @@ def test_blocks_that_follow_each_other_are_one_run(cache: MakeCache, driver: Fak
     assert worker.context.submit_store("request", run, blocks).result(WAIT_SECONDS)
     assert driver.calls["runs"] <= 4 * 4  # a chunk and layer each, not 4 * 4 * 4
     assert worker.retrieve(run) == 4
+
+
+class SideBySide(FakeDriver):
+    """Its allocations lie next to each other, in order."""
+
+    _rest: tuple[mmap.mmap, int] | None = None  # of what is handed out, and where
+
+    def allocate(self, num_bytes: int) -> int:
+        if self._rest is None:
+            memory = mmap.mmap(-1, 8 << 20)
+            self._rest = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        memory, address = self._rest
+        self._rest = memory, address + num_bytes
+        self._allocations[address] = memory, num_bytes
+        return address
+
+
+@pytest.mark.parametrize("has_batch_copy", [True, False])
+def test_no_copy_goes_from_one_allocation_into_the_next(has_batch_copy: bool, depot: DepotProcess) -> None:
+    """The last blocks of one layer and the first of the next follow each other in a chunk: the fake refuses that."""
+    driver = SideBySide(has_batch_copy=has_batch_copy)
+    plan = PLANS["one group"]
+    worker = Cache(FakeWorker(depot.url, plan, driver=driver), plan)
+    worker.worker.wait_until_connected(WAIT_SECONDS)
+    run, blocks = prompt(1), [[0, 1, plan.num_blocks - 2, plan.num_blocks - 1]]
+    worker.fill(run, blocks)
+    assert worker.context.submit_store("request", run, blocks).result(WAIT_SECONDS)
+    assert worker.retrieve(run) == 1
+    worker.wipe()
+    assert worker.context.submit_retrieve("request", run, blocks).result(WAIT_SECONDS)
+    assert worker.holds(run, blocks)
+    worker.context.close()
 
 
 # --- registration -----------------------------------------------------------------------------------------------------

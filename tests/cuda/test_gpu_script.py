@@ -1,5 +1,6 @@
 """`benchmarks/cuda_gpu.py` without a device: every step ends, what fails is reported, and the rest goes on."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,8 +11,8 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cuda_gpu.py"
 STEPS = {
-    "environment": "ok", "raw_ipc": "skipped", "patterned": "ok", "copies": "ok", "interference": "skipped",
-    "contexts": "skipped", "registration": "ok", "latency": "ok", "retrieve": "ok", "conformance": "skipped",
+    "environment": "ok", "raw_ipc": "skipped", "patterned": "ok", "conformance": "skipped", "copies": "ok",
+    "interference": "skipped", "retrieve": "ok", "latency": "ok", "registration": "ok", "contexts": "skipped",
 }  # fmt: skip
 
 
@@ -35,6 +36,10 @@ def test_every_step_ends_and_what_the_fake_can_do_is_done(tmp_path: Path) -> Non
     assert len(moved) == 3
     assert all(line["stored"] and line["retrieved"] and line["right"] for line in moved)
     assert [line["kernel_loaded"] for line in moved] == [False, False, True]
+    rows = [line for line in lines if line.get("what") in ("bytes", "one block", "10,000 tokens") and "mode" in line]
+    assert len(rows) > len(moved)
+    assert all(line["settled"] and line["num_registered"] > 0 for line in rows)
+    assert not any(line.get("what") == "begun" for line in lines)
     found = {line["what"] for line in lines if "what" in line and "skipped" not in line}
     assert {"copies", "thresholds", "registration", "one block", "10,000 tokens"} <= found
     assert all("reason" in line for line in lines if line.get("status") == "skipped")
@@ -62,13 +67,71 @@ def test_a_step_that_fails_is_reported_and_the_next_one_runs(tmp_path: Path) -> 
 def test_a_step_is_bounded_in_time(seconds: str, limit: str, status: str, tmp_path: Path) -> None:
     """There is no time for another one, or it takes longer than it may; what it started is gone."""
     source = SCRIPT.read_text()
-    assert source.count('"latency": (latency, 60)') == 1
+    assert source.count('"latency": (latency, 40)') == 1
     changed = tmp_path / "changed.py"
     changed.write_text(
-        source.replace('"latency": (latency, 60)', f'"latency": (latency, {limit})').replace("limit < 5", "limit < 0.1")
+        source.replace('"latency": (latency, 40)', f'"latency": (latency, {limit})').replace("limit < 5", "limit < 0.1")
         if status == "timed out"
         else source
     )
     lines, _ = run(tmp_path, "--only", "latency", "--seconds", seconds, script=changed)
     assert lines[-1]["status"] == status
     assert lines[-1]["reason"]
+
+
+def test_a_step_that_is_cut_off_says_in_which_part(tmp_path: Path) -> None:
+    source = SCRIPT.read_text()
+    before = 'part("registration", _register, setting, total, piece, is_touched)'
+    assert source.count(before) == 1
+    changed = tmp_path / "changed.py"
+    changed.write_text(
+        source.replace(before, 'part(f"{share}", _register, setting, total, piece, is_touched) if share == 1 else '
+                               'part("sleep", time.sleep, 500)').replace("(registration, 50)", "(registration, 5)")
+    )  # fmt: skip
+    lines, _ = run(tmp_path, "--only", "registration", script=changed)
+    assert lines[-1]["status"] == "timed out"
+    assert lines[-1]["reason"].endswith("cut off in 'sleep', part 3; what follows it was not begun")
+    assert len([line for line in lines if line.get("what") == "registration"]) == 2
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("cuda_gpu", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cuda_gpu"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_step_has_its_turn_and_what_is_left_over() -> None:
+    made = script()
+    names = list(made.STEPS)
+    left = made.SECONDS
+    for name in names:  # each takes all that it may
+        limit = made.limit_of(name, names, left)
+        assert limit >= made.STEPS[name][1]
+        left -= limit
+    assert left >= 0
+    own = made.STEPS["contexts"][1]
+    assert made.limit_of("contexts", names, own + 3) == own + 3
+    assert made.limit_of("contexts", names, 500.0) == 2 * own
+    assert made.limit_of("contexts", names, 7.0) == 7.0
+
+
+def test_suites_that_are_cut_off_say_how_far_they_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others keep their results."""
+    texts = {
+        "good": "def test_one(): pass\ndef test_two(): pass\n",
+        "bad": "def test_one(): pass\ndef test_two(): assert 0, 'no luck'\n",
+        "slow": "import time\ndef test_one(): pass\ndef test_two(): time.sleep(500)\ndef test_three(): pass\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+    script().run_suites({name: [f"{tmp_path}/test_{name}.py"] for name in texts}, 20.0)
+    found = {line["suite"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert [(found[name]["passed"], found[name]["failed"]) for name in texts] == [(2, 0), (1, 1), (1, 0)]
+    assert (found["good"]["status"], found["bad"]["status"]) == (0, 1)
+    assert "no luck" in "".join(found["bad"]["last_lines"])
+    assert found["slow"]["status"] == "cut off after 20 s"
+    assert "KeyboardInterrupt" in "".join(found["slow"]["last_lines"])

@@ -3,14 +3,13 @@
 Right bytes or a miss is what every test ends with; and nobody but the living holds the device's memory.
 """
 
-import itertools
 import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,15 +18,22 @@ import pytest
 
 from kvdepot import messages as m
 from kvdepot.errors import BackendUnavailable
-from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
+from kvdepot.testing.backend import PLANS, Cache, MakeCache, WorkerPlan, prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.gather import GatherImage, KernelUse
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
+from tests.cuda.mover_faults import (
+    WAIT_SECONDS,
+    MoverFaultSuite,
+    context_of,
+    has_memory,
+    wait_for_mover,
+    wait_until_nothing_is_held,
+)
 from tests.cuda.node import FakeDevice
 
 PLAN = PLANS["large pages"]
-WAIT_SECONDS = 30.0
 
 
 def not_here(_capability: int) -> GatherImage:
@@ -97,85 +103,44 @@ def child(device: FakeDevice, depot: DepotProcess) -> Iterator[Child]:
     child.close()
 
 
-def context_of(depot: DepotProcess, instance: str = "engine") -> m.ContextStatus:
-    (context,) = [context for context in depot.status().contexts if context.instance == instance]
-    return context
-
-
 def mode_of(worker: Cache) -> str:
     context: Any = worker.context
     return str(context.transfer_mode)
 
 
-def wait_for_mover(depot: DepotProcess, instance: str = "engine", *, but: int = 0) -> int:
-    """Wait until the mover of a worker is ready and another than `but`; return its pid."""
-
-    def is_ready() -> bool:
-        found = [context for context in depot.status().contexts if context.instance == instance]
-        return len(found) == 1 and found[0].mover == "ready" and found[0].mover_pid != but
-
-    wait_until(is_ready, WAIT_SECONDS, "the mover")
-    return context_of(depot, instance).mover_pid
-
-
-def wait_until_nothing_is_held(depot: DepotProcess) -> None:
-    def is_free() -> bool:
-        status = depot.status()
-        return (status.num_leases, status.num_tickets, status.quarantined_bytes) == (0, 0, 0)
-
-    wait_until(is_free, WAIT_SECONDS, "leases, tickets and quarantines to end")
-
-
 # --- who is killed, and when ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(9, 24)
-@pytest.mark.parametrize(
-    ("victim", "when", "what"),
-    list(itertools.product(("worker", "mover", "server"), ("before", "during", "after"), ("store", "retrieve"))),
-)
-def test_whoever_is_killed_costs_a_miss_and_holds_nothing(
-    victim: str, when: str, what: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache, child: Child
-) -> None:
-    """The other worker's bytes, stored and retrieved afterwards, are right; so are the victim's, if it lives."""
-    other = cache("other")
-    before = wait_for_mover(depot, "child")
-    if what == "retrieve":
-        assert child.ask("store", 1, 3) == 1
-    if when == "during":
-        device.close_gate()
-        child.ask(f"submit-{what}", 1, 3)
-        assert device.wait_for_a_copy() == before
-    elif when == "after":
-        assert child.ask(what, 1, 3) == (1 if what == "store" else 3)
+class TestWhoIsKilled(MoverFaultSuite):
+    """Nobody but the living holds the device's memory."""
 
-    if victim == "worker":
-        child.kill()
-    elif victim == "mover":
-        os.kill(before, signal.SIGKILL)
-    else:
-        depot.kill()
-        depot.start()
-        wait_until(lambda: not depot.status().recovering, WAIT_SECONDS)
-    device.open_gate()
+    @pytest.fixture(autouse=True)
+    def node(self, device: FakeDevice) -> Iterator[None]:
+        self.device = device
+        yield
+        wait_until(lambda: device.holders() == set(), WAIT_SECONDS, "the device's memory to be given back")
 
-    if victim != "worker":
-        wait_for_mover(depot, "child", but=before)
-    if victim == "server":
-        other.context.wait_until_connected(WAIT_SECONDS)
-    wait_until(lambda: before not in device.holders(), WAIT_SECONDS, "the mover to die")
-    wait_until_nothing_is_held(depot)
-    stored = 0 if what == "store" and when != "after" else 3
-    assert other.retrieve(prompt(3, salt=1)) == stored
-    assert other.store(prompt(4, salt=2))
-    assert other.retrieve(prompt(4, salt=2)) == 4
-    if victim == "worker":
-        assert [context.instance for context in depot.status().contexts] == ["other"]
-        assert device.holders() == {context_of(depot, "other").mover_pid}
-    else:
-        assert child.ask("store", 1, 3) == 1
-        assert child.ask("retrieve", 1, 3) == 3
-        assert child.ask("retrieve", 2, 4) == 4
+    @pytest.fixture
+    def depot(self, node: None, depot_with_movers: DepotProcess) -> DepotProcess:
+        del node
+        return depot_with_movers
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> FakeWorker:
+        return self.device.worker(url, plan, **options)
+
+    def engine_command(self, url: str, instance: str) -> Sequence[str]:
+        return [sys.executable, "-m", "tests.cuda.engine_child", url, instance, "ipc", str(self.device.memory)]
+
+    def hold_copies(self, mover: int) -> None:
+        del mover
+        self.device.close_gate()
+
+    def wait_for_a_copy(self, depot: DepotProcess, mover: int) -> None:
+        del depot
+        assert self.device.wait_for_a_copy() == mover
+
+    def let_go(self) -> None:
+        self.device.open_gate()
 
 
 @pytest.mark.promise(23)
@@ -213,7 +178,7 @@ def test_a_depot_that_is_stopped_during_a_copy_is_a_miss_and_the_mover_is_dead_b
         depot.signal(signal.SIGSTOP)
         assert not future.result(WAIT_SECONDS)
         if what == "retrieve":
-            assert not Path(f"/proc/{mover}/maps").exists() or not Path(f"/proc/{mover}/maps").read_text()
+            assert not has_memory(mover)
         depot.signal(signal.SIGCONT)
         device.open_gate()
         wait_for_mover(depot, but=mover if what == "retrieve" else 0)  # a store may still have ended in time
@@ -264,6 +229,23 @@ def test_after_a_worker_was_closed_nobody_has_its_memory(is_stopped: bool, devic
             depot.signal(signal.SIGSTOP)
         worker.context.close()
         assert device.holders() == set()
+
+
+def test_a_mover_of_an_earlier_depot_that_lives_on_is_dead_when_its_worker_is_closed(
+    device: FakeDevice, depot: DepotProcess, cache: MakeCache
+) -> None:
+    """It is stopped, and the kernel was told to let it live; the depots after that have movers of their own."""
+    worker = cache(mover="stubborn")
+    movers = [wait_for_mover(depot)]
+    os.kill(movers[0], signal.SIGSTOP)
+    for _ in range(2):
+        depot.kill()
+        depot.start()
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        movers.append(wait_for_mover(depot, but=movers[-1]))
+    assert has_memory(movers[0])
+    worker.context.close()
+    assert not any(map(has_memory, movers))
 
 
 def test_operators_see_who_copies_and_why(device: FakeDevice, depot: DepotProcess, cache: MakeCache) -> None:

@@ -262,11 +262,22 @@ def test_a_handle_is_opened_with_its_64_bytes_and_its_size_asked_for(cuda: Stand
     (opened,) = [call for call in cuda.calls if call[0] == "cuIpcOpenMemHandle"]
     assert ctypes.string_at(opened[1].getPtr(), 64) == HANDLE
     assert opened[2] == 1
-    driver.close_memory(1 << 40)
-    assert cuda.calls[-1] == ("cuIpcCloseMemHandle", 1 << 40)
     for wrong in (b"", HANDLE[:-1], HANDLE + b"x"):
         with pytest.raises(DriverError, match="a handle of"):
             driver.open_memory(wrong)
+
+
+def test_a_driver_that_fails_its_first_call_is_an_error_with_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn()
+    stand_in.codes["cuDriverGetVersion"] = 3
+
+    def import_module(_name: str) -> StandIn:
+        return stand_in
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    with pytest.raises(DriverError, match=r"cuDriverGetVersion: CUDA_ERROR_NOT_INITIALIZED \(3\)"):
+        CudaDriver(0)
+    assert stand_in.names() == ["cuDriverGetVersion"]
 
 
 def test_a_device_has_the_name_that_the_variable_takes(cuda: StandIn) -> None:

@@ -1,105 +1,40 @@
-"""The suite of every backend with NVIDIA's driver and a real device, in mode `direct`, with and without the kernel.
+"""The suites of every backend with NVIDIA's driver and a real device: by the worker and by a mover, with and without
+the kernel; and workers, movers and depots that are killed.
 
 Skipped where there is no device; with KVDEPOT_REQUIRE_CUDA set, as on machines that have one, that is a failure. Needs
-no torch: the tensors are memory that the driver allocates.
+no torch: the tensors are memory that the driver allocates. `test_device_suites.py` shows over the fake driver that
+these classes work.
 """
 
+import importlib.util
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvdepot.protocols import CacheGroup
-from kvdepot.testing.backend import BackendSuite, WorkerPlan
+from kvdepot.testing.backend import PLANS, BackendSuite, Cache, WorkerPlan, prompt
+from kvdepot.testing.engine import PLAN
+from kvdepot.testing.faults import FaultSuite
+from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.availability import why_unavailable
-from kvdepot_cuda.context import CudaTransferContext
-from kvdepot_cuda.driver import Direction
-from kvdepot_cuda.nvidia import CudaDriver
-from kvdepot_cuda.testing import DEFAULT_STREAM, FakeTensor
+from tests.cuda.device_worker import DeviceWorker
+from tests.cuda.mover_faults import MoverFaultSuite, wait_for_mover
 
 REASON = why_unavailable()
 pytestmark = pytest.mark.skipif(
     REASON is not None and not os.environ.get("KVDEPOT_REQUIRE_CUDA"), reason=f"no device: {REASON}"
 )
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the kernel needs Triton")
+KERNEL: dict[str, Any] = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1}
+REFUSALS = ("cannot be registered", "no kernel", "no batches", "not possible")
 
 
-@dataclass
-class Memory:
-    """Memory on the device, and a way into it."""
+class Workers:
+    """Makes workers and frees their memory."""
 
-    driver: CudaDriver
-    address: int
-    num_bytes: int
-
-    def copy(self, host: Any, offset: int, direction: Direction) -> None:
-        with self.driver.activated():
-            stream = self.driver.create_stream()
-            ends = (int(host.ctypes.data), self.address + offset)
-            source, target = ends if direction is Direction.TO_DEVICE else ends[::-1]
-            self.driver.copy(source, target, host.size, direction, stream)
-            self.driver.synchronize_stream(stream)
-            self.driver.destroy_stream(stream)
-
-
-class DeviceWorker:
-    def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
-        self.driver = CudaDriver(0)
-        self._memories: list[list[Memory]] = []
-        groups: list[CacheGroup] = []
-        for group in plan.groups:
-            memories = [
-                self._allocate(plan.num_blocks * (size + group.padding_bytes)) for size in group.page_sizes_bytes
-            ]
-            self._memories.append(memories)
-            tensors = [
-                FakeTensor(memory.address, (plan.num_blocks, size), (size + group.padding_bytes, 1))
-                for memory, size in zip(memories, group.page_sizes_bytes, strict=True)
-            ]
-            groups.append(
-                CacheGroup(tensors, group.block_tokens, group.kind, group.window_tokens, group.shard, group.num_shards)
-            )
-        self._plan = plan
-        self.context = CudaTransferContext(
-            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
-            chunk_tokens=plan.chunk_tokens, url=url, stream=lambda: DEFAULT_STREAM,
-            piece_bytes=8 << 20, **options,
-        )  # fmt: skip
-        self.spec = self.context.spec
-
-    def _allocate(self, num_bytes: int) -> Memory:
-        with self.driver.activated():
-            memory = Memory(self.driver, self.driver.allocate_device(num_bytes), num_bytes)
-        memory.copy(np.zeros(num_bytes, np.uint8), 0, Direction.TO_DEVICE)
-        return memory
-
-    def wait_until_connected(self, timeout_seconds: float) -> None:
-        self.context.wait_until_connected(timeout_seconds)
-
-    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
-        self._copy(group, page, block, np.frombuffer(bytearray(data), np.uint8), Direction.TO_DEVICE)
-
-    def read_block(self, group: int, page: int, block: int) -> bytes:
-        found = np.zeros(self._plan.groups[group].page_sizes_bytes[page], np.uint8)
-        self._copy(group, page, block, found, Direction.TO_HOST)
-        return found.tobytes()
-
-    def _copy(self, group: int, page: int, block: int, host: Any, direction: Direction) -> None:
-        plan = self._plan.groups[group]
-        offset = block * (plan.page_sizes_bytes[page] + plan.padding_bytes)
-        self._memories[group][page].copy(host, offset, direction)
-
-    def free(self) -> None:
-        with self.driver.activated():
-            for memories in self._memories:
-                for memory in memories:
-                    self.driver.free_device(memory.address)
-        self.driver.close()
-
-
-class TestOnADevice(BackendSuite):
     options: dict[str, Any] = {}  # noqa: RUF012  # of this class
 
     @pytest.fixture(autouse=True)
@@ -107,13 +42,81 @@ class TestOnADevice(BackendSuite):
         self.made: list[DeviceWorker] = []
         yield
         for worker in self.made:
-            worker.context.close()
-            worker.free()
+            worker.close()
 
     def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> DeviceWorker:
         self.made.append(DeviceWorker(url, plan, **(self.options | options)))
+        assert self.made[-1].context.transfer_mode == self.options.get("mode", "direct")
         return self.made[-1]
 
 
-class TestOnADeviceWithTheKernel(TestOnADevice):
-    options = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1}  # noqa: RUF012
+class ByAMover(Workers):
+    options = {"mode": "ipc"}  # noqa: RUF012
+
+    @pytest.fixture
+    def depot(self) -> Iterator[DepotProcess]:
+        """One whose movers may be slow."""
+        with DepotProcess("--move-seconds", "20") as depot:
+            yield depot
+
+    def test_the_mover_registers_the_pool_and_copies_go_on(self, capfd: pytest.CaptureFixture[str]) -> None:
+        """Its first copies are pageable, later ones are not; what it could not do would be in the depot's log."""
+        plan = PLANS["large pages"]
+        with DepotProcess("--move-seconds", "20") as depot:  # started here, so that what its mover says is seen here
+            worker = self.make_worker(depot.url, plan)
+            worker.wait_until_connected(30)
+            cache = Cache(worker, plan)
+            assert cache.store(prompt(8))
+            wait_until(
+                lambda: cache.retrieve(prompt(8)) == 8 and worker.context.is_settled, 60, "the mover to be settled"
+            )
+            for _ in range(3):
+                assert cache.retrieve(prompt(8)) == 8
+            assert cache.store(prompt(8, salt=1))
+            assert depot.status().counters["moves"] >= 6
+            worker.context.close()
+        said = capfd.readouterr().err
+        assert not any(refusal in said for refusal in REFUSALS), said
+
+
+class TestByTheWorker(Workers, BackendSuite):
+    pass
+
+
+@needs_triton
+class TestByTheWorkerWithTheKernel(Workers, BackendSuite):
+    options = KERNEL
+
+
+class TestByAMover(ByAMover, BackendSuite):
+    pass
+
+
+@needs_triton
+class TestByAMoverWithTheKernel(ByAMover, BackendSuite):
+    options = {"mode": "ipc"} | KERNEL
+
+
+class TestWorkerAndDepotKilled(Workers, FaultSuite):
+    def engine_command(self, url: str, instance: str) -> Sequence[str]:
+        return [sys.executable, "-m", "tests.cuda.engine_child", url, instance, "direct"]
+
+
+class TestWorkerMoverAndDepotKilled(Workers, MoverFaultSuite):
+    options = {"mode": "ipc"}  # noqa: RUF012
+
+    def engine_command(self, url: str, instance: str) -> Sequence[str]:
+        return [sys.executable, "-m", "tests.cuda.engine_child", url, instance, "ipc"]
+
+    def test_memory_of_a_worker_that_was_closed_can_be_freed_at_once(self, depot: DepotProcess) -> None:
+        """No mover has it open; another worker gets the same memory and its own bytes."""
+        for number in range(4):
+            plan = replace(PLAN, instance=f"engine-{number}")
+            worker = self.make_worker(depot.url, plan)
+            worker.wait_until_connected(30)
+            wait_for_mover(depot, plan.instance)
+            cache = Cache(worker, plan)
+            assert cache.store(prompt(4, salt=number))
+            assert cache.retrieve(prompt(4, salt=number)) == 4
+            self.made.remove(worker)
+            worker.close()

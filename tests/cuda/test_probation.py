@@ -37,7 +37,7 @@ class Clock:
 class Engine:
     """What of a `CopyEngine` is asked."""
 
-    def __init__(self, clock: Clock, seconds: float) -> None:
+    def __init__(self, clock: Clock, seconds: Callable[[int], float]) -> None:
         self.clock, self.seconds = clock, seconds
         self.is_covered = True
         self.error: DriverError | None = None
@@ -56,31 +56,32 @@ class Engine:
         self.attached.append((mapping, only_at))
 
     def retrieve(self, batch: CopyBatch) -> None:
-        del batch
         if self.error is not None:
             raise self.error
         self.num_copies += 1
-        self.clock.now += self.seconds
+        self.clock.now += self.seconds(m.EXTENT.unpack(batch.extents)[-1])
 
 
 class Rig:
-    """A probation, a mover that takes so many seconds, and a worker."""
+    """A probation, a mover that takes so many seconds a copy, and a worker; and both take some for each MiB."""
 
-    def __init__(self, by_mover: float, by_worker: float, *, is_settled: bool = True) -> None:
+    def __init__(
+        self, by_mover: float, by_worker: float, *, is_settled: bool = True, a_mib: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         self.clock = Clock()
-        self.engine = Engine(self.clock, by_worker)
-        self.by_mover = by_mover
+        self.engine = Engine(self.clock, lambda num_bytes: by_worker + a_mib[1] * num_bytes / 2**20)
+        self.by_mover, self.a_mib = by_mover, a_mib[0]
         self.is_settled = is_settled
         self.num_moves = 0
         self.made = Probation(cast("CopyEngine", self.engine), nullcontext, self.clock)
 
     def retrieve(self, num_bytes: int = LEAST_BYTES) -> None:
         extents = m.EXTENT.pack(0, 0, 0, 0, 0, 0, 12345, num_bytes)
-        self.made.retrieve(CopyBatch(MAPPING, extents, (), (), ()), self.move)
+        self.made.retrieve(CopyBatch(MAPPING, extents, (), (), ()), lambda: self.move(num_bytes))
 
-    def move(self) -> bool:
+    def move(self, num_bytes: int) -> bool:
         self.num_moves += 1
-        self.clock.now += self.by_mover
+        self.clock.now += self.by_mover + self.a_mib * num_bytes / 2**20
         return self.is_settled
 
 
@@ -158,15 +159,31 @@ def test_small_batches_are_not_compared() -> None:
     assert not rig.made.is_over
 
 
-def test_seconds_are_those_of_a_byte() -> None:
-    """A mover that got the larger batches is not slower for it."""
-    rig = Rig(4.0, 2.0)
-    rig.retrieve()
-    for _ in range(PAIRS):
-        rig.retrieve(2 * LEAST_BYTES)
-        rig.retrieve(LEAST_BYTES)
+@pytest.mark.parametrize("phase", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [(64, 16), (64, 64, 20), (64, 33, 17), (64, 64)])
+@pytest.mark.parametrize(
+    ("a_copy", "a_mib", "is_slower"),
+    [((1.0, 1.0), (0.02, 0.02), False), ((1.0, 1.0), (0.05, 0.02), True), ((0.0, 0.0), (0.02, 0.02), False)],
+)
+def test_retrieves_that_repeat_their_sizes_are_compared_like_with_like(
+    phase: int, sizes: tuple[int, ...], a_copy: tuple[float, float], a_mib: tuple[float, float], is_slower: bool
+) -> None:
+    """Long prompts come as full batches and a rest: no side is slower for having got the rests."""
+    rig = Rig(a_copy[0], a_copy[1], a_mib=a_mib)
+    for number in range(8 * PAIRS):
+        rig.retrieve(sizes[(number + phase) % len(sizes)] << 20)
     assert rig.made.is_over
-    assert rig.made.why_slower == ""
+    assert bool(rig.made.why_slower) is is_slower
+    assert rig.engine.num_copies == PAIRS
+
+
+def test_batches_of_which_no_two_are_alike_give_no_verdict() -> None:
+    rig = Rig(9.0, 1.0)
+    for number in range(20):
+        rig.retrieve(int(LEAST_BYTES * 1.126**number) + number)
+    assert rig.engine.num_copies == 0
+    rig.retrieve(int(LEAST_BYTES * 1.126**19 * 1.05))
+    assert rig.engine.num_copies == 1
 
 
 def test_batches_that_are_not_registered_end_it_without_a_verdict() -> None:
@@ -249,6 +266,7 @@ def make_worker(
         return is_settled
 
     monkeypatch.setattr(context, "move", move)
+    monkeypatch.setattr(probation, "LEAST_BYTES", 4 << 20)
     monkeypatch.setattr(context, "Probation", functools.partial(Probation, clock=clock))
     driver = TimedDriver(root=device.memory)
     driver.clock = clock

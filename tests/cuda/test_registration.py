@@ -1,9 +1,11 @@
 """What of the pool is registered when the driver refuses some of it: as much as it takes, in halves of pieces."""
 
 import ctypes
+import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,6 +132,27 @@ def test_a_driver_that_refuses_everything_is_not_asked_for_every_half(
     assert len(driver.tried) == tried
     made.close()
     driver.close()
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_a_mapping_that_stays_registered_stays_mapped(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the driver would have pages registered at addresses that are somebody else's by then."""
+    monkeypatch.setattr(registration, "_still_registered", list[PoolMemory]())
+    monkeypatch.setattr(registration.logger, "disabled", True)  # records keep errors, whose frames keep the mapping
+    fd = os.memfd_create("pool")
+    os.truncate(fd, POOL_BYTES)
+    driver, pool = FakeDriver(), PoolMemory(fd, POOL_BYTES)
+    os.close(fd)
+    is_mapped = weakref.ref(pool.pool)
+    made = PoolRegistration(driver, pool, 4 * MIB)
+    made.register(threading.Event())
+    driver.fail("unregister_host", times=times)
+    made.close()
+    made.close()
+    del made, pool
+    gc.collect()
+    assert (is_mapped() is not None) == bool(times)
+    assert driver.registered_bytes == min(times, 2) * 4 * MIB + (times == 3) * (POOL_BYTES - 8 * MIB)
 
 
 def test_it_stops_between_two_halves(pool: PoolMemory, caplog: pytest.LogCaptureFixture) -> None:

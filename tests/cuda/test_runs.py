@@ -14,6 +14,7 @@ from kvdepot.messages import EXTENT
 from kvdepot.pool import PoolMapping
 from kvdepot.protocols import NO_BLOCK
 from kvdepot.runs import BatchRuns, Runs, merge, split
+from kvdepot_cuda.mover import CheckedRuns
 
 PAGE = 8
 NUM_BLOCKS = 12
@@ -75,6 +76,42 @@ def test_what_continues_on_one_side_only_stays_two_runs() -> None:
     assert rows(merge(columns(*on_both))) == [(0, 0, 16)]
 
 
+@given(some_runs(), st.sets(st.integers(0, 300), max_size=8))
+def test_no_merged_run_crosses_a_start_and_nothing_else_is_kept_apart(runs: Runs, starts: set[int]) -> None:
+    merged = merge(runs, np.array(sorted(starts), np.uint64))
+    assert bytes_moved(merged) == bytes_moved(runs)
+    begins = {block for block, _, _ in rows(runs)}  # a start within a run cannot be: runs are of one tensor
+    assert not any(block < start < block + size for block, _, size in rows(merged) for start in starts & begins)
+    for one, two in itertools.pairwise(rows(merged)):
+        continues = one[0] + one[2] == two[0] and one[1] + one[2] == two[1]
+        assert not continues or two[0] in starts
+
+
+@pytest.mark.parametrize("is_mover", [False, True])
+def test_no_run_goes_on_from_one_allocation_into_the_next(is_mover: bool) -> None:
+    """Two layers, each an allocation of its own, the second right behind the first."""
+    starts = [1024, 1024 + 4 * PAGE]
+    layers = tuple(PageLayout(start, 4, PAGE, PAGE) for start in starts)
+    layout = CacheLayout((LayerGroup(GroupKind.FULL_ATTENTION, 32, layers),), 64, "bytes", "")
+    made = CheckedRuns(layout, [(start, 4 * PAGE) for start in starts], 4096) if is_mover else BatchRuns(layout)
+    runs = made.of(batch(EXTENT.pack(0, 0, 0, 0, 0, 0, 0, 4 * PAGE), [[0, 3]], (0,), (0,)))
+    assert rows(merge(runs, made.starts)) == [
+        (1024, 0, PAGE), (1024 + 3 * PAGE, PAGE, PAGE), (1024 + 4 * PAGE, 2 * PAGE, PAGE),
+        (1024 + 7 * PAGE, 3 * PAGE, PAGE),
+    ]  # fmt: skip
+
+
+def test_layers_that_lie_in_one_another_begin_once() -> None:
+    """The block outermost; two groups with the same addresses; and a tensor of its own behind them."""
+    within = [PageLayout(1000 + PAGE * layer, NUM_BLOCKS, PAGE, PAGE * 4) for layer in (2, 0, 1, 3)]
+    end = 1000 + PAGE * 4 * NUM_BLOCKS
+    groups = (
+        LayerGroup(GroupKind.FULL_ATTENTION, 64, tuple(within)),
+        LayerGroup(GroupKind.SLIDING_WINDOW, 64, (within[1], PageLayout(end, NUM_BLOCKS, PAGE, PAGE)), 64),
+    )
+    assert BatchRuns(CacheLayout(groups, 64, "bytes", "")).starts.tolist() == [1000, end]
+
+
 @pytest.mark.promise(51)
 def test_a_block_with_all_its_layers_in_one_place_is_one_run() -> None:
     """The block outermost, one block a chunk: layers follow each other on the device as they do in the pool."""
@@ -124,4 +161,5 @@ def test_any_block_ids_become_the_bytes_of_a_plain_loop(
                         expected += [(start + byte, target + byte) for byte in range(PAGE)]
     layout = CacheLayout(groups, 64, "bytes", "")
     runs = BatchRuns(layout).of(batch(extents, block_ids, first_covered, (skip, skip)))
-    assert bytes_moved(runs) == bytes_moved(merge(runs)) == sorted(expected)
+    starts = BatchRuns(layout).starts
+    assert bytes_moved(runs) == bytes_moved(merge(runs)) == bytes_moved(merge(runs, starts)) == sorted(expected)

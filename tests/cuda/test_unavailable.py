@@ -19,6 +19,7 @@ from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.nvidia import CudaDriver
 from kvdepot_cuda.testing import FakeDriver
 
+NEW = "sys.exit(any(name.split('.')[0] in {0} for name in {{*sys.modules}} - before))"  # bindings may bring a .pth
 HAS_DEVICE = any(Path("/dev").glob("nvidia[0-9]*"))
 without_a_device = pytest.mark.skipif(HAS_DEVICE, reason="there is a device here")
 
@@ -64,8 +65,13 @@ def test_each_thing_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ctypes, "CDLL", a_library)
     monkeypatch.setattr(Path, "glob", no_device)
     assert "no NVIDIA device" in str(availability.why_unavailable())
-    monkeypatch.setattr(availability, "version", _version("12.6.2"))
-    assert "cuda-bindings>=12.8" in str(availability.why_unavailable())
+    for number in ("12", "12.6.2", "12.8.0", "12.9.0.post1"):
+        monkeypatch.setattr(availability, "version", _version(number))
+        assert "keeps Python's lock" in str(availability.why_unavailable())
+        assert "cuda-bindings>=12.9.1'" in str(availability.why_unavailable())
+    for number in ("12.9.1", "12.9.10", "13.0", "13.5.0.post1"):
+        monkeypatch.setattr(availability, "version", _version(number))
+        assert "no NVIDIA device" in str(availability.why_unavailable())
     monkeypatch.setattr(availability, "version", _version(None))
     assert "kvdepot[cuda]" in str(availability.why_unavailable())
 
@@ -146,10 +152,10 @@ def make_context(driver: FakeDriver, *, tensors: list[Any] | None = None, **opti
 
 
 def test_finding_it_loads_no_device_library() -> None:
-    code = "import sys, kvdepot_cuda; sys.exit(bool({'torch', 'cuda', 'numpy'} & set(sys.modules)))"
+    code = "import sys; before = {*sys.modules}; import kvdepot_cuda; " + NEW.format({"torch", "cuda", "numpy"})
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_context_loads_neither_torch_nor_cuda() -> None:
-    code = "import sys, kvdepot_cuda.context; sys.exit(bool({'torch', 'cuda'} & set(sys.modules)))"
+    code = "import sys; before = {*sys.modules}; import kvdepot_cuda.context; " + NEW.format({"torch", "cuda"})
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,8 +2,9 @@
 
 For backends whose copies are given by addresses. A **run** is `(address on the device, offset in the pool, bytes)`.
 Neighbours that continue each other on both sides become one, since drivers merge nothing and each run costs them
-something; and no run crosses the end of a piece of the pool, as far as it is registered piece by piece. Needs numpy,
-which backends bring; neither server nor client loads it.
+something. No run crosses the end of a device allocation, which a driver may refuse even if another one begins there;
+and none crosses the end of a piece of the pool, as far as it is registered piece by piece. Needs numpy, which backends
+bring; neither server nor client loads it.
 """
 
 from collections.abc import Sequence
@@ -44,9 +45,14 @@ class Runs:
 
 
 class BatchRuns:
-    """Turns batches of one cache into runs."""
+    """Turns batches of one cache into runs.
+
+    `starts` are the addresses, in order, at which an allocation of the cache may begin: those of the tensors that begin
+    within no other one.
+    """
 
     def __init__(self, layout: CacheLayout) -> None:
+        self.starts = _starts_of([page for group in layout.groups for page in group.pages])
         self._groups = [
             _GroupAddresses.of(group.pages, group.blocks_per_chunk(layout.chunk_tokens)) for group in layout.groups
         ]
@@ -73,14 +79,23 @@ class BatchRuns:
         )
 
 
-def merge(runs: Runs) -> Runs:
-    """Make one run of those that follow each other and continue each other on the device and in the pool."""
+def merge(runs: Runs, starts: Addresses | None = None) -> Runs:
+    """Make one run of those that follow each other and continue each other on the device and in the pool.
+
+    Args:
+        runs: in the order in which they may follow each other.
+        starts: addresses on the device, in order, at which no run continues another; None for none.
+    """
     if len(runs) < 2:
         return runs
     block_ends, offset_ends = runs.blocks + runs.sizes, runs.offsets + runs.sizes
     breaks = (runs.blocks[1:] != block_ends[:-1]) | (runs.offsets[1:] != offset_ends[:-1])
-    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    return Runs(runs.blocks[starts], runs.offsets[starts], np.add.reduceat(runs.sizes, starts))
+    if starts is not None and len(starts):
+        continuing = np.flatnonzero(~breaks)
+        blocks = runs.blocks[continuing + 1]
+        breaks[continuing] = starts[np.maximum(np.searchsorted(starts, blocks, "right"), 1) - 1] == blocks
+    firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return Runs(runs.blocks[firsts], runs.offsets[firsts], np.add.reduceat(runs.sizes, firsts))
 
 
 def split(runs: Runs, piece_bytes: int) -> Runs:
@@ -97,6 +112,17 @@ def split(runs: Runs, piece_bytes: int) -> Runs:
     starts = np.maximum(runs.offsets[whole], piece_starts)
     ends = np.minimum((runs.offsets + runs.sizes)[whole], piece_starts + piece)
     return Runs(runs.blocks[whole] + (starts - runs.offsets[whole]), starts, ends - starts)
+
+
+def _starts_of(pages: Sequence[PageLayout]) -> Addresses:
+    """Return where pages begin that lie within no other one, in order: bytes of one tensor are of one allocation."""
+    starts: list[int] = []
+    end = 0
+    for page in sorted(pages, key=lambda page: page.address):
+        if not starts or page.address >= end:
+            starts.append(page.address)
+        end = max(end, page.address + (page.num_blocks - 1) * page.stride_bytes + page.page_size_bytes)
+    return np.array(starts, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,13 @@
 
 import ctypes
 import importlib.util
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Final
+
+OLDEST_BINDINGS: Final = (12, 9, 1)
+"""The first whose calls release the GIL: https://nvidia.github.io/cuda-python/cuda-bindings/latest/release/12.9.1-notes.html"""
 
 
 def why_unavailable() -> str | None:
@@ -18,8 +23,12 @@ def why_unavailable() -> str | None:
         bindings = version("cuda-bindings")
     except PackageNotFoundError:
         return "cuda-bindings is not installed: pip install 'kvdepot[cuda]'"
-    if tuple(int(part) for part in bindings.split(".")[:2]) < (12, 8):
-        return f"cuda-bindings {bindings} is too old: pip install 'cuda-bindings>=12.8'"
+    if _release_of(bindings) < OLDEST_BINDINGS:
+        return (
+            f"cuda-bindings {bindings} is too old: before {'.'.join(map(str, OLDEST_BINDINGS))} it keeps Python's lock"
+            " while it waits for the device, which stops the engine or hangs it: pip install"
+            f" 'cuda-bindings>={'.'.join(map(str, OLDEST_BINDINGS))}'"
+        )
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -30,3 +39,9 @@ def why_unavailable() -> str | None:
     if not any(next(Path("/dev").glob(name), None) for name in ("nvidia[0-9]*", "dxg", "nvmap")):
         return "there is a driver and no NVIDIA device (no /dev/nvidia0): start the container with the devices"
     return None
+
+
+def _release_of(number: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with, at most three: (12, 9, 1) of 12.9.1.post1 and of 12.9.1rc2."""
+    found = re.match(r"\d+(?:\.\d+){0,2}", number)
+    return tuple(map(int, found.group().split("."))) if found else ()

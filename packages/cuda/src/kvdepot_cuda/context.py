@@ -116,7 +116,7 @@ class CudaTransferContext(WorkerTransfers):
         self._mode = mode
         self._ready_link: Link | None = None  # whose mover can be asked
         self._patient_until = 0.0  # that it is waited for: not by every transfer of a queue anew
-        self._moved_link: Link | None = None  # the last one with a mover
+        self._moved_links: list[Link] = []  # those with movers: the last one, and earlier ones whose movers still live
         self._is_mover_settled = False
         self._falling_back = threading.Lock()
         try:
@@ -205,8 +205,8 @@ class CudaTransferContext(WorkerTransfers):
         No other process has the device's memory open after that: freeing it before would be undefined.
         """
         super().close()
-        if self._moved_link is not None:
-            self._moved_link.end_movers()
+        for link in self._moved_links:
+            link.end_movers()
 
     # --- who copies -----------------------------------------------------------------------------------------------
 
@@ -306,11 +306,12 @@ class CudaTransferContext(WorkerTransfers):
 
     def _on_open(self, link: Link) -> None:
         probation = self._probation
-        if probation is not None and self._moved_link not in (None, link):
+        if probation is not None and any(moved is not link for moved in self._moved_links):
             with self._no_copy_running():
                 probation.end()
         if self._is_moved(link):
-            self._moved_link = link
+            earlier = [moved for moved in self._moved_links if moved is not link and moved.has_movers()]
+            self._moved_links = [*earlier, link]
             self._patient_until = time.monotonic() + self._deadline_seconds
             self._populated = link.mapping  # only the headers are read here, and checksums made
             super()._on_open(link)

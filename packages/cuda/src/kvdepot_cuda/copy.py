@@ -182,8 +182,9 @@ class CopyEngine:
                 new.register(stop, only_at=only_at)
 
         self._stop_registering = stop
-        self._registering = threading.Thread(target=change, name="kvdepot-register", daemon=True)
-        self._registering.start()
+        thread = threading.Thread(target=change, name="kvdepot-register", daemon=True)
+        thread.start()
+        self._registering = thread  # now, as one that has not begun looks like one that has ended
 
     # --- copies ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +218,7 @@ class CopyEngine:
             self._driver.close()
 
     def _move(self, lane: int, batch: CopyBatch) -> None:
-        runs = split(merge(self._runs.of(batch)), self._unit_bytes)
+        runs = split(merge(self._runs.of(batch), self._runs.starts), self._unit_bytes)
         registration = self._registration
         with self._driver.activated():
             try:

@@ -116,11 +116,10 @@ class Driver(Protocol):
         ...
 
     def open_memory(self, handle: bytes) -> tuple[int, int]:
-        """Open another process's allocation and return where it lies here, and its size as the driver knows it."""
-        ...
+        """Open another process's allocation and return where it lies here, and its size as the driver knows it.
 
-    def close_memory(self, address: int) -> None:
-        """Take back one `open_memory`, by its address."""
+        A process opens each once, and has it until it ends: that is how the memory is given back.
+        """
         ...
 
     def register_host(self, address: int, num_bytes: int) -> None:

@@ -9,11 +9,9 @@ allocation that was opened, and every run is compared with the opened ranges and
 """
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +27,7 @@ from kvdepot_cuda.copy import PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
 from kvdepot_cuda.export import last_byte_of, layout_of
 from kvdepot_cuda.gather import CompileGather, KernelUse, compile_gather
-from kvdepot_cuda.nvidia import CudaDriver
-
-_VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+from kvdepot_cuda.nvidia import CudaDriver, see_only
 
 
 class CheckedRuns(BatchRuns):
@@ -182,7 +178,7 @@ def open_mover(
             kernel = KernelUse.of_options(offer.options)
         except ConfigError as error:
             raise MoverError(f"the worker's options cannot work: {error}", is_final=True) from error
-        os.environ[_VISIBLE_DEVICES] = offer.device
+        see_only(offer.device)
         try:
             return CudaMover(open_driver(0), setup.registration, pool, piece_bytes, kernel, compile_gather).copy
         except LayoutError as error:

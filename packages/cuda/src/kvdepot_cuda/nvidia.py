@@ -11,6 +11,7 @@ registration or a wait here would break a CUDA graph that the engine is capturin
 import contextlib
 import ctypes
 import importlib
+import os
 from collections.abc import Generator, Sequence
 from typing import Any, Final
 from uuid import UUID
@@ -184,10 +185,6 @@ class CudaDriver:
         _, num_bytes = self._call("cuMemGetAddressRange", address)
         return address, int(num_bytes)
 
-    def close_memory(self, address: int) -> None:
-        """See `Driver`."""
-        self._call("cuIpcCloseMemHandle", address)
-
     def register_host(self, address: int, num_bytes: int) -> None:
         """See `Driver`."""
         flags = int(self._cuda.CU_MEMHOSTREGISTER_PORTABLE) | int(self._cuda.CU_MEMHOSTREGISTER_DEVICEMAP)
@@ -271,10 +268,7 @@ class CudaDriver:
         return values[0] if len(values) == 1 else tuple(values)
 
     def _name_of(self, code: int) -> str:
-        try:
-            return f"{self._cuda.CUresult(code).name} ({code})"
-        except ValueError:  # of a driver that is newer than the bindings
-            return f"error {code}"
+        return _name_of(self._cuda, code)
 
     def _find_batch_copy(self) -> Any:
         try:
@@ -284,10 +278,24 @@ class CudaDriver:
         return BatchCopy(int(address)) if int(found) == 0 and address else None
 
 
+def _name_of(cuda: Any, code: int) -> str:
+    try:
+        return f"{cuda.CUresult(code).name} ({code})"
+    except ValueError:  # of a driver that is newer than the bindings
+        return f"error {code}"
+
+
 def _load() -> Any:
     try:
         cuda = importlib.import_module("cuda.bindings.driver")
-        cuda.cuDriverGetVersion()  # the first call looks for the driver, and raises if there is none
+        code, _ = cuda.cuDriverGetVersion()  # the first call looks for the driver, and raises if there is none
     except (ImportError, RuntimeError) as error:
         raise DriverError("loading the CUDA driver", "not possible", str(error)) from error
+    if int(code):
+        raise DriverError("cuDriverGetVersion", _name_of(cuda, int(code)))
     return cuda
+
+
+def see_only(uuid: str) -> None:
+    """Have this process see just one device, which is number 0 then; to be called before the first `CudaDriver`."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = uuid

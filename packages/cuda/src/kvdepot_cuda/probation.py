@@ -6,10 +6,11 @@ it may not, as the records name the mover as who writes.
 
 It begins when the mover says that it is settled, its part of the pool registered: the worker registers the piece of
 the pool that the last batch began in, and loads its kernel if it has one. Batches of some size that lie in registered
-memory are then copied in turn by the mover and by the worker, and the time of each is taken as the transfer sees it;
-the wait for the engine's stream lies before. After `PAIRS` of each the medians decide. After `MOST_SEEN` batches, after
-an error of the worker's copies, and with the session it ends without a verdict. At its end the worker has nothing of
-the pool registered.
+memory are then copied by the mover, and as soon as another one of about the size of such a batch comes, by the worker:
+the two are a pair. So both sides get the same sizes, and what each copy costs whatever its size does not count against
+who got the smaller ones. Times are taken as the transfer sees them; the wait for the engine's stream lies before. After
+`PAIRS` the medians decide. After `MOST_SEEN` batches, after an error of the worker's copies, and with the session it
+ends without a verdict. At its end the worker has nothing of the pool registered.
 """
 
 import logging
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 PAIRS: Final = 8
 SLOWER: Final = 1.25  # times the worker's, in which noise and the cost of a change are lost
-LEAST_BYTES: Final = 4 << 20  # of a batch: of a smaller one the round trips are all that is seen
+LEAST_BYTES: Final = 16 << 20  # of a batch: of a smaller one the round trips are all that is seen
+ALIKE: Final = 1 / 8  # of the smaller one, by which the sizes of a pair may differ
 MOST_SEEN: Final = 256  # batches of that size
 
 
@@ -52,7 +54,8 @@ class Probation:
         self._engine = engine
         self._fence = fence
         self._clock = clock
-        self._by_mover: list[float] = []  # seconds a byte
+        self._unpaired: list[tuple[int, float]] = []  # bytes and seconds of copies of the mover
+        self._by_mover: list[float] = []  # seconds a byte, of pairs
         self._by_worker: list[float] = []
         self._is_settled = False  # the mover that copied last
         self._has_begun = False
@@ -76,14 +79,17 @@ class Probation:
             move()
             return
         is_covered = self._engine.covers(batch)
-        if is_covered and len(self._by_worker) < len(self._by_mover):
+        other = self._like(num_bytes) if is_covered else None
+        if other is not None:
             seconds = self._time(lambda: self._copy(batch, move))
             if not self.is_over:
+                self._unpaired.remove(other)
+                self._by_mover.append(other[1] / other[0])
                 self._by_worker.append(seconds / num_bytes)
         else:
             seconds = self._time(lambda: self._move(move))
             if is_covered and self._is_settled:  # another mover may have taken its place
-                self._by_mover.append(seconds / num_bytes)
+                self._unpaired.append((num_bytes, seconds))
             elif self._is_settled and not self._has_begun:
                 self._has_begun = True
                 self._engine.attach(batch.mapping, self._fence, only_at=int(extents["offset"][0]))
@@ -99,6 +105,13 @@ class Probation:
             self.is_over = True
             if self._has_begun:
                 self._engine.attach(None, self._fence)
+
+    def _like(self, num_bytes: int) -> tuple[int, float] | None:
+        """Return the copy of the mover that has waited longest for one of this size."""
+        for found in self._unpaired:
+            if abs(found[0] - num_bytes) <= ALIKE * min(found[0], num_bytes):
+                return found
+        return None
 
     def _time(self, work: Callable[[], None]) -> float:
         began = self._clock()

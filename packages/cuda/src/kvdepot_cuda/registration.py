@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_BYTES: Final = 64 << 20  # of what is tried again
 _PAGE_BYTES: Final = 4096
+_still_registered: Final[list[PoolMemory]] = []
+"""Mappings that the driver has not given back: while it may have their pages, nothing else may get their addresses."""
 
 
 def unit_bytes_of(piece_bytes: int) -> int:
@@ -36,7 +38,7 @@ def unit_bytes_of(piece_bytes: int) -> int:
 
 
 class PoolRegistration:
-    """One mapping of the pool in pieces, which it keeps alive until `close`.
+    """One mapping of the pool in pieces, which it keeps alive until `close`, and for ever if that does not succeed.
 
     Args:
         driver: of the device.
@@ -100,7 +102,10 @@ class PoolRegistration:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Unregister what is registered. Nothing may be copied here any more. Twice is harmless."""
+        """Unregister what is registered. Nothing may be copied here any more. Twice is harmless.
+
+        What the driver does not give back keeps the mapping for the life of the process.
+        """
         kept: list[DriverError] = []
         ranges, self._ranges = self._ranges, {}
         self._is_registered[:] = False
@@ -112,6 +117,7 @@ class PoolRegistration:
             except DriverError as error:
                 kept.append(error)
         if kept:
+            _still_registered.append(self.mapping)
             logger.warning("%d pieces of the pool stay registered with the device: %s", len(kept), kept[-1])
 
     def _register(self, first: int, last: int, stop: threading.Event, *, halves: bool) -> DriverError | None:

@@ -371,14 +371,6 @@ class FakeDriver:
         address = self._opened[handle] = self._keep(memory, b"")
         return address, len(memory)
 
-    def close_memory(self, address: int) -> None:
-        """See `Driver`."""
-        self._enter("close_memory")
-        handles = [handle for handle, opened in self._opened.items() if opened == address]
-        if not handles:
-            raise DriverError("close_memory", "CUDA_ERROR_INVALID_VALUE (1)")
-        del self._opened[handles[0]], self._allocations[address]
-
     def register_host(self, address: int, num_bytes: int) -> None:
         """See `Driver`."""
         self._enter("register_host")

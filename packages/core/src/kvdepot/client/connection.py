@@ -75,6 +75,10 @@ class Link:
         """The depot started a mover for this session; the descriptor is owned by the link from now on."""
         self._movers = [mover for mover in self._movers if not mover.wait(0.0)] + [_Process(pidfd)]
 
+    def has_movers(self) -> bool:
+        """Return whether a mover of this session lives."""
+        return not all(mover.wait(0.0) for mover in self._movers)
+
     def can_kill_movers(self) -> bool:
         """Return whether the movers of this session are this user's processes, or dead."""
         return all(mover.can_kill() for mover in self._movers)

@@ -145,7 +145,7 @@ class RegisteredCopier:
         registration = self._registration
         if not self.is_registered or registration is None or registration.mapping is not batch.mapping:
             return False
-        runs = split(merge(self._runs.of(batch)), self._call_bytes)
+        runs = split(merge(self._runs.of(batch), self._runs.starts), self._call_bytes)
         try:
             for some in _calls(runs, self._call_bytes):
                 pool = some.offsets + np.uint64(batch.mapping.address)

@@ -1,0 +1,98 @@
+"""A worker of the suites whose memory the driver allocates: NVIDIA's, or the fake one as if it were that.
+
+Needs no torch. In mode `direct` `wait_until_connected` returns when pieces of the pool are registered and the kernel is
+loaded, if one was asked for, so that a suite that passes has used both.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from kvdepot.protocols import CacheGroup
+from kvdepot.testing.backend import WorkerPlan
+from kvdepot.testing.processes import wait_until
+from kvdepot_cuda.context import CudaTransferContext
+from kvdepot_cuda.driver import Direction, Driver, OpenDriver
+from kvdepot_cuda.nvidia import CudaDriver
+from kvdepot_cuda.testing import DEFAULT_STREAM, FakeTensor
+
+PIECE_BYTES = 8 << 20
+SETTLE_SECONDS = 60.0  # Triton compiles
+
+
+class Memory:
+    """Memory on the device, and a way into it; not for two threads at a time."""
+
+    def __init__(self, driver: Driver, num_bytes: int) -> None:
+        self._driver = driver
+        with driver.activated():
+            self.address = driver.allocate_device(num_bytes)
+            self._stream = driver.create_stream()
+        self.copy(np.zeros(num_bytes, np.uint8), 0, Direction.TO_DEVICE)
+
+    def copy(self, host: Any, offset: int, direction: Direction) -> None:
+        ends = (int(host.ctypes.data), self.address + offset)
+        source, target = ends if direction is Direction.TO_DEVICE else ends[::-1]
+        with self._driver.activated():
+            self._driver.copy(source, target, host.size, direction, self._stream)
+            self._driver.synchronize_stream(self._stream)
+
+    def free(self) -> None:
+        with self._driver.activated():
+            self._driver.destroy_stream(self._stream)
+            self._driver.free_device(self.address)
+
+
+class DeviceWorker:
+    def __init__(self, url: str, plan: WorkerPlan, *, open_driver: OpenDriver = CudaDriver, **options: Any) -> None:
+        self.driver = open_driver(0)
+        self._memories = [
+            [Memory(self.driver, plan.num_blocks * (size + group.padding_bytes)) for size in group.page_sizes_bytes]
+            for group in plan.groups
+        ]
+        groups = [
+            CacheGroup(
+                [
+                    FakeTensor(memory.address, (plan.num_blocks, size), (size + group.padding_bytes, 1))
+                    for memory, size in zip(memories, group.page_sizes_bytes, strict=True)
+                ],
+                group.block_tokens, group.kind, group.window_tokens, group.shard, group.num_shards,
+            )
+            for memories, group in zip(self._memories, plan.groups, strict=True)
+        ]  # fmt: skip
+        options = {"piece_bytes": PIECE_BYTES} | options
+        self._plan = plan
+        self._has_kernel = bool(options.get("kernel_run_bytes"))
+        self.context = CudaTransferContext(
+            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
+            chunk_tokens=plan.chunk_tokens, url=url, stream=lambda: DEFAULT_STREAM, open_driver=open_driver,
+            **options,
+        )  # fmt: skip
+        self.spec = self.context.spec
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        self.context.wait_until_connected(timeout_seconds)
+        if self.context.transfer_mode == "direct":
+            wait_until(lambda: self.context.is_settled, SETTLE_SECONDS, "the pool to be registered")
+            assert self.context.num_registered > 0, "the driver registered nothing of the pool: all copies are pageable"
+            assert self.context.uses_kernel == self._has_kernel, "the kernel was not loaded: see the warnings"
+
+    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
+        self._copy(group, page, block, np.frombuffer(bytearray(data), np.uint8), Direction.TO_DEVICE)
+
+    def read_block(self, group: int, page: int, block: int) -> bytes:
+        found = np.zeros(self._plan.groups[group].page_sizes_bytes[page], np.uint8)
+        self._copy(group, page, block, found, Direction.TO_HOST)
+        return found.tobytes()
+
+    def _copy(self, group: int, page: int, block: int, host: Any, direction: Direction) -> None:
+        plan = self._plan.groups[group]
+        self._memories[group][page].copy(host, block * (plan.page_sizes_bytes[page] + plan.padding_bytes), direction)
+
+    def close(self) -> None:
+        """Leave the depot and free the memory: nobody else has it open by then."""
+        self.context.close()
+        for memories in self._memories:
+            for memory in memories:
+                memory.free()
+        self.driver.close()
