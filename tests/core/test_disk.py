@@ -247,11 +247,45 @@ def test_a_folder_that_cannot_be_says_why(url: str, words: str, pool: TierPool) 
 
 
 def test_foreign_files_are_left_alone(pool: TierPool, tmp_path: Path) -> None:
+    queue = opened(pool, tmp_path)
+    write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
+    queue.close()
+    entry = file_of(tmp_path, make_key(0))
     (tmp_path / "a" / "b" / "c").mkdir(parents=True)
-    foreign = [tmp_path / "note", tmp_path / "a" / "b" / "c" / "note"]
+    foreign = [
+        tmp_path / "note", tmp_path / "probe.tmp", tmp_path / "direct.tmp", tmp_path / "lock",
+        tmp_path / "a" / "b" / "c" / "note", tmp_path / "a" / "b" / "c" / "letter.tmp",
+        tmp_path / "a" / "b" / "c" / f"{entry.name}.0a1b2c3d-0.tmp", entry.with_name("letter.tmp"),
+        entry.with_name(f"{entry.name}.tmp"), entry.with_name(f"{entry.name}.letter-0.tmp"),
+        entry.with_name(f"{entry.name}.0a1b2c3d-x.tmp"), entry.with_name(f"{entry.name[:-2]}.0a1b2c3d-0.tmp"),
+    ]  # fmt: skip
     for path in foreign:
         path.write_text("not ours")
+    ours = entry.with_name(f"{entry.name}.0a1b2c3d-7.tmp")
+    ours.write_text("half of an entry")
     queue = opened(pool, tmp_path)
-    assert queue.tier.usage().num_entries == 0
+    queue.tier.probe()
+    assert queue.tier.usage().num_entries == 1
     queue.close()
     assert all(path.read_text() == "not ours" for path in foreign)
+    assert not ours.exists()
+
+
+def test_a_folder_that_cannot_be_listed_costs_only_what_is_in_it(pool: TierPool, tmp_path: Path) -> None:
+    keys = [make_key(number, f"tenant {number}") for number in range(3)]
+    queue = opened(pool, tmp_path)
+    write(queue, keys, extents_of(0, [EXTENT_BYTES] * 3))
+    queue.close()
+    broken = file_of(tmp_path, keys[1]).parent
+    real = os.scandir
+
+    def scan(path: Any) -> Any:
+        if Path(path) == broken:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "scandir", scan)
+        queue = opened(pool, tmp_path)
+    assert contains(queue, keys) == [True, False, True]
+    queue.close()

@@ -38,7 +38,10 @@ HIGH_WATERMARK: Final = 1.0  # of the capacity: above it, entries leave
 LOW_WATERMARK: Final = 0.9
 _LEAST_FREE_SHARE: Final = 0.02  # of the file system, that is never taken
 _TEMPORARY: Final = ".tmp"
+_PROBE: Final = "probe"
+_TOKEN_DIGITS: Final = 8
 _LABEL_DIGITS: Final = 2 * LABEL_BYTES
+_FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # of the names of folders, one in the other
 _VICTIMS_AT_ONCE: Final = 64
 
 
@@ -67,7 +70,7 @@ class DiskTier:
         self._lock = threading.Lock()
         self._evicting = threading.Lock()
         self._pages = threading.local()
-        self._token = secrets.token_hex(4)  # in the names of its temporary files
+        self._token = secrets.token_hex(_TOKEN_DIGITS // 2)  # in the names of its temporary files
         self._numbers = itertools.count()
         self._closed = False
         self.is_listed = False  # whether the index is complete
@@ -77,7 +80,7 @@ class DiskTier:
         except OSError as error:
             raise ConfigError(f"--tier disk://{directory}: {error.strerror}") from error
         try:
-            self._lock_fd = self._take_lock()
+            self._take_lock()
             self._direct = self._probe_direct()
         except BaseException:
             os.close(self._root)
@@ -109,13 +112,7 @@ class DiskTier:
 
     def probe(self) -> None:
         """See `Tier`."""
-        name = f"probe{_TEMPORARY}"
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | self._direct, 0o600, dir_fd=self._root)
-        try:
-            os.pwrite(fd, self._page(), 0)
-        finally:
-            os.close(fd)
-            os.unlink(name, dir_fd=self._root)
+        self._write_probe(self._direct)
 
     def usage(self) -> TierUsage:
         """See `Tier`."""
@@ -128,7 +125,6 @@ class DiskTier:
                 return
             self._closed = True
         self._lister.join()
-        os.close(self._lock_fd)
         os.close(self._root)
 
     # --- one entry ------------------------------------------------------------------------------------------------
@@ -142,7 +138,7 @@ class DiskTier:
         if not self._make_room(size):
             return False
         name = _name_of(key)
-        temporary = f"{name}.{self._token}-{next(self._numbers)}{_TEMPORARY}"
+        temporary = self._temporary(name)
         try:
             self._write_file(temporary, key, offset, num_bytes)
             os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
@@ -263,6 +259,10 @@ class DiskTier:
 
     # --- files ----------------------------------------------------------------------------------------------------
 
+    def _temporary(self, name: str) -> str:
+        """Return a name that no file has, for what is to become `name`."""
+        return f"{name}.{self._token}-{next(self._numbers)}{_TEMPORARY}"
+
     def _page(self) -> mmap.mmap:
         """Return this thread's aligned page."""
         page: mmap.mmap | None = getattr(self._pages, "page", None)
@@ -285,33 +285,36 @@ class DiskTier:
         if not self._direct:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _take_lock(self) -> int:
-        fd = os.open("lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._root)
+    def _take_lock(self) -> None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
+            fcntl.flock(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the descriptor
+        except BlockingIOError:
             raise ConfigError(f"--tier disk://{self._directory}: another depot uses this folder") from None
-        return fd
+        except OSError as error:
+            raise ConfigError(f"--tier disk://{self._directory} cannot be locked: {error.strerror}") from error
 
     def _probe_direct(self) -> int:
         """Return the flag for `O_DIRECT` if this file system has it, else 0."""
-        name = f"direct{_TEMPORARY}"
         try:
-            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600, dir_fd=self._root)
-            try:
-                os.pwrite(fd, self._page(), 0)
-            finally:
-                os.close(fd)
+            self._write_probe(os.O_DIRECT)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise ConfigError(f"--tier disk://{self._directory} cannot be written: {error.strerror}") from error
             logger.warning("%s has no O_DIRECT: entries go through the page cache, slower", self._directory)
             return 0
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self._root)
         return os.O_DIRECT
+
+    def _write_probe(self, direct: int) -> None:
+        name, flags = self._temporary(_PROBE), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | direct
+        try:
+            fd = os.open(name, flags, 0o600, dir_fd=self._root)
+            try:
+                os.pwrite(fd, self._page(), 0)
+            finally:
+                os.close(fd)
+        finally:
+            with contextlib.suppress(OSError):  # it may be there although `open` refused `O_DIRECT`
+                os.unlink(name, dir_fd=self._root)
 
     # --- the index ------------------------------------------------------------------------------------------------
 
@@ -337,19 +340,42 @@ class DiskTier:
                 self._evict(int(LOW_WATERMARK * self._capacity_bytes))
 
     def _found_files(self) -> Iterator[tuple[float, bytes, int]]:
-        for folder in _folders_below(self._directory, depth=3):
-            with os.scandir(folder) as files:
-                for file in files:
-                    if self._closed:
-                        return
-                    key = _key_of(Path(file.path).relative_to(self._directory).as_posix())
-                    if key is None:
-                        if file.name.endswith(_TEMPORARY) and self._token not in file.name:
-                            with contextlib.suppress(OSError):
-                                os.unlink(file.path)
-                        continue
-                    stat = file.stat(follow_symlinks=False)
-                    yield stat.st_mtime, key, stat.st_size
+        """Yield time, key and size of every file that is an entry; remove what a writer that was killed left."""
+        for folder in ["", *self._found_folders()]:
+            for file in self._items(folder):
+                if self._closed:
+                    return
+                name = _joined(folder, file.name)
+                key = _key_of(name)
+                if key is not None:
+                    with contextlib.suppress(FileNotFoundError):  # it has just left
+                        stat = file.stat(follow_symlinks=False)
+                        yield stat.st_mtime, key, stat.st_size
+                elif self._token not in name and _is_left_over(name):
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=self._root)
+
+    def _found_folders(self) -> list[str]:
+        """Return the folders that entries may lie in; those of others are not looked into."""
+        folders = [""]
+        for num_digits in _FOLDER_DIGITS:
+            folders = [
+                _joined(folder, item.name)
+                for folder in folders
+                for item in self._items(folder)
+                if _is_hex(item.name, num_digits) and item.is_dir(follow_symlinks=False)
+            ]
+        return folders
+
+    def _items(self, folder: str) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self._directory / folder) as items:
+                return list(items)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            logger.error("%s cannot be listed, what is in it is not found: %s", self._directory / folder, error)
+            return []
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> DiskTier:
@@ -386,19 +412,25 @@ def _key_of(name: str) -> bytes | None:
     return key if len(key) == KEY_BYTES and _name_of(key) == name else None
 
 
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _is_hex(name: str, num_digits: int) -> bool:
+    return len(name) == num_digits and not name.strip("0123456789abcdef")
+
+
+def _is_left_over(name: str) -> bool:
+    """Whether this is a temporary name as `_temporary` makes them."""
+    entry, _, rest = name.removesuffix(_TEMPORARY).rpartition(".")
+    token, _, number = rest.partition("-")
+    is_temporary = name.endswith(_TEMPORARY) and _is_hex(token, _TOKEN_DIGITS) and number.isdecimal()
+    return is_temporary and (entry == _PROBE or _key_of(entry) is not None)
+
+
 def _make_folders(root: int, folder: str) -> None:
     path = ""
     for part in folder.split("/"):
         path = f"{path}/{part}" if path else part
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700, dir_fd=root)
-
-
-def _folders_below(directory: Path, depth: int) -> Iterator[str]:
-    if not depth:
-        yield str(directory)
-        return
-    with os.scandir(directory) as items:
-        folders = [Path(item.path) for item in items if item.is_dir(follow_symlinks=False)]
-    for folder in folders:
-        yield from _folders_below(folder, depth - 1)
