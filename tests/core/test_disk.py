@@ -6,7 +6,8 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from kvdepot.testing.tier import (
     read,
     write,
 )
+from kvdepot.tiers import disk
 from kvdepot.tiers.disk import DiskTier
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.seal import why_broken
 from kvdepot.tiers.url import TierUrl, open_tier
 
 FILE_BYTES = EXTENT_BYTES + 4096
@@ -134,6 +137,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from kvdepot.testing.tier import *
+from kvdepot.tiers import disk
 from kvdepot.tiers.disk import DiskTier
 
 pool = make_pool(1 << 20)
@@ -269,6 +273,89 @@ def test_foreign_files_are_left_alone(pool: TierPool, tmp_path: Path) -> None:
     queue.close()
     assert all(path.read_text() == "not ours" for path in foreign)
     assert not ours.exists()
+
+
+def is_stored(tier: Tier, directory: Path, key: bytes) -> bool:
+    """Whether an entry has a file; what the tier says must be the same."""
+    has_file = any(path.name.endswith(key[-32:].hex()) for path in directory.glob("*/*/*/*"))
+    assert tier.contains([key]) == [has_file], "the index is wrong"
+    return has_file
+
+
+def beside(action: Callable[[], object], seconds: float = 30.0) -> threading.Thread:
+    """Do something on another thread and wait for it."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join(seconds)
+    return thread
+
+
+@pytest.mark.parametrize("how", ["cleared", "evicted"])
+def test_what_leaves_while_it_is_read_is_not_in_the_index_afterwards(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    tier = DiskTier(pool, tmp_path, 10 * FILE_BYTES)
+    keys = [make_key(number) for number in range(20)]
+    fill(pool, 0, keys, [EXTENT_BYTES] * 20)
+    extents = extents_of(0, [EXTENT_BYTES] * 20)
+    tier.write(keys[:1], extents[:1])
+
+    def meanwhile(*arguments: Any) -> str | None:
+        monkeypatch.setattr(disk, "why_broken", why_broken)
+        beside(lambda: tier.clear(None, None) if how == "cleared" else tier.write(keys[1:], extents[1:]))
+        return why_broken(*arguments)
+
+    monkeypatch.setattr(disk, "why_broken", meanwhile)
+    assert tier.read(keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
+    assert not is_stored(tier, tmp_path, keys[0])
+    assert tier.usage().used_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/*/*/*"))
+    assert tier.write(keys[:1], extents[:1]) == [True]
+    assert is_stored(tier, tmp_path, keys[0])
+    tier.close()
+
+
+def test_an_entry_written_while_it_leaves_is_there_or_not(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, key = DiskTier(pool, tmp_path, 1 << 20), make_key(0)
+    fill(pool, 0, [key], [EXTENT_BYTES])
+    tier.write([key], extents_of(0, [EXTENT_BYTES]))
+    real, writers = os.unlink, list[threading.Thread]()
+
+    def unlink(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(os, "unlink", real)
+        writers.append(beside(lambda: tier.write([key], extents_of(0, [EXTENT_BYTES])), 0.2))
+        real(*arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    tier.clear(None, None)
+    writers[0].join()
+    is_stored(tier, tmp_path, key)
+    tier.close()
+
+
+def test_what_leaves_while_the_folder_is_listed_does_not_come_back(pool: TierPool, tmp_path: Path) -> None:
+    queue = opened(pool, tmp_path)
+    keys = [make_key(0), make_key(1)]
+    write(queue, keys, extents_of(0, [EXTENT_BYTES] * 2))
+    queue.close()
+    path, is_found, go_on = file_of(tmp_path, keys[0]), threading.Event(), threading.Event()
+    path.write_bytes(bytes(FILE_BYTES))
+
+    class SlowlyListed(DiskTier):
+        def _found_files(self) -> Iterator[tuple[float, bytes, int]]:
+            yield from super()._found_files()
+            is_found.set()
+            go_on.wait(30.0)
+
+    tier = SlowlyListed(pool, tmp_path, 1 << 20)
+    is_found.wait(30.0)
+    assert tier.read(keys, extents_of(8, [EXTENT_BYTES] * 2)) == [False, True]
+    go_on.set()
+    wait_until(lambda: tier.is_listed)
+    assert not is_stored(tier, tmp_path, keys[0])
+    assert is_stored(tier, tmp_path, keys[1])
+    tier.close()
 
 
 def test_a_folder_that_cannot_be_listed_costs_only_what_is_in_it(pool: TierPool, tmp_path: Path) -> None:

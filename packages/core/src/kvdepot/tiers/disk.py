@@ -67,7 +67,9 @@ class DiskTier:
         self._entries: OrderedDict[bytes, int] = OrderedDict()  # key -> bytes on disk; used longest ago first
         self._used_bytes = 0
         self._counters: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._gone: set[bytes] = set()  # what left while the folder was being listed
+        self._lock = threading.Lock()  # of the index; never held across a system call
+        self._naming = threading.Lock()  # held while a file gets or loses its name, and the index hears of it
         self._evicting = threading.Lock()
         self._pages = threading.local()
         self._token = secrets.token_hex(_TOKEN_DIGITS // 2)  # in the names of its temporary files
@@ -141,7 +143,9 @@ class DiskTier:
         temporary = self._temporary(name)
         try:
             self._write_file(temporary, key, offset, num_bytes)
-            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+            with self._naming:
+                os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+                self._note(key, size)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=self._root)
@@ -150,9 +154,6 @@ class DiskTier:
                 self._evict(self._used_bytes - size - _VICTIMS_AT_ONCE * PAGE)
                 return False
             raise
-        with self._lock:
-            self._used_bytes += size - self._entries.pop(key, 0)
-            self._entries[key] = size
         return True
 
     def _write_file(self, name: str, key: bytes, offset: int, num_bytes: int) -> None:
@@ -177,7 +178,7 @@ class DiskTier:
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | self._direct, dir_fd=self._root)
         except FileNotFoundError:
-            self._forget(key)
+            self._forget_missing(key)
             return False
         page = self._page()
         try:
@@ -207,11 +208,8 @@ class DiskTier:
             self._break(key, why)
             return False
         with self._lock:
-            if key in self._entries:
+            if key in self._entries:  # it may have left meanwhile
                 self._entries.move_to_end(key)
-            else:
-                self._entries[key] = size
-                self._used_bytes += size
         return True
 
     def _break(self, key: bytes, why: str) -> None:
@@ -220,13 +218,29 @@ class DiskTier:
         self._remove(key)
 
     def _remove(self, key: bytes) -> None:
-        self._forget(key)
-        with contextlib.suppress(OSError):
-            os.unlink(_name_of(key), dir_fd=self._root)
+        with self._naming:
+            self._forget(key)
+            with contextlib.suppress(OSError):
+                os.unlink(_name_of(key), dir_fd=self._root)
+
+    def _forget_missing(self, key: bytes) -> None:
+        """Forget an entry whose file somebody removed, unless it has one again."""
+        with self._naming:
+            try:
+                os.stat(_name_of(key), dir_fd=self._root)
+            except FileNotFoundError:
+                self._forget(key)
+
+    def _note(self, key: bytes, size: int) -> None:
+        with self._lock:
+            self._used_bytes += size - self._entries.pop(key, 0)
+            self._entries[key] = size
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
             self._used_bytes -= self._entries.pop(key, 0)
+            if not self.is_listed:
+                self._gone.add(key)
 
     # --- room -----------------------------------------------------------------------------------------------------
 
@@ -329,11 +343,12 @@ class DiskTier:
             # What was written meanwhile is newer than all of them.
             newer, self._entries = self._entries, OrderedDict()
             for _, key, size in found:
-                if key not in newer:
+                if key not in newer and key not in self._gone:
                     self._entries[key] = size
                     self._used_bytes += size
             self._entries.update(newer)
-        self.is_listed = True
+            self._gone.clear()
+            self.is_listed = True
         if found and not self._closed:
             logger.info("%s: %d entries, %s", self._directory, len(self._entries), format_size(self._used_bytes))
             if self._used_bytes > self._capacity_bytes:
