@@ -170,7 +170,7 @@ class DiskTier:
             if self._entries.get(key) == size:
                 self._entries.move_to_end(key)
                 return True
-        name = _name_of(key)
+        name = name_of(key)
         temporary = self._temporary(name)
         try:
             if not self._make_room(size):
@@ -214,7 +214,7 @@ class DiskTier:
             os.close(fd)
 
     def _read(self, key: bytes, offset: int, num_bytes: int) -> bool:
-        rounded, name = _round_up(num_bytes), _name_of(key)
+        rounded, name = _round_up(num_bytes), name_of(key)
         if (self._root < 0 and not self._closed) or key in self._unremoved:
             return False
         try:
@@ -270,14 +270,14 @@ class DiskTier:
         """
         with self._naming:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(_name_of(key), dir_fd=self._root)
+                os.unlink(name_of(key), dir_fd=self._root)
             self._forget(key)
 
     def _forget_missing(self, key: bytes) -> None:
         """Forget an entry whose file somebody removed, unless it has one again."""
         with self._naming:
             try:
-                os.stat(_name_of(key), dir_fd=self._root)
+                os.stat(name_of(key), dir_fd=self._root)
             except FileNotFoundError:
                 self._forget(key)
 
@@ -451,7 +451,7 @@ class DiskTier:
         if key is None:
             return
         with contextlib.suppress(FileNotFoundError):
-            fd = os.open(_name_of(key), os.O_RDONLY | os.O_CLOEXEC | self._direct, dir_fd=self._root)
+            fd = os.open(name_of(key), os.O_RDONLY | os.O_CLOEXEC | self._direct, dir_fd=self._root)
             try:
                 os.preadv(fd, [self._page()], 0)
             finally:
@@ -473,18 +473,21 @@ class DiskTier:
 
     def _list(self) -> None:
         """Find what an earlier depot left; newest last."""
+        found: dict[int, list[tuple[float, bytes, int]]] = {}  # by second: no other thread runs while a list is sorted
         try:
-            found = sorted(self._found_files())
+            for file in self._found_files():
+                found.setdefault(int(file[0]), []).append(file)
         except OSError as error:
             logger.error("%s cannot be listed: %s", self._directory, error)
-            found = []
+            found.clear()
         with self._lock:
             # What was written meanwhile is newer than all of them.
             newer, self._entries = self._entries, OrderedDict()
-            for _, key, size in found:
-                if key not in newer and key not in self._gone:
-                    self._entries[key] = size
-                    self._used_bytes += size
+            for second in sorted(found):
+                for _, key, size in sorted(found[second]):
+                    if key not in newer and key not in self._gone:
+                        self._entries[key] = size
+                        self._used_bytes += size
             self._entries.update(newer)
             self._gone.clear()
             self.is_listed = True
@@ -551,8 +554,8 @@ def _size_on_disk(num_bytes: int) -> int:
     return _round_up(num_bytes) + PAGE
 
 
-def _name_of(key: bytes) -> str:
-    """Return the path of an entry's file: labels of tenant and model, two digits of the chunk, the rest of the key."""
+def name_of(key: bytes) -> str:
+    """Return the path of an entry's file in the tier's folder: tenant's and model's label, two digits, the rest."""
     text = key.hex()
     tenant, model, rest = text[:_LABEL_DIGITS], text[_LABEL_DIGITS : 2 * _LABEL_DIGITS], text[2 * _LABEL_DIGITS :]
     return f"{tenant}/{model}/{rest[2 * PLACE_BYTES :][:2]}/{rest}"
@@ -564,7 +567,7 @@ def _key_of(name: str) -> bytes | None:
         key = bytes.fromhex(parts[0] + parts[1] + parts[3])
     except (IndexError, ValueError):
         return None
-    return key if len(key) == KEY_BYTES and _name_of(key) == name else None
+    return key if len(key) == KEY_BYTES and name_of(key) == name else None
 
 
 def _joined(folder: str, name: str) -> str:
