@@ -35,3 +35,12 @@ def test_a_slow_tier_is_beside_lookups() -> None:
     waited = re.match(r"(\d+) lookups waited for the tier", printed)
     assert waited
     assert int(waited[1]) > 0
+
+
+def test_a_disk_tier_is_listed_beside_questions(tmp_path: Path) -> None:
+    printed = run("disk_index.py", "--entries", "1000", "--rounds", "2", str(tmp_path))
+    assert printed.startswith("1000 entries: plain walk ")
+    answered = re.search(r"(\d+) questions for 512 keys answered meanwhile", printed)
+    assert answered
+    assert int(answered[1]) > 0
+    assert not list(tmp_path.iterdir())

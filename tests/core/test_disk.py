@@ -6,8 +6,10 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from kvdepot.testing.tier import (
     EXTENT_BYTES,
     Damage,
     TierSuite,
+    clear,
     contains,
     content,
     extents_of,
@@ -28,8 +31,10 @@ from kvdepot.testing.tier import (
     read,
     write,
 )
+from kvdepot.tiers import disk
 from kvdepot.tiers.disk import DiskTier
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.seal import why_broken
 from kvdepot.tiers.url import TierUrl, open_tier
 
 FILE_BYTES = EXTENT_BYTES + 4096
@@ -69,17 +74,22 @@ class TestDiskTier(TierSuite):
         assert not path.exists()
 
 
+def without_direct(patch: pytest.MonkeyPatch) -> None:
+    """As on a file system that has no `O_DIRECT`."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *arguments, **options)
+
+    patch.setattr(os, "open", refuse)
+
+
 class TestDiskTierWithoutDirect(TestDiskTier):
     @pytest.fixture(autouse=True)
     def no_direct(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = os.open
-
-        def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-            if flags & os.O_DIRECT:
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return real(path, flags, *arguments, **options)
-
-        monkeypatch.setattr(os, "open", refuse)
+        without_direct(monkeypatch)
 
 
 def file_of(directory: Path, key: bytes) -> Path:
@@ -134,6 +144,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from kvdepot.testing.tier import *
+from kvdepot.tiers import disk
 from kvdepot.tiers.disk import DiskTier
 
 pool = make_pool(1 << 20)
@@ -183,6 +194,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def stuff(path: Path) -> None:
+    """Take all the space that is left."""
+    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(4096))
+
+
 def test_a_full_file_system_makes_room_and_refuses_what_does_not_fit(pool: TierPool, small_disk: Path) -> None:
     queue = opened(pool, small_disk, 1 << 30)
     keys = [make_key(number) for number in range(40)]
@@ -201,28 +219,226 @@ def test_a_file_system_filled_by_others_costs_only_writes(pool: TierPool, small_
     queue = opened(pool, small_disk, 1 << 30)
     fill(pool, 0, [make_key(0)], [EXTENT_BYTES])
     write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
-    with (small_disk / "somebody's").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        while True:
-            file.write(bytes(4096))
+    stuff(small_disk / "somebody's")
     for number in range(1, 6):
-        write(queue, [make_key(number)], extents_of(0, [EXTENT_BYTES]))
+        assert write(queue, [make_key(number)], extents_of(0, [EXTENT_BYTES])) == [False]
     assert not queue.is_open
-    assert queue.tier.usage().num_entries <= 1
+    assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [True]
     queue.close()
 
 
-def test_a_file_system_that_turns_read_only_still_serves_and_is_left_alone_for_writes(
-    pool: TierPool, small_disk: Path
+def remount(folder: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
+    return sum(words in record.getMessage() for record in caplog.records)
+
+
+def test_a_file_system_that_turns_read_only_still_serves_and_is_written_when_it_can_be(
+    pool: TierPool, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = opened(pool, small_disk, 1 << 30)
+    queue = opened(pool, small_disk, 5 * FILE_BYTES)
+    keys = [make_key(number) for number in range(12)]
+    extents = extents_of(0, [EXTENT_BYTES] * 12)
+    fill(pool, 0, keys, [EXTENT_BYTES] * 12)
+    write(queue, keys[:5], extents[:5])
+    remount(small_disk, "ro")
+    for number in range(5, 12):
+        assert write(queue, [keys[number]], [extents[number]]) == [False]
+        assert read(queue, keys[:5], extents_of(30, [EXTENT_BYTES] * 5)) == [True] * 5, "nothing leaves that stays"
+    assert not queue.is_open
+    assert said(caplog, "nothing is written, what is there is served: it cannot be written: Read-only") == 1
+    assert queue.tier.usage().counters["not_writable"] == 7
+    queue.tier.probe()
+    remount(small_disk, "rw")
+    assert write(queue, keys[5:6], extents[5:6]) == [True]
+    assert said(caplog, "is written again") == 1
+    queue.close()
+
+
+def test_a_probe_of_a_read_only_file_system_reads(
+    pool: TierPool, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = opened(pool, small_disk)
     fill(pool, 0, [make_key(0)], [EXTENT_BYTES])
     write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [True]
-    for number in range(1, 4):
-        assert write(queue, [make_key(number)], extents_of(0, [EXTENT_BYTES])) == [False]
-    assert queue.is_open
+    remount(small_disk, "ro")
+    queue.tier.probe()
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        queue.tier.probe()
     queue.close()
+
+
+def test_what_cannot_be_cleared_on_a_read_only_file_system_is_not_served_and_is_cleared_later(
+    pool: TierPool, small_disk: Path
+) -> None:
+    queue = opened(pool, small_disk)
+    write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
+    path = file_of(small_disk, make_key(0))
+    remount(small_disk, "ro")
+    for _ in range(2):
+        with pytest.raises(OSError, match="not all files could be removed"):
+            queue.tier.clear(None, None)
+        assert contains(queue, [make_key(0)]) == [False]
+        assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [False]
+    remount(small_disk, "rw")
+    assert clear(queue, None, None) == 1
+    assert not path.exists()
+    queue.close()
+
+
+@pytest.mark.parametrize("why", ["full", "read-only"])
+def test_a_file_system_that_is_away_at_the_start_is_served_and_written_later(
+    pool: TierPool, small_disk: Path, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    folder, stuffing = small_disk / "tier", small_disk / "somebody's"
+    keys = [make_key(number) for number in range(8)]
+    extents = extents_of(0, [EXTENT_BYTES] * 8)
+    fill(pool, 0, keys, [EXTENT_BYTES] * 8)
+    queue = opened(pool, folder)
+    write(queue, keys[:1], extents[:1])  # less than what is missing: a larger tier would make room
+    queue.close()
+    if why == "full":
+        stuff(stuffing)
+    else:
+        remount(small_disk, "ro")
+    queue = opened(pool, folder)
+    for number in range(1, 8):
+        assert write(queue, [keys[number]], [extents[number]]) == [False]
+    assert contains(queue, keys) == [True] + [False] * 7
+    assert read(queue, keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
+    assert pool.view[30 * EXTENT_BYTES : 31 * EXTENT_BYTES] == pool.view[:EXTENT_BYTES]
+    assert not queue.is_open
+    assert said(caplog, "nothing is written, what is there is served") == 1
+    if why == "full":
+        stuffing.unlink()
+    else:
+        remount(small_disk, "rw")
+    assert write(queue, keys[1:], extents[1:]) == [True] * 7
+    assert read(queue, keys, extents_of(30, [EXTENT_BYTES] * 8)) == [True] * 8
+    queue.close()
+
+
+@pytest.mark.parametrize("why", ["full", "read-only"])
+def test_a_folder_that_could_not_be_made_at_the_start_is_made_later(
+    pool: TierPool, small_disk: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    real = os.mkdir
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(*((errno.ENOSPC, "No space") if why == "full" else (errno.EROFS, "Read-only file system")))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    tier = DiskTier(pool, small_disk / "tier", 1 << 20)
+    queue = TierQueue(tier, pool, "disk", deadline_seconds=10.0)
+    for _ in range(4):
+        assert write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [False]
+        assert read(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [False]
+    assert clear(queue, None, None) == 0
+    assert not queue.is_open
+    monkeypatch.setattr(os, "mkdir", real)
+    assert write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [True]
+    assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [True]
+    with pytest.raises(ConfigError, match="another depot uses this folder"):
+        DiskTier(pool, small_disk / "tier", 1 << 20)
+    queue.close()
+
+
+class FileSystem:
+    """1,000 GB, of which some are free; what the tier writes is taken from them, and what it removes comes back."""
+
+    def __init__(self, tier: DiskTier, num_free: int, comes_back: bool = True) -> None:
+        self.tier, self.num_free, self.comes_back = tier, num_free, comes_back
+        self.used_before = tier.usage().used_bytes
+
+    def stat(self, _: int) -> SimpleNamespace:
+        taken = self.tier.usage().used_bytes - self.used_before if self.comes_back else 0
+        return SimpleNamespace(f_bavail=self.num_free - taken, f_blocks=10**12, f_frsize=1)
+
+
+def written(pool: TierPool, directory: Path, count: int) -> tuple[DiskTier, list[bytes]]:
+    tier = DiskTier(pool, directory, 1 << 30)
+    keys = [make_key(number) for number in range(count + 40)]
+    for key in keys[:count]:
+        tier.write([key], extents_of(0, [EXTENT_BYTES]))
+    return tier, keys
+
+
+def test_what_others_have_on_the_file_system_does_not_empty_the_tier(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """15 of 1,000 GB are free, 20 shall be, and the tier has not so many."""
+    tier, keys = written(pool, tmp_path, 300)
+    system = FileSystem(tier, 15 * 10**9)
+    monkeypatch.setattr(os, "fstatvfs", system.stat)
+    assert not any(tier.write([key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
+    assert tier.contains(keys[:300]) == [True] * 300
+    assert (
+        said(caplog, "4.7 GiB are missing to 2% of its file system, which stay free, and what others have there") == 1
+    )
+    system.num_free *= 2
+    assert all(tier.write([key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
+    assert said(caplog, "is written again") == 1
+    tier.close()
+
+
+def test_on_a_tight_file_system_only_as_much_leaves_as_is_missing(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, keys = written(pool, tmp_path, 100)
+    monkeypatch.setattr(os, "fstatvfs", FileSystem(tier, 20 * 10**9 - 5 * FILE_BYTES).stat)
+    for number, key in enumerate(keys[100:], 1):
+        assert tier.write([key], extents_of(0, [EXTENT_BYTES])) == [True]
+        assert tier.usage().num_entries == 95
+        assert tier.contains([keys[4 + number], keys[5 + number]]) == [False, True]
+    tier.close()
+
+
+def test_a_file_system_that_gives_space_back_late_does_not_empty_the_tier(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, keys = written(pool, tmp_path, 100)
+    monkeypatch.setattr(os, "fstatvfs", FileSystem(tier, 20 * 10**9 - 5 * FILE_BYTES, comes_back=False).stat)
+    assert not any(tier.write([key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[100:])
+    assert tier.usage().num_entries == 94, "five that were missing, and one for the write"
+    tier.close()
+
+
+def test_a_quota_of_others_does_not_empty_the_tier(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, keys = written(pool, tmp_path, 100)
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", refuse)
+        assert not any(tier.write([key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[100:])
+    assert tier.usage().num_entries == 98
+    assert tier.write(keys[100:101], extents_of(0, [EXTENT_BYTES])) == [True]
+    tier.close()
+
+
+def test_without_direct_it_is_said_once(pool: TierPool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        without_direct(patch)
+        queue = opened(pool, tmp_path)
+        keys = [make_key(number) for number in range(8)]
+        fill(pool, 0, keys, [EXTENT_BYTES] * 8)
+        for _ in range(2):
+            assert write(queue, keys, extents_of(0, [EXTENT_BYTES] * 8)) == [True] * 8
+            assert read(queue, keys, extents_of(8, [EXTENT_BYTES] * 8)) == [True] * 8
+            queue.tier.probe()
+            clear(queue, None, None)
+        queue.close()
+    assert said(caplog, "has no O_DIRECT: entries go through the page cache, slower") == 1
 
 
 def test_two_depots_do_not_share_a_folder(pool: TierPool, tmp_path: Path) -> None:
@@ -236,6 +452,12 @@ def test_two_depots_do_not_share_a_folder(pool: TierPool, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("url", "words"),
     [
+        ("disk:///proc/self?capacity=1GiB", "cannot be written"),
+        ("disk:///proc/self/nothing?capacity=1GiB", "No such file"),
+        ("disk:///proc/version?capacity=1GiB", "it is not a folder"),
+        ("disk:///proc/version/x?capacity=1GiB", "Not a directory"),
+        ("disk:///sys/kernel?capacity=1GiB", "cannot be written"),
+        ("disk:///sys/nothing?capacity=1GiB", "Operation not permitted"),
         ("disk://host/path?capacity=1GiB", "three slashes"),
         ("disk:///proc/nothing?capacity=1GiB", "No such file"),
         ("disk:///tmp/x", "needs its capacity"),
@@ -247,11 +469,128 @@ def test_a_folder_that_cannot_be_says_why(url: str, words: str, pool: TierPool) 
 
 
 def test_foreign_files_are_left_alone(pool: TierPool, tmp_path: Path) -> None:
+    queue = opened(pool, tmp_path)
+    write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
+    queue.close()
+    entry = file_of(tmp_path, make_key(0))
     (tmp_path / "a" / "b" / "c").mkdir(parents=True)
-    foreign = [tmp_path / "note", tmp_path / "a" / "b" / "c" / "note"]
+    foreign = [
+        tmp_path / "note", tmp_path / "probe.tmp", tmp_path / "direct.tmp", tmp_path / "lock",
+        tmp_path / "a" / "b" / "c" / "note", tmp_path / "a" / "b" / "c" / "letter.tmp",
+        tmp_path / "a" / "b" / "c" / f"{entry.name}.0a1b2c3d-0.tmp", entry.with_name("letter.tmp"),
+        entry.with_name(f"{entry.name}.tmp"), entry.with_name(f"{entry.name}.letter-0.tmp"),
+        entry.with_name(f"{entry.name}.0a1b2c3d-x.tmp"), entry.with_name(f"{entry.name[:-2]}.0a1b2c3d-0.tmp"),
+    ]  # fmt: skip
     for path in foreign:
         path.write_text("not ours")
+    ours = entry.with_name(f"{entry.name}.0a1b2c3d-7.tmp")
+    ours.write_text("half of an entry")
     queue = opened(pool, tmp_path)
-    assert queue.tier.usage().num_entries == 0
+    queue.tier.probe()
+    assert queue.tier.usage().num_entries == 1
     queue.close()
     assert all(path.read_text() == "not ours" for path in foreign)
+    assert not ours.exists()
+
+
+def is_stored(tier: Tier, directory: Path, key: bytes) -> bool:
+    """Whether an entry has a file; what the tier says must be the same."""
+    has_file = any(path.name.endswith(key[-32:].hex()) for path in directory.glob("*/*/*/*"))
+    assert tier.contains([key]) == [has_file], "the index is wrong"
+    return has_file
+
+
+def beside(action: Callable[[], object], seconds: float = 30.0) -> threading.Thread:
+    """Do something on another thread and wait for it."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join(seconds)
+    return thread
+
+
+@pytest.mark.parametrize("how", ["cleared", "evicted"])
+def test_what_leaves_while_it_is_read_is_not_in_the_index_afterwards(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    tier = DiskTier(pool, tmp_path, 10 * FILE_BYTES)
+    keys = [make_key(number) for number in range(20)]
+    fill(pool, 0, keys, [EXTENT_BYTES] * 20)
+    extents = extents_of(0, [EXTENT_BYTES] * 20)
+    tier.write(keys[:1], extents[:1])
+
+    def meanwhile(*arguments: Any) -> str | None:
+        monkeypatch.setattr(disk, "why_broken", why_broken)
+        beside(lambda: tier.clear(None, None) if how == "cleared" else tier.write(keys[1:], extents[1:]))
+        return why_broken(*arguments)
+
+    monkeypatch.setattr(disk, "why_broken", meanwhile)
+    assert tier.read(keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
+    assert not is_stored(tier, tmp_path, keys[0])
+    assert tier.usage().used_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/*/*/*"))
+    assert tier.write(keys[:1], extents[:1]) == [True]
+    assert is_stored(tier, tmp_path, keys[0])
+    tier.close()
+
+
+def test_an_entry_written_while_it_leaves_is_there_or_not(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, key = DiskTier(pool, tmp_path, 1 << 20), make_key(0)
+    fill(pool, 0, [key], [EXTENT_BYTES])
+    tier.write([key], extents_of(0, [EXTENT_BYTES]))
+    real, writers = os.unlink, list[threading.Thread]()
+
+    def unlink(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(os, "unlink", real)
+        writers.append(beside(lambda: tier.write([key], extents_of(0, [EXTENT_BYTES])), 0.2))
+        real(*arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    tier.clear(None, None)
+    writers[0].join()
+    is_stored(tier, tmp_path, key)
+    tier.close()
+
+
+def test_what_leaves_while_the_folder_is_listed_does_not_come_back(pool: TierPool, tmp_path: Path) -> None:
+    queue = opened(pool, tmp_path)
+    keys = [make_key(0), make_key(1)]
+    write(queue, keys, extents_of(0, [EXTENT_BYTES] * 2))
+    queue.close()
+    path, is_found, go_on = file_of(tmp_path, keys[0]), threading.Event(), threading.Event()
+    path.write_bytes(bytes(FILE_BYTES))
+
+    class SlowlyListed(DiskTier):
+        def _found_files(self) -> Iterator[tuple[float, bytes, int]]:
+            yield from super()._found_files()
+            is_found.set()
+            go_on.wait(30.0)
+
+    tier = SlowlyListed(pool, tmp_path, 1 << 20)
+    is_found.wait(30.0)
+    assert tier.read(keys, extents_of(8, [EXTENT_BYTES] * 2)) == [False, True]
+    go_on.set()
+    wait_until(lambda: tier.is_listed)
+    assert not is_stored(tier, tmp_path, keys[0])
+    assert is_stored(tier, tmp_path, keys[1])
+    tier.close()
+
+
+def test_a_folder_that_cannot_be_listed_costs_only_what_is_in_it(pool: TierPool, tmp_path: Path) -> None:
+    keys = [make_key(number, f"tenant {number}") for number in range(3)]
+    queue = opened(pool, tmp_path)
+    write(queue, keys, extents_of(0, [EXTENT_BYTES] * 3))
+    queue.close()
+    broken = file_of(tmp_path, keys[1]).parent
+    real = os.scandir
+
+    def scan(path: Any) -> Any:
+        if Path(path) == broken:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "scandir", scan)
+        queue = opened(pool, tmp_path)
+    assert contains(queue, keys) == [True, False, True]
+    queue.close()

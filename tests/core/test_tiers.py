@@ -1,4 +1,4 @@
-"""The suite of tiers passes on a tier in memory and fails on one that is wrong; the queue outlives what tiers do."""
+"""The suite of tiers passes on a tier in memory and fails on those that are wrong; what the queue says beyond it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,12 +9,11 @@ from kvdepot.protocols import Extents, Tier, TierPool
 from kvdepot.testing.processes import wait_until
 from kvdepot.testing.tier import (
     EXTENT_BYTES,
+    FaultyBench,
     FaultyTier,
     TierSuite,
     contains,
     extents_of,
-    fill,
-    make_key,
     make_pool,
     read,
     write,
@@ -42,74 +41,47 @@ class SwappingTier(MemoryTier):
 def test_a_tier_that_mixes_keys_up_fails_the_suite() -> None:
     pool = make_pool()
     queue = TierQueue(SwappingTier(pool, 1 << 20), pool, "wrong")
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="wrong bytes were read"):
         TierSuite().test_random_traffic_is_right_bytes_or_a_miss(queue, pool)
     queue.close()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+def test_a_tier_that_mixes_keys_up_on_bad_days_fails_the_suite() -> None:
+    pool = make_pool()
+    bench = FaultyBench(SwappingTier(pool, 1 << 20), pool)
+    with pytest.raises(AssertionError, match="wrong bytes were read"):
+        TierSuite().test_faults_in_any_order_are_right_bytes_or_a_miss(bench)
+    bench.close()
 
-    def __call__(self) -> float:
-        return self.now
 
-
-class Bench:
-    """A faulty tier, its queue, and a clock that only moves when told to."""
-
-    def __init__(self, num_threads: int = 4, write_bytes: int = 1 << 30) -> None:
-        self.pool = make_pool()
-        self.clock = Clock()
-        self.tier = FaultyTier(MemoryTier(self.pool, 64 * EXTENT_BYTES))
-        self.tier.batch_entries = 4
-        self.queue = TierQueue(
-            self.tier,
-            self.pool,
-            "faulty",
-            deadline_seconds=1.0,
-            clock=self.clock,
-            num_threads=num_threads,
-            write_bytes=write_bytes,
-        )
-        self.keys = [make_key(number) for number in range(16)]
-        fill(self.pool, 0, self.keys, [4096] * 16)
-
-    def submit(self, operation: Operation, first: int, last: int) -> Job:
-        job = Job(operation, self.keys[first:last], extents_of(first, [4096] * (last - first)))
-        assert self.queue.submit(job)
-        return job
-
-    def wait_for_calls(self, count: int) -> None:
-        wait_until(lambda: self.tier.num_calls >= count, what=f"{count} calls")
-
-    def let_pass(self, seconds: float) -> tuple[list[Job], int]:
-        """Return what is late then, and how many keys failed."""
-        self.clock.now += seconds
-        return self.queue.expire(), sum(len(part.outcomes) for part in self.queue.poll())
+class ForgettingTier(MemoryTier):
+    """Loses everything when an error is past: a probe empties it."""
 
     def probe(self) -> None:
-        """Let the time of the next probe come and the probe end."""
-        due = self.queue.next_deadline()
-        assert due is not None
-        before = self.queue.counters["breaker_opened"], self.queue.why_open
-        self.let_pass(max(0.0, due - self.clock.now))
+        self.clear(None, None)
 
-        def is_over() -> bool:
-            self.queue.poll()
-            return self.queue.next_deadline() is not None or not self.queue.is_open
 
-        wait_until(is_over, what=f"a probe {before}")
+def test_a_tier_that_a_probe_empties_fails_the_suite() -> None:
+    pool = make_pool()
+    bench = FaultyBench(ForgettingTier(pool, 1 << 20), pool)
+    with pytest.raises(AssertionError):
+        TierSuite().test_errors_in_a_row_open_the_breaker_until_the_storage_is_back(bench)
+    bench.close()
+
+
+def faulty_bench(**options: int) -> FaultyBench:
+    pool = make_pool()
+    return FaultyBench(MemoryTier(pool, 64 * EXTENT_BYTES), pool, batch_entries=4, **options)
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
+def bench() -> Iterator[FaultyBench]:
+    bench = faulty_bench()
     yield bench
-    bench.queue.close()
+    bench.close()
 
 
-def test_a_call_that_hangs_is_late_once_and_then_nothing_is_taken(bench: Bench) -> None:
+def test_a_call_that_hangs_is_late_once_and_then_nothing_is_taken(bench: FaultyBench) -> None:
     bench.tier.hang = True
     job = bench.submit(Operation.READ, 0, 1)
     bench.wait_for_calls(1)
@@ -123,7 +95,7 @@ def test_a_call_that_hangs_is_late_once_and_then_nothing_is_taken(bench: Bench) 
     assert "overran its deadline (1 s)" in bench.queue.why_open
 
 
-def test_what_waits_behind_a_hung_call_fails_when_the_breaker_opens(bench: Bench) -> None:
+def test_what_waits_behind_a_hung_call_fails_when_the_breaker_opens(bench: FaultyBench) -> None:
     bench.tier.hang = True
     bench.submit(Operation.READ, 0, 16)
     bench.wait_for_calls(4)
@@ -134,7 +106,7 @@ def test_what_waits_behind_a_hung_call_fails_when_the_breaker_opens(bench: Bench
     assert bench.queue.queued_write_bytes == 0
 
 
-def test_a_hung_call_gives_its_extents_back_when_it_returns(bench: Bench) -> None:
+def test_a_hung_call_gives_its_extents_back_when_it_returns(bench: FaultyBench) -> None:
     bench.tier.hang = True
     job = bench.submit(Operation.READ, 0, 4)
     bench.wait_for_calls(1)
@@ -145,7 +117,7 @@ def test_a_hung_call_gives_its_extents_back_when_it_returns(bench: Bench) -> Non
     assert job.num_left == 0
 
 
-def test_a_probe_brings_a_tier_back_even_while_old_calls_still_hang(bench: Bench) -> None:
+def test_a_probe_brings_a_tier_back_even_while_old_calls_still_hang(bench: FaultyBench) -> None:
     write(bench.queue, bench.keys, extents_of(0, [4096] * 16))
     bench.tier.hang = True
     bench.submit(Operation.READ, 0, 16)
@@ -158,29 +130,7 @@ def test_a_probe_brings_a_tier_back_even_while_old_calls_still_hang(bench: Bench
     assert contains(bench.queue, bench.keys[:2]) == [True, True]
 
 
-def test_errors_in_a_row_open_the_breaker_and_a_probe_closes_it(bench: Bench) -> None:
-    write(bench.queue, bench.keys[:1], extents_of(0, [4096]))
-    bench.tier.error = OSError(5, "Input/output error")
-    for _ in range(ERRORS_TO_OPEN):
-        assert read(bench.queue, bench.keys[:1], extents_of(0, [4096])) == [False]
-    assert bench.queue.is_open
-    bench.probe()
-    assert "Input/output error" in bench.queue.why_open
-    bench.tier.error = None
-    bench.probe()
-    assert read(bench.queue, bench.keys[:1], extents_of(1, [4096])) == [True]
-    assert bench.queue.counters["breaker_opened"] == 1
-
-
-def test_one_error_is_a_miss_and_nothing_more(bench: Bench) -> None:
-    write(bench.queue, bench.keys[:1], extents_of(0, [4096]))
-    bench.tier.error = OSError(5, "Input/output error")
-    assert read(bench.queue, bench.keys[:1], extents_of(0, [4096])) == [False]
-    bench.tier.error = None
-    assert read(bench.queue, bench.keys[:1], extents_of(1, [4096])) == [True]
-
-
-def test_probes_come_less_and_less_often_while_the_storage_is_away(bench: Bench) -> None:
+def test_probes_come_less_and_less_often_while_the_storage_is_away(bench: FaultyBench) -> None:
     bench.tier.error = OSError("away")
     for _ in range(ERRORS_TO_OPEN):
         read(bench.queue, bench.keys[:1], extents_of(0, [4096]))
@@ -195,14 +145,8 @@ def test_probes_come_less_and_less_often_while_the_storage_is_away(bench: Bench)
     assert pauses[-1] == 30.0
 
 
-def test_a_tier_that_lies_about_existence_is_a_miss(bench: Bench) -> None:
-    bench.tier.lie = True
-    assert contains(bench.queue, bench.keys[:2]) == [True, True]
-    assert read(bench.queue, bench.keys[:2], extents_of(0, [4096] * 2)) == [False, False]
-
-
 def test_writes_beyond_the_bound_are_refused_and_room_comes_back() -> None:
-    bench = Bench(write_bytes=4 * 4096)
+    bench = faulty_bench(write_bytes=4 * 4096)
     bench.tier.hang = True
     bench.submit(Operation.WRITE, 0, 3)
     assert not bench.queue.submit(Job(Operation.WRITE, bench.keys[:2], extents_of(0, [4096] * 2)))
@@ -213,24 +157,24 @@ def test_writes_beyond_the_bound_are_refused_and_room_comes_back() -> None:
 
 
 def test_writes_never_take_the_last_thread() -> None:
-    bench = Bench(num_threads=2)
+    bench = faulty_bench(num_threads=2)
     bench.tier.hang = True
     bench.submit(Operation.WRITE, 0, 12)
     bench.wait_for_calls(1)
     bench.submit(Operation.READ, 0, 4)
     bench.wait_for_calls(2)
     assert bench.queue.status().num_waiting_reads == 0
-    bench.queue.close()
+    bench.close()
 
 
-def test_bytes_that_lack_their_checksum_are_not_written(bench: Bench) -> None:
+def test_bytes_that_lack_their_checksum_are_not_written(bench: FaultyBench) -> None:
     job = Job(Operation.WRITE, bench.keys[:2], extents_of(0, [4096] * 2), [bytes(15) + b"x", bytes(16)])
     assert bench.queue.submit(job)
     wait_until(lambda: bench.queue.poll() or not job.num_left)
     assert contains(bench.queue, bench.keys[:2]) == [False, True]
 
 
-def test_closing_does_not_wait_for_a_storage_that_hangs(bench: Bench, request: pytest.FixtureRequest) -> None:
+def test_closing_does_not_wait_for_a_storage_that_hangs(bench: FaultyBench, request: pytest.FixtureRequest) -> None:
     stuck = FaultyTier(bench.tier.inner)
     bench.tier.inner = stuck
     stuck.hang = True

@@ -5,9 +5,12 @@ renamed, never synced: what a crash of the machine leaves behind is found by the
 files are the keys, so the index (which entries are here, how large, which was used longest ago) is rebuilt by listing
 folders when the tier is opened: on a thread, while the tier serves what it knows so far.
 
-The tier evicts by itself: down to 90 % when its capacity is reached, or when the file system runs full, the entries
-that were used longest ago. No space is a refused write; everything else that the file system refuses is an error, and
-several open the breaker. `O_DIRECT` is probed once; without it the tier says so and drops pages after their use.
+The tier evicts by itself the entries that were used longest ago: down to 90 % when its capacity is reached, or as much
+as brings the file system's free space back over its limit. Where that cannot be reached, because other files take the
+space, or where the folder cannot be written any more, writes are declined, which is said once, and what is there is
+served. That a file system is full or read-only when the tier is opened keeps it from writing, not from opening. Every
+other error opens the breaker, if it comes several times. `O_DIRECT` is probed; without it the tier says so and drops
+pages after their use.
 """
 
 import contextlib
@@ -19,6 +22,7 @@ import mmap
 import os
 import secrets
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,8 +41,16 @@ PAGE: Final = EXTENT_ALIGNMENT_BYTES
 HIGH_WATERMARK: Final = 1.0  # of the capacity: above it, entries leave
 LOW_WATERMARK: Final = 0.9
 _LEAST_FREE_SHARE: Final = 0.02  # of the file system, that is never taken
+_PATIENCE_SECONDS: Final = 10.0  # with a file system on which evicting did not help, before more leaves for its sake
+_QUIET_SECONDS: Final = 60.0  # between two times that writes are said to be declined
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_STORAGE_AWAY: Final = (errno.EROFS, *_NO_ROOM)  # when the tier is opened
+_NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TEMPORARY: Final = ".tmp"
+_PROBE: Final = "probe"
+_TOKEN_DIGITS: Final = 8
 _LABEL_DIGITS: Final = 2 * LABEL_BYTES
+_FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # of the names of folders, one in the other
 _VICTIMS_AT_ONCE: Final = 64
 
 
@@ -51,7 +63,8 @@ class DiskTier:
         capacity_bytes: of files, as they lie on disk.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or another depot uses it.
+        ConfigError: the folder cannot be made or written, or another depot uses it. That its file system is full or
+            read-only is none: entries that are there are served, and writes are declined until one succeeds.
     """
 
     batch_entries = 1
@@ -64,27 +77,31 @@ class DiskTier:
         self._entries: OrderedDict[bytes, int] = OrderedDict()  # key -> bytes on disk; used longest ago first
         self._used_bytes = 0
         self._counters: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._gone: set[bytes] = set()  # what left while the folder was being listed
+        self._unremoved: set[bytes] = set()  # what was cleared, but has a file still
+        self._lock = threading.Lock()  # of the index; never held across a system call
+        self._naming = threading.Lock()  # held while a file gets or loses its name, and the index hears of it
         self._evicting = threading.Lock()
+        self._patient_until = 0.0
+        self._is_declining = False  # and it was said
+        self._quiet_until = 0.0
         self._pages = threading.local()
-        self._token = secrets.token_hex(4)  # in the names of its temporary files
+        self._token = secrets.token_hex(_TOKEN_DIGITS // 2)  # in the names of its temporary files
         self._numbers = itertools.count()
         self._closed = False
         self.is_listed = False  # whether the index is complete
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ConfigError(f"--tier disk://{directory}: {error.strerror}") from error
-        try:
-            self._lock_fd = self._take_lock()
-            self._direct = self._probe_direct()
-        except BaseException:
-            os.close(self._root)
-            raise
         self._folders: set[str] = set()
-        self._lister = threading.Thread(target=self._list, name="kvdepot-disk-list", daemon=True)
-        self._lister.start()
+        self._root = -1  # until the folder could be made
+        self._direct = 0
+        self._knows_direct = False
+        self._lister: threading.Thread | None = None
+        try:
+            self._open_folder()
+        except OSError as error:
+            if error.errno not in _STORAGE_AWAY:
+                words = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
+                raise ConfigError(f"--tier disk://{directory}: {words}") from error
+            self._decline(f"it cannot be made: {error.strerror}")
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`."""
@@ -100,22 +117,34 @@ class DiskTier:
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> int:
         """See `Tier`."""
-        self._lister.join()
+        if self._lister is not None:
+            self._lister.join()
         with self._lock:
-            wanted = [key for key in self._entries if has_labels(key, tenant, model)]
+            wanted = [key for key in (*self._entries, *self._unremoved) if has_labels(key, tenant, model)]
+        failed: OSError | None = None
         for key in wanted:
-            self._remove(key)
+            try:
+                self._remove(key)
+            except OSError as error:
+                self._forget(key)
+                self._unremoved.add(key)
+                failed = error
+        if failed is not None:
+            raise OSError(failed.errno, f"not all files could be removed, clear again: {failed.strerror}")
         return len(wanted)
 
     def probe(self) -> None:
         """See `Tier`."""
-        name = f"probe{_TEMPORARY}"
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | self._direct, 0o600, dir_fd=self._root)
+        with self._evicting:
+            if self._root < 0:
+                self._open_folder()
         try:
-            os.pwrite(fd, self._page(), 0)
-        finally:
-            os.close(fd)
-            os.unlink(name, dir_fd=self._root)
+            self._write_probe(self._root, self._direct)
+        except OSError as error:
+            if error.errno not in (*_NO_ROOM, *_NOT_WRITABLE):
+                raise
+            self._decline(f"it cannot be written: {error.strerror}")
+            self._read_probe()
 
     def usage(self) -> TierUsage:
         """See `Tier`."""
@@ -127,9 +156,11 @@ class DiskTier:
             if self._closed:
                 return
             self._closed = True
-        self._lister.join()
-        os.close(self._lock_fd)
-        os.close(self._root)
+            root, self._root = self._root, -1  # calls that are under way find nothing there, nor anybody else's
+        if self._lister is not None:
+            self._lister.join()
+        if root >= 0:
+            os.close(root)
 
     # --- one entry ------------------------------------------------------------------------------------------------
 
@@ -139,24 +170,30 @@ class DiskTier:
             if self._entries.get(key) == size:
                 self._entries.move_to_end(key)
                 return True
-        if not self._make_room(size):
-            return False
-        name = _name_of(key)
-        temporary = f"{name}.{self._token}-{next(self._numbers)}{_TEMPORARY}"
+        name = name_of(key)
+        temporary = self._temporary(name)
         try:
-            self._write_file(temporary, key, offset, num_bytes)
-            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=self._root)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._counters["no_space"] += 1
-                self._evict(self._used_bytes - size - _VICTIMS_AT_ONCE * PAGE)
+            if not self._make_room(size):
                 return False
-            raise
-        with self._lock:
-            self._used_bytes += size - self._entries.pop(key, 0)
-            self._entries[key] = size
+            try:
+                self._write_file(temporary, key, offset, num_bytes)
+                with self._naming:
+                    os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+                    self._note(key, size)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=self._root)
+                raise
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                self._no_space(size)
+            elif error.errno in _NOT_WRITABLE:
+                self._counters["not_writable"] += 1
+                self._decline(f"it cannot be written: {error.strerror}")
+            else:
+                raise
+            return False
+        self._written()
         return True
 
     def _write_file(self, name: str, key: bytes, offset: int, num_bytes: int) -> None:
@@ -177,11 +214,13 @@ class DiskTier:
             os.close(fd)
 
     def _read(self, key: bytes, offset: int, num_bytes: int) -> bool:
-        rounded, name = _round_up(num_bytes), _name_of(key)
+        rounded, name = _round_up(num_bytes), name_of(key)
+        if (self._root < 0 and not self._closed) or key in self._unremoved:
+            return False
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | self._direct, dir_fd=self._root)
         except FileNotFoundError:
-            self._forget(key)
+            self._forget_missing(key)
             return False
         page = self._page()
         try:
@@ -211,57 +250,127 @@ class DiskTier:
             self._break(key, why)
             return False
         with self._lock:
-            if key in self._entries:
+            if key in self._entries:  # it may have left meanwhile
                 self._entries.move_to_end(key)
-            else:
-                self._entries[key] = size
-                self._used_bytes += size
         return True
 
     def _break(self, key: bytes, why: str) -> None:
         self._counters["corrupt"] += 1
         logger.error("%s: entry %s is removed: %s", self._directory, key.hex()[-16:], why)
-        self._remove(key)
+        try:
+            self._remove(key)
+        except OSError:
+            self._forget(key)
 
     def _remove(self, key: bytes) -> None:
-        self._forget(key)
-        with contextlib.suppress(OSError):
-            os.unlink(_name_of(key), dir_fd=self._root)
+        """Remove an entry.
+
+        Raises:
+            OSError: its file stays, and so does the entry.
+        """
+        with self._naming:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name_of(key), dir_fd=self._root)
+            self._forget(key)
+
+    def _forget_missing(self, key: bytes) -> None:
+        """Forget an entry whose file somebody removed, unless it has one again."""
+        with self._naming:
+            try:
+                os.stat(name_of(key), dir_fd=self._root)
+            except FileNotFoundError:
+                self._forget(key)
+
+    def _note(self, key: bytes, size: int) -> None:
+        with self._lock:
+            self._used_bytes += size - self._entries.pop(key, 0)
+            self._entries[key] = size
+            self._unremoved.discard(key)
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
             self._used_bytes -= self._entries.pop(key, 0)
+            self._unremoved.discard(key)
+            if not self.is_listed:
+                self._gone.add(key)
 
     # --- room -----------------------------------------------------------------------------------------------------
 
     def _make_room(self, size: int) -> bool:
-        """Have room for a file of `size`; False if it could never fit."""
+        """Have a folder, and room in it for a file of `size`; False if that cannot be had.
+
+        Raises:
+            OSError: the folder cannot be made, or entries that should have left could not be removed.
+        """
         if size > self._capacity_bytes:
             return False
+        with self._evicting:
+            if self._root < 0:
+                self._open_folder()
+            missing = self._missing_bytes(size)
+            if missing > 0:
+                self._counters["file_system_full"] += 1
+                if missing <= self._used_bytes and time.monotonic() >= self._patient_until:
+                    self._evict(self._used_bytes - missing)
+                    missing = self._missing_bytes(size)
+                    if missing > 0:
+                        self._patient_until = time.monotonic() + _PATIENCE_SECONDS
+            if missing > 0:
+                self._decline(
+                    f"{format_size(missing)} are missing to {_LEAST_FREE_SHARE:.0%} of its file system, "
+                    "which stay free, and what others have there takes the space"
+                )
+            elif self._used_bytes + size > HIGH_WATERMARK * self._capacity_bytes:
+                self._evict(int(LOW_WATERMARK * self._capacity_bytes) - size)
+        return missing <= 0
+
+    def _missing_bytes(self, size: int) -> int:
+        """Return what has to be freed before `size` bytes can be written; 0 or less for nothing."""
         stat = os.fstatvfs(self._root)
-        is_tight = stat.f_bavail * stat.f_frsize < size + _LEAST_FREE_SHARE * stat.f_blocks * stat.f_frsize
-        if is_tight:
-            self._counters["file_system_full"] += 1
-            self._evict(min(self._used_bytes - size, int(LOW_WATERMARK * self._used_bytes)))
-            stat = os.fstatvfs(self._root)
-            return stat.f_bavail * stat.f_frsize >= size
-        if self._used_bytes + size > HIGH_WATERMARK * self._capacity_bytes:
-            self._evict(int(LOW_WATERMARK * self._capacity_bytes) - size)
-        return True
+        return size + int(_LEAST_FREE_SHARE * stat.f_blocks * stat.f_frsize) - stat.f_bavail * stat.f_frsize
+
+    def _no_space(self, size: int) -> None:
+        """A write found no space although there seemed to be some: it may be that of a quota, or have just gone."""
+        self._counters["no_space"] += 1
+        with self._evicting:
+            if self._used_bytes < 2 * size or time.monotonic() < self._patient_until:
+                self._decline("there is no space, and evicting does not help")
+                return
+            self._patient_until = time.monotonic() + _PATIENCE_SECONDS  # or until a write succeeds
+            self._evict(self._used_bytes - 2 * size)
 
     def _evict(self, target_bytes: int) -> None:
-        """Remove what was used longest ago until at most `target_bytes` are left; one thread at a time."""
-        with self._evicting:
-            while self._used_bytes > max(0, target_bytes) and self._entries:
-                with self._lock:
-                    victims = [key for key, _ in zip(self._entries, range(_VICTIMS_AT_ONCE), strict=False)]
-                for key in victims:
-                    if self._used_bytes <= max(0, target_bytes):
-                        break
-                    self._remove(key)
-                    self._counters["evicted"] += 1
+        """Remove what was used longest ago until at most `target_bytes` are left; with `_evicting` held."""
+        while self._used_bytes > max(0, target_bytes) and self._entries:
+            with self._lock:
+                victims = [key for key, _ in zip(self._entries, range(_VICTIMS_AT_ONCE), strict=False)]
+            for key in victims:
+                if self._used_bytes <= max(0, target_bytes):
+                    break
+                self._remove(key)
+                self._counters["evicted"] += 1
+
+    def _decline(self, why: str) -> None:
+        """Say that nothing is written: once, until a write succeeds."""
+        if not self._is_declining and time.monotonic() >= self._quiet_until:
+            logger.error("%s: nothing is written, what is there is served: %s", self._directory, why)
+            self._is_declining = True
+            self._quiet_until = time.monotonic() + _QUIET_SECONDS
+
+    def _written(self) -> None:
+        self._patient_until = 0.0
+        if self._is_declining:
+            self._is_declining = False
+            logger.warning("%s is written again", self._directory)
+        if not self._knows_direct:
+            with contextlib.suppress(OSError):
+                self._find_direct(self._root)
 
     # --- files ----------------------------------------------------------------------------------------------------
+
+    def _temporary(self, name: str) -> str:
+        """Return a name that no file has, for what is to become `name`."""
+        return f"{name}.{self._token}-{next(self._numbers)}{_TEMPORARY}"
 
     def _page(self) -> mmap.mmap:
         """Return this thread's aligned page."""
@@ -285,71 +394,146 @@ class DiskTier:
         if not self._direct:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _take_lock(self) -> int:
-        fd = os.open("lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._root)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            raise ConfigError(f"--tier disk://{self._directory}: another depot uses this folder") from None
-        return fd
+    def _open_folder(self) -> None:
+        """Make, open and lock the folder, and begin to list it; with `_evicting` held, once there are threads.
 
-    def _probe_direct(self) -> int:
-        """Return the flag for `O_DIRECT` if this file system has it, else 0."""
-        name = f"direct{_TEMPORARY}"
+        Raises:
+            ConfigError: another depot uses it, or it can be neither locked nor written.
+            OSError: it cannot be made or opened.
+        """
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600, dir_fd=self._root)
+            self._take_lock(root)
+            try:
+                self._find_direct(root)
+            except OSError as error:
+                if error.errno not in _STORAGE_AWAY:
+                    raise ConfigError(f"--tier disk://{self._directory} cannot be written: {error.strerror}") from error
+                self._decline(f"it cannot be written: {error.strerror}")
+            with self._lock:
+                if self._closed:
+                    raise OSError(errno.EBADF, "the tier is closed")
+                self._root = root
+                self._lister = threading.Thread(target=self._list, name="kvdepot-disk-list", daemon=True)
+                self._lister.start()
+        except BaseException:
+            os.close(root)
+            raise
+
+    def _take_lock(self, root: int) -> None:
+        try:
+            fcntl.flock(root, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the descriptor
+        except BlockingIOError:
+            raise ConfigError(f"--tier disk://{self._directory}: another depot uses this folder") from None
+        except OSError as error:
+            raise ConfigError(f"--tier disk://{self._directory} cannot be locked: {error.strerror}") from error
+
+    def _find_direct(self, root: int) -> None:
+        """Find out by writing whether this file system has `O_DIRECT`.
+
+        Raises:
+            OSError: it cannot be written at all.
+        """
+        try:
+            self._write_probe(root, os.O_DIRECT)
+            self._direct = os.O_DIRECT
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            logger.warning("%s has no O_DIRECT: entries go through the page cache, slower", self._directory)
+        self._knows_direct = True
+
+    def _read_probe(self) -> None:
+        """Read a page of the entry that was used last."""
+        with self._lock:
+            key = next(reversed(self._entries), None)
+        if key is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(name_of(key), os.O_RDONLY | os.O_CLOEXEC | self._direct, dir_fd=self._root)
+            try:
+                os.preadv(fd, [self._page()], 0)
+            finally:
+                os.close(fd)
+
+    def _write_probe(self, root: int, direct: int) -> None:
+        name, flags = self._temporary(_PROBE), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | direct
+        try:
+            fd = os.open(name, flags, 0o600, dir_fd=root)
             try:
                 os.pwrite(fd, self._page(), 0)
             finally:
                 os.close(fd)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise ConfigError(f"--tier disk://{self._directory} cannot be written: {error.strerror}") from error
-            logger.warning("%s has no O_DIRECT: entries go through the page cache, slower", self._directory)
-            return 0
         finally:
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self._root)
-        return os.O_DIRECT
+            with contextlib.suppress(OSError):  # it may be there although `open` refused `O_DIRECT`
+                os.unlink(name, dir_fd=root)
 
     # --- the index ------------------------------------------------------------------------------------------------
 
     def _list(self) -> None:
         """Find what an earlier depot left; newest last."""
+        found: dict[int, list[tuple[float, bytes, int]]] = {}  # by second: no other thread runs while a list is sorted
         try:
-            found = sorted(self._found_files())
+            for file in self._found_files():
+                found.setdefault(int(file[0]), []).append(file)
         except OSError as error:
             logger.error("%s cannot be listed: %s", self._directory, error)
-            found = []
+            found.clear()
         with self._lock:
             # What was written meanwhile is newer than all of them.
             newer, self._entries = self._entries, OrderedDict()
-            for _, key, size in found:
-                if key not in newer:
-                    self._entries[key] = size
-                    self._used_bytes += size
+            for second in sorted(found):
+                for _, key, size in sorted(found[second]):
+                    if key not in newer and key not in self._gone:
+                        self._entries[key] = size
+                        self._used_bytes += size
             self._entries.update(newer)
-        self.is_listed = True
+            self._gone.clear()
+            self.is_listed = True
         if found and not self._closed:
             logger.info("%s: %d entries, %s", self._directory, len(self._entries), format_size(self._used_bytes))
             if self._used_bytes > self._capacity_bytes:
-                self._evict(int(LOW_WATERMARK * self._capacity_bytes))
+                with self._evicting, contextlib.suppress(OSError):  # then the next write hears of it
+                    self._evict(int(LOW_WATERMARK * self._capacity_bytes))
 
     def _found_files(self) -> Iterator[tuple[float, bytes, int]]:
-        for folder in _folders_below(self._directory, depth=3):
-            with os.scandir(folder) as files:
-                for file in files:
-                    if self._closed:
-                        return
-                    key = _key_of(Path(file.path).relative_to(self._directory).as_posix())
-                    if key is None:
-                        if file.name.endswith(_TEMPORARY) and self._token not in file.name:
-                            with contextlib.suppress(OSError):
-                                os.unlink(file.path)
-                        continue
-                    stat = file.stat(follow_symlinks=False)
-                    yield stat.st_mtime, key, stat.st_size
+        """Yield time, key and size of every file that is an entry; remove what a writer that was killed left."""
+        for folder in ["", *self._found_folders()]:
+            for file in self._items(folder):
+                if self._closed:
+                    return
+                name = _joined(folder, file.name)
+                key = _key_of(name)
+                if key is not None:
+                    with contextlib.suppress(FileNotFoundError):  # it has just left
+                        stat = file.stat(follow_symlinks=False)
+                        yield stat.st_mtime, key, stat.st_size
+                elif self._token not in name and _is_left_over(name):
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=self._root)
+
+    def _found_folders(self) -> list[str]:
+        """Return the folders that entries may lie in; those of others are not looked into."""
+        folders = [""]
+        for num_digits in _FOLDER_DIGITS:
+            folders = [
+                _joined(folder, item.name)
+                for folder in folders
+                for item in self._items(folder)
+                if _is_hex(item.name, num_digits) and item.is_dir(follow_symlinks=False)
+            ]
+        return folders
+
+    def _items(self, folder: str) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self._directory / folder) as items:
+                return list(items)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            logger.error("%s cannot be listed, what is in it is not found: %s", self._directory / folder, error)
+            return []
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> DiskTier:
@@ -370,8 +554,8 @@ def _size_on_disk(num_bytes: int) -> int:
     return _round_up(num_bytes) + PAGE
 
 
-def _name_of(key: bytes) -> str:
-    """Return the path of an entry's file: labels of tenant and model, two digits of the chunk, the rest of the key."""
+def name_of(key: bytes) -> str:
+    """Return the path of an entry's file in the tier's folder: tenant's and model's label, two digits, the rest."""
     text = key.hex()
     tenant, model, rest = text[:_LABEL_DIGITS], text[_LABEL_DIGITS : 2 * _LABEL_DIGITS], text[2 * _LABEL_DIGITS :]
     return f"{tenant}/{model}/{rest[2 * PLACE_BYTES :][:2]}/{rest}"
@@ -383,7 +567,23 @@ def _key_of(name: str) -> bytes | None:
         key = bytes.fromhex(parts[0] + parts[1] + parts[3])
     except (IndexError, ValueError):
         return None
-    return key if len(key) == KEY_BYTES and _name_of(key) == name else None
+    return key if len(key) == KEY_BYTES and name_of(key) == name else None
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _is_hex(name: str, num_digits: int) -> bool:
+    return len(name) == num_digits and not name.strip("0123456789abcdef")
+
+
+def _is_left_over(name: str) -> bool:
+    """Whether this is a temporary name as `_temporary` makes them."""
+    entry, _, rest = name.removesuffix(_TEMPORARY).rpartition(".")
+    token, _, number = rest.partition("-")
+    is_temporary = name.endswith(_TEMPORARY) and _is_hex(token, _TOKEN_DIGITS) and number.isdecimal()
+    return is_temporary and (entry == _PROBE or _key_of(entry) is not None)
 
 
 def _make_folders(root: int, folder: str) -> None:
@@ -392,13 +592,3 @@ def _make_folders(root: int, folder: str) -> None:
         path = f"{path}/{part}" if path else part
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700, dir_fd=root)
-
-
-def _folders_below(directory: Path, depth: int) -> Iterator[str]:
-    if not depth:
-        yield str(directory)
-        return
-    with os.scandir(directory) as items:
-        folders = [Path(item.path) for item in items if item.is_dir(follow_symlinks=False)]
-    for folder in folders:
-        yield from _folders_below(folder, depth - 1)

@@ -1,0 +1,126 @@
+"""How long a disk tier takes to know what an earlier depot left: `python benchmarks/disk_index.py FOLDER`.
+
+Makes files with the names and sizes of entries (sparse, 4 MiB each; nothing is written into them) in a new folder
+below FOLDER, and removes them afterwards. Each round walks the tree with nothing but `os.scandir` and the `stat` of
+every file, then opens a tier over it and waits for the whole index, then does so again while a thread asks for keys,
+512 at a time and without a pause, as lookups do. What counts is the ratio of tier and walk within a round. The kernel's
+caches are warm: the files were made just before.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from kvdepot.testing.tier import PLACE, make_pool
+from kvdepot.tiers.disk import DiskTier, name_of
+from kvdepot.tiers.keys import label_of, tier_key
+
+PAYLOAD_BYTES = 4 << 20
+QUESTION_KEYS = 512
+_SWITCH_SECONDS = 0.0005  # as in a depot that has tiers
+
+
+def make_files(folder: Path, num_entries: int, num_tenants: int) -> list[bytes]:
+    """Make the files of entries; return their keys."""
+    keys: list[bytes] = []
+    for number in range(num_entries):
+        digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
+        key = tier_key(label_of(f"tenant {number % num_tenants}"), label_of("model"), PLACE, digest)
+        path = folder / name_of(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(PAYLOAD_BYTES + 4096)
+        keys.append(key)
+    return keys
+
+
+def walk(folder: str) -> int:
+    """Return how many files there are, after a `stat` of each."""
+    count = 0
+    with os.scandir(folder) as items:
+        for item in items:
+            if item.is_dir(follow_symlinks=False):
+                count += walk(item.path)
+            else:
+                count += item.stat(follow_symlinks=False).st_size > 0
+    return count
+
+
+def ask(tier: DiskTier, keys: list[bytes], is_over: threading.Event, seconds: list[float]) -> None:
+    """Ask for keys until it is over; note how long each question took."""
+    first = 0
+    while not is_over.is_set():
+        start = time.perf_counter()
+        tier.contains(keys[first : first + QUESTION_KEYS])
+        seconds.append(time.perf_counter() - start)
+        first = (first + QUESTION_KEYS) % len(keys)
+
+
+def open_and_wait(folder: Path, keys: list[bytes], seconds: list[float] | None) -> float:
+    """Return how long it took until the index was complete, with questions beside it if there is a list for them."""
+    is_over = threading.Event()
+    start = time.perf_counter()
+    tier = DiskTier(make_pool(), folder, 1 << 50)
+    asking = threading.Thread(target=ask, args=(tier, keys, is_over, [] if seconds is None else seconds))
+    if seconds is not None:
+        asking.start()
+    while not tier.is_listed:
+        time.sleep(0.001)
+    taken = time.perf_counter() - start
+    is_over.set()
+    if seconds is not None:
+        asking.join()
+    assert all(tier.contains(keys)), "the index is not complete"
+    tier.close()
+    return taken
+
+
+def said(name: str, seconds: list[float], bases: list[float]) -> str:
+    ratios = [value / base for value, base in zip(seconds, bases, strict=True)]
+    return (
+        f"{name} {statistics.median(seconds):.2f} s: {statistics.median(ratios):.1f} times the walk "
+        f"({min(ratios):.1f} to {max(ratios):.1f})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--entries", type=int, default=50_000)
+    parser.add_argument("--tenants", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    parent: Path = options.folder
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    walks, alone, beside, questions = list[float](), list[float](), list[float](), list[float]()
+    try:
+        keys = make_files(folder, options.entries, options.tenants)
+        for _ in range(options.rounds):
+            start = time.perf_counter()
+            assert walk(str(folder)) == options.entries
+            walks.append(time.perf_counter() - start)
+            alone.append(open_and_wait(folder, keys, None))
+            beside.append(open_and_wait(folder, keys, questions))
+    finally:
+        shutil.rmtree(folder)
+    questions.sort()
+    print(f"{options.entries} entries: plain walk {statistics.median(walks):.2f} s")
+    print(said("index", alone, walks))
+    print(said("index, with questions beside it", beside, walks))
+    p50, p99 = questions[len(questions) // 2], questions[len(questions) * 99 // 100]
+    print(
+        f"{len(questions)} questions for {QUESTION_KEYS} keys answered meanwhile: "
+        f"p50 {p50 * 1e3:.2f}, p99 {p99 * 1e3:.2f}, longest {questions[-1] * 1e3:.1f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()
