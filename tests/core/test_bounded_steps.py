@@ -4,7 +4,9 @@
 What steps cost is measured by `benchmarks/loop.py`; a thousand calls are about an eighth of a millisecond.
 """
 
+import contextlib
 import random
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ import pytest
 import zmq
 
 from kvdepot import messages as m
-from kvdepot.config import CONTROL_SOCKET, ServerConfig
+from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
@@ -491,3 +493,26 @@ def test_requests_that_wait_are_left_for_the_next_turn_when_the_time_is_over(tmp
     finally:
         zmq_context.destroy(linger=0)
         server.close()
+
+
+@pytest.mark.promise(61)
+def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(tmp_path: Path) -> None:
+    with closing(make_server(tmp_path)) as server, contextlib.ExitStack() as stack:
+        sessions, path = server._sessions, str(server.config.directory / SESSION_SOCKET)
+
+        def connect() -> socket.socket:
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            client.connect(path)
+            return client
+
+        first = connect()
+        sessions.serve(lambda: True)
+        strangers = [connect() for _ in range(20)]
+        first.sendall(m.encode_session(m.OpenSession(m.PROTOCOL_VERSION, "first")))
+        for turn in range(1, 21):
+            sessions.serve(lambda: True)
+            assert len(sessions._sessions) <= 1 + turn
+            assert len(sessions) == 1 or turn == 1, "the first has its session meanwhile"
+        sessions.serve(lambda: False)
+        assert len(sessions._sessions) == 1 + len(strangers)
