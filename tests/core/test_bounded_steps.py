@@ -205,6 +205,78 @@ def test_a_worker_that_leaves_many_unfinished_entries() -> None:
     assert bench.index.num_chunks == 0
 
 
+def prepare_all(bench: Bench) -> list[m.StorePlan]:
+    """Begin one prompt of as many chunks as there is room for."""
+    run, step = prompt(0, NUM_CHUNKS), m.MAXIMUM_STORE_ENTRIES
+    return [bench.prepare(run.slice(start, start + step)) for start in range(0, NUM_CHUNKS, step)]
+
+
+@pytest.mark.promise(61)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_worker_that_leaves_a_long_prompt_unfinished(order: int) -> None:
+    bench = Bench(filled=False)
+    prepare_all(bench)
+    bench.depot.tickets = dict(list(bench.depot.tickets.items())[::order])
+    bench.depot.end_session(1)
+    bench.depot.end_process(Writer(1, 1))
+    check(bench, NUM_CHUNKS)
+    assert bench.index.num_chunks == 0
+
+
+@pytest.mark.promise(61)
+def test_stores_of_a_long_prompt_that_are_aborted_one_by_one() -> None:
+    bench = Bench(filled=False)
+    for plan in prepare_all(bench):
+        with CallCounter() as counter:
+            bench.ask(m.AbortStore(bench.context, plan.ticket))
+        assert counter.count <= REQUEST_CALLS
+    check(bench)
+    assert bench.index.num_chunks == 0
+
+
+@pytest.mark.promise(61)
+def test_clearing_goes_on_where_there_are_many_holes() -> None:
+    bench = Bench(filled=False)
+    bench.store(prompt(0))
+    space = bench.index.spaces[0]
+    for node in [space.nodes[prompt(0).slice(place, place + 1).digests] for place in range(100, PROMPT_CHUNKS - 100)]:
+        bench.index.remove_entry(bench.index.entries(node)[0])
+    bench.depot.clear_everywhere("a", None)
+    check(bench, 10)
+    assert bench.index.num_chunks == bench.index.num_entries == 0
+
+
+@pytest.mark.promise(61)
+def test_a_commit_that_many_chunks_have_waited_for() -> None:
+    bench = Bench(filled=False)
+    first, *others = prepare_all(bench)
+    for plan in others:
+        bench.ask(m.CommitStore(bench.context, plan.ticket))
+    with CallCounter() as counter:
+        bench.ask(m.CommitStore(bench.context, first.ticket))
+    assert counter.count <= STEP_CALLS
+    space, digests = bench.index.spaces[0], prompt(0, NUM_CHUNKS).digests
+    found = bench.index.longest_prefix(space, digests)[0]
+    assert m.MAXIMUM_STORE_ENTRIES <= found < NUM_CHUNKS
+    check(bench)
+    assert bench.index.longest_prefix(space, digests)[0] == NUM_CHUNKS
+
+
+@pytest.mark.promise(61)
+def test_what_left_before_it_could_be_found_is_not_found() -> None:
+    bench = Bench(filled=False)
+    first, *others = prepare_all(bench)
+    for plan in others:
+        bench.ask(m.CommitStore(bench.context, plan.ticket))
+    bench.ask(m.CommitStore(bench.context, first.ticket))
+    shown: list[int] = []
+    bench.index.on_shown = shown.append
+    assert sum(bench.index.clear(lambda _label, _space: True)) == NUM_CHUNKS
+    bench.depot.work()
+    assert not any(bench.index._visible)
+    assert shown == []
+
+
 @pytest.mark.promise(10)
 def test_leases_that_expire_do_not_wait_for_what_takes_long(bench: Bench) -> None:
     for number in range(100):

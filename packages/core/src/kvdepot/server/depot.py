@@ -168,6 +168,7 @@ class Depot:
         self.tiering: Tiering | None = None
         self.movers: MoverTable | None = None
         self._soon: deque[Iterator[int]] = deque()  # what must not wait for what takes long
+        self.index.go_on = self._soon.append
         self._chores: deque[Iterator[int]] = deque()  # what takes long: done in steps, one after the other
         self._is_expiring = False  # chunks whose time is over; that is a chore
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
@@ -615,7 +616,7 @@ class Depot:
         """Take back unfinished entries that nobody writes any more: at once, or soon if they are many."""
 
         def steps() -> Iterator[int]:
-            for record in records:
+            for record in reversed(records):  # mostly deepest first: then no holes remain
                 self.index.discard_entry(record)
                 self.counters["entries_aborted"] += 1
                 yield 1

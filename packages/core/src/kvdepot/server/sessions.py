@@ -139,7 +139,7 @@ class SessionTable:
     def serve(self, is_over: Callable[[], bool]) -> None:
         """Do what there is to do, one thing at least, until `is_over`; never waits.
 
-        One at a time: the kernel puts whoever was served behind all others, so that no flood of one kind holds up another.
+        One at a time: the kernel puts whoever was served behind all others, so that no flood holds up the rest.
         """
         while events := self._epoll.poll(0, 1):
             fd, _ = events[0]
