@@ -192,6 +192,21 @@ def test_an_engine_that_leaves_many_leases(bench: Bench) -> None:
 
 
 @pytest.mark.promise(61)
+@pytest.mark.parametrize("ends", ["request", "session"])
+def test_a_request_with_many_leases(bench: Bench, ends: str) -> None:
+    for _ in range(2000):
+        bench.ask(m.Lookup(bench.context, "request", prompt(0).digests, "a"))
+    with CallCounter() as counter:
+        if ends == "request":
+            assert bench.ask(m.EndRequest(bench.context, "request")) == m.Done(1, 2000)
+        else:
+            bench.depot.end_session(1)
+    assert counter.count <= STEP_CALLS
+    check(bench)
+    assert len(bench.depot.leases) == 0
+
+
+@pytest.mark.promise(61)
 def test_a_worker_that_leaves_many_unfinished_entries() -> None:
     bench = Bench(filled=False)
     for name in range(64):

@@ -480,7 +480,9 @@ class Depot:
 
     def _end_request(self, session: int, writer: Writer, request: m.EndRequest) -> m.Reply:
         context = self._context(session, request.context)
-        return m.Done(self.epoch, self.leases.end_request(context.number, request.request_id))
+        count = self.leases.count_of_request(context.number, request.request_id)
+        self._do_soon(self.leases.end_request(context.number, request.request_id), count)
+        return m.Done(self.epoch, count)
 
     def _hint(self, session: int, writer: Writer, request: m.Hint) -> m.Reply | Deferred:
         context = self._context(session, request.context)
