@@ -25,7 +25,8 @@ from kvdepot.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool import NAMES_FILE
-from kvdepot.server.depot import MAXIMUM_ROWS, Deferred, Depot, Refused
+from kvdepot.quotas import MAXIMUM_QUOTAS
+from kvdepot.server.depot import MAXIMUM_LABELS, MAXIMUM_ROWS, Deferred, Depot, Refused
 from kvdepot.server.loop import DepotServer
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import IndexTable, Writer
@@ -323,6 +324,37 @@ def test_what_fails_between_messages_is_counted_and_the_rest_goes_on(bench: Benc
 def test_a_quota_at_runtime(bench: Bench) -> None:
     assert most_calls(bench.index.set_quota("a", NUM_CHUNKS // 2 * PAGE))[0] <= STEP_CALLS
     assert bench.index.quotas.used_bytes == [NUM_CHUNKS // 2 * PAGE] * 2
+
+
+@pytest.mark.promise(61)
+def test_a_store_where_a_thousand_tenants_are_above_their_quota() -> None:
+    bench = Bench(filled=False)
+    for name in range(MAXIMUM_QUOTAS - 1):
+        bench.store(prompt(name, 8, tenant=f"tenant {name}"))
+        for _ in bench.index.set_quota(f"tenant {name}", 7 * PAGE):
+            pass
+    bench.store(prompt(-1, 8, tenant="nobody"))
+    with CallCounter() as counter:
+        plan = bench.prepare(prompt(-2, m.MAXIMUM_STORE_ENTRIES, tenant="nobody"))
+    assert counter.count <= REQUEST_CALLS
+    assert plan.num_declined == 0
+
+
+@pytest.mark.promise(61)
+def test_a_quota_and_the_status_where_tenants_have_many_models() -> None:
+    bench = Bench(filled=False)
+    bench.store(prompt(0, 1))
+    for number in range(MAXIMUM_LABELS - 1):
+        bench.depot.labels.append(("a", f"model {number}"))
+        bench.index.quotas.add_label(len(bench.depot.labels) - 1, "a")
+    steps = bench.index.set_quota("a", PAGE)
+    with CallCounter() as counter:
+        next(steps)
+    assert counter.count <= STEP_CALLS
+    with CallCounter() as counter:
+        tenants = bench.depot.status_fields()["tenants"]
+    assert counter.count <= STEP_CALLS
+    assert tenants == {"a": {"used_bytes": PAGE, "quota_bytes": PAGE}}
 
 
 @pytest.mark.promise(61)

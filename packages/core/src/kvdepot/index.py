@@ -157,7 +157,6 @@ class ChunkIndex:
         self.go_on: Callable[[Iterator[int]], object] = sum
         self.now = 0  # seconds of the depot's clock, which sets it now and then
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of what was evicted
-        self.label_bytes: dict[int, int] = {}
         self._space_by_spec: dict[bytes, Space] = {}
         self._tree = ChunkTree()
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
@@ -549,8 +548,7 @@ class ChunkIndex:
         if is_known:
             self._policy_of(node).removed(node)
         size = sum(extent_size(self.table.extent(record)[1]) for record in self._entries(node))
-        self.quotas.used_bytes[self._tree.share[node]] -= size
-        self.quotas.used_bytes[share] += size
+        self.quotas.move(size, self._tree.share[node], share)
         self._tree.share[node] = share
         self._need_policy(share, self._tree.rank[node])
         if is_known:
@@ -1039,9 +1037,7 @@ class ChunkIndex:
         self._free_records.append(record)
 
     def _account(self, node: int, num_bytes: int) -> None:
-        label = self._label_of[node]
-        self.label_bytes[label] = self.label_bytes.get(label, 0) + num_bytes
-        self.quotas.used_bytes[self._tree.share[node]] += num_bytes
+        self.quotas.account(self._label_of[node], self._tree.share[node], num_bytes)
 
     def _take_record(self, share: int) -> int | None:
         while not self._free_records:

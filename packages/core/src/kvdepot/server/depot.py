@@ -177,7 +177,7 @@ class Depot:
         self._clock = clock
         self._names_are_saved = True
         self._label_numbers: dict[tuple[str, str], int] = {}
-        self._labels_by_tenant: dict[str, list[int]] = {}  # of those that operators see by name
+        self._shown_tenants: dict[str, None] = {}  # those that operators see by name
         self._next_number = 1
         self._token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
         self._handlers: dict[type, Callable[[int, Writer, Any], m.Reply | Deferred]] = {
@@ -941,21 +941,17 @@ class Depot:
                 )
             number = self._label_numbers[tenant, model] = len(self.labels)
             self.labels.append((tenant, model))
-            if tenant in self._labels_by_tenant or len(self._labels_by_tenant) < MAXIMUM_ROWS:
-                self._labels_by_tenant.setdefault(tenant, []).append(number)
-            self.index.quotas.add_tenant(number, tenant)
+            if len(self._shown_tenants) < MAXIMUM_ROWS:
+                self._shown_tenants[tenant] = None
+            self.index.quotas.add_label(number, tenant)
             self._names_are_saved = False
         if not self._names_are_saved:
             self._save_names()
         return number
 
     def _tenant_status(self) -> dict[str, dict[str, int]]:
-        quotas, label_bytes = self.index.quotas, self.index.label_bytes
-        tenants = {
-            name: {"used_bytes": sum(label_bytes.get(label, 0) for label in labels)}
-            for name, labels in self._labels_by_tenant.items()
-            if any(label in label_bytes for label in labels)
-        }
+        quotas, tenant_bytes = self.index.quotas, self.index.quotas.tenant_bytes
+        tenants = {name: {"used_bytes": tenant_bytes[name]} for name in self._shown_tenants if name in tenant_bytes}
         for name, (quota, used) in quotas.usage().items():
             if used or name in tenants:
                 tenants[name] = {"used_bytes": used, "quota_bytes": quota}
