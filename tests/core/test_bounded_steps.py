@@ -450,6 +450,39 @@ def test_the_status_of_many_tenants() -> None:
 
 
 @pytest.mark.promise(61)
+def test_a_thousand_workers_of_one_cache() -> None:
+    bench, num_workers, num_groups = Bench(filled=False), 1000, 4
+    spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1, 0, num_workers),) * num_groups, "bytes")
+    space = bench.index.space(spec)
+
+    def register(shard: int, page: int = PAGE) -> m.RegisterKVCache:
+        details = (m.GroupDetail((page,), 8, shard),) * num_groups
+        return m.RegisterKVCache(1, f"engine {shard}", 0, 1, "none", "none", f"model {shard}", spec, details)
+
+    for shard in range(num_workers):
+        assert bench.depot._places(space) == ([], "")
+        with CallCounter() as counter:
+            bench.ask(register(shard), 2 + shard)
+        assert counter.count <= STEP_CALLS
+    with CallCounter() as counter:
+        contexts = bench.depot.status_fields()["contexts"]
+    assert counter.count <= REQUEST_CALLS
+    assert [len(context.groups) for context in contexts[1:]] == [num_groups] * num_workers
+    places, model = bench.depot._places(space, "engine 5")
+    assert [(place.group, place.shard) for place in places] == [
+        (group, shard) for group in range(num_groups) for shard in range(num_workers)
+    ]
+    with CallCounter() as counter:
+        assert bench.depot._places(space, "nobody") == (places, "model 0")
+    assert (model, counter.count <= STEP_CALLS) == ("model 5", True)
+    with pytest.raises(Refused, match=f"group 0, shard 7: 1 bytes a chunk, but engine 7 registered {PAGE}"):
+        bench.ask(register(7, 1))
+    bench.ask(m.Unregister(max(bench.depot.contexts)), 1 + num_workers)
+    assert bench.depot._places(space) == ([], "")
+    assert bench.ask(register(num_workers - 1, 1)).context
+
+
+@pytest.mark.promise(61)
 @pytest.mark.parametrize("kind", [GroupKind.FULL_ATTENTION, GroupKind.RECURRENT])
 def test_a_lookup_of_many_chunks_that_nobody_has(bench: Bench, kind: GroupKind) -> None:
     spec = m.CacheSpec(1, (m.GroupShape(kind, 1),), "bytes")

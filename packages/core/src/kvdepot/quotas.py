@@ -19,7 +19,7 @@ _SPARE: Final = 64  # entries of a heap
 class QuotaTable:
     """Shares of the pool: number 0 for tenants without a quota, then one for each quota.
 
-    Bytes are counted by share and by tenant. The shares above their quota wait in a heap, the one most above it first; an
+    Bytes are counted by share and by tenant. Shares above their quota wait in a heap, the one most above it first; an
     entry may say too much, which is put right when it comes to the top, or nothing any more.
 
     Args:
