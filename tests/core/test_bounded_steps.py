@@ -4,7 +4,9 @@
 What steps cost is measured by `benchmarks/loop.py`; a thousand calls are about an eighth of a millisecond.
 """
 
+import contextlib
 import random
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -17,13 +19,14 @@ import pytest
 import zmq
 
 from kvdepot import messages as m
-from kvdepot.config import CONTROL_SOCKET, ServerConfig
+from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool import NAMES_FILE
-from kvdepot.server.depot import MAXIMUM_ROWS, Deferred, Depot, Refused
+from kvdepot.quotas import MAXIMUM_QUOTAS
+from kvdepot.server.depot import MAXIMUM_LABELS, MAXIMUM_ROWS, Deferred, Depot, Refused
 from kvdepot.server.loop import DepotServer
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import IndexTable, Writer
@@ -190,6 +193,21 @@ def test_an_engine_that_leaves_many_leases(bench: Bench) -> None:
 
 
 @pytest.mark.promise(61)
+@pytest.mark.parametrize("ends", ["request", "session"])
+def test_a_request_with_many_leases(bench: Bench, ends: str) -> None:
+    for _ in range(2000):
+        bench.ask(m.Lookup(bench.context, "request", prompt(0).digests, "a"))
+    with CallCounter() as counter:
+        if ends == "request":
+            assert bench.ask(m.EndRequest(bench.context, "request")) == m.Done(1, 2000)
+        else:
+            bench.depot.end_session(1)
+    assert counter.count <= STEP_CALLS
+    check(bench)
+    assert len(bench.depot.leases) == 0
+
+
+@pytest.mark.promise(61)
 def test_a_worker_that_leaves_many_unfinished_entries() -> None:
     bench = Bench(filled=False)
     for name in range(64):
@@ -201,6 +219,78 @@ def test_a_worker_that_leaves_many_unfinished_entries() -> None:
     assert counter.count <= STEP_CALLS
     check(bench)
     assert bench.index.num_chunks == 0
+
+
+def prepare_all(bench: Bench) -> list[m.StorePlan]:
+    """Begin one prompt of as many chunks as there is room for."""
+    run, step = prompt(0, NUM_CHUNKS), m.MAXIMUM_STORE_ENTRIES
+    return [bench.prepare(run.slice(start, start + step)) for start in range(0, NUM_CHUNKS, step)]
+
+
+@pytest.mark.promise(61)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_worker_that_leaves_a_long_prompt_unfinished(order: int) -> None:
+    bench = Bench(filled=False)
+    prepare_all(bench)
+    bench.depot.tickets = dict(list(bench.depot.tickets.items())[::order])
+    bench.depot.end_session(1)
+    bench.depot.end_process(Writer(1, 1))
+    check(bench, NUM_CHUNKS)
+    assert bench.index.num_chunks == 0
+
+
+@pytest.mark.promise(61)
+def test_stores_of_a_long_prompt_that_are_aborted_one_by_one() -> None:
+    bench = Bench(filled=False)
+    for plan in prepare_all(bench):
+        with CallCounter() as counter:
+            bench.ask(m.AbortStore(bench.context, plan.ticket))
+        assert counter.count <= REQUEST_CALLS
+    check(bench)
+    assert bench.index.num_chunks == 0
+
+
+@pytest.mark.promise(61)
+def test_clearing_goes_on_where_there_are_many_holes() -> None:
+    bench = Bench(filled=False)
+    bench.store(prompt(0))
+    space = bench.index.spaces[0]
+    for node in [space.nodes[prompt(0).slice(place, place + 1).digests] for place in range(100, PROMPT_CHUNKS - 100)]:
+        bench.index.remove_entry(bench.index.entries(node)[0])
+    bench.depot.clear_everywhere("a", None)
+    check(bench, 10)
+    assert bench.index.num_chunks == bench.index.num_entries == 0
+
+
+@pytest.mark.promise(61)
+def test_a_commit_that_many_chunks_have_waited_for() -> None:
+    bench = Bench(filled=False)
+    first, *others = prepare_all(bench)
+    for plan in others:
+        bench.ask(m.CommitStore(bench.context, plan.ticket))
+    with CallCounter() as counter:
+        bench.ask(m.CommitStore(bench.context, first.ticket))
+    assert counter.count <= STEP_CALLS
+    space, digests = bench.index.spaces[0], prompt(0, NUM_CHUNKS).digests
+    found = bench.index.longest_prefix(space, digests)[0]
+    assert m.MAXIMUM_STORE_ENTRIES <= found < NUM_CHUNKS
+    check(bench)
+    assert bench.index.longest_prefix(space, digests)[0] == NUM_CHUNKS
+
+
+@pytest.mark.promise(61)
+def test_what_left_before_it_could_be_found_is_not_found() -> None:
+    bench = Bench(filled=False)
+    first, *others = prepare_all(bench)
+    for plan in others:
+        bench.ask(m.CommitStore(bench.context, plan.ticket))
+    bench.ask(m.CommitStore(bench.context, first.ticket))
+    shown: list[int] = []
+    bench.index.on_shown = shown.append
+    assert sum(bench.index.clear(lambda _label, _space: True)) == NUM_CHUNKS
+    bench.depot.work()
+    assert not any(bench.index._visible)
+    assert shown == []
 
 
 @pytest.mark.promise(10)
@@ -234,6 +324,37 @@ def test_what_fails_between_messages_is_counted_and_the_rest_goes_on(bench: Benc
 def test_a_quota_at_runtime(bench: Bench) -> None:
     assert most_calls(bench.index.set_quota("a", NUM_CHUNKS // 2 * PAGE))[0] <= STEP_CALLS
     assert bench.index.quotas.used_bytes == [NUM_CHUNKS // 2 * PAGE] * 2
+
+
+@pytest.mark.promise(61)
+def test_a_store_where_a_thousand_tenants_are_above_their_quota() -> None:
+    bench = Bench(filled=False)
+    for name in range(MAXIMUM_QUOTAS - 1):
+        bench.store(prompt(name, 8, tenant=f"tenant {name}"))
+        for _ in bench.index.set_quota(f"tenant {name}", 7 * PAGE):
+            pass
+    bench.store(prompt(-1, 8, tenant="nobody"))
+    with CallCounter() as counter:
+        plan = bench.prepare(prompt(-2, m.MAXIMUM_STORE_ENTRIES, tenant="nobody"))
+    assert counter.count <= REQUEST_CALLS
+    assert plan.num_declined == 0
+
+
+@pytest.mark.promise(61)
+def test_a_quota_and_the_status_where_tenants_have_many_models() -> None:
+    bench = Bench(filled=False)
+    bench.store(prompt(0, 1))
+    for number in range(MAXIMUM_LABELS - 1):
+        bench.depot.labels.append(("a", f"model {number}"))
+        bench.index.quotas.add_label(len(bench.depot.labels) - 1, "a")
+    steps = bench.index.set_quota("a", PAGE)
+    with CallCounter() as counter:
+        next(steps)
+    assert counter.count <= STEP_CALLS
+    with CallCounter() as counter:
+        tenants = bench.depot.status_fields()["tenants"]
+    assert counter.count <= STEP_CALLS
+    assert tenants == {"a": {"used_bytes": PAGE, "quota_bytes": PAGE}}
 
 
 @pytest.mark.promise(61)
@@ -326,6 +447,39 @@ def test_the_status_of_many_tenants() -> None:
     assert len(tenants) == MAXIMUM_ROWS + 1
     assert tenants["tenant 7"] == {"used_bytes": 2 * PAGE}
     assert tenants["(others)"] == {"used_bytes": 2 * PAGE * (num_tenants - MAXIMUM_ROWS)}
+
+
+@pytest.mark.promise(61)
+def test_a_thousand_workers_of_one_cache() -> None:
+    bench, num_workers, num_groups = Bench(filled=False), 1000, 4
+    spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1, 0, num_workers),) * num_groups, "bytes")
+    space = bench.index.space(spec)
+
+    def register(shard: int, page: int = PAGE) -> m.RegisterKVCache:
+        details = (m.GroupDetail((page,), 8, shard),) * num_groups
+        return m.RegisterKVCache(1, f"engine {shard}", 0, 1, "none", "none", f"model {shard}", spec, details)
+
+    for shard in range(num_workers):
+        assert bench.depot._places(space) == ([], "")
+        with CallCounter() as counter:
+            bench.ask(register(shard), 2 + shard)
+        assert counter.count <= STEP_CALLS
+    with CallCounter() as counter:
+        contexts = bench.depot.status_fields()["contexts"]
+    assert counter.count <= REQUEST_CALLS
+    assert [len(context.groups) for context in contexts[1:]] == [num_groups] * num_workers
+    places, model = bench.depot._places(space, "engine 5")
+    assert [(place.group, place.shard) for place in places] == [
+        (group, shard) for group in range(num_groups) for shard in range(num_workers)
+    ]
+    with CallCounter() as counter:
+        assert bench.depot._places(space, "nobody") == (places, "model 0")
+    assert (model, counter.count <= STEP_CALLS) == ("model 5", True)
+    with pytest.raises(Refused, match=f"group 0, shard 7: 1 bytes a chunk, but engine 7 registered {PAGE}"):
+        bench.ask(register(7, 1))
+    bench.ask(m.Unregister(max(bench.depot.contexts)), 1 + num_workers)
+    assert bench.depot._places(space) == ([], "")
+    assert bench.ask(register(num_workers - 1, 1)).context
 
 
 @pytest.mark.promise(61)
@@ -491,3 +645,26 @@ def test_requests_that_wait_are_left_for_the_next_turn_when_the_time_is_over(tmp
     finally:
         zmq_context.destroy(linger=0)
         server.close()
+
+
+@pytest.mark.promise(61)
+def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(tmp_path: Path) -> None:
+    with closing(make_server(tmp_path)) as server, contextlib.ExitStack() as stack:
+        sessions, path = server._sessions, str(server.config.directory / SESSION_SOCKET)
+
+        def connect() -> socket.socket:
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            client.connect(path)
+            return client
+
+        first = connect()
+        sessions.serve(lambda: True)
+        strangers = [connect() for _ in range(20)]
+        first.sendall(m.encode_session(m.OpenSession(m.PROTOCOL_VERSION, "first")))
+        for turn in range(1, 21):
+            sessions.serve(lambda: True)
+            assert len(sessions._sessions) <= 1 + turn
+            assert len(sessions) == 1 or turn == 1, "the first has its session meanwhile"
+        sessions.serve(lambda: False)
+        assert len(sessions._sessions) == 1 + len(strangers)

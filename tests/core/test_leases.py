@@ -42,7 +42,7 @@ def test_a_lease_pins_until_it_is_released_and_only_once(leases: LeaseTable, pin
 def test_nobody_releases_the_lease_of_another_context(leases: LeaseTable, pins: Pins) -> None:
     number = leases.grant(1, "a", (4,), now=0.0)
     assert not leases.release(2, number)
-    assert leases.end_request(2, "a") == sum(leases.end_context(2)) == 0
+    assert sum(leases.end_request(2, "a")) == sum(leases.end_context(2)) == 0
     assert pins.held == [4]
 
 
@@ -50,8 +50,23 @@ def test_a_request_ends_with_its_own_leases_only(leases: LeaseTable, pins: Pins)
     for request, node in (("a", 1), ("a", 2), ("b", 3)):
         leases.grant(1, request, (node,), now=0.0)
     leases.grant(2, "a", (4,), now=0.0)
-    assert leases.end_request(1, "a") == 2
+    assert leases.count_of_request(1, "a") == 2
+    assert sum(leases.end_request(1, "a")) == 2
+    assert leases.count_of_request(1, "a") == 0
     assert pins.held == [3, 4]
+
+
+def test_what_ends_in_steps_leaves_out_what_is_granted_meanwhile(leases: LeaseTable, pins: Pins) -> None:
+    numbers = [leases.grant(1, "a", (node,), now=0.0) for node in range(4)]
+    steps = leases.end_request(1, "a")
+    assert next(steps) == 1
+    left = [number for number in numbers if leases.find(1, number)]
+    assert leases.release(1, left[0])
+    leases.grant(1, "a", (9,), now=0.0)
+    assert sum(steps) == 2
+    assert (pins.held, leases.count_of(1), leases.count_of_request(1, "a")) == ([9], 1, 1)
+    assert sum(leases.end_context(1)) == 1
+    assert (pins.held, len(leases), leases.count_of(1)) == ([], 0, 0)
 
 
 def test_a_context_ends_with_all_its_leases(leases: LeaseTable, pins: Pins) -> None:

@@ -57,9 +57,9 @@ def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
     worker = bench.worker()
     for turn in range(200):
         fill(worker, "ab"[turn % 2], range(turn, turn + 1))
-    before = bench.index.label_bytes.copy()
+    before = bench.index.quotas.tenant_bytes.copy()
     fill(worker, "a", range(1000, 1100))
-    assert bench.index.label_bytes == before == {0: 4 * PAGE, 1: 4 * PAGE}
+    assert bench.index.quotas.tenant_bytes == before == {"a": 4 * PAGE, "b": 4 * PAGE}
     assert stored(worker, "b", range(200)) == 4
 
 
@@ -101,9 +101,9 @@ def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> Non
     quota = {"a": 10 * PAGE, "b": 6 * PAGE, "c": 8 * PAGE}
     for number in range(600):
         tenant = rng.choice("abc")
-        before = {bench.depot.labels[t][0]: used for t, used in bench.index.label_bytes.items()}
+        before = bench.index.quotas.tenant_bytes.copy()
         worker.store(prompt(rng.randint(1, 3), number, tenant))
-        after = {bench.depot.labels[t][0]: used for t, used in bench.index.label_bytes.items()}
+        after = bench.index.quotas.tenant_bytes.copy()
         for other, used in before.items():
             if other != tenant:
                 assert after[other] >= min(used, quota[other])
@@ -169,8 +169,39 @@ def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
         assert quotas.used_bytes[0] >= 0
     bench.depot.work()
     by_share: dict[int, int] = {}
-    for label, size in bench.index.label_bytes.items():
-        share = bench.index.quotas.share_of(label)
+    for name, size in bench.index.quotas.tenant_bytes.items():
+        share = bench.index.quotas.share_of([tenant for tenant, _ in bench.depot.labels].index(name))
         by_share[share] = by_share.get(share, 0) + size
     assert [by_share.get(n, 0) for n in range(bench.index.quotas.num_shares)] == bench.index.quotas.used_bytes
     empty_by_eviction(bench.index)
+
+
+def test_whoever_is_above_its_quota_most_makes_room_first() -> None:
+    rng = random.Random(5)
+    table = QuotaTable(10_000, {f"{name}": rng.randint(1, 300) for name in range(20)})
+    for label in range(30):
+        table.add_label(label, f"{label}")
+    quota, used = table.quota_bytes, table.used_bytes
+    for turn in range(20_000):
+        share = rng.randrange(table.num_shares)
+        match rng.randrange(8):
+            case 0:
+                table.move(used[share] // 2, share, rng.randrange(table.num_shares))
+            case 1 if share:
+                table.set_quota(f"{share - 1}", rng.randint(1, quota[share] + quota[0] // 4))
+            case 2 if table.end_quota(f"{share - 1}"):
+                table.forget_quota(f"{share - 1}")
+            case 3 | 4 | 5:
+                table.account(share, share, rng.randint(1, 100))
+            case _:
+                table.account(share, share, -rng.randint(0, used[share]))
+        if turn % 3:
+            continue
+        above = [number for number in range(table.num_shares) if used[number] > quota[number]]
+        above.sort(key=lambda number: used[number] / max(1, quota[number]), reverse=True)
+        share = rng.randrange(table.num_shares)
+        expected = above if share in above else [*above, share]
+        some = rng.randrange(1 + len(expected))
+        assert [number for number, _ in zip(table.victims(share), range(some), strict=False)] == expected[:some]
+        assert list(table.victims(share)) == expected
+        assert len(table._heap) <= 2 * table.num_shares + 64  # pyright: ignore[reportPrivateUsage]

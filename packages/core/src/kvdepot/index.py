@@ -38,6 +38,8 @@ _RESTORE_STEP: Final = 50  # records
 _REMOVE_STEP: Final = 25  # chunks
 _SCAN_STEP: Final = 500  # chunks that are only looked at
 _RANK_STEP: Final = 40  # chunks
+_REVEAL_STEP: Final = 64  # chunks
+_HOLE_STEP: Final = 16
 _LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go is bounded by that, not by the pool
 _KEY_PARTS: Final = 64
 _MOST_WALKED: Final = 8192  # chunks towards the start, for a boundary that windows and states have: two milliseconds
@@ -151,9 +153,10 @@ class ChunkIndex:
         self.num_evicted = 0
         self.on_shown: Callable[[int], object] | None = None  # called with each node that can be found from now on
         self.on_hidden: Callable[[int], object] | None = None  # and with each that cannot any more
+        # Given what is left to do of something long; may do it later, in steps.
+        self.go_on: Callable[[Iterator[int]], object] = sum
         self.now = 0  # seconds of the depot's clock, which sets it now and then
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of what was evicted
-        self.label_bytes: dict[int, int] = {}
         self._space_by_spec: dict[bytes, Space] = {}
         self._tree = ChunkTree()
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
@@ -417,7 +420,7 @@ class ChunkIndex:
         self._tree.holds[node] -= 1
         if self._tree.evictable(node):
             if self._first_entry[node] == NO_RECORD:
-                self._drop_node(node)
+                self._drop_holes_later(self._drop_node(node))
             else:
                 self._policy_of(node).unpinned(node)
 
@@ -545,8 +548,7 @@ class ChunkIndex:
         if is_known:
             self._policy_of(node).removed(node)
         size = sum(extent_size(self.table.extent(record)[1]) for record in self._entries(node))
-        self.quotas.used_bytes[self._tree.share[node]] -= size
-        self.quotas.used_bytes[share] += size
+        self.quotas.move(size, self._tree.share[node], share)
         self._tree.share[node] = share
         self._need_policy(share, self._tree.rank[node])
         if is_known:
@@ -655,7 +657,7 @@ class ChunkIndex:
         if self._first_entry[node] != NO_RECORD:
             return
         if self._tree.evictable(node):
-            self._drop_node(node)
+            self._drop_holes_later(self._drop_node(node))
         else:
             self._policy_of(node).removed(node)  # a hole: `added` again when it is stored again
 
@@ -695,7 +697,7 @@ class ChunkIndex:
     def _evict(self, node: int) -> None:
         self.num_evicted += 1
         self.eviction_ages.add(self.idle_seconds(node))
-        self._remove(node)
+        self._drop_holes_later(self._remove(node))
 
     def _policy_of(self, node: int) -> EvictionPolicy:
         return self._policies[self._tree.share[node]][self._tree.rank[node]]
@@ -706,18 +708,15 @@ class ChunkIndex:
         A chunk with a descendant that stays, stays too. Yields how many entries were removed since it last did; between
         two steps the index may be used for anything.
         """
-        removed = 0
+
+        def is_wanted(node: int) -> bool:
+            return self._is_hole(node) or wanted(self._label_of[node], self.space_of(node))
+
         for number in range(len(self._tree.keys)):
-            if self._tree.evictable(number):
-                for count in self._clear_up(number, lambda node: wanted(self._label_of[node], self.space_of(node))):
-                    removed += count
-                    if count:
-                        yield removed
-                        removed = 0
+            if self._tree.evictable(number) and is_wanted(number):
+                yield from self._clear_up(number, is_wanted)
             if number % _SCAN_STEP == 0:
-                yield removed
-                removed = 0
-        yield removed
+                yield 0
 
     def clear_end(self, node: int) -> Iterator[int]:
         """Remove a chunk and those before it, up to the first that something else needs; yields as `clear` does."""
@@ -728,7 +727,7 @@ class ChunkIndex:
         while node != NO_NODE and self._tree.evictable(node) and is_wanted(node):
             node = self._remove(node)
             count += 1
-            if count % _REMOVE_STEP == 0 and node != NO_NODE:
+            if node != NO_NODE and (count % _REMOVE_STEP == 0 or self._is_hole(node)):
                 key = self._tree.keys[node]
                 yield before - self.num_entries
                 before = self.num_entries
@@ -737,7 +736,7 @@ class ChunkIndex:
         yield before - self.num_entries
 
     def _remove(self, node: int) -> int:
-        """Remove an evictable chunk; return the one before it if that can leave now, else `NO_NODE`."""
+        """Remove an evictable chunk or hole; returns what `_drop_node` does."""
         record = self._first_entry[node]
         while record != NO_RECORD:
             following = self._next_entry[record]
@@ -926,12 +925,12 @@ class ChunkIndex:
         return node
 
     def _drop_node(self, node: int) -> int:
-        """Remove a node without entries and children, and the holes above it that nothing needs any more.
+        """Remove a node without entries and children, and some of the holes above it that nothing needs any more.
 
-        Returns the node where that ended if it can leave now, else `NO_NODE`.
+        Returns the node where that ended if it can leave now, a chunk or one more hole; else `NO_NODE`.
         """
         tree = self._tree
-        while True:
+        for _ in range(_HOLE_STEP):
             self._policy_of(node).removed(node)
             key, parent = tree.keys[node], tree.parent[node]
             assert key is not None
@@ -954,6 +953,22 @@ class ChunkIndex:
                 self._policy_of(parent).unpinned(parent)
                 return parent
             node = parent
+        return node
+
+    def _is_hole(self, node: int) -> bool:
+        return self._first_entry[node] == NO_RECORD
+
+    def _drop_holes_later(self, node: int) -> None:
+        """Go on with what `_drop_node` returned, if it is a hole."""
+        if node != NO_NODE and self._is_hole(node):
+            self.go_on(self._drop_holes(node, self.key_of(node)))
+
+    def _drop_holes(self, node: int, key: bytes | None) -> Iterator[int]:
+        tree = self._tree
+        while node != NO_NODE and tree.keys[node] == key and tree.evictable(node) and self._is_hole(node):
+            node = self._drop_node(node)
+            key = tree.keys[node] if node != NO_NODE else None
+            yield 1
 
     def _entries(self, node: int) -> Iterator[int]:
         record = self._first_entry[node]
@@ -975,10 +990,28 @@ class ChunkIndex:
         self._sealed_groups[node] |= 1 << group
 
     def _reveal(self, node: int) -> None:
-        """Make a node visible if it is complete and what is before it is visible; then those that waited for it."""
+        """Make a node visible if it is complete and what is before it is visible; then those that waited for it.
+
+        Where these are many, they are found a little later.
+        """
         waiting = [node]
+        self._reveal_some(waiting)
+        if waiting:
+            self.go_on(self._reveal_all(waiting))
+
+    def _reveal_all(self, waiting: list[int]) -> Iterator[int]:
         while waiting:
+            self._reveal_some(waiting)
+            yield 1
+
+    def _reveal_some(self, waiting: list[int]) -> None:
+        """Reveal some of the nodes, and put those that waited for them in their place."""
+        for _ in range(_REVEAL_STEP):
+            if not waiting:
+                return
             node = waiting.pop()
+            if self._tree.keys[node] is None:
+                continue  # it left meanwhile
             space = self.spaces[self._space_of[node]]
             sealed = self._sealed_groups[node]
             if self._visible[node] or not sealed or sealed & space.full_mask != space.full_mask:
@@ -1022,9 +1055,7 @@ class ChunkIndex:
         self._free_records.append(record)
 
     def _account(self, node: int, num_bytes: int) -> None:
-        label = self._label_of[node]
-        self.label_bytes[label] = self.label_bytes.get(label, 0) + num_bytes
-        self.quotas.used_bytes[self._tree.share[node]] += num_bytes
+        self.quotas.account(self._label_of[node], self._tree.share[node], num_bytes)
 
     def _take_record(self, share: int) -> int | None:
         while not self._free_records:

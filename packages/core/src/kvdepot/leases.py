@@ -7,6 +7,7 @@ context ends, or when it expires; whoever reads on after that finds out by the g
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from kvdepot.index import ChunkIndex
 
@@ -60,24 +61,35 @@ class LeaseTable:
             return False
         del self._leases[number]
         self._counts[context] -= 1
-        requests = self._by_context[context]
-        requests[lease.request_id].discard(number)
-        if not requests[lease.request_id]:
-            del requests[lease.request_id]
-        if not requests:
-            del self._by_context[context], self._counts[context]
+        if not self._counts[context]:
+            del self._counts[context]
+        requests = self._by_context.get(context, {})
+        numbers = requests.get(lease.request_id)
+        if numbers is not None:
+            numbers.discard(number)
+            if not numbers:
+                del requests[lease.request_id]
+            if not requests:
+                del self._by_context[context]
         self._index.unpin(lease.nodes)
         return True
 
-    def end_request(self, context: int, request_id: str) -> int:
-        """End every lease of a request; return how many there were."""
-        numbers = tuple(self._by_context.get(context, {}).get(request_id, ()))
-        return sum(self.release(context, number) for number in numbers)
+    def end_request(self, context: int, request_id: str) -> Iterator[int]:
+        """End every lease that a request has now; yields how many at each step."""
+        requests = self._by_context.get(context, {})
+        numbers = requests.pop(request_id, set())
+        if not requests:
+            self._by_context.pop(context, None)
+        return self._end(context, numbers)
 
     def end_context(self, context: int) -> Iterator[int]:
-        """End every lease of a context; yields how many at each step."""
-        for request_id in tuple(self._by_context.get(context, ())):
-            yield self.end_request(context, request_id)
+        """End every lease that a context has now; yields how many at each step."""
+        requests = self._by_context.pop(context, {})
+        return chain.from_iterable(self._end(context, numbers) for numbers in requests.values())
+
+    def _end(self, context: int, numbers: set[int]) -> Iterator[int]:
+        while numbers:
+            yield self.release(context, numbers.pop())
 
     def has_expired(self, now: float) -> bool:
         """Whether `expire` has something to do."""
@@ -94,3 +106,7 @@ class LeaseTable:
     def count_of(self, context: int) -> int:
         """Return how many leases a context has."""
         return self._counts[context]
+
+    def count_of_request(self, context: int, request_id: str) -> int:
+        """Return how many leases a request has; none of those that are being ended."""
+        return len(self._by_context.get(context, {}).get(request_id, ()))

@@ -7,15 +7,20 @@ themselves. Tenants without a quota share what the quotas leave.
 """
 
 from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
 from kvdepot.errors import ConfigError
 
 MAXIMUM_QUOTAS: Final = 1024  # that a depot has had at the same time or one after the other
+_SPARE: Final = 64  # entries of a heap
 
 
 class QuotaTable:
-    """Shares of the pool: number 0 for tenants without a quota, then one for each quota. Bytes are counted by share.
+    """Shares of the pool: number 0 for tenants without a quota, then one for each quota.
+
+    Bytes are counted by share and by tenant. Shares above their quota wait in a heap, the one most above it first; an
+    entry may say too much, which is put right when it comes to the top, or nothing any more.
 
     Args:
         capacity_bytes: of the pool.
@@ -35,8 +40,15 @@ class QuotaTable:
         self._share_by_name = {name: number for number, name in enumerate(quotas, start=1)}
         self.quota_bytes = [rest, *quotas.values()]
         self.used_bytes = [0] * len(self.quota_bytes)
-        self._share_of: list[int] = []  # by tenant
-        self._names: list[str] = []  # by tenant
+        self.tenant_bytes: dict[str, int] = {}  # of those that ever had any
+        self._excess = [0.0] * len(
+            self.quota_bytes
+        )  # by share: what the entry in the heap says that counts, 0 for none
+        self._heap: list[tuple[float, int]] = []  # excess, negative, and share
+        self._names = [""]  # of tenants
+        self._shares = [self._share_by_name.get("", 0)]  # by tenant
+        self._tenants = {"": 0}  # by name
+        self._tenant_of: list[int] = []  # by label
         self._without: dict[str, int] = {}  # shares of tenants that have no quota any more
 
     @property
@@ -44,13 +56,45 @@ class QuotaTable:
         """How many there are."""
         return len(self.quota_bytes)
 
-    def add_tenant(self, number: int, name: str) -> None:
-        """Learn a tenant's name; numbers come one after the other."""
-        while len(self._share_of) <= number:
-            self._share_of.append(0)
-            self._names.append("")
-        self._names[number] = name
-        self._share_of[number] = self._share_by_name.get(name, 0)
+    def add_label(self, number: int, tenant: str) -> None:
+        """Learn whose label it is; numbers come one after the other."""
+        self._tenant_of.extend([0] * (number + 1 - len(self._tenant_of)))
+        if tenant not in self._tenants:
+            self._tenants[tenant] = len(self._names)
+            self._names.append(tenant)
+            self._shares.append(self._share_by_name.get(tenant, 0))
+        self._tenant_of[number] = self._tenants[tenant]
+
+    def account(self, label: int, share: int, num_bytes: int) -> None:
+        """Count bytes of a label, which may be negative, against a share."""
+        name = self._names[self._tenant_of[label] if label < len(self._tenant_of) else 0]
+        self.tenant_bytes[name] = self.tenant_bytes.get(name, 0) + num_bytes
+        self._add(share, num_bytes)
+
+    def move(self, num_bytes: int, source: int, target: int) -> None:
+        """Count bytes against another share than before."""
+        self._add(source, -num_bytes)
+        self._add(target, num_bytes)
+
+    def _add(self, share: int, num_bytes: int) -> None:
+        self.used_bytes[share] += num_bytes
+        if self.used_bytes[share] > self.quota_bytes[share]:
+            self._note(share)
+
+    def _note(self, share: int) -> None:
+        """Have a share wait for no later than its turn."""
+        excess = self._excess_of(share)
+        if excess > self._excess[share]:
+            self._excess[share] = excess
+            heappush(self._heap, (-excess, share))
+            if len(self._heap) > 2 * self.num_shares + _SPARE:
+                self._heap[:] = [(-each, number) for number, each in enumerate(self._excess) if each]
+                heapify(self._heap)
+
+    def _excess_of(self, share: int) -> float:
+        """Return what a share has for each byte of its quota, 0 if it is within it."""
+        used, quota = self.used_bytes[share], self.quota_bytes[share]
+        return used / max(1, quota) if used > quota else 0.0
 
     def set_quota(self, name: str, num_bytes: int) -> None:
         """Give a tenant a quota, or change it. New chunks count against it at once; the caller moves the others.
@@ -71,10 +115,14 @@ class QuotaTable:
             share = self.num_shares
             self.quota_bytes.append(0)
             self.used_bytes.append(0)
+            self._excess.append(0.0)
         self._without.pop(name, None)
         self.quota_bytes[share] = num_bytes
         self.quota_bytes[0] -= more
+        self._share_by_name[name] = share
         self._assign(name, share)
+        self._note(share)
+        self._note(0)
 
     def end_quota(self, name: str) -> bool:
         """Let a tenant share what quotas leave, from the next chunk on; False if it does so already.
@@ -102,25 +150,38 @@ class QuotaTable:
         if share is not None:
             self.quota_bytes[0] += self.quota_bytes[share]
             self.quota_bytes[share] = 0
+            self._note(share)
 
     def _assign(self, name: str, share: int) -> None:
-        if share:
-            self._share_by_name[name] = share
-        self._share_of = [
-            share if other == name else old for other, old in zip(self._names, self._share_of, strict=True)
-        ]
+        tenant = self._tenants.get(name)
+        if tenant is not None:
+            self._shares[tenant] = share
 
-    def share_of(self, tenant: int) -> int:
-        """Return the share of a tenant."""
-        return self._share_of[tenant] if tenant < len(self._share_of) else 0
+    def share_of(self, label: int) -> int:
+        """Return the share of a label's tenant."""
+        return self._shares[self._tenant_of[label]] if label < len(self._tenant_of) else 0
 
     def victims(self, share: int) -> Iterator[int]:
         """Return the shares that make room for `share`, in order; ask again after each chunk that left."""
-        used, quota = self.used_bytes, self.quota_bytes
-        if len(quota) > 1:
-            above = [number for number in range(len(quota)) if used[number] > quota[number]]
-            above.sort(key=lambda number: used[number] / max(1, quota[number]), reverse=True)
-            yield from above
-            if share in above:
+        if self.num_shares > 1:
+            heap, passed = self._heap, list[tuple[float, int]]()
+            try:
+                while heap:
+                    negative, number = heap[0]
+                    if -negative != self._excess[number] or passed[-1:] == heap[:1]:
+                        heappop(heap)
+                        continue
+                    excess = self._excess[number] = self._excess_of(number)
+                    if not excess:
+                        heappop(heap)
+                    elif excess != -negative:
+                        heapreplace(heap, (-excess, number))
+                    else:
+                        passed.append(heappop(heap))
+                        yield number
+            finally:
+                for entry in passed:
+                    heappush(heap, entry)
+            if self._excess_of(share):
                 return
         yield share

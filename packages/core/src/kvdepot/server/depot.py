@@ -95,6 +95,7 @@ class Context:
     registration: m.RegisterKVCache | None = None  # None: a scheduler
     groups: tuple[GroupOnWorker, ...] = ()
     token_seconds: float = 0.0  # that computing a token takes, as a scheduler said last
+    status: m.ContextStatus | None = None  # as it was last
 
     @property
     def device(self) -> str:
@@ -110,6 +111,51 @@ class Context:
     def fence(self) -> Fence:
         """Who this is across sessions: a registration under the same name says that no old copy is running."""
         return self.writer, self.owner
+
+
+class Workers:
+    """The workers of one space. Those that have the same shard write the same there, or they are refused."""
+
+    def __init__(self, space: Space) -> None:
+        self.by_instance: dict[str, dict[int, Context]] = {}
+        self.place_of: dict[tuple[int, int], ShardPlace] = {}  # by group and shard
+        self._counts: Counter[tuple[int, int]] = Counter()
+        self._num_places = sum(group.num_shards for group in space.spec.groups)
+        self._places: list[ShardPlace] | None = None
+
+    def add(self, context: Context) -> None:
+        """A worker has registered."""
+        self.by_instance.setdefault(context.instance, {})[context.number] = context
+        for number, group in enumerate(context.groups):
+            self._counts[number, group.shard] += 1
+            if (number, group.shard) not in self.place_of:
+                place = ShardPlace(number, group.shard, group.chunk_size_bytes, group.layout)
+                self.place_of[number, group.shard] = place
+                self._places = None
+
+    def remove(self, context: Context) -> None:
+        """A worker is gone."""
+        mates = self.by_instance[context.instance]
+        del mates[context.number]
+        if not mates:
+            del self.by_instance[context.instance]
+        for number, group in enumerate(context.groups):
+            self._counts[number, group.shard] -= 1
+            if not self._counts[number, group.shard]:
+                del self._counts[number, group.shard], self.place_of[number, group.shard]
+                self._places = None
+
+    def places(self) -> list[ShardPlace]:
+        """Return where every shard goes; nothing while one has no worker."""
+        if self._places is None:
+            is_whole = len(self.place_of) == self._num_places
+            self._places = [self.place_of[place] for place in sorted(self.place_of)] if is_whole else []
+        return self._places
+
+    def first_of(self, instance: str) -> Context:
+        """Return a worker of this instance, of another if it has none."""
+        mates = self.by_instance.get(instance) or next(iter(self.by_instance.values()))
+        return next(iter(mates.values()))
 
 
 @dataclass(slots=True)
@@ -154,6 +200,7 @@ class Depot:
         self.leases = LeaseTable(index, lease_seconds)
         self.counters: Counter[str] = Counter()
         self.contexts: dict[int, Context] = {}
+        self._workers: dict[int, Workers] = {}  # by space
         self.tickets: dict[int, Ticket] = {}
         self.shadow = ShadowIndex(index.extents.capacity_bytes)
         self.store_seconds = Histogram(0.0001)  # from plan to commit
@@ -168,6 +215,7 @@ class Depot:
         self.tiering: Tiering | None = None
         self.movers: MoverTable | None = None
         self._soon: deque[Iterator[int]] = deque()  # what must not wait for what takes long
+        self.index.go_on = self._soon.append
         self._chores: deque[Iterator[int]] = deque()  # what takes long: done in steps, one after the other
         self._is_expiring = False  # chunks whose time is over; that is a chore
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
@@ -176,7 +224,7 @@ class Depot:
         self._clock = clock
         self._names_are_saved = True
         self._label_numbers: dict[tuple[str, str], int] = {}
-        self._labels_by_tenant: dict[str, list[int]] = {}  # of those that operators see by name
+        self._shown_tenants: dict[str, None] = {}  # those that operators see by name
         self._next_number = 1
         self._token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
         self._handlers: dict[type, Callable[[int, Writer, Any], m.Reply | Deferred]] = {
@@ -240,6 +288,8 @@ class Depot:
         )
         self._lift_quarantine(lambda quarantine: quarantine.fence == context.fence)
         self.contexts[context.number] = context
+        context.status = _registered_status(context)
+        self._workers.setdefault(space.number, Workers(space)).add(context)
         logger.info(
             "registered %s rank %d of %d on %s (%s, model %s) as context %d",
             request.instance, request.rank, request.world_size, request.device, request.transfer_mode, request.model,
@@ -263,6 +313,7 @@ class Depot:
         space = self._space(request.spec)
         context = Context(self._number(), session, writer, request.instance, request.model, space)
         self.contexts[context.number] = context
+        context.status = _registered_status(context)
         logger.info(
             "registered scheduler of %s (model %s) as context %d", request.instance, request.model, context.number
         )
@@ -283,6 +334,8 @@ class Depot:
         del self.contexts[context.number]
         if context.registration is None:
             self._token_seconds.pop(context.instance, None)
+        else:
+            self._workers[context.space.number].remove(context)
         self._do_soon(self.leases.end_context(context.number), self.leases.count_of(context.number))
         return None if self.movers is None else self.movers.end(context.number)
 
@@ -332,17 +385,21 @@ class Depot:
 
     def _check_peers(self, space: Space, groups: list[GroupOnWorker], request: m.RegisterKVCache) -> None:
         """Two workers that are told the same spec must write the same bytes for the same shard."""
-        for other in self.contexts.values():
-            if other.space is not space:
+        workers = self._workers.get(space.number)
+        if workers is None:
+            return
+        for number, mine in enumerate(groups):
+            theirs = workers.place_of.get((number, mine.shard))
+            if theirs is None or theirs.layout == mine.layout:
                 continue
-            for number, (mine, theirs) in enumerate(zip(groups, other.groups, strict=False)):
-                if mine.shard == theirs.shard and mine.layout != theirs.layout:
-                    raise Refused(
-                        ErrorCode.BAD_LAYOUT,
-                        f"group {number}, shard {mine.shard}: {mine.chunk_size_bytes} bytes a chunk, but"
-                        f" {other.instance} registered {theirs.chunk_size_bytes} with other pages under the same spec:"
-                        " tell the two apart by CacheSpec.format",
-                    )
+            others = (each for mates in workers.by_instance.values() for each in mates.values())
+            other = next(each for each in others if each.groups[number].shard == mine.shard)
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"group {number}, shard {mine.shard}: {mine.chunk_size_bytes} bytes a chunk, but"
+                f" {other.instance} registered {theirs.num_bytes} with other pages under the same spec:"
+                " tell the two apart by CacheSpec.format",
+            )
 
     def _space(self, spec: m.CacheSpec) -> Space:
         before = len(self.index.spaces)
@@ -462,18 +519,11 @@ class Depot:
     def _places(self, space: Space, instance: str = "") -> tuple[list[ShardPlace], str]:
         """Return where every shard of the caches of a space goes, as their workers registered it, and their model.
 
-        Those of `instance` are asked first. Nothing while a shard has no worker.
+        The model is that of a worker of `instance`, if there is one. Nothing while a shard has no worker.
         """
-        workers = [context for context in self.contexts.values() if context.space is space and context.registration]
-        workers.sort(key=lambda worker: worker.instance != instance)
-        places: dict[tuple[int, int], ShardPlace] = {}
-        for worker in workers:
-            for number, group in enumerate(worker.groups):
-                place = ShardPlace(number, group.shard, group.chunk_size_bytes, group.layout)
-                places.setdefault((number, group.shard), place)
-        if len(places) < sum(group.num_shards for group in space.spec.groups):
-            return [], ""
-        return [places[place] for place in sorted(places)], workers[0].model
+        workers = self._workers.get(space.number)
+        places = [] if workers is None else workers.places()
+        return (places, workers.first_of(instance).model) if workers is not None and places else ([], "")
 
     def _release(self, session: int, writer: Writer, request: m.Release) -> m.Reply:
         context = self._context(session, request.context)
@@ -481,7 +531,9 @@ class Depot:
 
     def _end_request(self, session: int, writer: Writer, request: m.EndRequest) -> m.Reply:
         context = self._context(session, request.context)
-        return m.Done(self.epoch, self.leases.end_request(context.number, request.request_id))
+        count = self.leases.count_of_request(context.number, request.request_id)
+        self._do_soon(self.leases.end_request(context.number, request.request_id), count)
+        return m.Done(self.epoch, count)
 
     def _hint(self, session: int, writer: Writer, request: m.Hint) -> m.Reply | Deferred:
         context = self._context(session, request.context)
@@ -617,7 +669,7 @@ class Depot:
         """Take back unfinished entries that nobody writes any more: at once, or soon if they are many."""
 
         def steps() -> Iterator[int]:
-            for record in records:
+            for record in reversed(records):  # mostly deepest first: then no holes remain
                 self.index.discard_entry(record)
                 self.counters["entries_aborted"] += 1
                 yield 1
@@ -948,21 +1000,17 @@ class Depot:
                 )
             number = self._label_numbers[tenant, model] = len(self.labels)
             self.labels.append((tenant, model))
-            if tenant in self._labels_by_tenant or len(self._labels_by_tenant) < MAXIMUM_ROWS:
-                self._labels_by_tenant.setdefault(tenant, []).append(number)
-            self.index.quotas.add_tenant(number, tenant)
+            if len(self._shown_tenants) < MAXIMUM_ROWS:
+                self._shown_tenants[tenant] = None
+            self.index.quotas.add_label(number, tenant)
             self._names_are_saved = False
         if not self._names_are_saved:
             self._save_names()
         return number
 
     def _tenant_status(self) -> dict[str, dict[str, int]]:
-        quotas, label_bytes = self.index.quotas, self.index.label_bytes
-        tenants = {
-            name: {"used_bytes": sum(label_bytes.get(label, 0) for label in labels)}
-            for name, labels in self._labels_by_tenant.items()
-            if any(label in label_bytes for label in labels)
-        }
+        quotas, tenant_bytes = self.index.quotas, self.index.quotas.tenant_bytes
+        tenants = {name: {"used_bytes": tenant_bytes[name]} for name in self._shown_tenants if name in tenant_bytes}
         for name, (quota, used) in quotas.usage().items():
             if used or name in tenants:
                 tenants[name] = {"used_bytes": used, "quota_bytes": quota}
@@ -1016,26 +1064,39 @@ class Depot:
 
     def _contexts_status(self) -> list[m.ContextStatus]:
         tickets = Counter(ticket.context for ticket in self.tickets.values())
-        return [self._context_status(context, tickets[context.number]) for context in self.contexts.values()]
+        return [self._context_status(context, tickets.get(context.number, 0)) for context in self.contexts.values()]
 
-    def _context_status(self, context: Context, tickets: int) -> m.ContextStatus:
-        spec, registration = context.space.spec, context.registration
-        common = m.ContextStatus(
-            context=context.number, role="scheduler", instance=context.instance, model=context.model,
-            pid=context.writer.pid, chunk_tokens=spec.chunk_tokens, dtype=spec.dtype, format=spec.format,
-            num_leases=self.leases.count_of(context.number), num_tickets=tickets,
-            groups=[_group_status(shape, None) for shape in spec.groups],
-        )  # fmt: skip
-        if registration is None:
-            return common
-        groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
+    def _context_status(self, context: Context, num_tickets: int) -> m.ContextStatus:
+        """Return the status that was made last, if it is the same: there may be a thousand."""
         state, pid, why = ("", 0, "") if self.movers is None else self.movers.status(context.number)
-        return msgspec.structs.replace(
-            common, role="worker", mover=state, mover_pid=pid, why_no_mover=why, fallback=registration.fallback,
-            rank=registration.rank, world_size=registration.world_size,
-            device=registration.device, transfer_mode=registration.transfer_mode, groups=groups,
-            bytes_per_token=sum(group.bytes_per_token for group in groups),
-        )  # fmt: skip
+        num_leases = self.leases.count_of(context.number)
+        last = context.status or _registered_status(context)
+        if (last.num_leases, last.num_tickets, last.mover, last.mover_pid, last.why_no_mover) != (
+            num_leases, num_tickets, state, pid, why,
+        ):  # fmt: skip
+            last = msgspec.structs.replace(
+                last, num_leases=num_leases, num_tickets=num_tickets, mover=state, mover_pid=pid, why_no_mover=why
+            )
+        context.status = last
+        return last
+
+
+def _registered_status(context: Context) -> m.ContextStatus:
+    """Return what does not change."""
+    spec, registration = context.space.spec, context.registration
+    common = m.ContextStatus(
+        context=context.number, role="scheduler", instance=context.instance, model=context.model,
+        pid=context.writer.pid, chunk_tokens=spec.chunk_tokens, dtype=spec.dtype, format=spec.format,
+        num_leases=0, num_tickets=0, groups=[],
+    )  # fmt: skip
+    if registration is None:
+        return msgspec.structs.replace(common, groups=[_group_status(shape, None) for shape in spec.groups])
+    groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
+    return msgspec.structs.replace(
+        common, role="worker", fallback=registration.fallback, rank=registration.rank,
+        world_size=registration.world_size, device=registration.device, transfer_mode=registration.transfer_mode,
+        groups=groups, bytes_per_token=sum(group.bytes_per_token for group in groups),
+    )  # fmt: skip
 
 
 def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> m.GroupStatus:

@@ -136,9 +136,13 @@ class SessionTable:
                 return True
         return False
 
-    def serve(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Do what there is to do, one thing at least, until `is_over`; never waits."""
-        for fd, _ in self._epoll.poll(0):
+    def serve(self, is_over: Callable[[], bool]) -> None:
+        """Do what there is to do, one thing at least, until `is_over`; never waits.
+
+        One at a time: the kernel puts whoever was served behind all others, so that no flood holds up the rest.
+        """
+        while events := self._epoll.poll(0, 1):
+            fd, _ = events[0]
             if fd == self._listener.fileno():
                 self._accept()
             elif fd in self._dying:
@@ -199,37 +203,36 @@ class SessionTable:
         self._epoll.close()
 
     def _accept(self) -> None:
-        for _ in range(64):
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if time.monotonic() >= self._complained_at + _SECONDS_BETWEEN_COMPLAINTS:
-                    self._complained_at = time.monotonic()
-                    logger.warning("cannot accept a connection: %s", error)
-                return
-            connection.setblocking(False)
-            pid, _, _ = peer_credentials(connection)
-            reason = self._access.why_not(connection)
-            if reason is None and len(self._sessions) >= MAXIMUM_SESSIONS:
-                reason = f"there are {MAXIMUM_SESSIONS} sessions"
-            if reason is not None:
-                logger.warning("refused a connection of process %d: %s", pid, reason)
-                connection.close()
-                continue
-            try:
-                started_at = process_start_time(pid) if pid > 0 else _FIRST_LOCK + secrets.randbits(61)
-                pidfd = _peer_pidfd(connection, pid)
-            except OSError:
-                connection.close()  # its death would go unseen, or be seen while it lives
-                continue
-            # A process of another PID namespace has no number here; its descriptor still tells of its death.
-            writer = Writer(max(pid, 0), started_at)
-            session = Session(self._next, connection, writer, pidfd, time.monotonic(), received=bytearray())
-            self._next += 1
-            self._sessions[connection.fileno()] = session
-            self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if time.monotonic() >= self._complained_at + _SECONDS_BETWEEN_COMPLAINTS:
+                self._complained_at = time.monotonic()
+                logger.warning("cannot accept a connection: %s", error)
+            return
+        connection.setblocking(False)
+        pid, _, _ = peer_credentials(connection)
+        reason = self._access.why_not(connection)
+        if reason is None and len(self._sessions) >= MAXIMUM_SESSIONS:
+            reason = f"there are {MAXIMUM_SESSIONS} sessions"
+        if reason is not None:
+            logger.warning("refused a connection of process %d: %s", pid, reason)
+            connection.close()
+            return
+        try:
+            started_at = process_start_time(pid) if pid > 0 else _FIRST_LOCK + secrets.randbits(61)
+            pidfd = _peer_pidfd(connection, pid)
+        except OSError:
+            connection.close()  # its death would go unseen, or be seen while it lives
+            return
+        # A process of another PID namespace has no number here; its descriptor still tells of its death.
+        writer = Writer(max(pid, 0), started_at)
+        session = Session(self._next, connection, writer, pidfd, time.monotonic(), received=bytearray())
+        self._next += 1
+        self._sessions[connection.fileno()] = session
+        self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
 
     def _read(self, session: Session) -> None:
         try:
