@@ -12,6 +12,7 @@ A node whose entries are all gone stays as a hole while it has children; they ar
 Nothing here does I/O but for the table, and nothing knows of sessions; `server.depot` drives it.
 """
 
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from kvdepot.messages import EXTENT, CacheSpec
 from kvdepot.protocols import EvictionPolicy
 from kvdepot.quotas import QuotaTable
 from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
+
+logger = logging.getLogger(__name__)
 
 # Between two pauses of what takes long: at most half a millisecond, whatever the index holds.
 _RESTORE_STEP: Final = 50  # records
@@ -151,13 +154,19 @@ class ChunkIndex:
         self.num_evicted = 0
         self.on_shown: Callable[[int], object] | None = None  # called with each node that can be found from now on
         self.on_hidden: Callable[[int], object] | None = None  # and with each that cannot any more
+        self.is_restoring = False  # nothing leaves then
+        self.num_restore_errors = 0
         self.now = 0  # seconds of the depot's clock, which sets it now and then
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of what was evicted
         self.label_bytes: dict[int, int] = {}
         self._space_by_spec: dict[bytes, Space] = {}
-        self._tree = ChunkTree()
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
         self._factory = POLICIES[policy]
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        """Begin without a node or a record."""
+        self._tree = ChunkTree()
         # By share and rank: those that were ever needed, what leaves first before the others.
         self._policies = [{NORMAL: self._policy(number, NORMAL)} for number in range(self.quotas.num_shares)]
         self._deadline = array("I")  # by node: the second when what ends there is not worth keeping any more, or 0
@@ -613,6 +622,12 @@ class ChunkIndex:
     def discard_entry(self, record: int) -> None:
         """Take back an entry that is not sealed; nothing writes to it any more."""
         node = self._node_of[record]
+        if node == NO_NODE:  # all that a start that failed has kept of it is its space
+            offset, num_bytes = self.table.extent(record)
+            self.table.free(record)
+            self.extents.free(offset, num_bytes)
+            self._free_records.append(record)
+            return
         self._unlink(record, node)
         self._free_entry(record)
         self._release_hold(node)
@@ -621,7 +636,9 @@ class ChunkIndex:
         """Take away a sealed entry, leased or not, because its bytes are wrong.
 
         Whoever copies it sees its header change. Its chunk and those after it cannot be found until it is stored again.
+        Not while the index `is_restoring`.
         """
+        assert not self.is_restoring
         node = self._node_of[record]
         group, _ = self.table.place_of(record)
         self._unlink(record, node)
@@ -650,6 +667,8 @@ class ChunkIndex:
 
     def evict_one(self, share: int = 0) -> bool:
         """Evict the next chunk to make room for a share of the pool; False if none can leave."""
+        if self.is_restoring:
+            return False
         for number in self.quotas.victims(share):
             for policy in self._policies[number].values():
                 node = policy.victim()
@@ -660,6 +679,8 @@ class ChunkIndex:
 
     def next_victim(self) -> int | None:
         """Return the chunk that would leave next to make room for anybody, without removing it."""
+        if self.is_restoring:
+            return None
         for number in self.quotas.victims(0):
             for policy in self._policies[number].values():
                 node = policy.victim()
@@ -668,8 +689,8 @@ class ChunkIndex:
         return None
 
     def evict(self, node: int) -> bool:
-        """Evict this very chunk; False if something needs it."""
-        if not self._tree.evictable(node):
+        """Evict this very chunk; False if something needs it, or the index `is_restoring`."""
+        if self.is_restoring or not self._tree.evictable(node):
             return False
         self._evict(node)
         return True
@@ -685,8 +706,8 @@ class ChunkIndex:
     def clear(self, wanted: Callable[[int, Space], bool]) -> Iterator[int]:
         """Remove every chunk for which `wanted(label, space)` holds and that nobody uses.
 
-        A chunk with a descendant that stays, stays too. Yields how many entries were removed since it last did; between
-        two steps the index may be used for anything.
+        A chunk with a descendant that stays, stays too; all do while the index `is_restoring`. Yields how many
+        entries were removed since it last did; between two steps the index may be used for anything.
         """
         removed = 0
         for number in range(len(self._tree.keys)):
@@ -707,7 +728,7 @@ class ChunkIndex:
 
     def _clear_up(self, node: int, is_wanted: Callable[[int], bool]) -> Iterator[int]:
         before, count = self.num_entries, 0
-        while node != NO_NODE and self._tree.evictable(node) and is_wanted(node):
+        while not self.is_restoring and node != NO_NODE and self._tree.evictable(node) and is_wanted(node):
             node = self._remove(node)
             count += 1
             if count % _REMOVE_STEP == 0 and node != NO_NODE:
@@ -737,20 +758,91 @@ class ChunkIndex:
         `spaces` and labels are what its records refer to by number; a record with another number is freed.
 
         Returns an iterator that does the work. Between steps (None) its caller can do other things, as long as it
-        begins no entry. It yields the records of unfinished entries, whose writers may still be writing;
-        `discard_entry` takes them back, once the iterator has ended. What does not verify or fit together is freed.
+        begins no entry; nothing leaves until then (`is_restoring`). It yields the records of unfinished entries, whose
+        writers may still be writing; `discard_entry` takes them back, once the iterator has ended. What does not verify
+        or fit together is freed.
+
+        A step that fails by a bug is logged and counted: before anything can be found, the index is then empty but for
+        the space of unfinished entries; later, some are not found.
         """
         for spec in spaces:
             self.space(spec)
-        return self._restore(num_labels)
+        self.is_restoring = True
+        return self._restore(len(self.spaces), num_labels)
 
-    def _restore(self, num_labels: int) -> Iterator[int | None]:
-        """Each loop pauses now and then, and frees what it has used up: a million objects at once take long, too."""
+    def _restore(self, num_spaces: int, num_labels: int) -> Iterator[int | None]:
+        nodes = array("I")
+        unfinished: list[int] = []
+        try:
+            try:
+                yield from self._rebuild(num_spaces, num_labels, nodes, unfinished)
+            except Exception:
+                self.num_restore_errors += 1
+                logger.exception("reading back the table of an earlier server failed: its entries are gone")
+                nodes, unfinished = array("I"), []
+                yield from self._start_cold(unfinished)
+            yield from self._reveal_all(nodes)
+            yield from unfinished
+        finally:
+            self.is_restoring = False
+
+    def _reveal_all(self, nodes: "array[int]") -> Iterator[None]:
+        """Make nodes visible; parents come before their children."""
+        for count, node in enumerate(nodes):
+            try:
+                self._reveal(node)
+            except Exception:
+                if not self.num_restore_errors:
+                    logger.exception("an entry of an earlier server may never be found")
+                self.num_restore_errors += 1
+            if count % _RESTORE_STEP == 0:
+                yield None
+
+    def _start_cold(self, unfinished: list[int]) -> Iterator[None]:
+        """Free all but the space of `unfinished` entries, which get no node: who writes them may be alive."""
+        self._begin_empty()
+        self.extents = ExtentAllocator(self.extents.capacity_bytes, self.extents.ready_bytes)
+        self.quotas.used_bytes = [0] * self.quotas.num_shares
+        self.label_bytes.clear()
+        self.num_entries = 0
+        for space in self.spaces:
+            space.nodes = KeyMap()
+        kept: list[int] = []
+        spans: list[tuple[int, int]] = []
+        for number in range(self.table.num_records):
+            record = self.table.record(number)
+            if record is not None and record.state != SEALED:
+                kept.append(number)
+                spans.append((record.offset, record.num_bytes))
+            elif self.table.header(number) & 0xFF:
+                self.table.free(number)
+            if number % _RESTORE_STEP == 0:
+                yield None
+        for places in self.extents.restore(spans):
+            unfinished += [kept[place] for place in places]
+            yield None
+        num_known = kept[-1] + 1 if kept else 0
+        self._node_of = array("I", [NO_NODE]) * num_known
+        self._next_entry = array("I", [NO_RECORD]) * num_known
+        has_space = set(unfinished)
+        for number in range(num_known):
+            if number not in has_space:
+                if self.table.header(number) & 0xFF:
+                    self.table.free(number)
+                self._free_records.append(number)
+            if number % _RESTORE_STEP == 0:
+                yield None
+
+    def _rebuild(self, num_spaces: int, num_labels: int, nodes: "array[int]", unfinished: list[int]) -> Iterator[None]:
+        """Make nodes of the table's records, not visible yet; fill in `nodes`, parents first, and `unfinished` records.
+
+        Each loop pauses now and then, and frees what it has used up: a million objects at once take long, too.
+        """
         found: list[Record] = []
         spans: list[tuple[int, int]] = []
         for number in range(self.table.num_records):
             record = self.table.record(number)
-            if record is not None and record.space < len(self.spaces) and record.label < num_labels:
+            if record is not None and record.space < num_spaces and record.label < num_labels:
                 found.append(record)
                 spans.append((record.offset, record.num_bytes))
             if number % _RESTORE_STEP == 0:
@@ -771,9 +863,7 @@ class ChunkIndex:
             del taken[-_RESTORE_STEP:], found[-_RESTORE_STEP:], spans[-_RESTORE_STEP:]
             yield None
         used = bytearray(self.table.num_records)
-        nodes = array("I")
         by_last_use: dict[int, list[Record]] = {}
-        unfinished: list[int] = []
         count = 0
         level: dict[_Place, int] = {}
         for depth in sorted(by_depth):
@@ -800,11 +890,6 @@ class ChunkIndex:
             if number % _RESTORE_STEP == 0:
                 yield None
         yield from self._tell_policies(by_last_use)
-        for count, node in enumerate(nodes):  # parents come before their children
-            self._reveal(node)
-            if count % _RESTORE_STEP == 0:
-                yield None
-        yield from unfinished
 
     def _tell_policies(self, by_last_use: dict[int, list[Record]]) -> Iterator[None]:
         """Add the nodes of sealed records to their policies, what was used last at the end."""
@@ -925,6 +1010,7 @@ class ChunkIndex:
             self._hidden.pop(node, None)
             self._broken.discard(node)
             self._forget_deadline(node)
+            self._sealed_groups[node] = 0
             self._free_nodes.append(node)
             if parent == NO_NODE:
                 return NO_NODE

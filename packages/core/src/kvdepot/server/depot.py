@@ -725,7 +725,12 @@ class Depot:
         return m.Done(self.epoch, removed)
 
     def remove_corrupt(self, number: int, header: int, space: int | None = None) -> bool:
-        """Remove a sealed entry whose bytes lack their checksum; False if it is another one by now."""
+        """Remove a sealed entry whose bytes lack their checksum; False if it is another one by now.
+
+        Nothing is removed while an earlier server's table is being read back: whoever finds the bytes reports again.
+        """
+        if self.index.is_restoring:
+            return False
         record = self.index.table.record(number) if self.index.table.header(number) == header else None
         if record is None or space not in (None, record.space):
             return False
