@@ -174,6 +174,8 @@ class ChunkIndex:
         self._next_seconds: list[int] = []  # heap of those seconds, and of some that no longer matter
         self._depth = array("I")
         self._last_use = array("Q")  # seconds; of what is before a node at least as late, once that has left
+        self._num_uses = 0
+        self._used_at = array("Q")  # by node: how many uses there had been by its last
         self._space_of = array("I")
         self._label_of = array("I")
         self._sealed_groups = array("Q")
@@ -412,15 +414,22 @@ class ChunkIndex:
                 self._free_records.append(record)
         self._release_hold(node)
 
-    def used(self, node: int) -> None:
-        """Tell the policy that a prefix ending here was used. One that was said to have ended has not."""
+    def used(self, node: int) -> Iterator[int] | None:
+        """Tell the policy that a prefix ending here was used. One that was said to have ended has not.
+
+        Returns what is left to do of that for a long one, in steps as those of `set_priority`; None if nothing is.
+        """
         self._forget_deadline(node)
         self._last_use[node] = self.now
-        above = node
-        while above != NO_NODE and self._tree.rank[above] == ENDED:
-            self._set_rank(above, NORMAL)
-            above = self._tree.parent[above]
+        self._num_uses += 1
+        self._used_at[node] = self._num_uses
+        rank, rest = self._tree.rank, None
+        if rank[node] == ENDED:
+            rest = self._rank_from(node, lambda above, _count: rank[above] == ENDED, NORMAL)
+            if next(rest) < _RANK_STEP:
+                rest = None
         self._policy_of(node).used(node)
+        return rest
 
     def _release_hold(self, node: int) -> None:
         self._tree.holds[node] -= 1
@@ -435,8 +444,9 @@ class ChunkIndex:
     def set_priority(self, node: int, is_own: Callable[[int], bool], priority: int) -> Iterator[int]:
         """Let what only this prefix needs leave after chunks of lower priority of its share.
 
-        Only chunks whose label `is_own`, here and below. Yields how many since it last did; between two steps the index
-        may be used for anything.
+        Only chunks whose label `is_own`, here and below. Yields how many since it last did, the end of the prefix with
+        the first step, which comes at once; between two steps the index may be used for anything. What is said of the
+        prefix meanwhile holds: if it is ranked otherwise, or used and was to end, the rest stays as it is.
         """
         self._end_hint(node, is_own)
         return self._rank_own_chunks(node, is_own, NORMAL + priority)
@@ -486,21 +496,29 @@ class ChunkIndex:
 
     def _rank_own_chunks(self, node: int, is_own: Callable[[int], bool], rank: int) -> Iterator[int]:
         """From the end of a prefix up to where another branches off or somebody else's chunks begin."""
-        return self._rank_from(node, self._tree.keys[node], is_own, rank)
+        num_children, label_of = self._tree.num_children, self._label_of
+        return self._rank_from(
+            node, lambda above, count: num_children[above] <= (count > 0) and is_own(label_of[above]), rank
+        )
 
-    def _rank_from(self, node: int, key: bytes | None, is_own: Callable[[int], bool], rank: int) -> Iterator[int]:
-        tree, count = self._tree, 0
-        if tree.keys[node] != key:
-            return  # it left before the first step
-        while node != NO_NODE and tree.num_children[node] <= (count > 0) and is_own(self._label_of[node]):
+    def _rank_from(self, start: int, is_wanted: Callable[[int, int], bool], rank: int) -> Iterator[int]:
+        """Rank chunks towards the root while `is_wanted(node, how many were ranked)`."""
+        tree, keys = self._tree, self._tree.keys
+        node, count, began, start_key = start, 0, self._num_uses, keys[start]
+        while node != NO_NODE and is_wanted(node, count) and (rank != ENDED or self._used_at[node] <= began):
             self._set_rank(node, rank)
-            node = tree.parent[node]
+            behind, node = node, tree.parent[node]
             count += 1
             if count % _RANK_STEP == 0 and node != NO_NODE:
-                key = tree.keys[node]
+                key, behind_key = keys[node], keys[behind]
                 yield _RANK_STEP
-                if tree.keys[node] != key:
+                if keys[node] != key:
                     break  # it left meanwhile
+                if keys[start] == start_key and tree.rank[start] != rank:
+                    break
+                # What was to end and has left was ended; of anything else nobody knows what was said of it last.
+                if (tree.rank[behind] if keys[behind] == behind_key else ENDED) != rank:
+                    break
         yield count % _RANK_STEP
 
     def _set_rank(self, node: int, rank: int) -> None:
@@ -965,6 +983,7 @@ class ChunkIndex:
                 tree.share,
                 self._depth,
                 self._last_use,
+                self._used_at,
                 self._deadline,
                 self._space_of,
                 self._label_of,
@@ -980,6 +999,7 @@ class ChunkIndex:
         tree.holds[node] = 0
         self._depth[node] = place.depth
         self._last_use[node] = self.now
+        self._used_at[node] = 0
         self._space_of[node] = place.space.number
         self._label_of[node] = place.label
         tree.share[node] = self.quotas.share_of(place.label)

@@ -37,7 +37,7 @@ from kvdepot.pool import allocate_first, allocate_in_background, is_locked, open
 from kvdepot.quotas import QuotaTable
 from kvdepot.server import operations
 from kvdepot.server.access import PRIVATE_UMASK, Access
-from kvdepot.server.depot import Deferred, Depot, Fence, Refused
+from kvdepot.server.depot import Chore, Deferred, Depot, Fence, Refused
 from kvdepot.server.events import EventPublisher, check_endpoint
 from kvdepot.server.movers import MoverTable
 from kvdepot.server.opening import TierOpener
@@ -281,7 +281,7 @@ class DepotServer:
         if publisher.replay in events:
             replay = publisher.take_replay()
             if replay is not None:
-                self._depot.do_later(replay)
+                self._depot.do_later(replay, Chore.REPLAY)
 
     def _spare_collections(self) -> None:
         """As the index grows, have the garbage collector leave it alone: a million entries would take it 30 ms."""
