@@ -1,6 +1,7 @@
 # pyright: reportPrivateUsage=false
 """While the table of an earlier server is read back: whatever is asked meanwhile, and whatever fails."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,8 +13,10 @@ from kvdepot import messages as m
 from kvdepot.config import Demotion, ServerConfig
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
+from kvdepot.layout import GroupKind
 from kvdepot.server.depot import Depot
 from kvdepot.server.loop import DepotServer
+from kvdepot.server.sessions import process_start_time
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import SEALED, WRITING, IndexTable, Writer
 from kvdepot.testing.tier import make_pool
@@ -248,3 +251,33 @@ def test_a_server_whose_reading_back_fails_goes_on_without_stores(
         status = server._status()
         assert (status.recovering, status.counters["chores_failed"]) == (False, 1)
         assert not server._depot.accepts_stores
+
+
+def test_a_worker_that_is_back_by_the_time_that_its_entries_are_looked_at_is_not_waited_for(tmp_path: Path) -> None:
+    writer = Writer(os.getpid(), process_start_time(os.getpid()))
+    spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
+
+    def register(server: DepotServer, name: str) -> int:
+        details = (m.GroupDetail((PAGE,), 8),)
+        request = m.RegisterKVCache(1, name, 0, 1, "none", "none", "model", spec, details)
+        reply = server._depot.handle(1, writer, request)
+        assert isinstance(reply, m.Registered)
+        return reply.context
+
+    with closing(make_server(tmp_path)) as server:
+        for number, name in enumerate(("a", "b")):
+            run = prompt(2, number)
+            store = m.PrepareStore(register(server, name), "r", "", run.digests, 0, run.parent, (2,))
+            plan = server._depot.handle(1, writer, store)
+            assert isinstance(plan, m.StorePlan)
+            assert plan.ticket
+    with closing(make_server(tmp_path)) as server:
+        while not server._depot.quarantines:
+            server._restore_some(lambda: True)
+        assert len(server._depot.quarantines) == 1, "between the entries of one worker and those of the other"
+        for name in ("a", "b"):
+            register(server, name)
+        while server._restoring is not None:
+            server._restore_some(lambda: True)
+        assert server._depot.quarantines == []
+        assert server._depot.index.extents.used_bytes == 0
