@@ -20,13 +20,15 @@ import zmq
 
 from kvdepot import messages as m
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
+from kvdepot.errors import ErrorCode
+from kvdepot.eviction import ENDED
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool import NAMES_FILE
 from kvdepot.quotas import MAXIMUM_QUOTAS
-from kvdepot.server.depot import MAXIMUM_LABELS, MAXIMUM_ROWS, Deferred, Depot, Refused
+from kvdepot.server.depot import MAXIMUM_LABELS, MAXIMUM_ROWS, Chore, Deferred, Depot, Refused
 from kvdepot.server.loop import DepotServer
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import IndexTable, Writer
@@ -313,11 +315,119 @@ def test_what_fails_between_messages_is_counted_and_the_rest_goes_on(bench: Benc
         yield 0
         raise RuntimeError("a mistake")
 
-    bench.depot.do_later(failing())
+    bench.depot.do_later(failing(), Chore.HINT)
     deferred = bench.depot.clear_everywhere(None, None)
     bench.depot.work()
     assert bench.depot.counters["chores_failed"] == 1
     assert deferred.reply == m.Done(1, NUM_CHUNKS)
+
+
+@pytest.mark.parametrize("what", ["a chore of an operator", "clearing", "a hint"])
+def test_who_waits_for_what_fails_is_told(what: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_arguments: Any) -> Iterator[Any]:
+        yield from [None if what == "a chore of an operator" else 40] * 3
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(bench.index, "clear", failing)
+    monkeypatch.setattr(bench.index, "end_session", failing)
+    run = prompt(0)
+    deferred = {
+        "a chore of an operator": lambda: bench.depot.later(failing()),
+        "clearing": lambda: bench.depot.clear_everywhere(None, None),
+        "a hint": lambda: bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True)),
+    }[what]()
+    bench.depot.work()
+    assert deferred.reply == m.ErrorReply(1, ErrorCode.INTERNAL, "RuntimeError: a mistake")
+    assert bench.depot.counters["chores_failed"] == 1
+
+
+@pytest.mark.promise(61)
+def test_a_use_of_a_long_prompt_that_had_ended(bench: Bench) -> None:
+    run = prompt(0)
+    bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True))
+    bench.depot.work()
+    assert bench.index._tree.rank.count(ENDED) == PROMPT_CHUNKS
+    with CallCounter() as counter:
+        bench.ask(m.Lookup(bench.context, "r", run.digests, run.tenant))
+    assert counter.count <= REQUEST_CALLS
+    check(bench)
+    assert bench.index._tree.rank.count(ENDED) == 0
+
+
+@pytest.mark.promise(61)
+def test_very_long_lookups_wait_for_one_sample_at_a_time(bench: Bench) -> None:
+    run = prompt(99, 16_384)
+    for _ in range(100):
+        bench.ask(m.Lookup(bench.context, "r", run.digests, "a"))
+    assert bench.work()[1] <= 16_384 // 2048 + 2
+    assert bench.depot.counters["lookups_not_sampled"] == 99
+    bench.ask(m.Lookup(bench.context, "r", run.digests, "a"))
+    assert bench.depot.has_work
+
+
+@pytest.mark.promise(61)
+def test_very_many_hints_wait_neither_without_bound_nor_before_operators(bench: Bench) -> None:
+    runs = [prompt(name, tenant="ab"[name % 2]) for name in range(4)]
+    replies = [
+        bench.ask(m.Hint(bench.context, run.tenant, run.digests, priority=number % 2))
+        for number in range(500)
+        for run in runs
+    ]
+    waiting = [reply for reply in replies if isinstance(reply, Deferred)]
+    assert len(waiting) == 1024
+    assert {reply.count for reply in replies if isinstance(reply, m.Done)} == {80}
+    assert bench.depot.counters["hints_cut"] == len(replies) - len(waiting)
+    deferred = bench.depot.clear_everywhere(None, None)
+    num_steps = 0
+    while deferred.reply is None:
+        bench.depot.work(lambda: True)
+        num_steps += 1
+    assert num_steps <= 2 * (NUM_CHUNKS // 25 + 20)
+    assert deferred.reply == m.Done(1, NUM_CHUNKS)
+    bench.depot.work()
+    assert None not in [reply.reply for reply in waiting]
+
+
+@pytest.mark.promise(61)
+def test_so_many_requests_of_operators_wait_and_no_more(bench: Bench) -> None:
+    replies = [bench.depot.clear_everywhere("a", None) for _ in range(64)]
+    with pytest.raises(Refused, match="64 requests of operators wait already: ask again"):
+        bench.depot.clear_everywhere("a", None)
+    bench.depot.work()
+    assert all(reply.reply is not None for reply in replies)
+    bench.depot.clear_everywhere("a", None)
+
+
+@pytest.mark.promise(10)
+def test_leases_that_expire_do_not_wait_for_sessions_that_end(bench: Bench) -> None:
+    for name in range(4):
+        run = prompt(name, tenant="ab"[name % 2])
+        bench.ask(m.Hint(bench.context, run.tenant, run.digests, ttl_seconds=5.0))
+    bench.depot.work()
+    bench.now += 6
+    bench.depot.expire()
+    bench.depot.work(lambda: True)
+    bench.ask(m.Lookup(bench.context, "r", prompt(99).digests, "a"))
+    bench.depot.leases.grant(bench.context, "r", (), bench.now)
+    bench.now += 11
+    bench.depot.expire()
+    bench.depot.work(lambda: True)
+    assert len(bench.depot.leases) == 0
+    assert bench.depot.has_work
+    bench.depot.work()
+    assert bench.index._tree.rank.count(ENDED) == NUM_CHUNKS
+
+
+@pytest.mark.promise(61)
+def test_what_must_not_wait_does_not_keep_operators_waiting_for_ever(bench: Bench) -> None:
+    deferred = bench.depot.clear_everywhere("b", None)
+    for _ in range(NUM_CHUNKS // 2 // 25 + 30):
+        for request in range(5):
+            bench.depot.leases.grant(bench.context, f"{request}", (), bench.now - 20)
+        bench.depot.expire()
+        bench.depot.work(lambda: True)
+    assert deferred.reply is not None
+    assert len(bench.depot.leases) > 0
 
 
 @pytest.mark.promise(61)

@@ -178,6 +178,44 @@ def test_nonsense_at_the_replay_hurts_nobody(depot: DepotProcess, peer: Peer, co
     assert len(router.ask_again(0)) == 1
 
 
+def test_who_asks_again_and_again_waits_once(context: Context) -> None:
+    bench = Bench(pages=20, num_records=24)
+    publisher = EventPublisher(context, bench.index, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    _kept.append(publisher)
+    worker = bench.worker()
+    for name in range(3):
+        worker.store(chunks(1, name))
+        publisher.flush()
+    asking = [context.socket(zmq.DEALER) for _ in range(2)]
+    _kept.extend(asking)
+    for asker in asking:
+        asker.connect(publisher.replay_endpoint)
+        for first in (0, 1, 2) * 10:
+            asker.send_multipart([b"", first.to_bytes(8, "big")])
+    replays: list[Iterator[int]] = []
+    num_taken = 0
+
+    def has_taken_all() -> bool:
+        nonlocal num_taken
+        while publisher.replay is not None and publisher.replay.poll(0):
+            replay = publisher.take_replay()
+            replays.extend([] if replay is None else [replay])
+            num_taken += 1
+        return num_taken == 60
+
+    wait_until(has_taken_all)
+    assert len(replays) == 1
+    assert sum(1 for _ in replays[0]) == len(asking)
+    for asker in asking:
+        assert asker.poll(10_000)
+        assert [int.from_bytes(asker.recv_multipart()[2], "big", signed=True) for _ in range(2)] == [2, -1]
+        assert not asker.poll(0)
+        asker.send_multipart([b"", bytes(8)])
+    assert publisher.replay is not None
+    assert publisher.replay.poll(10_000)
+    assert publisher.take_replay() is not None
+
+
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
 def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.GroupShape, ...], context: Context) -> None:
     rng = random.Random(6)

@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false
 """What clients say of the future of a prefix, and what leaves first because of it."""
 
 from typing import Any
@@ -158,16 +159,92 @@ def test_leased_chunks_of_an_ended_session_stay_until_the_lease_ends(policy: str
     assert length(worker, prompt(2, 1)) == 1
 
 
-def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
-    bench = Bench(pages=2)
+STEP_CHUNKS = 40
+AT_ONCE = 2 * STEP_CHUNKS  # chunks that a hint ranks before it is answered
+LONG = prompt(300, 1)
+
+
+def long_bench(*, pages: int = 640) -> tuple[Bench, Worker]:
+    bench = Bench(pages=pages, num_records=pages)
     worker = bench.worker()
-    worker.store(prompt(2, 1))
-    run = prompt(2, 1)
-    request = m.Hint(worker.context, run.tenant, run.digests, session_ended=True)
-    deferred = bench.depot.handle(worker.session, worker.writer, request)
+    store_long(worker, LONG)
+    return bench, worker
+
+
+def store_long(worker: Worker, run: KeyRun) -> None:
+    for start in range(0, run.num_chunks, m.MAXIMUM_STORE_ENTRIES):
+        assert worker.store(run.slice(start, min(run.num_chunks, start + m.MAXIMUM_STORE_ENTRIES))).num_declined == 0
+
+
+def begin_hint(worker: Worker, run: KeyRun, **hints: Any) -> m.Reply | Deferred:
+    request = m.Hint(worker.context, run.tenant, run.digests, **hints)
+    return worker.bench.depot.handle(worker.session, worker.writer, request)
+
+
+def ranks(bench: Bench, run: KeyRun) -> list[int]:
+    index = bench.index
+    return [index._tree.rank[index.spaces[0].nodes[run.slice(n, n + 1).digests]] for n in range(run.num_chunks)]
+
+
+def step(bench: Bench, number: int) -> None:
+    for _ in range(number):
+        bench.depot.work(lambda: True)
+
+
+def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
+    bench, worker = long_bench(pages=300)
+    deferred = begin_hint(worker, LONG, session_ended=True)
     assert isinstance(deferred, Deferred)
     bench.depot.clear(None)
-    worker.store(prompt(2, 2))  # has the places of what has left
+    store_long(worker, prompt(300, 2))  # has the places of what has left
     bench.depot.work()
-    assert deferred.reply == m.Done(1, 0)
-    assert set(bench.index._tree.rank) == {NORMAL}  # pyright: ignore[reportPrivateUsage]
+    assert deferred.reply == m.Done(1, AT_ONCE)
+    assert set(ranks(bench, prompt(300, 2))) == {NORMAL}
+
+
+def test_a_hint_ranks_the_end_of_a_long_prompt_at_once() -> None:
+    bench, worker = long_bench()
+    begin_hint(worker, LONG, session_ended=True)
+    assert ranks(bench, LONG) == [NORMAL] * (300 - AT_ONCE) + [ENDED] * AT_ONCE
+    bench.depot.work()
+    assert ranks(bench, LONG) == [ENDED] * 300
+
+
+@pytest.mark.parametrize("num_steps", range(8))
+@pytest.mark.parametrize("length", [300, 200, 100])
+def test_a_use_takes_an_end_back_that_is_under_way(num_steps: int, length: int) -> None:
+    bench, worker = long_bench()
+    begin_hint(worker, LONG, session_ended=True)
+    step(bench, num_steps)
+    worker.release(worker.lookup(LONG.slice(0, length)).lease)
+    bench.depot.work()
+    assert ranks(bench, LONG) == [NORMAL] * length + [ENDED] * (300 - length)
+
+
+def test_a_prefix_that_ends_again_while_its_end_is_taken_back() -> None:
+    bench, worker = long_bench()
+    hint(worker, LONG, session_ended=True)
+    worker.bench.depot.handle(worker.session, worker.writer, m.Lookup(worker.context, "r", LONG.digests, "default"))
+    begin_hint(worker, LONG, session_ended=True)
+    bench.depot.work()
+    assert ranks(bench, LONG) == [ENDED] * 300
+
+
+@pytest.mark.parametrize("num_steps", range(8))
+def test_a_time_to_live_ends_a_prefix_whose_priority_is_still_being_set(num_steps: int) -> None:
+    bench, worker = long_bench()
+    begin_hint(worker, LONG, priority=2, ttl_seconds=TTL_SECONDS)
+    step(bench, num_steps)
+    bench.now += TTL_SECONDS
+    bench.depot.expire()
+    bench.depot.work()
+    assert ranks(bench, LONG) == [ENDED] * 300
+
+
+def test_what_has_ended_leaves_while_the_rest_of_it_is_being_ended() -> None:
+    bench, worker = long_bench()
+    begin_hint(worker, LONG, session_ended=True)
+    for _ in range(AT_ONCE):
+        assert bench.index.evict_one()
+    bench.depot.work()
+    assert ranks(bench, LONG.slice(0, 300 - AT_ONCE)) == [ENDED] * (300 - AT_ONCE)

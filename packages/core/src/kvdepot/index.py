@@ -12,6 +12,7 @@ A node whose entries are all gone stays as a hole while it has children; they ar
 Nothing here does I/O but for the table, and nothing knows of sessions; `server.depot` drives it.
 """
 
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from kvdepot.messages import EXTENT, CacheSpec
 from kvdepot.protocols import EvictionPolicy
 from kvdepot.quotas import QuotaTable
 from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
+
+logger = logging.getLogger(__name__)
 
 # Between two pauses of what takes long: at most half a millisecond, whatever the index holds.
 _RESTORE_STEP: Final = 50  # records
@@ -155,12 +158,18 @@ class ChunkIndex:
         self.on_hidden: Callable[[int], object] | None = None  # and with each that cannot any more
         # Given what is left to do of something long; may do it later, in steps.
         self.go_on: Callable[[Iterator[int]], object] = sum
+        self.is_restoring = False  # nothing leaves then
+        self.num_restore_errors = 0
         self.now = 0  # seconds of the depot's clock, which sets it now and then
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of what was evicted
         self._space_by_spec: dict[bytes, Space] = {}
-        self._tree = ChunkTree()
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
         self._factory = POLICIES[policy]
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        """Begin without a node or a record."""
+        self._tree = ChunkTree()
         # By share and rank: those that were ever needed, what leaves first before the others.
         self._policies = [{NORMAL: self._policy(number, NORMAL)} for number in range(self.quotas.num_shares)]
         self._deadline = array("I")  # by node: the second when what ends there is not worth keeping any more, or 0
@@ -168,6 +177,8 @@ class ChunkIndex:
         self._next_seconds: list[int] = []  # heap of those seconds, and of some that no longer matter
         self._depth = array("I")
         self._last_use = array("Q")  # seconds; of what is before a node at least as late, once that has left
+        self._num_uses = 0
+        self._used_at = array("Q")  # by node: how many uses there had been by its last
         self._space_of = array("I")
         self._label_of = array("I")
         self._sealed_groups = array("Q")
@@ -406,15 +417,22 @@ class ChunkIndex:
                 self._free_records.append(record)
         self._release_hold(node)
 
-    def used(self, node: int) -> None:
-        """Tell the policy that a prefix ending here was used. One that was said to have ended has not."""
+    def used(self, node: int) -> Iterator[int] | None:
+        """Tell the policy that a prefix ending here was used. One that was said to have ended has not.
+
+        Returns what is left to do of that for a long one, in steps as those of `set_priority`; None if nothing is.
+        """
         self._forget_deadline(node)
         self._last_use[node] = self.now
-        above = node
-        while above != NO_NODE and self._tree.rank[above] == ENDED:
-            self._set_rank(above, NORMAL)
-            above = self._tree.parent[above]
+        self._num_uses += 1
+        self._used_at[node] = self._num_uses
+        rank, rest = self._tree.rank, None
+        if rank[node] == ENDED:
+            rest = self._rank_from(node, lambda above, _count: rank[above] == ENDED, NORMAL)
+            if next(rest) < _RANK_STEP:
+                rest = None
         self._policy_of(node).used(node)
+        return rest
 
     def _release_hold(self, node: int) -> None:
         self._tree.holds[node] -= 1
@@ -429,8 +447,9 @@ class ChunkIndex:
     def set_priority(self, node: int, is_own: Callable[[int], bool], priority: int) -> Iterator[int]:
         """Let what only this prefix needs leave after chunks of lower priority of its share.
 
-        Only chunks whose label `is_own`, here and below. Yields how many since it last did; between two steps the index
-        may be used for anything.
+        Only chunks whose label `is_own`, here and below. Yields how many since it last did, the end of the prefix with
+        the first step, which comes at once; between two steps the index may be used for anything. What is said of the
+        prefix meanwhile holds: if it is ranked otherwise, or used and was to end, the rest stays as it is.
         """
         self._end_hint(node, is_own)
         return self._rank_own_chunks(node, is_own, NORMAL + priority)
@@ -480,21 +499,29 @@ class ChunkIndex:
 
     def _rank_own_chunks(self, node: int, is_own: Callable[[int], bool], rank: int) -> Iterator[int]:
         """From the end of a prefix up to where another branches off or somebody else's chunks begin."""
-        return self._rank_from(node, self._tree.keys[node], is_own, rank)
+        num_children, label_of = self._tree.num_children, self._label_of
+        return self._rank_from(
+            node, lambda above, count: num_children[above] <= (count > 0) and is_own(label_of[above]), rank
+        )
 
-    def _rank_from(self, node: int, key: bytes | None, is_own: Callable[[int], bool], rank: int) -> Iterator[int]:
-        tree, count = self._tree, 0
-        if tree.keys[node] != key:
-            return  # it left before the first step
-        while node != NO_NODE and tree.num_children[node] <= (count > 0) and is_own(self._label_of[node]):
+    def _rank_from(self, start: int, is_wanted: Callable[[int, int], bool], rank: int) -> Iterator[int]:
+        """Rank chunks towards the root while `is_wanted(node, how many were ranked)`."""
+        tree, keys = self._tree, self._tree.keys
+        node, count, began, start_key = start, 0, self._num_uses, keys[start]
+        while node != NO_NODE and is_wanted(node, count) and (rank != ENDED or self._used_at[node] <= began):
             self._set_rank(node, rank)
-            node = tree.parent[node]
+            behind, node = node, tree.parent[node]
             count += 1
             if count % _RANK_STEP == 0 and node != NO_NODE:
-                key = tree.keys[node]
+                key, behind_key = keys[node], keys[behind]
                 yield _RANK_STEP
-                if tree.keys[node] != key:
+                if keys[node] != key:
                     break  # it left meanwhile
+                if keys[start] == start_key and tree.rank[start] != rank:
+                    break
+                # What was to end and has left was ended; of anything else nobody knows what was said of it last.
+                if (tree.rank[behind] if keys[behind] == behind_key else ENDED) != rank:
+                    break
         yield count % _RANK_STEP
 
     def _set_rank(self, node: int, rank: int) -> None:
@@ -615,6 +642,12 @@ class ChunkIndex:
     def discard_entry(self, record: int) -> None:
         """Take back an entry that is not sealed; nothing writes to it any more."""
         node = self._node_of[record]
+        if node == NO_NODE:  # all that a start that failed has kept of it is its space
+            offset, num_bytes = self.table.extent(record)
+            self.table.free(record)
+            self.extents.free(offset, num_bytes)
+            self._free_records.append(record)
+            return
         self._unlink(record, node)
         self._free_entry(record)
         self._release_hold(node)
@@ -641,7 +674,9 @@ class ChunkIndex:
         """Take away a sealed entry, leased or not, because its bytes are wrong.
 
         Whoever copies it sees its header change. Its chunk and those after it cannot be found until it is stored again.
+        Not while the index `is_restoring`.
         """
+        assert not self.is_restoring
         node = self._node_of[record]
         group, _ = self.table.place_of(record)
         self._unlink(record, node)
@@ -670,6 +705,8 @@ class ChunkIndex:
 
     def evict_one(self, share: int = 0) -> bool:
         """Evict the next chunk to make room for a share of the pool; False if none can leave."""
+        if self.is_restoring:
+            return False
         for number in self.quotas.victims(share):
             for policy in self._policies[number].values():
                 node = policy.victim()
@@ -680,6 +717,8 @@ class ChunkIndex:
 
     def next_victim(self) -> int | None:
         """Return the chunk that would leave next to make room for anybody, without removing it."""
+        if self.is_restoring:
+            return None
         for number in self.quotas.victims(0):
             for policy in self._policies[number].values():
                 node = policy.victim()
@@ -688,8 +727,8 @@ class ChunkIndex:
         return None
 
     def evict(self, node: int) -> bool:
-        """Evict this very chunk; False if something needs it."""
-        if not self._tree.evictable(node):
+        """Evict this very chunk; False if something needs it, or the index `is_restoring`."""
+        if self.is_restoring or not self._tree.evictable(node):
             return False
         self._evict(node)
         return True
@@ -705,8 +744,8 @@ class ChunkIndex:
     def clear(self, wanted: Callable[[int, Space], bool]) -> Iterator[int]:
         """Remove every chunk for which `wanted(label, space)` holds and that nobody uses.
 
-        A chunk with a descendant that stays, stays too. Yields how many entries were removed since it last did; between
-        two steps the index may be used for anything.
+        A chunk with a descendant that stays, stays too; all do while the index `is_restoring`. Yields how many
+        entries were removed since it last did; between two steps the index may be used for anything.
         """
 
         def is_wanted(node: int) -> bool:
@@ -724,7 +763,7 @@ class ChunkIndex:
 
     def _clear_up(self, node: int, is_wanted: Callable[[int], bool]) -> Iterator[int]:
         before, count = self.num_entries, 0
-        while node != NO_NODE and self._tree.evictable(node) and is_wanted(node):
+        while not self.is_restoring and node != NO_NODE and self._tree.evictable(node) and is_wanted(node):
             node = self._remove(node)
             count += 1
             if node != NO_NODE and (count % _REMOVE_STEP == 0 or self._is_hole(node)):
@@ -754,20 +793,90 @@ class ChunkIndex:
         `spaces` and labels are what its records refer to by number; a record with another number is freed.
 
         Returns an iterator that does the work. Between steps (None) its caller can do other things, as long as it
-        begins no entry. It yields the records of unfinished entries, whose writers may still be writing;
-        `discard_entry` takes them back, once the iterator has ended. What does not verify or fit together is freed.
+        begins no entry; nothing leaves until then (`is_restoring`). It yields the records of unfinished entries, whose
+        writers may still be writing; `discard_entry` takes them back, once the iterator has ended. What does not verify
+        or fit together is freed.
+
+        A step that fails by a bug is logged and counted: before anything can be found, the index is then empty but for
+        the space of unfinished entries; later, some are not found.
         """
         for spec in spaces:
             self.space(spec)
-        return self._restore(num_labels)
+        self.is_restoring = True
+        return self._restore(len(self.spaces), num_labels)
 
-    def _restore(self, num_labels: int) -> Iterator[int | None]:
-        """Each loop pauses now and then, and frees what it has used up: a million objects at once take long, too."""
+    def _restore(self, num_spaces: int, num_labels: int) -> Iterator[int | None]:
+        nodes = array("I")
+        unfinished: list[int] = []
+        try:
+            try:
+                yield from self._rebuild(num_spaces, num_labels, nodes, unfinished)
+            except Exception:
+                self.num_restore_errors += 1
+                logger.exception("reading back the table of an earlier server failed: its entries are gone")
+                nodes, unfinished = array("I"), []
+                yield from self._start_cold(unfinished)
+            yield from self._reveal_restored(nodes)
+            yield from unfinished
+        finally:
+            self.is_restoring = False
+
+    def _reveal_restored(self, nodes: "array[int]") -> Iterator[None]:
+        """Make nodes visible; parents come before their children."""
+        for count, node in enumerate(nodes):
+            try:
+                self._reveal(node)
+            except Exception:
+                if not self.num_restore_errors:
+                    logger.exception("an entry of an earlier server may never be found")
+                self.num_restore_errors += 1
+            if count % _RESTORE_STEP == 0:
+                yield None
+
+    def _start_cold(self, unfinished: list[int]) -> Iterator[None]:
+        """Free all but the space of `unfinished` entries, which get no node: who writes them may be alive."""
+        self._begin_empty()
+        self.extents = ExtentAllocator(self.extents.capacity_bytes, self.extents.ready_bytes)
+        self.quotas.forget_usage()
+        self.num_entries = 0
+        for space in self.spaces:
+            space.nodes = KeyMap()
+        kept: list[int] = []
+        spans: list[tuple[int, int]] = []
+        for number in range(self.table.num_records):
+            record = self.table.record(number)
+            if record is not None and record.state != SEALED:
+                kept.append(number)
+                spans.append((record.offset, record.num_bytes))
+            elif self.table.header(number) & 0xFF:
+                self.table.free(number)
+            if number % _RESTORE_STEP == 0:
+                yield None
+        for places in self.extents.restore(spans):
+            unfinished += [kept[place] for place in places]
+            yield None
+        num_known = kept[-1] + 1 if kept else 0
+        self._node_of = array("I", [NO_NODE]) * num_known
+        self._next_entry = array("I", [NO_RECORD]) * num_known
+        has_space = set(unfinished)
+        for number in range(num_known):
+            if number not in has_space:
+                if self.table.header(number) & 0xFF:
+                    self.table.free(number)
+                self._free_records.append(number)
+            if number % _RESTORE_STEP == 0:
+                yield None
+
+    def _rebuild(self, num_spaces: int, num_labels: int, nodes: "array[int]", unfinished: list[int]) -> Iterator[None]:
+        """Make nodes of the table's records, not visible yet; fill in `nodes`, parents first, and `unfinished` records.
+
+        Each loop pauses now and then, and frees what it has used up: a million objects at once take long, too.
+        """
         found: list[Record] = []
         spans: list[tuple[int, int]] = []
         for number in range(self.table.num_records):
             record = self.table.record(number)
-            if record is not None and record.space < len(self.spaces) and record.label < num_labels:
+            if record is not None and record.space < num_spaces and record.label < num_labels:
                 found.append(record)
                 spans.append((record.offset, record.num_bytes))
             if number % _RESTORE_STEP == 0:
@@ -788,9 +897,7 @@ class ChunkIndex:
             del taken[-_RESTORE_STEP:], found[-_RESTORE_STEP:], spans[-_RESTORE_STEP:]
             yield None
         used = bytearray(self.table.num_records)
-        nodes = array("I")
         by_last_use: dict[int, list[Record]] = {}
-        unfinished: list[int] = []
         count = 0
         level: dict[_Place, int] = {}
         for depth in sorted(by_depth):
@@ -817,11 +924,6 @@ class ChunkIndex:
             if number % _RESTORE_STEP == 0:
                 yield None
         yield from self._tell_policies(by_last_use)
-        for count, node in enumerate(nodes):  # parents come before their children
-            self._reveal(node)
-            if count % _RESTORE_STEP == 0:
-                yield None
-        yield from unfinished
 
     def _tell_policies(self, by_last_use: dict[int, list[Record]]) -> Iterator[None]:
         """Add the nodes of sealed records to their policies, what was used last at the end."""
@@ -897,6 +999,7 @@ class ChunkIndex:
                 tree.share,
                 self._depth,
                 self._last_use,
+                self._used_at,
                 self._deadline,
                 self._space_of,
                 self._label_of,
@@ -912,6 +1015,7 @@ class ChunkIndex:
         tree.holds[node] = 0
         self._depth[node] = place.depth
         self._last_use[node] = self.now
+        self._used_at[node] = 0
         self._space_of[node] = place.space.number
         self._label_of[node] = place.label
         tree.share[node] = self.quotas.share_of(place.label)
@@ -942,6 +1046,7 @@ class ChunkIndex:
             self._hidden.pop(node, None)
             self._broken.discard(node)
             self._forget_deadline(node)
+            self._sealed_groups[node] = 0
             self._free_nodes.append(node)
             if parent == NO_NODE:
                 return NO_NODE

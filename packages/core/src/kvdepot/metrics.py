@@ -37,6 +37,8 @@ COUNTERS: Final = {  # those that are exposed from the start, at 0
     "chores_failed": "What was to be done between messages and failed by a bug",
     "policy_errors": "Calls of eviction policies that failed",
     "hints": "Hints of clients",
+    "hints_cut": "Hints and uses of long prefixes of which only the end was ranked, as too many waited",
+    "lookups_not_sampled": "Very long lookups left out of the estimates, as another was being counted",
     "moves": "Copies by processes of the depot",
     "moves_failed": "Copies that such a process did not finish",
     "moves_refused": "Copies that such a process refused, as they left the memory that it was given",

@@ -41,9 +41,7 @@ class QuotaTable:
         self.quota_bytes = [rest, *quotas.values()]
         self.used_bytes = [0] * len(self.quota_bytes)
         self.tenant_bytes: dict[str, int] = {}  # of those that ever had any
-        self._excess = [0.0] * len(
-            self.quota_bytes
-        )  # by share: what the entry in the heap says that counts, 0 for none
+        self._excess = [0.0] * len(self.quota_bytes)  # by share: what its entry in the heap says, 0 for none
         self._heap: list[tuple[float, int]] = []  # excess, negative, and share
         self._names = [""]  # of tenants
         self._shares = [self._share_by_name.get("", 0)]  # by tenant
@@ -70,6 +68,13 @@ class QuotaTable:
         name = self._names[self._tenant_of[label] if label < len(self._tenant_of) else 0]
         self.tenant_bytes[name] = self.tenant_bytes.get(name, 0) + num_bytes
         self._add(share, num_bytes)
+
+    def forget_usage(self) -> None:
+        """Count from nothing again."""
+        self.used_bytes[:] = [0] * self.num_shares
+        self._excess[:] = [0.0] * self.num_shares
+        self._heap.clear()
+        self.tenant_bytes.clear()
 
     def move(self, num_bytes: int, source: int, target: int) -> None:
         """Count bytes against another share than before."""

@@ -247,7 +247,7 @@ def _replay(
         parent = NO_NODE
         if hits:
             parent = nodes[0]
-            index.used(parent)
+            sum(index.used(parent) or ())
         records: list[int] = []
         for depth in range(hits, len(path)):
             key = digests[path[depth]]

@@ -9,6 +9,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
 import msgspec.structs
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _OBSERVED_AT_ONCE: Final = 2048  # chunks, of which an eighth is sampled at most
 _DONE_AT_ONCE: Final = 64  # steps of some microseconds
+_RANKED_AT_ONCE: Final = 2  # steps of a hint that its request does itself: the end of the prefix is what leaves first
 _PATIENT_SECONDS: Final = 60.0  # that an operator's request may wait for tiers
 
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
@@ -40,6 +42,19 @@ MAXIMUM_EVENTS: Final = 20  # that operators see
 MAXIMUM_ROWS: Final = 1024  # names with counters of their own
 _OTHERS: Final = "(others)"
 MAXIMUM_LABELS: Final = 65_536  # tenants and their models; names are kept as long as the pool
+
+
+class Chore(Enum):
+    """Kinds of what is done in steps between messages."""
+
+    OPERATOR = "requests of operators"
+    HINT = "long prefixes, whose end a request has ranked"
+    ENDING = "prefixes whose time to live is over"
+    SAMPLE = "a very long lookup, counted for the estimates"
+    REPLAY = "events sent again"
+
+
+_MOST_WAITING: Final = {Chore.OPERATOR: 64, Chore.HINT: 1024}  # one of any other kind
 
 
 class Refused(Exception):
@@ -216,8 +231,9 @@ class Depot:
         self.movers: MoverTable | None = None
         self._soon: deque[Iterator[int]] = deque()  # what must not wait for what takes long
         self.index.go_on = self._soon.append
-        self._chores: deque[Iterator[int]] = deque()  # what takes long: done in steps, one after the other
-        self._is_expiring = False  # chunks whose time is over; that is a chore
+        # What takes long: of each kind one after the other, and one step of each kind after the other.
+        self._chores: dict[Chore, deque[Iterator[int]]] = {}
+        self._is_expiring = False  # leases whose time is over are among what must not wait
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
         self.is_draining = False  # an operator asked for it
         self.on_names_changed: Callable[[], None] = lambda: None
@@ -491,7 +507,7 @@ class Depot:
         return deferred.reply or deferred
 
     def _observe(self, digests: bytes, chunk_bytes: int) -> None:
-        """Have the shadow index count a lookup, the end of a long prompt first."""
+        """Have the shadow index count a lookup, the end of a long prompt first; not if another long one is counted."""
         if len(digests) <= _OBSERVED_AT_ONCE * DIGEST_BYTES:
             self.shadow.looked_up(digests, chunk_bytes)
             return
@@ -502,7 +518,8 @@ class Depot:
                 self.shadow.looked_up(digests[start : start + step], chunk_bytes)
                 yield 0
 
-        self.do_later(steps())
+        if not self.do_later(steps(), Chore.SAMPLE):
+            self.counters["lookups_not_sampled"] += 1
 
     def _found(
         self, context: Context, request: m.Lookup, found: int, nodes: tuple[int, ...], waited_seconds: float = 0.0
@@ -511,10 +528,15 @@ class Depot:
         if not found:
             return m.LookupReply(self.epoch, 0, 0, 0.0, waited_seconds)
         lease = self.leases.grant(context.number, request.request_id, nodes, self._clock())
-        self.index.used(nodes[-1])
+        self._used(nodes[-1])
         if self.tiering is not None:
             self.tiering.used(nodes[-1])
         return m.LookupReply(self.epoch, found, lease, self.leases.lease_seconds, waited_seconds)
+
+    def _used(self, node: int) -> None:
+        rest = self.index.used(node)
+        if rest is not None and not self.do_later(rest, Chore.HINT):
+            self.counters["hints_cut"] += 1
 
     def _places(self, space: Space, instance: str = "") -> tuple[list[ShardPlace], str]:
         """Return where every shard of the caches of a space goes, as their workers registered it, and their model.
@@ -542,16 +564,42 @@ class Depot:
         self.counters["hints"] += 1
         if not found:
             return m.Done(self.epoch, 0)
+        tenant = request.tenant  # a chore must not keep the request's digests
 
         def is_own(label: int) -> bool:
-            return self.labels[label][0] == request.tenant
+            return self.labels[label][0] == tenant
 
         if request.session_ended:
-            return self._counted(self.index.end_session(nodes[-1], is_own))
+            return self._ranked(self.index.end_session(nodes[-1], is_own))
         ranking = self.index.set_priority(nodes[-1], is_own, request.priority)
         if request.ttl_seconds:
             self.index.end_session_at(nodes[-1], is_own, self._clock() + request.ttl_seconds)
-        return self._counted(ranking)
+        return self._ranked(ranking)
+
+    def _ranked(self, steps: Iterator[int]) -> m.Reply | Deferred:
+        """Rank the end of a prefix now and the rest of a long one between messages; the reply counts chunks.
+
+        When very many wait, the rest is left as it is.
+        """
+        count = 0
+        for _ in range(_RANKED_AT_ONCE):
+            more = next(steps, None)
+            if more is None:
+                return m.Done(self.epoch, count)
+            count += more
+        deferred = Deferred()
+
+        def chore() -> Iterator[int]:
+            nonlocal count
+            for each in steps:
+                count += each
+                yield 0
+            deferred.send(m.Done(self.epoch, count))
+
+        if self.do_later(self._answering(deferred, chore()), Chore.HINT):
+            return deferred
+        self.counters["hints_cut"] += 1
+        return m.Done(self.epoch, count)
 
     # --- workers --------------------------------------------------------------------------------------------------
 
@@ -716,7 +764,7 @@ class Depot:
         packed = b"".join(extents)
         is_moved = context.registration is not None and context.registration.offer is not None
         lease = self.leases.grant(context.number, request.request_id, pins, self._clock(), packed if is_moved else b"")
-        index.used(nodes[-1])
+        self._used(nodes[-1])
         return m.RetrievePlan(self.epoch, lease, found, packed)
 
     # --- movers ---------------------------------------------------------------------------------------------------
@@ -779,7 +827,12 @@ class Depot:
         return m.Done(self.epoch, removed)
 
     def remove_corrupt(self, number: int, header: int, space: int | None = None) -> bool:
-        """Remove a sealed entry whose bytes lack their checksum; False if it is another one by now."""
+        """Remove a sealed entry whose bytes lack their checksum; False if it is another one by now.
+
+        Nothing is removed while an earlier server's table is being read back: whoever finds the bytes reports again.
+        """
+        if self.index.is_restoring:
+            return False
         record = self.index.table.record(number) if self.index.table.header(number) == header else None
         if record is None or space not in (None, record.space):
             return False
@@ -826,14 +879,15 @@ class Depot:
         now = self._clock()
         self.index.now = int(now)
         self._end_pins(lambda pin: pin.expiry_seconds <= now)
-        if not self._is_expiring and (self.leases.has_expired(now) or self.index.has_ended(now)):
+        if not self._is_expiring and self.leases.has_expired(now):
             self._is_expiring = True
             self._soon.append(self._expiring(now))
+        if self.index.has_ended(now):
+            self.do_later(self.index.expire(now), Chore.ENDING)
 
     def _expiring(self, now: float) -> Iterator[int]:
         try:
             yield from self.leases.expire(now)
-            yield from self.index.expire(now)
         finally:
             self._is_expiring = False
 
@@ -856,21 +910,41 @@ class Depot:
         return bool(self._soon or self._chores)
 
     def work(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Go on with what is done in steps, by one at least, until `is_over`. What fails is left, and counted."""
-        while chores := self._soon or self._chores:
-            try:
-                is_done = next(chores[0], None) is None
-            except Exception:
-                logger.exception("what was to be done between messages failed")
-                self.counters["chores_failed"] += 1
-                is_done = True
-            if is_done:
-                chores.popleft()
+        """Go on with what is done in steps until `is_over`: by one of what must not wait and one chore's at least.
+
+        What fails is left, and counted.
+        """
+        is_first = True
+        while self._soon or self._chores:
+            must_not_wait = bool(self._soon)
+            if must_not_wait:
+                self._step(self._soon)
+            if self._chores and (is_first or not must_not_wait):
+                kind, chores = next(iter(self._chores.items()))
+                self._step(chores)
+                del self._chores[kind]
+                if chores:
+                    self._chores[kind] = chores  # behind the other kinds
+            is_first = False
             if is_over():
                 break
 
+    def _step(self, chores: deque[Iterator[int]]) -> None:
+        try:
+            is_done = next(chores[0], None) is None
+        except Exception:
+            logger.exception("what was to be done between messages failed")
+            self.counters["chores_failed"] += 1
+            is_done = True
+        if is_done:
+            chores.popleft()
+
     def clear_everywhere(self, tenant: str | None, model: str | None) -> Deferred:
-        """Like `clear`, step by step in `work`, and then in the tiers; the reply comes when they are done."""
+        """Like `clear`, step by step in `work`, and then in the tiers; the reply comes when they are done.
+
+        Raises:
+            Refused: very many requests of operators wait.
+        """
         deferred = Deferred()
         removed = num_left = 0
 
@@ -891,11 +965,14 @@ class Depot:
             if not num_left:
                 deferred.send(m.Done(self.epoch, removed))
 
-        self._chores.append(chore())
-        return deferred
+        return self._for_operator(deferred, chore())
 
     def later(self, work: Iterator[m.Reply | None]) -> Deferred:
-        """Do in steps what takes long; the reply is what the last of them yields."""
+        """Do in steps what an operator asks for; the reply is what the last of them yields.
+
+        Raises:
+            Refused: very many such requests wait.
+        """
         deferred = Deferred()
 
         def chore() -> Iterator[int]:
@@ -904,12 +981,31 @@ class Depot:
                     deferred.send(reply)
                 yield 0
 
-        self.do_later(chore())
+        return self._for_operator(deferred, chore())
+
+    def _for_operator(self, deferred: Deferred, chore: Iterator[int]) -> Deferred:
+        if not self.do_later(self._answering(deferred, chore), Chore.OPERATOR):
+            raise Refused(
+                ErrorCode.DRAINING, f"{_MOST_WAITING[Chore.OPERATOR]} requests of operators wait already: ask again"
+            )
         return deferred
 
-    def do_later(self, chore: Iterator[int]) -> None:
-        """Do in steps, between messages, what takes long."""
-        self._chores.append(chore)
+    def _answering(self, deferred: Deferred, chore: Iterator[int]) -> Iterator[int]:
+        """Do a chore; if it fails, that is the reply."""
+        try:
+            yield from chore
+        except Exception as error:
+            if deferred.reply is None:
+                deferred.send(m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+            raise
+
+    def do_later(self, chore: Iterator[int], kind: Chore) -> bool:
+        """Do in steps, between messages, what takes long; False if as many of its kind wait as may."""
+        waiting = self._chores.setdefault(kind, deque())
+        if len(waiting) >= _MOST_WAITING.get(kind, 1):
+            return False
+        waiting.append(chore)
+        return True
 
     def _do_soon(self, steps: Iterator[int], count: int) -> None:
         """Do what takes some microseconds a step: at once if it is not much."""
@@ -918,18 +1014,6 @@ class Depot:
                 pass
         else:
             self._soon.append(steps)
-
-    def _counted(self, steps: Iterator[int]) -> Deferred:
-        """Do in steps, between messages, what takes long; the reply is the sum of what they yield."""
-
-        def work() -> Iterator[m.Reply | None]:
-            count = 0
-            for each in steps:
-                count += each
-                yield None
-            yield m.Done(self.epoch, count)
-
-        return self.later(work())
 
     def warm(self, request: m.Warm) -> m.Reply | Deferred:
         """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.

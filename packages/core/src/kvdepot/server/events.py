@@ -32,6 +32,7 @@ _KEPT_BYTES: Final = 32 << 20
 _LARGEST_BATCH: Final = 4096  # chunks, after which another batch begins
 _QUEUED_MESSAGES: Final = 10_000  # for one subscriber, until it misses some
 _REPLAY_STEP: Final = 64
+_MOST_WAITING: Final = 1024  # subscribers that wait for batches to be sent again
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
@@ -83,6 +84,8 @@ class EventPublisher:
         self._last_space = -1
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
+        self._asked: dict[bytes, int] = {}  # who waits for batches to be sent again, and from which number on
+        self._is_replaying = False
         self._encoder = msgspec.msgpack.Encoder()
         self._publisher = _listen(context, zmq.PUB, endpoint, "--events")
         self._publisher.set_hwm(_QUEUED_MESSAGES)
@@ -134,7 +137,11 @@ class EventPublisher:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def take_replay(self) -> Iterator[int] | None:
-        """Return what answers one request, in steps; None if there is no request, or none that could be answered."""
+        """Take one request; return what answers it and those that come meanwhile, in steps, None if that is under way.
+
+        Of a subscriber that asks again before it is its turn, the last request is answered. What could not be answered
+        is dropped, and so is what comes while very many wait.
+        """
         assert self.replay is not None
         try:
             frames = self.replay.recv_multipart(zmq.NOBLOCK)
@@ -142,7 +149,20 @@ class EventPublisher:
             return None
         if len(frames) != 3 or len(frames[2]) != 8:
             return None
-        return self._replay_from(frames[0], int.from_bytes(frames[2], "big"))
+        if frames[0] in self._asked or len(self._asked) < _MOST_WAITING:
+            self._asked[frames[0]] = int.from_bytes(frames[2], "big")
+        if self._is_replaying:
+            return None
+        self._is_replaying = True
+        return self._replay_all()
+
+    def _replay_all(self) -> Iterator[int]:
+        try:
+            while self._asked:
+                client = next(iter(self._asked))
+                yield from self._replay_from(client, self._asked.pop(client))
+        finally:
+            self._is_replaying = False
 
     def _replay_from(self, client: bytes, first: int) -> Iterator[int]:
         assert self.replay is not None

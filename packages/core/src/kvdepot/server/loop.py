@@ -37,7 +37,7 @@ from kvdepot.pool import allocate_first, allocate_in_background, is_locked, open
 from kvdepot.quotas import QuotaTable
 from kvdepot.server import operations
 from kvdepot.server.access import PRIVATE_UMASK, Access
-from kvdepot.server.depot import Deferred, Depot, Fence, Refused
+from kvdepot.server.depot import Chore, Deferred, Depot, Fence, Refused
 from kvdepot.server.events import EventPublisher, check_endpoint
 from kvdepot.server.movers import MoverTable
 from kvdepot.server.opening import TierOpener
@@ -285,7 +285,7 @@ class DepotServer:
         if publisher.replay in events:
             replay = publisher.take_replay()
             if replay is not None:
-                self._depot.do_later(replay)
+                self._depot.do_later(replay, Chore.REPLAY)
 
     def _spare_collections(self) -> None:
         """As the index grows, have the garbage collector leave it alone: a million entries would take it 30 ms."""
@@ -524,9 +524,16 @@ class DepotServer:
 
     def _restore_some(self, is_over: Callable[[], bool]) -> None:
         assert self._restoring is not None
-        for _ in self._restoring:
-            if is_over():
-                return
+        try:
+            for _ in self._restoring:
+                if is_over():
+                    return
+        except Exception:
+            # Nobody knows any more whose writes have not ended: what is here is found, nothing is added.
+            logger.exception("reading back an earlier server's table failed: no stores until a start with --fresh")
+            self._depot.counters["chores_failed"] += 1
+            self._depot.note("reading back an earlier server's table failed: no stores until a start with --fresh")
+            gc.enable()
         self._restoring = None
 
     def _read_back(self, restored: Iterator[int | None]) -> Iterator[None]:
@@ -542,9 +549,10 @@ class DepotServer:
             yield
         gc.freeze()  # nor is it later
         gc.enable()
-        registered = {context.fence for context in self._depot.contexts.values()}
+        self._depot.counters["chores_failed"] += index.num_restore_errors
         for fence, records in by_fence.items():
-            if fence not in registered and self._sessions.await_death(fence[0]):
+            is_back = any(context.fence == fence for context in self._depot.contexts.values())
+            if not is_back and self._sessions.await_death(fence[0]):
                 self._depot.quarantine(fence, records, sizes[fence])
             else:
                 self._depot.discard_records(records)
