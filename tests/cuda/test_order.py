@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from tests.cuda.fake_worker import FakeWorker
 
@@ -28,6 +28,7 @@ def cache(depot: DepotProcess) -> Iterator[MakeCache]:
         worker = FakeWorker(depot.url, PLAN, driver=driver, **options)
         made.append(Cache(worker, PLAN))
         worker.wait_until_connected(WAIT_SECONDS)
+        wait_until(lambda: worker.context.is_settled, WAIT_SECONDS)  # pageable copies are waited for by the fake itself
         return made[-1]
 
     yield make
