@@ -28,6 +28,7 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool import NAMES_FILE
 from kvdepot.quotas import MAXIMUM_QUOTAS
+from kvdepot.server import operations
 from kvdepot.server.depot import MAXIMUM_LABELS, MAXIMUM_ROWS, Chore, Deferred, Depot, Refused
 from kvdepot.server.loop import DepotServer
 from kvdepot.server.tiering import Tiering, TieringSettings
@@ -778,3 +779,18 @@ def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(tmp_path: Pat
             assert len(sessions) == 1 or turn == 1, "the first has its session meanwhile"
         sessions.serve(lambda: False)
         assert len(sessions._sessions) == 1 + len(strangers)
+
+
+@pytest.mark.promise(61)
+def test_a_prefix_is_looked_for_in_many_caches_step_by_step(bench: Bench) -> None:
+    for number in range(1000):
+        bench.index.space(m.CacheSpec(64, (m.GroupShape(GroupKind.FULL_ATTENTION, 64),), "bytes", f"{number}"))
+    wanted, unwanted = prompt(0).digests, m.Clear(digests=prompt(1).digests)
+    with CallCounter() as counter:
+        found = operations.find(bench.depot, wanted)
+        cleared = operations.clear_prefix(bench.depot, unwanted)
+    assert counter.count <= STEP_CALLS
+    check(bench, 2000)
+    assert isinstance(found.reply, m.Found)
+    assert [(prefix.num_chunks, prefix.tenant) for prefix in found.reply.prefixes] == [(PROMPT_CHUNKS, "a")]
+    assert cleared.reply == m.Done(1, PROMPT_CHUNKS)

@@ -193,6 +193,41 @@ def test_a_lookup_that_is_only_polled_ends_at_its_deadline_too(client: Scheduler
         depot.signal(signal.SIGCONT)
 
 
+def test_a_depot_that_dies_is_a_miss_at_once_also_while_something_abandoned_is_to_be_taken_in(
+    depot: DepotProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SchedulerClient(SPEC, "engine", url=depot.url, deadline_seconds=120.0) as client:
+        client.wait_until_connected(5)
+        connection, lock = client._connection, client._lock  # pyright: ignore[reportPrivateUsage]
+        tidy, num_tries = connection._on_tidy, 0  # pyright: ignore[reportPrivateUsage]
+
+        def counted() -> bool:
+            nonlocal num_tries
+            num_tries += 1
+            return tidy()
+
+        monkeypatch.setattr(connection, "_on_tidy", counted)
+        depot.signal(signal.SIGSTOP)
+        client.submit_lookup("abandoned", prompt(3)).cancel()
+        pending = client.submit_lookup("r", prompt(3))
+        waiting = threading.Thread(target=pending.result, daemon=True)
+        waiting.start()
+
+        def is_waiting() -> bool:
+            if not lock.acquire(blocking=False):
+                return True
+            lock.release()
+            return False
+
+        wait_until(lambda: is_waiting() and is_waiting())
+        before = num_tries
+        wait_until(lambda: num_tries > before)
+        depot.kill()
+        waiting.join(30)
+        assert not waiting.is_alive()
+        assert pending.result().num_chunks == 0
+
+
 def test_a_depot_that_is_slow_all_the_time_is_left_alone_until_it_is_not(
     client: SchedulerClient, depot: DepotProcess
 ) -> None:

@@ -240,7 +240,10 @@ class SchedulerClient:
                 self._connection.tidy_soon()
 
     def _tidy(self) -> bool:
-        with self._lock:
+        # Never waits: whoever has the lock may be waiting for this very thread to see that the depot is dead.
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             channel = self._channel
             if channel is None:
                 return True
@@ -249,6 +252,8 @@ class SchedulerClient:
             except DepotUnavailable:
                 return True
             return not channel.num_owed
+        finally:
+            self._lock.release()
 
     def _current(self) -> Channel | None:
         link = self._connection.link

@@ -718,7 +718,11 @@ class Depot:
 
         def steps() -> Iterator[int]:
             for record in reversed(records):  # mostly deepest first: then no holes remain
-                self.index.discard_entry(record)
+                try:
+                    self.index.discard_entry(record)
+                except Exception:
+                    logger.exception("an unfinished entry could not be taken back")
+                    self.counters["chores_failed"] += 1
                 self.counters["entries_aborted"] += 1
                 yield 1
 

@@ -27,8 +27,8 @@ MAXIMUM_TIERS: Final = 16  # since the start, those that were removed included
 _PACKAGE: Final = logging.getLogger("kvdepot")
 
 
-def find(depot: Depot, digests: bytes) -> m.Found:
-    """Return what the pool has of a prefix, the space with the most of it first.
+def find(depot: Depot, digests: bytes) -> Deferred:
+    """Find what the pool has of a prefix; the reply names the space with the most of it first.
 
     Raises:
         Refused: the digests are none.
@@ -36,22 +36,26 @@ def find(depot: Depot, digests: bytes) -> m.Found:
     if len(digests) % DIGEST_BYTES:
         raise Refused(ErrorCode.BAD_KEY, f"{len(digests)} bytes of digests: each chunk has {DIGEST_BYTES}")
     index = depot.index
-    prefixes: list[m.FoundPrefix] = []
-    for space in index.spaces:
-        num_chunks, nodes = index.longest_prefix(space, digests)
-        if not num_chunks:
-            continue
-        last = nodes[-1]
-        tenant, model = depot.labels[index.label_of(last)]
-        prefixes.append(
-            m.FoundPrefix(
-                num_chunks=num_chunks, num_tokens=num_chunks * space.spec.chunk_tokens, tenant=tenant, model=model,
-                dtype=space.spec.dtype, format=space.spec.format, chunk_tokens=space.spec.chunk_tokens,
-                idle_seconds=index.idle_seconds(last), is_held=index.is_held(last),
-                num_children=index.num_children(last),
-            )
-        )  # fmt: skip
-    return m.Found(depot.epoch, sorted(prefixes, key=lambda prefix: -prefix.num_chunks))
+
+    def steps() -> Iterator[m.Reply | None]:
+        prefixes: list[m.FoundPrefix] = []
+        for space in list(index.spaces):
+            num_chunks, nodes = index.longest_prefix(space, digests)
+            if num_chunks:
+                last = nodes[-1]
+                tenant, model = depot.labels[index.label_of(last)]
+                prefixes.append(
+                    m.FoundPrefix(
+                        num_chunks=num_chunks, num_tokens=num_chunks * space.spec.chunk_tokens, tenant=tenant,
+                        model=model, dtype=space.spec.dtype, format=space.spec.format,
+                        chunk_tokens=space.spec.chunk_tokens, idle_seconds=index.idle_seconds(last),
+                        is_held=index.is_held(last), num_children=index.num_children(last),
+                    )
+                )  # fmt: skip
+            yield None
+        yield m.Found(depot.epoch, sorted(prefixes, key=lambda prefix: -prefix.num_chunks))
+
+    return depot.later(steps())
 
 
 def clear_prefix(depot: Depot, request: m.Clear) -> Deferred:
@@ -66,6 +70,7 @@ def clear_prefix(depot: Depot, request: m.Clear) -> Deferred:
     def steps() -> Iterator[m.Reply | None]:
         count = 0
         for space in list(depot.index.spaces):
+            yield None
             num_chunks, nodes = depot.index.longest_prefix(space, request.digests)
             if not num_chunks:
                 continue
