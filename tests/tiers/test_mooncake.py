@@ -525,7 +525,7 @@ def test_a_depot_stops_in_time_and_leaves_no_child(master: Master, number: signa
         ("mooncake://a,b", "add ha=etcd"),
         ("mooncake://a?ha=redis", "only etcd"),
         ("mooncake://a?prefix=a.b", "letters, digits and _"),
-        ("mooncake://a?replicas=0", "at least 1"),
+        ("mooncake://a?replicas=0", "a number from 1 to"),
         ("mooncake://a?segment=much", "not a size"),
     ],
 )
