@@ -809,13 +809,20 @@ def conformance(setting: Setting) -> None:
     run_suites({name: [f"tests/cuda/test_on_device.py::{test}"] for name, test in SUITES.items()}, setting.seconds - 15)
 
 
+PYTEST = """
+import signal, sys, pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have those in the background ignore it
+sys.exit(pytest.main())
+"""
+
+
 def run_suites(suites: dict[str, list[str]], seconds: float) -> None:
     """Run pytest for each with its arguments; say how each ended, or how far it got in `seconds`."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         running = {}
         for number, (name, arguments) in enumerate(suites.items()):
             out = stack.enter_context(open(f"{folder}/{number}.out", "w+"))
-            command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "--maxfail=5", "-p", "no:cacheprovider",
+            command = [sys.executable, "-c", PYTEST, "-v", "-rfEs", "--maxfail=5", "-p", "no:cacheprovider",
                        "--color=no", f"--basetemp={folder}/{number}", *arguments]  # fmt: skip
             environment = {**os.environ, "KVDEPOT_REQUIRE_CUDA": "1", "PYTHONUNBUFFERED": "1"}
             running[name] = subprocess.Popen(
@@ -832,7 +839,8 @@ def run_suites(suites: dict[str, list[str]], seconds: float) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, grace - time.monotonic()))
             process.kill()
-            status: Any = f"cut off after {seconds:.0f} s" if process in late else process.wait()
+            returned = process.wait()
+            status: Any = f"cut off after {seconds:.0f} s" if process in late else returned
             out.seek(0)
             lines = out.read().splitlines()
             words = [word for line in lines if "::" in line for word in line.split()[1:2]]
