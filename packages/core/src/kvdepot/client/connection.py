@@ -352,7 +352,7 @@ class Connection:
         if not link.suspended:
             link.suspended = True
             self.why_away = f"it did not answer within {self.deadline_seconds} s"
-            logger.warning("the depot in %s %s; requests are misses until it does", self.directory, self.why_away)
+            logger.warning("the depot in %s: %s; requests are misses until it does", self.directory, self.why_away)
             self._wake()
 
     def note_wait(self, link: Link, seconds: float) -> None:
