@@ -481,6 +481,22 @@ def test_reading_back(num_prompts: int) -> None:
 
 
 @pytest.mark.promise(61)
+def test_reading_back_gives_memory_back_in_small_pieces() -> None:
+    """Regression: with 50,000 prompts of one chunk a step took 34 ms, as it forgot all that it knew of them at once."""
+    bench = Bench(filled=False)
+    for name in range(NUM_CHUNKS):
+        bench.store(prompt(name, 1))
+    index = ChunkIndex(ExtentAllocator(NUM_CHUNKS * PAGE), bench.table)
+    most = 0
+    before = sys.getallocatedblocks()
+    for _ in index.restore([SPEC]):
+        now = sys.getallocatedblocks()
+        most, before = max(most, before - now), now
+    assert index.num_entries == NUM_CHUNKS
+    assert most <= 4000
+
+
+@pytest.mark.promise(61)
 def test_reading_back_a_table_that_is_almost_empty() -> None:
     bench = Bench(filled=False)
     bench.store(prompt(0, 10))

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 # Between two pauses of what takes long: at most half a millisecond, whatever the index holds.
 _RESTORE_STEP: Final = 50  # records
 _REMOVE_STEP: Final = 25  # chunks
+_DRAIN_STEP: Final = 500  # keys
 _SCAN_STEP: Final = 500  # chunks that are only looked at
 _RANK_STEP: Final = 40  # chunks
 _REVEAL_STEP: Final = 64  # chunks
@@ -47,9 +48,6 @@ _LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go
 _KEY_PARTS: Final = 64
 _MOST_WALKED: Final = 8192  # chunks towards the start, for a boundary that windows and states have: two milliseconds
 _SPARE_DEADLINES: Final = 1024
-
-
-_Place = tuple[int, int, bytes]  # space, depth and the start of a key
 
 
 def digest_of(value: object) -> bytes:
@@ -92,6 +90,14 @@ class KeyMap:
             part = parts[digests[start] % _KEY_PARTS]
             if key in part:
                 yield start // DIGEST_BYTES, part[key]
+
+    def drain(self) -> Iterator[None]:
+        """Forget everything, in steps: a million keys at once take 50 ms."""
+        for part in self._parts:
+            while part:
+                for _ in range(min(len(part), _DRAIN_STEP)):
+                    part.popitem()
+                yield
 
     def items(self) -> Iterator[tuple[bytes, int]]:
         """Return keys and their nodes."""
@@ -898,23 +904,26 @@ class ChunkIndex:
             yield None
         used = bytearray(self.table.num_records)
         by_last_use: dict[int, list[Record]] = {}
-        count = 0
-        level: dict[_Place, int] = {}
+        level, level_depth = KeyMap(), -1
         for depth in sorted(by_depth):
-            above, level = level, {}
-            for record in reversed(by_depth.pop(depth)):
-                if not self._restore_entry(record, above, level):
-                    self.extents.free(record.offset, record.num_bytes)
-                else:
+            above, level = level, KeyMap()
+            if level_depth != depth - 1:
+                yield from above.drain()  # those are not one chunk up
+            level_depth, records = depth, by_depth.pop(depth)
+            while records:
+                for record in reversed(records[-_RESTORE_STEP:]):
+                    if not self._restore_entry(record, above, level, nodes):
+                        self.extents.free(record.offset, record.num_bytes)
+                        continue
                     used[record.number] = 1
                     if record.state == SEALED:
                         by_last_use.setdefault(record.last_use >> _LAST_USE_SHIFT, []).append(record)
                     else:
                         unfinished.append(record.number)
-                count += 1
-                if count % _RESTORE_STEP == 0:
-                    yield None
-            nodes.extend(level.values())
+                del records[-_RESTORE_STEP:]
+                yield None
+            yield from above.drain()
+        yield from level.drain()
         for number in range(self.table.num_records - 1, -1, -1):
             if not used[number]:
                 if self.table.header(number) & 0xFF:
@@ -954,27 +963,34 @@ class ChunkIndex:
                         del records[-_RESTORE_STEP:]
                         yield None
 
-    def _restore_entry(self, record: Record, above: dict[_Place, int], level: dict[_Place, int]) -> bool:
-        """Take an entry over into `level`, the nodes of its depth; `above` has those before, one chunk up."""
+    def _restore_entry(self, record: Record, above: KeyMap, level: KeyMap, nodes: "array[int]") -> bool:
+        """Take an entry over; `level` has the nodes of its depth, `above` those before, one chunk up.
+
+        Both by what records name a parent by: the start of its key, and here the space. A new node is added to `nodes`.
+        """
         space = self.spaces[record.space]
+        suffix = space.number.to_bytes(4, "little")
+        place_in_level = record.key[:PARENT_BYTES] + suffix
         if record.group >= len(space.spec.groups) or record.shard >= space.spec.groups[record.group].num_shards:
             return False
-        parent = above.get((space.number, record.depth - 1, record.parent), NO_NODE)
+        found = above.get(record.parent + suffix)
+        parent = NO_NODE if found is None else found
         if space.full_mask and record.depth and parent == NO_NODE:
             return False
         node = space.nodes.get(record.key)
         if node is None:
-            if (space.number, record.depth, record.key[:PARENT_BYTES]) in level:
+            if place_in_level in level:
                 return False  # two keys that begin alike: which of them is whose parent is not told
             place = EntryPlace(
                 space, record.key, parent, record.depth, record.group, record.shard, record.num_bytes, record.layout,
                 record.label, record.writer,
             )  # fmt: skip
             node = self._new_node(place)
+            nodes.append(node)
         elif self._depth[node] != record.depth or self.has_entry(node, record.group, record.shard):
             return False
         self._link(record.number, node)
-        level[space.number, record.depth, record.key[:PARENT_BYTES]] = node
+        level[place_in_level] = node
         self._account(node, extent_size(record.num_bytes))
         if record.state == SEALED:
             self.num_entries += 1
