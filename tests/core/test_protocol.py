@@ -137,6 +137,8 @@ def frame(value: object) -> bytes:
         ([frame(["lookup", 1, "r", b""]), b"", b""], ErrorCode.MALFORMED),
         ([frame(["make_coffee", 1])], ErrorCode.UNKNOWN_OPERATION),
         ([frame({"type": "hello"})], ErrorCode.MALFORMED),
+        ([bytes(8) + b"\x92\x81\x80\x01\x01"], ErrorCode.MALFORMED),  # a map by which maps are found
+        ([bytes(8) + b"\x92\xa6lookup\x81\x80\x01"], ErrorCode.MALFORMED),
         ([frame(["hello", "one"])], ErrorCode.MALFORMED),
         ([frame(["hello", -1])], ErrorCode.MALFORMED),
         ([frame(["hello", 999, "future"])], ErrorCode.VERSION_MISMATCH),

@@ -732,20 +732,20 @@ def decode_request(frame: bytes) -> Request:
         return _request_decoder.decode(body)
     except msgspec.ValidationError as error:
         tag = _tag_of(body)
-        if isinstance(tag, str) and tag not in OPERATIONS:
+        if tag is not None and tag not in OPERATIONS:
             message = f"operation {tag[:64]!r} is not known to this server (protocol {PROTOCOL_VERSION})"
             raise FrameError(ErrorCode.UNKNOWN_OPERATION, message) from error
-        raise FrameError(ErrorCode.MALFORMED, f"{tag if isinstance(tag, str) else 'message'}: {error}") from error
+        raise FrameError(ErrorCode.MALFORMED, f"{tag or 'message'}: {error}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FrameError(ErrorCode.MALFORMED, f"not a message: {error}") from error
 
 
-def _tag_of(body: memoryview) -> object:
+def _tag_of(body: memoryview) -> str | None:
     try:
-        fields = msgspec.msgpack.decode(body, type=list[object])
+        fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])  # not objects: a map may have keys that cannot be
+        return msgspec.msgpack.decode(fields[0], type=str) if fields else None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    return fields[0] if fields else None
 
 
 def decode_reply(frame: bytes) -> Reply:
