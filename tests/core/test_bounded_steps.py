@@ -159,13 +159,18 @@ def test_a_hint_for_a_long_prompt(bench: Bench, hint: dict[str, Any]) -> None:
     assert reply.reply == m.Done(1, PROMPT_CHUNKS)
 
 
-@pytest.mark.promise(61)
-def test_sessions_that_end_in_the_same_second(bench: Bench) -> None:
+def let_sessions_end(bench: Bench) -> None:
+    """Have every prompt's time to live be over."""
     for name in range(4):
         run = prompt(name, tenant="ab"[name % 2])
         bench.ask(m.Hint(bench.context, run.tenant, run.digests, ttl_seconds=5.0))
     bench.depot.work()
     bench.now += 6
+
+
+@pytest.mark.promise(61)
+def test_sessions_that_end_in_the_same_second(bench: Bench) -> None:
+    let_sessions_end(bench)
     with CallCounter() as counter:
         bench.depot.expire()
     assert counter.count <= STEP_CALLS
@@ -401,11 +406,7 @@ def test_so_many_requests_of_operators_wait_and_no_more(bench: Bench) -> None:
 
 @pytest.mark.promise(10)
 def test_leases_that_expire_do_not_wait_for_sessions_that_end(bench: Bench) -> None:
-    for name in range(4):
-        run = prompt(name, tenant="ab"[name % 2])
-        bench.ask(m.Hint(bench.context, run.tenant, run.digests, ttl_seconds=5.0))
-    bench.depot.work()
-    bench.now += 6
+    let_sessions_end(bench)
     bench.depot.expire()
     bench.depot.work(lambda: True)
     bench.ask(m.Lookup(bench.context, "r", prompt(99).digests, "a"))
