@@ -9,7 +9,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
@@ -109,6 +109,24 @@ class Bench:
             assert plan.num_declined == 0
             if plan.ticket:
                 self.ask(m.CommitStore(self.context, plan.ticket))
+
+    def turn_until(self, is_over: Callable[[], bool]) -> int:
+        """Go on with tiers and with what is done in steps; return the calls of the largest step."""
+        most = 0
+        steps = [self.depot.work] if self.depot.tiering is None else [self.depot.work, self.depot.tiering.turn]
+
+        def turn() -> bool:
+            nonlocal most
+            for step in steps * 64:
+                with CallCounter() as counter:
+                    step(lambda: True)
+                most = max(most, counter.count)
+                if is_over():
+                    return True
+            return False
+
+        wait_until(turn)
+        return most
 
     def work(self) -> tuple[int, int]:
         """Do what is to be done in steps; return the calls of the largest and their number."""
@@ -404,6 +422,36 @@ def test_so_many_requests_of_operators_wait_and_no_more(bench: Bench) -> None:
     bench.depot.clear_everywhere("a", None)
 
 
+@pytest.mark.promise(61)
+def test_who_warms_is_told_when_too_many_wait_by_the_time_that_tiers_have_answered() -> None:
+    bench, run = Bench(filled=False), prompt(0, 8)
+    queue = put_tier_below(bench)
+    warmed = bench.depot.warm(m.Warm(run.tenant, run.digests))
+    bench.depot.work()
+    tiering = bench.depot.tiering
+    assert tiering is not None
+    assert tiering.num_promotions == 1
+    others = [bench.depot.clear_everywhere("b", None) for _ in range(64)]
+    wait_until(lambda: tiering.turn() or not tiering.num_promotions)
+    assert isinstance(warmed.reply, m.ErrorReply)
+    assert warmed.reply.code is ErrorCode.DRAINING
+    bench.turn_until(lambda: all(each.reply is not None for each in others))
+    queue.close()
+
+
+def test_who_warms_for_a_tenant_too_many_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, run = Bench(filled=False), prompt(0, 8)
+    queue = put_tier_below(bench)
+    monkeypatch.setattr("kvdepot.server.depot.MAXIMUM_LABELS", 0)
+    warmed = bench.depot.warm(m.Warm("new", run.digests))
+    bench.depot.work()
+    assert isinstance(warmed.reply, m.ErrorReply)
+    assert warmed.reply.code is ErrorCode.MALFORMED
+    assert "'new' is one too many" in warmed.reply.message
+    assert "chores_failed" not in bench.depot.counters
+    queue.close()
+
+
 @pytest.mark.promise(10)
 def test_leases_that_expire_do_not_wait_for_sessions_that_end(bench: Bench) -> None:
     let_sessions_end(bench)
@@ -676,50 +724,62 @@ def test_leaves_that_were_popped_over_are_found_later() -> None:
     assert bench.index.longest_prefix(bench.index.spaces[0], prompt(NUM_CHUNKS - 1, 1).digests) == (0, ())
 
 
+def put_tier_below(bench: Bench) -> TierQueue:
+    pool = make_pool(NUM_CHUNKS * PAGE)
+    tier = MemoryTier(pool, 4 * NUM_CHUNKS * PAGE)
+    queue = TierQueue(tier, pool, "memory", write_bytes=2 * NUM_CHUNKS * PAGE, clock=lambda: bench.now)
+    bench.depot.tiering = Tiering(
+        bench.index, [queue], TieringSettings(), names_of=bench.depot.labels.__getitem__,
+        on_corrupt=bench.depot.remove_corrupt, clock=lambda: bench.now,
+    )  # fmt: skip
+    return queue
+
+
 @pytest.mark.promise(61)
 @pytest.mark.parametrize("num_prompts", [1, 64])
 def test_a_promotion_of_many_chunks(num_prompts: int) -> None:
     bench = Bench(filled=False)
-    pool = make_pool(NUM_CHUNKS * PAGE)
-    tier = MemoryTier(pool, 4 * NUM_CHUNKS * PAGE)
-    queue = TierQueue(tier, pool, "memory", write_bytes=2 * NUM_CHUNKS * PAGE, clock=lambda: bench.now)
-    bench.depot.tiering = tiering = Tiering(
-        bench.index, [queue], TieringSettings(), names_of=bench.depot.labels.__getitem__,
-        on_corrupt=bench.depot.remove_corrupt, clock=lambda: bench.now,
-    )  # fmt: skip
+    queue = put_tier_below(bench)
     runs = [prompt(name, NUM_CHUNKS // 2 // num_prompts) for name in range(num_prompts)]
-    most = 0
-
-    def turn() -> None:
-        nonlocal most
-        with CallCounter() as counter:
-            tiering.turn(lambda: True)
-        most = max(most, counter.count)
-
-    def has_written() -> bool:
-        turn()
-        return not queue.queued_write_bytes and not queue.has_results
-
     for run in runs:
         bench.store(run)
-    wait_until(has_written)
+    bench.turn_until(lambda: not queue.queued_write_bytes and not queue.has_results)
     bench.depot.clear(None)
     replies: list[Deferred] = []
     for run in runs:
         with CallCounter() as counter:
             replies.append(bench.ask(m.Lookup(bench.context, "r", run.digests, "a", 60.0)))
         assert counter.count <= REQUEST_CALLS
-
-    def is_answered() -> bool:
-        turn()
-        return all(reply.reply is not None for reply in replies)
-
-    wait_until(is_answered)
+    most = bench.turn_until(lambda: all(reply.reply is not None for reply in replies))
     assert [reply.reply.num_chunks for reply in replies if isinstance(reply.reply, m.LookupReply)] == [
         run.num_chunks for run in runs
     ]
     assert most <= STEP_CALLS
-    tiering.close()
+    queue.close()
+
+
+@pytest.mark.promise(61)
+def test_a_prefix_is_warmed_in_many_caches_step_by_step() -> None:
+    """Regression: every cache was looked through in the step that asked, and once more in the one that answered."""
+    bench, num_caches = Bench(filled=False), 1000
+    queue = put_tier_below(bench)
+    specs = [m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), f"{n}") for n in range(num_caches)]
+    for spec in specs:
+        bench.ask(m.RegisterKVCache(1, "e", 0, 1, "none", "none", "model", spec, (m.GroupDetail((PAGE,), 8),)))
+    run = prompt(0, 8)
+    bench.store(run)
+    bench.turn_until(lambda: not queue.queued_write_bytes and not queue.has_results)
+    bench.depot.clear(None)
+    with CallCounter() as counter:
+        warmed = bench.depot.warm(m.Warm(run.tenant, run.digests, 60.0))
+    assert counter.count <= STEP_CALLS
+    most = bench.turn_until(lambda: warmed.reply is not None)
+    assert warmed.reply == m.Done(1, run.num_chunks)
+    assert bench.depot.tiering is not None
+    assert bench.depot.tiering.counters["promotions"] == num_caches + 1
+    assert [pin.tenant for pin in bench.depot.pins] == [run.tenant]
+    assert most <= STEP_CALLS
+    queue.close()
 
 
 def make_server(folder: Path) -> DepotServer:

@@ -971,13 +971,13 @@ class Depot:
 
         return self._for_operator(deferred, chore())
 
-    def later(self, work: Iterator[m.Reply | None]) -> Deferred:
-        """Do in steps what an operator asks for; the reply is what the last of them yields.
+    def later(self, work: Iterator[m.Reply | None], deferred: Deferred | None = None) -> Deferred:
+        """Do in steps what an operator asks for; the reply, given here if it is given, is what the last of them yields.
 
         Raises:
             Refused: very many such requests wait.
         """
-        deferred = Deferred()
+        deferred = deferred or Deferred()
 
         def chore() -> Iterator[int]:
             for reply in work:
@@ -998,6 +998,8 @@ class Depot:
         """Do a chore; if it fails, that is the reply."""
         try:
             yield from chore
+        except Refused as error:
+            deferred.send(m.ErrorReply(self.epoch, error.code, str(error)))
         except Exception as error:
             if deferred.reply is None:
                 deferred.send(m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
@@ -1019,49 +1021,68 @@ class Depot:
         else:
             self._soon.append(steps)
 
-    def warm(self, request: m.Warm) -> m.Reply | Deferred:
+    def warm(self, request: m.Warm) -> Deferred:
         """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
 
         The reply counts the chunks that are in the pool then, of the space that has the most. Tiers are asked where
         engines are registered, for every model that they named.
+
+        Raises:
+            Refused: the digests are none, or very many requests of operators wait.
         """
         num_chunks = _count_digests(request.digests)
         deferred = Deferred()
-        spaces = list(self.index.spaces)
-        wanted = [(space, model) for space in spaces for model in self._models(space)]
-        num_left = len(wanted)
+        num_left = 1  # answers of tiers, and the end of the questions
 
         def on_answer() -> None:
             nonlocal num_left
             num_left -= 1
-            if num_left <= 0:
-                deferred.send(self._warmed(spaces, request))
+            if num_left:
+                return
+            try:
+                self.later(self._warmed(request), deferred)
+            except Refused as error:
+                deferred.send(m.ErrorReply(self.epoch, error.code, str(error)))
 
-        for space, model in wanted:
-            found, nodes = self.index.longest_prefix(space, request.digests)
-            places, _ = self._places(space)
-            is_asking = self.tiering is not None and places and found < num_chunks and self.tiering.promote(
-                space, request.digests, places, self._label(request.tenant, model), found=found, pins=nodes,
-                wait_seconds=_PATIENT_SECONDS, on_answer=on_answer,
-            )  # fmt: skip
-            if not is_asking:
-                on_answer()
-        if not wanted:
+        def steps() -> Iterator[None]:
+            nonlocal num_left
+            for space in list(self.index.spaces):
+                yield
+                for model in self._models(space):
+                    found, nodes = self.index.longest_prefix(space, request.digests)
+                    places, _ = self._places(space)
+                    if self.tiering is None or not places or found == num_chunks:
+                        break
+                    num_left += 1
+                    if not self.tiering.promote(
+                        space, request.digests, places, self._label(request.tenant, model), found=found, pins=nodes,
+                        wait_seconds=_PATIENT_SECONDS, on_answer=on_answer,
+                    ):  # fmt: skip
+                        num_left -= 1
+                    yield
             on_answer()
-        return deferred.reply or deferred
+
+        return self.later(steps(), deferred)
 
     def _models(self, space: Space) -> list[str]:
         """Return the models whose workers share a space: their entries have names of their own in tiers."""
-        workers = (context for context in self.contexts.values() if context.space is space and context.registration)
-        return list(dict.fromkeys(worker.model for worker in workers))
+        workers = self._workers.get(space.number)
+        mates = workers.by_instance.values() if workers else ()
+        return list(dict.fromkeys(worker.model for each in mates for worker in each.values()))
 
-    def _warmed(self, spaces: list[Space], request: m.Warm) -> m.Reply:
-        nothing: tuple[int, tuple[int, ...]] = 0, ()
-        found, nodes = max((self.index.longest_prefix(space, request.digests) for space in spaces), default=nothing)
-        if found and request.pin_seconds:
-            self.index.pin(nodes)
-            self.pins.append(Pin(request.tenant, nodes, self._clock() + request.pin_seconds))
-        return m.Done(self.epoch, found)
+    def _warmed(self, request: m.Warm) -> Iterator[m.Reply | None]:
+        most, best = 0, None
+        for space in list(self.index.spaces):
+            yield None
+            found, _ = self.index.longest_prefix(space, request.digests)
+            if found > most:
+                most, best = found, space
+        if best is not None:
+            most, nodes = self.index.longest_prefix(best, request.digests)  # some of it may have left since
+            if most and request.pin_seconds:
+                self.index.pin(nodes)
+                self.pins.append(Pin(request.tenant, nodes, self._clock() + request.pin_seconds))
+        yield m.Done(self.epoch, most)
 
     def unpin(self, tenant: str | None) -> int:
         """End the pins of a tenant (None: all); return how many there were."""
