@@ -1,5 +1,6 @@
 """What goes down to tiers and comes up again, asked through the depot; bytes follow from their keys."""
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -845,20 +846,55 @@ def test_lookups_that_do_not_wait_do_not_make_a_tier_slow(make: Maker) -> None:
     assert not bench.tiering.queues[0].is_open
 
 
+def look_up_too_slowly(bench: Bench) -> None:
+    """Look up what a tier brings only after the time of the lookup is over, though before its own deadline."""
+    bench.tiering.queues[0].deadline_seconds = 100.0
+    bench.tiers[0].hang = True
+    pending = bench.begin_lookup(prompt(8))
+    bench.clock.now += 1.1
+    assert bench.wait(pending).num_chunks == 0
+    bench.tiers[0].hang = False
+    bench.finish_promotions()
+    bench.forget()
+
+
 def test_a_tier_that_is_slow_for_every_lookup_is_left_alone(make: Maker) -> None:
     bench = make()
     bench.store(prompt(8))
     bench.forget()
-    bench.tiering.queues[0].deadline_seconds = 100.0
     for _ in range(3):
-        bench.tiers[0].hang = True
-        pending = bench.begin_lookup(prompt(8))
-        bench.clock.now += 1.1
-        assert bench.wait(pending).num_chunks == 0
-        bench.tiers[0].hang = False
-        bench.finish_promotions()
-        bench.forget()
-    assert "in a row" in bench.tiering.queues[0].why_open
+        assert not bench.tiering.queues[0].is_open
+        look_up_too_slowly(bench)
+    assert "3 lookups in a row" in bench.tiering.queues[0].why_open
+
+
+def test_a_tier_that_stays_too_slow_costs_ever_fewer_lookups(make: Maker) -> None:
+    """Regression: its reads ended before its deadline, so it was used again after half a second, for three lookups."""
+    bench = make()
+    queue, clock = bench.tiering.queues[0], bench.clock
+
+    def seconds_until_used() -> float:
+        began = clock.now
+        while queue.is_open:
+            clock.now = queue.next_deadline() or clock.now
+            wait_until(lambda: bench.tiering.turn() or queue.next_deadline() != clock.now or not queue.is_open)  # type: ignore[func-returns-value]
+        return clock.now - began
+
+    bench.store(prompt(8))
+    bench.forget()
+    for _ in range(3):
+        look_up_too_slowly(bench)
+    pauses = [seconds_until_used()]
+    while len(pauses) < 4:
+        look_up_too_slowly(bench)
+        assert queue.is_open, "at the first that waits in vain"
+        pauses.append(seconds_until_used())
+    assert [later > 1.9 * earlier for earlier, later in itertools.pairwise(pauses)] == [True] * 3
+    assert bench.lookup(prompt(8)) == 8
+    bench.forget()
+    for _ in range(2):
+        look_up_too_slowly(bench)
+    assert not queue.is_open, "it had been in time since"
 
 
 def test_a_tier_that_brings_something_to_every_lookup_in_time_is_used_on(make: Maker) -> None:

@@ -5,6 +5,7 @@ memcpy for transfers, 1,000 entries for 1,000,000. Each bench starts its own dep
 """
 
 import ctypes
+import gc
 import itertools
 import multiprocessing
 import os
@@ -80,6 +81,7 @@ def bench_transfer(
     """
     rows: list[dict[str, Any]] = []
     for case in cases:
+        gc.collect()  # what the engine before had: giving it back takes 0.3 s, which must not fall into a round
         rows.append(_transfer_row(case, geometry, num_bytes, rounds))
         say(_transfer_line(rows[-1]))
     return {"bench": "transfer", "machine": describe_machine(), "geometry": geometry.name, "rows": rows}

@@ -969,30 +969,34 @@ class Depot:
             if not num_left:
                 deferred.send(m.Done(self.epoch, removed))
 
-        return self._for_operator(deferred, chore())
+        return self._for_operator(chore(), deferred)
 
-    def later(self, work: Iterator[m.Reply | None], deferred: Deferred | None = None) -> Deferred:
-        """Do in steps what an operator asks for; the reply, given here if it is given, is what the last of them yields.
+    def later(self, work: Iterator[m.Reply | None]) -> Deferred:
+        """Do in steps what an operator asks for; the reply is what the last of them yields.
 
         Raises:
             Refused: very many such requests wait.
         """
-        deferred = deferred or Deferred()
+        deferred = Deferred()
+        return self._for_operator(self._replying(work, deferred), deferred)
 
-        def chore() -> Iterator[int]:
-            for reply in work:
-                if reply is not None:
-                    deferred.send(reply)
-                yield 0
+    def _replying(self, work: Iterator[m.Reply | None], deferred: Deferred) -> Iterator[int]:
+        for reply in work:
+            if reply is not None:
+                deferred.send(reply)
+            yield 0
 
-        return self._for_operator(deferred, chore())
-
-    def _for_operator(self, deferred: Deferred, chore: Iterator[int]) -> Deferred:
-        if not self.do_later(self._answering(deferred, chore), Chore.OPERATOR):
+    def _for_operator(self, chore: Iterator[int], deferred: Deferred) -> Deferred:
+        if len(self._chores.get(Chore.OPERATOR, ())) >= _MOST_WAITING[Chore.OPERATOR]:
             raise Refused(
                 ErrorCode.DRAINING, f"{_MOST_WAITING[Chore.OPERATOR]} requests of operators wait already: ask again"
             )
+        self._go_on_for_operator(chore, deferred)
         return deferred
+
+    def _go_on_for_operator(self, chore: Iterator[int], deferred: Deferred) -> None:
+        """Do in steps the next part of a request that was taken, however many wait."""
+        self._chores.setdefault(Chore.OPERATOR, deque()).append(self._answering(deferred, chore))
 
     def _answering(self, deferred: Deferred, chore: Iterator[int]) -> Iterator[int]:
         """Do a chore; if it fails, that is the reply."""
@@ -1037,12 +1041,8 @@ class Depot:
         def on_answer() -> None:
             nonlocal num_left
             num_left -= 1
-            if num_left:
-                return
-            try:
-                self.later(self._warmed(request), deferred)
-            except Refused as error:
-                deferred.send(m.ErrorReply(self.epoch, error.code, str(error)))
+            if not num_left:
+                self._go_on_for_operator(self._replying(self._warmed(request), deferred), deferred)
 
         def steps() -> Iterator[None]:
             nonlocal num_left
@@ -1062,7 +1062,7 @@ class Depot:
                     yield
             on_answer()
 
-        return self.later(steps(), deferred)
+        return self._for_operator(self._replying(steps(), deferred), deferred)
 
     def _models(self, space: Space) -> list[str]:
         """Return the models whose workers share a space: their entries have names of their own in tiers."""

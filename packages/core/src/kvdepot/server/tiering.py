@@ -49,7 +49,6 @@ _PRESSURE_BEGINS: Final = 0.5  # of what may wait to be written
 _PACES: Final = 15  # promotions of a tier whose median says how fast it is
 _LEAST_PACES: Final = 3
 _TRY_ANYWAY: Final = 16  # every so often, to learn that a tier has become faster
-_SLOW_PROMOTIONS: Final = 3  # in a row, until a tier is left alone
 _LOOK_SECONDS: Final = 1.0
 _TURNED_OVER: Final = (
     0.25  # of a tier's entries that it evicted, until what is in the pool is thought to be missing there
@@ -194,7 +193,6 @@ class Tiering:
         self._promotions: dict[Promotion, None] = {}  # who was served last at the end
         self._awaited: dict[int, list[Promotion]] = {}  # by record
         self._coming: set[int] = set()  # records
-        self._num_slow = [0] * len(queues)
         self._paces = [deque[float](maxlen=_PACES) for _ in queues]  # seconds a byte
         self._num_skipped = [0] * len(queues)
         self._num_evicted = [0] * len(queues)  # by the tier, when its headers were last forgotten
@@ -206,7 +204,6 @@ class Tiering:
         """Use one more tier, below those that are here; what is in the pool goes there as it is used."""
         self.queues.append(queue)
         self._written.append(self._no_headers())
-        self._num_slow.append(0)
         self._paces.append(deque[float](maxlen=_PACES))
         self._num_skipped.append(0)
         self._num_evicted.append(0)
@@ -694,8 +691,9 @@ class Tiering:
         if promotion.num_read_bytes:
             seconds = self._clock() - promotion.reading_since
             self._paces[promotion.tier].append(seconds / promotion.num_read_bytes)
-        if promotion.on_answer is not None:
-            self._num_slow[promotion.tier] = 0
+        waited_seconds = self._clock() - promotion.deadline + promotion.wait_seconds
+        if promotion.on_answer is not None and waited_seconds <= self.settings.promotion_seconds:
+            self.queues[promotion.tier].was_in_time()
         has_advanced, promotion.found = found > promotion.found, max(promotion.found, found)
         if found >= promotion.num_chunks or promotion.on_answer is None:
             self._end(promotion)
@@ -779,7 +777,7 @@ class Tiering:
             self.counters["promotions_late"] += 1
             is_slow = not promotion.has_landed and bool(promotion.is_asking or promotion.flights)
             if is_slow and promotion.wait_seconds >= self.settings.promotion_seconds:
-                self._note_slow(promotion.tier)
+                self.queues[promotion.tier].was_too_late(self.settings.promotion_seconds)
             self._answer(promotion)
             if is_over():
                 break
@@ -817,14 +815,6 @@ class Tiering:
             del self._jobs[number]
             for jobs in (self._writings, self._questions, self._readings, self._clears):
                 jobs.pop(number, None)
-
-    def _note_slow(self, tier: int) -> None:
-        self._num_slow[tier] += 1
-        if self._num_slow[tier] >= _SLOW_PROMOTIONS:
-            self._num_slow[tier] = 0
-            self.queues[tier].leave_alone(
-                f"{_SLOW_PROMOTIONS} lookups in a row waited {self.settings.promotion_seconds:g} s for it"
-            )
 
     def next_deadline(self) -> float | None:
         """Return when `turn` has something to do at the latest, of the clock; None for never."""

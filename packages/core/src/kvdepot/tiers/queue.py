@@ -9,6 +9,7 @@ touching them; its thread is replaced.
 
 Storage that answers probes may hang all the same, so a tier that is used again is **on trial**: one question or read
 that fails opens the breaker, and each opening lasts twice as long as the one before, until what had failed succeeds.
+A tier that keeps its deadlines but is too slow for who waits is treated alike, until somebody is served in time.
 """
 
 import itertools
@@ -36,6 +37,7 @@ _LAST_RETRY_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
 _QUESTIONS_A_CALL: Final = 512
 PATIENCE: Final = 10  # deadlines that a write or a clear may take
+_LATE_TO_OPEN: Final = 3  # lookups in a row that it brought nothing to in time
 _DROPPED_A_STEP: Final = 256  # calls that are looked at
 
 
@@ -156,6 +158,7 @@ class TierQueue:
         self._num_workers = 0
         self._num_hung = 0
         self._num_errors = 0  # in a row
+        self._num_too_late = 0  # lookups in a row
         self._suspects: set[Operation] = set()  # what opened the breaker and has not succeeded since: on trial
         self._closed_at = -math.inf  # when a probe closed it last
         self._retry_seconds = _FIRST_RETRY_SECONDS
@@ -261,7 +264,7 @@ class TierQueue:
                         late.append(call.job)
         if late:
             what = late[0].operation.name.lower()
-            self.leave_alone(f"a {what} overran its deadline ({self.deadline_seconds:g} s)", *suspects)
+            self._leave_alone(f"a {what} overran its deadline ({self.deadline_seconds:g} s)", *suspects)
         if self.is_open:
             self._fail_waiting()
         if self._probe_at is not None and now >= self._probe_at and self._probe_started_at is None:
@@ -316,15 +319,28 @@ class TierQueue:
 
     # --- breaker --------------------------------------------------------------------------------------------------
 
-    def leave_alone(self, why: str, *suspects: Operation) -> None:
-        """Open the breaker: use the tier again only after a probe, and on trial until `suspects` (a read) succeed."""
+    def was_in_time(self) -> None:
+        """What a lookup waited for was read while it waited."""
+        self._num_too_late = 0
+
+    def was_too_late(self, waited_seconds: float) -> None:
+        """A lookup waited so long and got nothing: after a few in a row, and then each time, the tier is left alone."""
+        if self.is_open:
+            return
+        self._num_too_late += 1
+        if self._num_too_late >= _LATE_TO_OPEN:
+            why = f"{self._num_too_late} lookups in a row waited {waited_seconds:g} s for it"
+            self._leave_alone(why, Operation.READ)
+
+    def _leave_alone(self, why: str, *suspects: Operation) -> None:
+        """Open the breaker: use the tier again only after a probe, and on trial until `suspects` succeed."""
         if self._is_retired:
             return
         if not self.is_open:
             logger.error("tier %s is left alone: %s", self.name, why)
             self.counters["breaker_opened"] += 1
         self.why_open = why
-        self._suspects.update(suspects or (Operation.READ,))
+        self._suspects.update(suspects)
         if self._probe_started_at is None:
             self._probe_at = self._clock() + self._retry_seconds
 
@@ -336,16 +352,16 @@ class TierQueue:
         if has_succeeded:
             self._num_errors = 0
             self._suspects -= _SHOWS[operation]
-            if not self._suspects:
+            if not self._suspects and self._num_too_late < _LATE_TO_OPEN:
                 self._retry_seconds = _FIRST_RETRY_SECONDS
             return
         self._num_errors += 1
         if self.is_open:
             return
         if self._num_errors >= ERRORS_TO_OPEN:
-            self.leave_alone(f"{self._num_errors} calls in a row failed", operation)
+            self._leave_alone(f"{self._num_errors} calls in a row failed", operation)
         elif self._suspects and call.is_urgent:
-            self.leave_alone(f"a {operation.name.lower()} failed, though a probe had not", operation)
+            self._leave_alone(f"a {operation.name.lower()} failed, though a probe had not", operation)
 
     def _start_probe(self, now: float) -> None:
         self._probe_started_at = now
