@@ -147,7 +147,7 @@ def test_clear_reaches_the_disk(make: MakeNode, tmp_path: Path) -> None:
     engine = node.spawn()
     engine.ask("store 1 4")
     node.settle()
-    reply = ask_depot(m.Clear(), node.depot.url)
+    reply = ask_depot(m.Clear(), node.depot.url, 30)
     assert isinstance(reply, m.Done)
     assert reply.count == 8
     assert find(engine, 1, 4) == 0

@@ -124,7 +124,7 @@ def _transfer_row(case: TransferCase, geometry: Geometry, num_bytes: int, rounds
                     times["memcpy"].append(copied - started)
                     times["store"].append(middle - copied)
                     times["retrieve"].append(ended - middle)
-                ask_depot(m.Clear(), depot.url)
+                ask_depot(m.Clear(), depot.url, 30)
         finally:
             engine.close()
     row: dict[str, Any] = {

@@ -253,7 +253,7 @@ class Soak:
         with contextlib.suppress(AssertionError):
             wait_until(lambda: self._is_at_rest(), 15, "the depot to come to rest")
         status = self._depot.status()
-        ask_depot(m.Clear(), self._depot.url)
+        ask_depot(m.Clear(), self._depot.url, _HANG_SECONDS)
         cleared = self._depot.status()
         descriptors, memory = _resources(self._depot.pid)
         must_be_zero = {
