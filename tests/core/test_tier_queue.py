@@ -184,6 +184,31 @@ def test_a_call_of_before_the_probe_says_nothing_about_the_trial(bench: Bench) -
     assert not bench.queue.is_open
 
 
+def test_a_call_that_hangs_opens_the_breaker_though_its_job_was_late_before() -> None:
+    """Regression: it took a thread from a queue that went on as if nothing had happened."""
+    bench = Bench(num_threads=2)
+    gate = threading.Event()
+    bench.tier.contains = lambda keys: [gate.wait()] * len(keys)  # type: ignore[method-assign]
+    assert bench.submit(Operation.CONTAINS)
+    bench.tier.hanging = {Operation.READ}
+    assert bench.submit(Operation.READ, NUM_KEYS), "two calls"
+    wait_until(lambda: bench.tier.num_waiting == 1)
+    bench.now += 0.9
+    gate.set()
+    wait_until(lambda: bench.tier.num_waiting == 2)
+    bench.now += 0.2
+    assert len(bench.queue.expire()) == 1
+    bench.probe()
+    assert not bench.queue.is_open
+    bench.now += 0.4
+    assert bench.queue.expire() == []
+    assert bench.queue.is_open
+    bench.probe()
+    bench.tier.hanging = set()
+    assert contains(bench.queue, bench.keys[:1]) == [True]
+    bench.queue.close()
+
+
 def test_a_clear_that_hangs_does_not_hold_up_writes_for_ever(bench: Bench) -> None:
     bench.tier.hanging = {Operation.CLEAR}
     assert bench.queue.submit(Job(Operation.CLEAR, labels=(None, None)))

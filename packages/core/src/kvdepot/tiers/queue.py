@@ -262,8 +262,8 @@ class TierQueue:
                     if not call.job.is_late:
                         call.job.is_late = True
                         late.append(call.job)
-        if late:
-            what = late[0].operation.name.lower()
+        if suspects:  # also if all of them are of jobs that were late already
+            what = min(suspects).name.lower()
             self._leave_alone(f"a {what} overran its deadline ({self.deadline_seconds:g} s)", *suspects)
         if self.is_open:
             self._fail_waiting()
