@@ -950,6 +950,21 @@ def test_what_is_promoted_has_its_checksum_again(groups: tuple[m.GroupShape, ...
     assert len(after) >= 30
 
 
+@pytest.mark.promise(31)
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_read_that_reports_too_little_costs_what_it_did_not_report(verify: bool, make: Maker) -> None:
+    """Regression: with `--verify` that was never given up, nor was its space."""
+    bench = make(verify=verify)
+    bench.store(prompt(8))
+    bench.forget()
+    tier = bench.tiers[0]
+    read = tier.read
+    tier.read = lambda keys, extents: read(keys, extents)[:-1]  # type: ignore[method-assign]
+    assert bench.lookup(prompt(8)) == 7
+    bench.finish_promotions()
+    assert bench.index.extents.used_bytes == 7 * PAGE
+
+
 def test_what_is_hot_in_the_pool_and_evicted_below_is_written_again(make: Maker) -> None:
     """Regression: a tier's own eviction was never heard of, and what the pool had was the first to leave it."""
     bench = make(pages=16, tier_pages=16)

@@ -13,13 +13,16 @@ from kvdepot.testing.tier import (
     FaultyTier,
     TierSuite,
     contains,
+    content,
     extents_of,
     make_pool,
     read,
+    run,
     write,
 )
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import ERRORS_TO_OPEN, Job, Operation, TierQueue
+from kvdepot.tiers.seal import checksum_of
 from kvdepot.tiers.url import TierUrl, open_tier
 
 
@@ -174,7 +177,17 @@ def test_bytes_that_lack_their_checksum_are_not_written(bench: FaultyBench) -> N
     assert contains(bench.queue, bench.keys[:2]) == [False, True]
 
 
-def test_closing_does_not_wait_for_a_storage_that_hangs(bench: FaultyBench, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("checksum", [b"", bytes(16)], ids=["plain", "verified"])
+def test_a_write_that_reports_too_little_is_no_error(bench: FaultyBench, checksum: bytes) -> None:
+    """Regression: it was one where checksums are kept, and the third opened the breaker."""
+    bench.tier.short = True
+    checksums = [checksum and checksum_of(content(key, 4096)) for key in bench.keys[:4]]
+    job = Job(Operation.WRITE, bench.keys[:4], extents_of(0, [4096] * 4), checksums)
+    assert run(bench.queue, job) == [[True, True, True, False]]
+    assert bench.queue.counters["errors"] == 0
+
+
+def test_closing_does_not_wait_for_a_storage_that_hangs(bench: FaultyBench) -> None:
     stuck = FaultyTier(bench.tier.inner)
     bench.tier.inner = stuck
     stuck.hang = True

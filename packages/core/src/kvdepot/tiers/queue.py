@@ -409,8 +409,7 @@ class TierQueue:
     def _report(self, call: _Call, outcomes: Sequence[bool] | None) -> Part:
         self._judge(call, has_succeeded=outcomes is not None)
         job, num_keys = call.job, call.last - call.first
-        outcomes = list(outcomes)[:num_keys] if outcomes is not None else []
-        outcomes += [False] * (num_keys - len(outcomes))
+        outcomes = outcomes or [False] * num_keys
         job.num_left -= num_keys
         sizes = [size for _, size in job.extents[call.first : call.last]]
         moved = sum(size for size, ok in zip(sizes, outcomes, strict=False) if ok)
@@ -484,9 +483,9 @@ class TierQueue:
                     job.num_cleared = self.tier.clear(*job.labels)
                     return ()
                 case Operation.CONTAINS:
-                    return self.tier.contains(keys)
+                    return _whole(self.tier.contains(keys), len(keys))
                 case Operation.READ:
-                    outcomes = self.tier.read(keys, extents)
+                    outcomes = _whole(self.tier.read(keys, extents), len(keys))
                     if job.makes_checksums:
                         call.checksums = self._checksums(extents, outcomes)
                     return outcomes
@@ -505,13 +504,13 @@ class TierQueue:
             return []  # no xxhash, which engines complain about, too
         return [
             checksum_of(self._pool.view[offset : offset + num_bytes]) if ok else b""
-            for (offset, num_bytes), ok in zip(extents, outcomes, strict=False)
+            for (offset, num_bytes), ok in zip(extents, outcomes, strict=True)
         ]
 
     def _write(self, call: _Call, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
         checksums = call.job.checksums[call.first : call.last]
         if not any(map(any, checksums)):
-            return self.tier.write(keys, extents)
+            return _whole(self.tier.write(keys, extents), len(keys))
         from kvdepot.tiers.seal import checksum_of  # xxhash is not everybody's
 
         intact = [
@@ -522,6 +521,12 @@ class TierQueue:
         call.corrupt = [call.first + place for place, is_intact in enumerate(intact) if not is_intact]
         written = self.tier.write([keys[place] for place in places], [extents[place] for place in places])
         outcomes = [False] * len(keys)
-        for place, ok in zip(places, written, strict=True):
+        for place, ok in zip(places, _whole(written, len(places)), strict=True):
             outcomes[place] = ok
         return outcomes
+
+
+def _whole(outcomes: Sequence[bool], num_keys: int) -> list[bool]:
+    """Return one outcome for each key: what a tier did not report is a miss."""
+    whole = [bool(ok) for ok in outcomes][:num_keys]
+    return whole + [False] * (num_keys - len(whole))
