@@ -736,6 +736,19 @@ def test_under_pressure_the_beginning_of_each_prefix_is_kept(make: Maker) -> Non
     assert bench.tiering.counters["demotions_dropped"] > 8
 
 
+def test_a_tier_with_no_room_for_writes_that_wait_is_only_read(make: Maker) -> None:
+    """Regression: `queue=0` divided by zero whenever something was stored."""
+    bench = make()
+    bench.store(prompt(4))
+    bench.settle()
+    bench.tiering.queues[0].write_bytes = 0
+    bench.store(prompt(4, name=1))
+    bench.forget()
+    assert bench.lookup(prompt(4)) == 4
+    assert bench.lookup(prompt(4, name=1)) == 0
+    assert bench.tiering.counters["demotions_dropped"] == 4
+
+
 def test_what_could_not_be_written_is_tried_again_when_it_is_used(make: Maker) -> None:
     bench = make()
     bench.tiers[0].error = OSError("full")
