@@ -758,6 +758,18 @@ def test_a_promotion_of_many_chunks(num_prompts: int) -> None:
 
 
 @pytest.mark.promise(61)
+def test_a_long_prefix_that_a_new_tier_lacks_goes_down_step_by_step() -> None:
+    bench = Bench()
+    queue = put_tier_below(bench)
+    with CallCounter() as counter:
+        assert bench.ask(m.Lookup(bench.context, "r", prompt(0).digests, "a")).num_chunks == PROMPT_CHUNKS
+    assert counter.count <= REQUEST_CALLS
+    most = bench.turn_until(lambda: queue.tier.usage().num_entries == PROMPT_CHUNKS and not queue.queued_write_bytes)
+    assert most <= STEP_CALLS
+    queue.close()
+
+
+@pytest.mark.promise(61)
 def test_a_prefix_is_warmed_in_many_caches_step_by_step() -> None:
     """Regression: every cache was looked through in the step that asked, and once more in the one that answered."""
     bench, num_caches = Bench(filled=False), 1000

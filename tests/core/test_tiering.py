@@ -705,6 +705,39 @@ def test_with_reuse_only_what_is_used_again_goes_down(make: Maker) -> None:
     assert bench.tiers[0].usage().num_entries == 3
 
 
+@pytest.mark.parametrize("demotion", [Demotion.REUSE, Demotion.STORE])
+@pytest.mark.parametrize("groups", [PLAIN, SHARDED], ids=["plain", "sharded"])
+def test_a_long_prompt_that_is_used_again_goes_down_from_its_beginning(
+    groups: tuple[m.GroupShape, ...], demotion: Demotion, make: Maker
+) -> None:
+    """Regression: only its last 32 chunks did, which nobody can use without the others."""
+    bench = make(groups, pages=224, demotion=demotion, write_bytes=1 << 30)
+    bench.tiers[0].error = OSError("away")
+    bench.store_long(prompt(97))
+    bench.settle()
+    assert bench.tiers[0].usage().num_entries == 0
+    bench.tiers[0].error = None
+    bench.clock.now += 100.0
+    wait_until(lambda: (bench.tiering.turn(), not bench.tiering.queues[0].is_open)[1])
+    assert bench.lookup(prompt(97)) == 97
+    bench.forget()
+    assert bench.lookup(prompt(97)) == 97
+
+
+def test_what_is_stored_behind_a_gap_in_a_tier_closes_it(make: Maker) -> None:
+    """Regression: what was dropped under pressure stayed out, and what came after it was of no use."""
+    bench = make(pages=64, write_bytes=16 * PAGE)
+    bench.tiers[0].hang = True
+    bench.store(prompt(14))
+    bench.store(prompt(22).slice(14, 22))
+    assert bench.tiering.counters["demotions_dropped"] > 0
+    bench.tiers[0].hang = False
+    bench.settle()
+    bench.store(prompt(26).slice(22, 26))
+    bench.forget()
+    assert bench.lookup(prompt(26)) == 26
+
+
 def test_with_evict_what_leaves_goes_down_and_the_pool_keeps_a_reserve(make: Maker) -> None:
     bench = make(pages=40, demotion=Demotion.EVICT)
     for name in range(12):

@@ -43,7 +43,8 @@ MAXIMUM_QUESTIONS: Final = 4096  # keys of one lookup
 # What is done before the loop looks at the time again: at most about half a millisecond of it.
 _ENTRIES_A_STEP: Final = 24  # that are given space, or sealed
 _QUESTIONS_A_STEP: Final = 128  # entries that are looked for
-_CHUNKS_UP: Final = 32  # looked at towards the root when a prefix is used again
+_CHUNKS_UP: Final = 32  # of a prefix that is used again, or leaves
+_MOST_GOING_DOWN: Final = 256  # ends of prefixes that are looked at in steps
 _LEAST_VICTIMS: Final = 2  # each with what is before it, to keep up with stores
 _PRESSURE_BEGINS: Final = 0.5  # of what may wait to be written
 _PACES: Final = 15  # promotions of a tier whose median says how fast it is
@@ -189,6 +190,7 @@ class Tiering:
         self._questions: dict[int, Promotion] = {}
         self._readings: dict[int, list[_Flight]] = {}
         self._clears: dict[int, Callable[[int], None]] = {}
+        self._going_down: dict[int, Iterator[None]] = {}  # by the last node of a prefix
         self._jobs: dict[int, Job] = {}
         self._promotions: dict[Promotion, None] = {}  # who was served last at the end
         self._awaited: dict[int, list[Promotion]] = {}  # by record
@@ -232,7 +234,13 @@ class Tiering:
 
     def stored(self, records: Sequence[int]) -> None:
         """Entries were sealed, in the order of their chunks."""
-        if self.settings.demotion is Demotion.STORE and records and self._is_long(self._index.node_of(records[-1])):
+        index = self._index
+        if self.settings.demotion is not Demotion.STORE or not records or not self._is_long(index.node_of(records[-1])):
+            return
+        before = index.parent_of(index.node_of(records[0]))
+        if before != NO_NODE and self._is_missing(before):
+            self._go_down(index.node_of(records[-1]))  # without what is before them they are of no use there
+        else:
             self._demote(records)
 
     def _forget_evicted(self) -> None:
@@ -249,19 +257,46 @@ class Tiering:
 
     def used(self, node: int) -> None:
         """A prefix that ends with this chunk was found."""
-        if self.settings.demotion is Demotion.EVICT or not self._is_long(node):
-            return
-        records: list[int] = []
-        for _ in range(_CHUNKS_UP):
-            if node == NO_NODE:
-                break
-            here = [record for record in self._index.entries(node) if not self._is_written(record)]
-            if not here:
-                break
-            records += here
-            node = self._index.parent_of(node)
-        if records:
-            self._demote(records[::-1])
+        if self.settings.demotion is not Demotion.EVICT and self._is_long(node):
+            self._go_down(node)
+
+    def _go_down(self, node: int) -> None:
+        """Have the end of a prefix written that tiers lack: a short one now, the rest of a long one in steps."""
+        if node not in self._going_down and len(self._going_down) < _MOST_GOING_DOWN:
+            steps = self._missing_end(node)
+            if next(steps, False) is None:
+                self._going_down[node] = steps
+
+    def _missing_end(self, node: int) -> Iterator[None]:
+        """Look for what tiers lack from a chunk towards the root, then have it written, what is first of it first.
+
+        Once something is dropped, nothing of what follows is written: nobody could use it. The next use tries again.
+        """
+        index, path = self._index, list[tuple[int, bytes]]()
+        nodes = index.space_of(node).nodes
+        while node != NO_NODE and self._is_missing(node):
+            if path and len(path) % _CHUNKS_UP == 0:
+                key = index.key_of(node)
+                yield
+                if nodes.get(key) != node:
+                    return  # it left, and with it what comes after it
+            path.append((node, index.key_of(node)))
+            node = index.parent_of(node)
+        num_dropped = self.counters["demotions_dropped"]
+        while path:
+            here = [node for node, key in path[: -_CHUNKS_UP - 1 : -1] if nodes.get(key) == node]
+            del path[-_CHUNKS_UP:]
+            records = [record for node in here for record in index.entries(node) if not self._is_written(record)]
+            if records:
+                self._demote(records)
+            if self.counters["demotions_dropped"] != num_dropped:
+                return
+            if path:
+                yield
+                num_dropped = self.counters["demotions_dropped"]
+
+    def _is_missing(self, node: int) -> bool:
+        return any(not self._is_written(record) for record in self._index.entries(node))
 
     def _is_long(self, node: int) -> bool:
         index = self._index
@@ -785,6 +820,13 @@ class Tiering:
             self._go_on(promotion)
             if is_over():
                 break
+        while self._going_down:
+            node = next(iter(self._going_down))
+            steps = self._going_down.pop(node)
+            if next(steps, False) is None:
+                self._going_down[node] = steps
+            if is_over():
+                break
         if self.settings.demotion is Demotion.EVICT:
             self._make_reserve(is_over)
 
@@ -818,7 +860,8 @@ class Tiering:
 
     def next_deadline(self) -> float | None:
         """Return when `turn` has something to do at the latest, of the clock; None for never."""
-        if any(queue.has_results for queue in self.queues) or any(p.has_work for p in self._promotions):
+        has_results = any(queue.has_results for queue in self.queues)
+        if has_results or self._going_down or any(p.has_work for p in self._promotions):
             return self._clock()
         times = [promotion.deadline for promotion in self._promotions if promotion.on_answer is not None]
         times += [due for queue in self.queues if (due := queue.next_deadline()) is not None]
