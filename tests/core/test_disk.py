@@ -594,3 +594,33 @@ def test_a_folder_that_cannot_be_listed_costs_only_what_is_in_it(pool: TierPool,
         queue = opened(pool, tmp_path)
     assert contains(queue, keys) == [True, False, True]
     queue.close()
+
+
+class Unseen:
+    """A file whose attributes cannot be read."""
+
+    def __init__(self, file: os.DirEntry[str]) -> None:
+        self.name = file.name
+
+    def stat(self, **_: Any) -> os.stat_result:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_file_that_cannot_be_looked_at_costs_only_itself(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the index was empty then, and what lay in the folder was not counted against the capacity."""
+    keys = [make_key(number, f"tenant {number}") for number in range(3)]
+    queue = opened(pool, tmp_path)
+    write(queue, keys, extents_of(0, [EXTENT_BYTES] * 3))
+    queue.close()
+    broken, real = file_of(tmp_path, keys[1]).name, DiskTier._items  # pyright: ignore[reportPrivateUsage]
+
+    def items(tier: DiskTier, folder: str) -> list[Any]:
+        return [Unseen(file) if file.name == broken else file for file in real(tier, folder)]
+
+    monkeypatch.setattr(DiskTier, "_items", items)
+    queue = opened(pool, tmp_path)
+    assert contains(queue, keys) == [True, False, True]
+    assert queue.tier.usage().used_bytes == 2 * FILE_BYTES
+    queue.close()

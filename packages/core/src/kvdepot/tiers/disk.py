@@ -478,8 +478,7 @@ class DiskTier:
             for file in self._found_files():
                 found.setdefault(int(file[0]), []).append(file)
         except OSError as error:
-            logger.error("%s cannot be listed: %s", self._directory, error)
-            found.clear()
+            logger.error("%s cannot be listed, not all of it is found: %s", self._directory, error)
         with self._lock:
             # What was written meanwhile is newer than all of them.
             newer, self._entries = self._entries, OrderedDict()
@@ -506,9 +505,14 @@ class DiskTier:
                 name = _joined(folder, file.name)
                 key = _key_of(name)
                 if key is not None:
-                    with contextlib.suppress(FileNotFoundError):  # it has just left
+                    try:
                         stat = file.stat(follow_symlinks=False)
-                        yield stat.st_mtime, key, stat.st_size
+                    except FileNotFoundError:
+                        continue  # it has just left
+                    except OSError as error:
+                        logger.error("%s cannot be looked at, it is not found: %s", self._directory / name, error)
+                        continue
+                    yield stat.st_mtime, key, stat.st_size
                 elif self._token not in name and _is_left_over(name):
                     with contextlib.suppress(OSError):
                         os.unlink(name, dir_fd=self._root)
