@@ -123,6 +123,39 @@ def test_at_its_capacity_what_was_used_longest_ago_leaves(pool: TierPool, tmp_pa
     queue.close()
 
 
+def test_entries_that_are_written_at_the_same_time_stay_within_the_capacity(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: each writer looked at what was there, not at what the others were about to add."""
+    tier, keys = DiskTier(pool, tmp_path, 4 * FILE_BYTES), [make_key(number) for number in range(9)]
+    wait_until(lambda: tier.is_listed)
+    tier.write(keys[:4], extents_of(0, [EXTENT_BYTES] * 4))
+    are_in, go_on, real = threading.Semaphore(0), threading.Event(), os.pwritev
+
+    def write_later(*arguments: Any) -> int:
+        are_in.release()
+        go_on.wait(30.0)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", write_later)
+    results = dict[int, list[bool]]()
+
+    def write_one(number: int) -> None:
+        results[number] = tier.write([keys[number]], extents_of(number, [EXTENT_BYTES]))
+
+    writers = [threading.Thread(target=write_one, args=(number,)) for number in range(4, 9)]
+    for writer in writers:
+        writer.start()
+    wait_until(lambda: len(results) + are_in._value == 5)  # pyright: ignore[reportPrivateUsage]
+    go_on.set()
+    for writer in writers:
+        writer.join()
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*/*/*")) == tier.usage().used_bytes <= 4 * FILE_BYTES
+    assert results == {n: tier.contains([keys[n]]) for n in range(4, 9)}
+    assert any(map(any, results.values()))
+    tier.close()
+
+
 def test_an_entry_larger_than_the_tier_is_not_written(pool: TierPool, tmp_path: Path) -> None:
     queue = opened(pool, tmp_path, EXTENT_BYTES)
     assert write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [False]

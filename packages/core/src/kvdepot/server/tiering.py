@@ -317,7 +317,9 @@ class Tiering:
                 continue
             written = self._written[tier]
             missing = [record for record in records if written[record] != table.header(record)]
-            pressure = (queue.queued_write_bytes / max(1, queue.write_bytes) - _PRESSURE_BEGINS) / (1 - _PRESSURE_BEGINS)
+            pressure = (queue.queued_write_bytes / max(1, queue.write_bytes) - _PRESSURE_BEGINS) / (
+                1 - _PRESSURE_BEGINS
+            )
             num_kept = len(missing) if pressure <= 0 else int(len(missing) * (1 - min(1.0, pressure)))
             self.counters["demotions_dropped"] += len(missing) - num_kept
             missing = missing[:num_kept]

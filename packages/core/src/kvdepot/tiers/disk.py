@@ -76,6 +76,7 @@ class DiskTier:
         self._capacity_bytes = capacity_bytes
         self._entries: OrderedDict[bytes, int] = OrderedDict()  # key -> bytes on disk; used longest ago first
         self._used_bytes = 0
+        self._coming_bytes = 0  # of what is being written, which other writers leave room for
         self._counters: Counter[str] = Counter()
         self._gone: set[bytes] = set()  # what left while the folder was being listed
         self._unremoved: set[bytes] = set()  # what was cleared, but has a file still
@@ -184,6 +185,9 @@ class DiskTier:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=self._root)
                 raise
+            finally:
+                with self._lock:
+                    self._coming_bytes -= size
         except OSError as error:
             if error.errno in _NO_ROOM:
                 self._no_space(size)
@@ -297,7 +301,7 @@ class DiskTier:
     # --- room -----------------------------------------------------------------------------------------------------
 
     def _make_room(self, size: int) -> bool:
-        """Have a folder, and room in it for a file of `size`; False if that cannot be had.
+        """Have a folder, and room in it for a file of `size`, which is coming then; False if that cannot be had.
 
         Raises:
             OSError: the folder cannot be made, or entries that should have left could not be removed.
@@ -320,9 +324,16 @@ class DiskTier:
                     f"{format_size(missing)} are missing to {_LEAST_FREE_SHARE:.0%} of its file system, "
                     "which stay free, and what others have there takes the space"
                 )
-            elif self._used_bytes + size > HIGH_WATERMARK * self._capacity_bytes:
-                self._evict(int(LOW_WATERMARK * self._capacity_bytes) - size)
-        return missing <= 0
+            elif self._is_too_much(size):
+                self._evict(int(LOW_WATERMARK * self._capacity_bytes) - self._coming_bytes - size)
+            if missing > 0 or self._is_too_much(size):
+                return False
+            with self._lock:
+                self._coming_bytes += size
+        return True
+
+    def _is_too_much(self, size: int) -> bool:
+        return self._used_bytes + self._coming_bytes + size > HIGH_WATERMARK * self._capacity_bytes
 
     def _missing_bytes(self, size: int) -> int:
         """Return what has to be freed before `size` bytes can be written; 0 or less for nothing."""
