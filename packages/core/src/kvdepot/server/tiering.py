@@ -728,9 +728,9 @@ class Tiering:
         if promotion.num_read_bytes:
             seconds = self._clock() - promotion.reading_since
             self._paces[promotion.tier].append(seconds / promotion.num_read_bytes)
-        waited_seconds = self._clock() - promotion.deadline + promotion.wait_seconds
-        if promotion.on_answer is not None and waited_seconds <= self.settings.promotion_seconds:
-            self.queues[promotion.tier].was_in_time()
+            waited_seconds = self._clock() - promotion.deadline + promotion.wait_seconds
+            if promotion.on_answer is not None and waited_seconds <= self.settings.promotion_seconds:
+                self.queues[promotion.tier].was_in_time()
         has_advanced, promotion.found = found > promotion.found, max(promotion.found, found)
         if found >= promotion.num_chunks or promotion.on_answer is None:
             self._end(promotion)
