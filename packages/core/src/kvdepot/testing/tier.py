@@ -233,6 +233,21 @@ class TierSuite:
             faulty.tier.hang = True
 
     @pytest.mark.promise(31)
+    def test_a_probe_that_never_comes_back_is_left_behind(self, faulty: "FaultyBench") -> None:
+        """The next one brings the storage back."""
+        assert faulty.write(0, 8) == [True] * 8
+        faulty.tier.hang = True
+        faulty.wait_for_calls_of(faulty.submit(Operation.READ, 0, 1, to=64))
+        faulty.let_pass(1.1)
+        num_calls = faulty.tier.num_calls
+        faulty.let_pass(0.5)
+        faulty.wait_for_calls(num_calls + 1)
+        faulty.tier.strand()
+        faulty.let_pass(1.1)
+        faulty.come_back()
+        assert faulty.read(0, 8) == [True] * 8
+
+    @pytest.mark.promise(31)
     def test_errors_in_a_row_open_the_breaker_until_the_storage_is_back(self, faulty: "FaultyBench") -> None:
         """Each of them is a miss."""
         assert faulty.write(0, 8) == [True] * 8

@@ -3,9 +3,9 @@
 Jobs are cut into calls, which threads of this queue make: questions before reads before writes, and always one thread
 left for what is not a write; a clear waits for the writes that run, and writes wait for it. A call has a deadline from
 its start. One that overruns it is reported as late, and the **breaker** opens: what is queued fails at once, nothing
-new is taken, and a probe (one at a time, on a thread of its own) decides when the tier is used again. Errors open it
-too, if several calls in a row raise. A call that hangs keeps its extents until it returns, for the storage may still be
-touching them; its thread is replaced.
+new is taken, and a probe (on a thread of its own; one that hangs is left behind) decides when the tier is used again.
+Errors open it too, if several calls in a row raise. A call that hangs keeps its extents until it returns, for the
+storage may still be touching them; its thread is replaced.
 
 Storage that answers probes may hang all the same, so a tier that is used again is **on trial**: one question or read
 that fails opens the breaker, and each opening lasts twice as long as the one before, until what had failed succeeds.
@@ -31,7 +31,7 @@ from kvdepot.tiers.keys import has_labels
 logger = logging.getLogger(__name__)
 
 ERRORS_TO_OPEN: Final = 3  # calls in a row that raise
-MAXIMUM_HUNG_CALLS: Final = 16  # beyond it no thread is replaced, and so the breaker stays open
+MAXIMUM_HUNG_CALLS: Final = 16  # and probes: beyond it no thread is replaced, and so the breaker stays open
 _FIRST_RETRY_SECONDS: Final = 0.5
 _LAST_RETRY_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
@@ -164,7 +164,9 @@ class TierQueue:
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._probe_at: float | None = None
         self._probe_started_at: float | None = None
-        self._probed: deque[Exception | None] = deque()
+        self._probe_number = 0  # of the one that is waited for, or was last
+        self._num_hung_probes = 0
+        self._probed: deque[tuple[int, Exception | None]] = deque()
         self._closing = False
         self._is_retired = False
         with self._changed:
@@ -241,7 +243,11 @@ class TierQueue:
         while self._done and len(parts) < most:
             parts.append(self._report(*self._done.popleft()))
         while self._probed:
-            self._after_probe(self._probed.popleft())
+            number, error = self._probed.popleft()
+            if number == self._probe_number and self._probe_started_at is not None:
+                self._after_probe(error)
+            else:
+                self._num_hung_probes -= 1
         if self._is_retired:
             self._close_if_idle()
         return parts
@@ -267,15 +273,25 @@ class TierQueue:
             self._leave_alone(f"a {what} overran its deadline ({self.deadline_seconds:g} s)", *suspects)
         if self.is_open:
             self._fail_waiting()
-        if self._probe_at is not None and now >= self._probe_at and self._probe_started_at is None:
+        if self._probe_started_at is not None and now - self._probe_started_at > self.deadline_seconds:
+            self._num_hung_probes += 1
+            self._after_probe(TimeoutError(f"its probe overran its deadline ({self.deadline_seconds:g} s)"))
+        if self._may_probe and self._probe_at is not None and now >= self._probe_at:
             self._start_probe(now)
         return late
 
+    @property
+    def _may_probe(self) -> bool:
+        return self._probe_started_at is None and self._num_hung_probes < MAXIMUM_HUNG_CALLS
+
     def next_deadline(self) -> float | None:
-        """Return when `expire` has something to do at the latest, of the clock; None for never."""
+        """Return when `expire` has something to do at the latest, of the clock; None for never.
+
+        A probe that is late is none of that: nobody waits for it.
+        """
         with self._changed:
             times = [call.due_at(self.deadline_seconds) for call in self._running if not call.is_late]
-        if self._probe_at is not None and self._probe_started_at is None:
+        if self._may_probe and self._probe_at is not None:
             times.append(self._probe_at)
         return min(times, default=None)
 
@@ -366,6 +382,7 @@ class TierQueue:
     def _start_probe(self, now: float) -> None:
         self._probe_started_at = now
         self._probe_at = None
+        self._probe_number = number = self._probe_number + 1
 
         def work() -> None:
             error: Exception | None = None
@@ -373,7 +390,7 @@ class TierQueue:
                 self.tier.probe()
             except Exception as caught:
                 error = caught
-            self._probed.append(error)
+            self._probed.append((number, error))
             self._wake()
 
         threading.Thread(target=work, name=f"kvdepot-{self.name}-probe", daemon=True).start()
