@@ -1,5 +1,6 @@
 """The disk tier: the suite with and without `O_DIRECT`, killed writers, full and read-only file systems, capacity."""
 
+import contextlib
 import errno
 import os
 import random
@@ -472,6 +473,36 @@ def test_without_direct_it_is_said_once(pool: TierPool, tmp_path: Path, caplog: 
             clear(queue, None, None)
         queue.close()
     assert said(caplog, "has no O_DIRECT: entries go through the page cache, slower") == 1
+
+
+def test_without_direct_it_is_said_once_also_by_writers_that_find_it_together(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: where the file system was full at the start, each of the first writers said so."""
+    both_probe = threading.Barrier(2)
+
+    def no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space")
+
+    def no_direct(*_: Any) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_probe.wait(1.0)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(DiskTier, "_write_probe", no_space)
+    tier = DiskTier(pool, tmp_path, 1 << 20)
+    monkeypatch.setattr(DiskTier, "_write_probe", no_direct)
+    writers = [
+        threading.Thread(target=tier.write, args=([make_key(number)], extents_of(number, [EXTENT_BYTES])))
+        for number in range(2)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert tier.usage().num_entries == 2
+    assert said(caplog, "has no O_DIRECT") == 1
+    tier.close()
 
 
 def test_two_depots_do_not_share_a_folder(pool: TierPool, tmp_path: Path) -> None:

@@ -373,9 +373,10 @@ class DiskTier:
         if self._is_declining:
             self._is_declining = False
             logger.warning("%s is written again", self._directory)
-        if not self._knows_direct:
-            with contextlib.suppress(OSError):
-                self._find_direct(self._root)
+        if not self._knows_direct:  # as it could not be written before
+            with self._evicting, contextlib.suppress(OSError):
+                if not self._knows_direct:
+                    self._find_direct(self._root)
 
     # --- files ----------------------------------------------------------------------------------------------------
 
