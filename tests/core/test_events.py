@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError
-from kvdepot.server.events import END, EventPublisher, check_endpoint
+from kvdepot.server.events import END, BlockRemoved, EventPublisher, check_endpoint
 from kvdepot.testing.processes import DepotProcess, wait_until
 from tests.core.test_index import HYBRID, PLAIN, SHARDED, Bench
 from tests.core.test_index import prompt as chunks
@@ -165,6 +166,49 @@ def test_what_was_missed_is_sent_again(depot: DepotProcess, peer: Peer, context:
     assert router.ask_again(1000) == []
     router.apply(batches)
     assert len(router.found) == 200
+
+
+def test_who_is_slow_misses_nothing_of_what_may_wait(context: Context, tmp_path: Path) -> None:
+    """Regression: the bound was set after binding, so it was ZMQ's thousand, for batches sent again as well."""
+    bench, num_batches = Bench(pages=2, num_records=4), 4000
+    publisher = EventPublisher(context, bench.index, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    _kept.append(publisher)
+    slow = context.socket(zmq.SUB)
+    asking = context.socket(zmq.DEALER)
+    _kept.extend((slow, asking))
+    slow.subscribe(b"")
+    for listener, endpoint in ((slow, publisher.endpoint), (asking, publisher.replay_endpoint)):
+        listener.set_hwm(1)
+        listener.connect(endpoint)
+
+    def tell() -> None:
+        publisher._pending.append(BlockRemoved([bytes(32)] * 100, "CPU"))
+        publisher.flush()
+
+    def is_subscribed() -> bool:
+        tell()
+        return bool(slow.poll(10))
+
+    wait_until(is_subscribed)
+    num_before = publisher.num_batches
+    for _ in range(num_batches):
+        tell()
+    told: list[int] = []
+    while not told or told[-1] + 1 < num_before + num_batches:
+        assert slow.poll(10_000)
+        told.append(int.from_bytes(slow.recv_multipart()[1], "big"))
+    assert told[-num_batches:] == list(range(num_before, num_before + num_batches))
+    asking.send_multipart([b"", bytes(8)])
+    assert publisher.replay is not None
+    assert publisher.replay.poll(10_000)
+    replay = publisher.take_replay()
+    assert replay is not None
+    for _ in replay:
+        pass
+    for number in range(publisher.num_batches):
+        assert asking.poll(10_000)
+        assert asking.recv_multipart()[2] == number.to_bytes(8, "big")
+    assert asking.recv_multipart()[2] == END
 
 
 def test_nonsense_at_the_replay_hurts_nobody(depot: DepotProcess, peer: Peer, context: Context) -> None:

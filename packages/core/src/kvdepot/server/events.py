@@ -30,7 +30,7 @@ END: Final = (-1).to_bytes(8, "big", signed=True)
 _KEPT_BATCHES: Final = 10_000
 _KEPT_BYTES: Final = 32 << 20
 _LARGEST_BATCH: Final = 4096  # chunks, after which another batch begins
-_QUEUED_MESSAGES: Final = 10_000  # for one subscriber, until it misses some
+_QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # for one subscriber, until it misses some: all of a replay and its end
 _REPLAY_STEP: Final = 64
 _MOST_WAITING: Final = 1024  # subscribers that wait for batches to be sent again
 
@@ -88,7 +88,6 @@ class EventPublisher:
         self._is_replaying = False
         self._encoder = msgspec.msgpack.Encoder()
         self._publisher = _listen(context, zmq.PUB, endpoint, "--events")
-        self._publisher.set_hwm(_QUEUED_MESSAGES)
         self.endpoint = self._publisher.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay: zmq.Socket[bytes] | None = None
         self.replay_endpoint = ""
@@ -192,6 +191,7 @@ def _listen(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str,
     listener = context.socket(kind)
     listener.setsockopt(zmq.LINGER, 0)
     listener.setsockopt(zmq.MAXMSGSIZE, 64)  # of what comes in
+    listener.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # of who connects from now on: before `bind`
     try:
         listener.bind(endpoint)
     except zmq.ZMQError as error:
