@@ -23,7 +23,7 @@ from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
 from kvdepot.errors import ErrorCode
 from kvdepot.eviction import ENDED
 from kvdepot.extents import ExtentAllocator
-from kvdepot.index import ChunkIndex
+from kvdepot.index import MOST_EVICTED, ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool import NAMES_FILE
@@ -567,6 +567,34 @@ def test_the_largest_store_into_a_full_index(bench: Bench, used_again: bool) -> 
             bench.ask(m.CommitStore(bench.context, plan.ticket))
         assert counter.count <= REQUEST_CALLS
         assert plan.num_declined == 0
+
+
+@pytest.mark.promise(61)
+def test_a_large_chunk_among_small_ones_that_leave_in_any_order() -> None:
+    """Regression: one store evicted until neighbours had left by chance, a half of the index."""
+    bench, page = Bench(filled=False), 64 * PAGE
+    runs = [prompt(name, 16) for name in range(NUM_CHUNKS // 16)]
+    for run in runs:
+        bench.store(run)
+    for run in random.Random(1).sample(runs, len(runs)):
+        bench.ask(m.Lookup(bench.context, "r", run.digests, "a"))
+        bench.ask(m.EndRequest(bench.context, "r"))
+    spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "large")
+    details = (m.GroupDetail((page,), 8),)
+    bench.context = bench.ask(m.RegisterKVCache(1, "other", 0, 1, "none", "none", "model", spec, details)).context
+    run, num_stored, num_requests = prompt(0, 8), 0, 0
+    while num_stored < run.num_chunks:
+        before = bench.index.num_evicted
+        with CallCounter() as counter:
+            plan = bench.prepare(run.slice(num_stored, run.num_chunks))
+        assert bench.index.num_evicted - before <= MOST_EVICTED
+        assert counter.count <= 2 * REQUEST_CALLS
+        if plan.ticket:
+            num_stored += bench.ask(m.CommitStore(bench.context, plan.ticket)).count
+        num_requests += 1
+        assert num_requests <= NUM_CHUNKS // MOST_EVICTED
+    assert num_requests > 1
+    assert bench.index.longest_prefix(bench.index.space(spec), run.digests)[0] == run.num_chunks
 
 
 @pytest.mark.promise(61)

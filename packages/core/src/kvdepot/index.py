@@ -49,6 +49,8 @@ _KEY_PARTS: Final = 64
 _MOST_WALKED: Final = 8192  # chunks towards the start, for a boundary that windows and states have: two milliseconds
 _SPARE_DEADLINES: Final = 1024
 
+MOST_EVICTED: Final = 128  # chunks, to make room for one request: two milliseconds
+
 
 def digest_of(value: object) -> bytes:
     """Return 32 bytes that name a plain value."""
@@ -593,13 +595,14 @@ class ChunkIndex:
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def begin_entry(self, place: EntryPlace) -> int | None:
-        """Make an entry that is being written, evicting exactly what it needs.
+    def begin_entry(self, place: EntryPlace, most_evicted: int = MOST_EVICTED) -> int | None:
+        """Make an entry that is being written, evicting what it needs.
 
         Its header once sealed is the present one with the state SEALED. The chunk before it must have a node.
 
         Returns:
-            its record; None if there is no room and nothing more to evict.
+            its record; None if there is no room and nothing more to evict, or `most_evicted` chunks did not make room:
+            small chunks that leave are rarely neighbours. Those have left; who asks again goes on from there.
         """
         node = place.space.nodes.get(place.key)
         if node is None:
@@ -607,7 +610,7 @@ class ChunkIndex:
         # Held from here on: neither it nor what is before it leaves to make room for it.
         self._tree.holds[node] += 1
         share = self.quotas.share_of(place.label)
-        offset = self._allocate(place.num_bytes, share)
+        offset = self._allocate(place.num_bytes, share, most_evicted)
         record = self._take_record(share) if offset is not None else None
         if offset is None or record is None:
             if offset is not None:
@@ -1188,13 +1191,13 @@ class ChunkIndex:
                 return None
         return self._free_records.pop()
 
-    def _allocate(self, num_bytes: int, share: int) -> int | None:
+    def _allocate(self, num_bytes: int, share: int, most_evicted: int) -> int | None:
         if extent_size(num_bytes) > self.extents.ready_bytes:
             return None
         offset = self.extents.allocate(num_bytes)
-        while offset is None:
-            if not self.evict_one(share):
-                return None
+        for _ in range(most_evicted):
+            if offset is not None or not self.evict_one(share):
+                break
             offset = self.extents.allocate(num_bytes)
         return offset
 

@@ -18,7 +18,7 @@ from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
 from kvdepot.eviction import NO_NODE
 from kvdepot.histogram import Histogram
-from kvdepot.index import ChunkIndex, EntryPlace, Space, digest_of, pack_extent
+from kvdepot.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space, digest_of, pack_extent
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.leases import LeaseTable
@@ -624,7 +624,7 @@ class Depot:
         records: list[int] = []
         extents: list[bytes] = []
         num_present = num_declined = num_bytes = 0
-        full = False
+        full, most_evicted = False, index.num_evicted + MOST_EVICTED
         for chunk in range(num_chunks):
             key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
             depth = request.first_chunk + chunk
@@ -641,7 +641,7 @@ class Depot:
                     space, key, parent, depth, number, group.shard, group.chunk_size_bytes, group.layout, label,
                     writes, context.owner,
                 )  # fmt: skip
-                record = None if full else index.begin_entry(place)
+                record = None if full else index.begin_entry(place, most_evicted - index.num_evicted)
                 if record is None:
                     full = True
                     num_declined += 1

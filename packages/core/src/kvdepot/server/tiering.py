@@ -28,7 +28,7 @@ from typing import Final
 
 from kvdepot.config import Demotion
 from kvdepot.eviction import NO_NODE
-from kvdepot.index import ChunkIndex, EntryPlace, Space
+from kvdepot.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.messages import TierStatus
@@ -608,6 +608,7 @@ class Tiering:
         flights: list[_Flight] = []
         keys: list[bytes] = []
         tenant, model = self._labels_of(promotion.label)
+        most_evicted = index.num_evicted + MOST_EVICTED
         for _ in range(_QUESTIONS_A_STEP):
             if not promotion.wanted or len(flights) == _ENTRIES_A_STEP:
                 break
@@ -630,7 +631,8 @@ class Tiering:
                 EntryPlace(
                     space, digest, NO_NODE if parent is None else parent, chunk, place.group, place.shard,
                     place.num_bytes, place.layout, promotion.label, writer,
-                )
+                ),
+                most_evicted - index.num_evicted,
             )  # fmt: skip
             if begun is None:
                 self.counters["promotions_without_room"] += 1
