@@ -1,5 +1,6 @@
 """What goes down to tiers and comes up again, asked through the depot; bytes follow from their keys."""
 
+import errno
 import itertools
 import random
 import threading
@@ -631,6 +632,26 @@ def test_a_tier_that_raises_is_a_miss_and_the_next_tier_is_asked(make: Maker) ->
     bench.forget()
     bench.tiers[0].error = OSError("broken")
     assert bench.lookup(prompt(8)) == 8
+
+
+def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the turn failed, again and again, until the lookup's time was over."""
+    bench = make()
+    run = prompt(4)
+    bench.store(run)
+    bench.settle()
+    bench.depot.clear(None)
+
+    def fail(pid: int) -> int:
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiering, "process_start_time", fail)
+        assert bench.lookup(run) == 0
+    assert bench.tiering.num_promotions == 0
+    assert bench.lookup(run) == 4
 
 
 def test_other_layouts_and_other_models_are_misses(make: Maker) -> None:

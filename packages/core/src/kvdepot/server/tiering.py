@@ -604,7 +604,12 @@ class Tiering:
             promotion.wanted.clear()
             return
         pid = queue.tier.writer_pid or os.getpid()
-        writer = Writer(pid, process_start_time(pid))
+        try:
+            writer = Writer(pid, process_start_time(pid))
+        except OSError:  # no descriptor is left: nobody could tell later whether it still writes
+            self.counters["promotions_without_descriptor"] += 1
+            promotion.wanted.clear()
+            return
         flights: list[_Flight] = []
         keys: list[bytes] = []
         tenant, model = self._labels_of(promotion.label)
