@@ -48,6 +48,7 @@ _LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go
 _KEY_PARTS: Final = 64
 _MOST_WALKED: Final = 8192  # chunks towards the start, for a boundary that windows and states have: two milliseconds
 _SPARE_DEADLINES: Final = 1024
+_DEADLINE_BITS: Final = 10  # of how far a deadline is: so there are some ten thousand different ones at most
 
 MOST_EVICTED: Final = 128  # chunks, to make room for one request: two milliseconds
 
@@ -468,11 +469,16 @@ class ChunkIndex:
         return self._rank_own_chunks(node, is_own, ENDED)
 
     def end_session_at(self, node: int, is_own: Callable[[int], bool], deadline: float) -> None:
-        """Do what `end_session` does at a later time, unless the prefix is used before."""
+        """Do what `end_session` does at a later time, unless the prefix is used before.
+
+        What is more than 17 minutes away may end later by a five-hundredth of that.
+        """
         if not is_own(self._label_of[node]):
             return
         self._forget_deadline(node)
         second = max(1, ceil(deadline))
+        step = 1 << max(0, max(0, second - self.now).bit_length() - _DEADLINE_BITS)
+        second += -second % step
         self._deadline[node] = second
         if second not in self._ending:
             self._ending[second] = set()
