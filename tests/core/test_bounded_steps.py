@@ -875,7 +875,9 @@ def test_requests_that_wait_are_left_for_the_next_turn_when_the_time_is_over(tmp
 
 
 @pytest.mark.promise(61)
-def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(tmp_path: Path) -> None:
+def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closing(make_server(tmp_path)) as server, contextlib.ExitStack() as stack:
         sessions, path = server._sessions, str(server.config.directory / SESSION_SOCKET)
 
@@ -895,6 +897,42 @@ def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(tmp_path: Pat
             assert len(sessions) == 1 or turn == 1, "the first has its session meanwhile"
         sessions.serve(lambda: False)
         assert len(sessions._sessions) == 1 + len(strangers)
+        monkeypatch.setattr("kvdepot.server.sessions.HANDSHAKE_SECONDS", -1.0)
+        for num_left in range(len(strangers) - 1, -1, -1):
+            sessions.expire_handshakes(lambda: True)
+            assert len(sessions._sessions) == 1 + num_left, "nor are those that say nothing closed all at once"
+        assert len(sessions) == 1
+
+
+@pytest.mark.promise(61)
+def test_a_thousand_processes_without_a_number_that_die_at_once(tmp_path: Path) -> None:
+    """Regression: all of them were buried in one step, each by a look at what every other one had left."""
+    with closing(make_server(tmp_path)) as server:
+        writers = [Writer(0, (1 << 61) + number) for number in range(1000)]
+        mappings = set(writers)
+        server._sessions._is_mapping = mappings.__contains__
+        for writer in writers:
+            assert server._sessions.await_death(writer)
+            server._depot.quarantine((writer, b""), [], 0)
+        mappings.clear()
+        for num_left in range(len(writers) - 1, -1, -1):
+            with CallCounter() as counter:
+                server._sessions.find_dead(lambda: True)
+            assert counter.count <= REQUEST_CALLS
+            assert len(server._depot.quarantines) == num_left
+
+
+@pytest.mark.promise(61)
+def test_who_registers_while_a_thousand_left_unfinished_stores(bench: Bench) -> None:
+    """Regression: who it is was worked out for each of them again, twice."""
+    for number in range(1000):
+        bench.depot.quarantine((Writer(number + 2, 1), b""), [], 0)
+    details = (m.GroupDetail((PAGE,), 8),)
+    request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", SPEC, details)
+    with CallCounter() as counter:
+        bench.ask(request)
+    assert counter.count <= REQUEST_CALLS
+    assert len(bench.depot.quarantines) == 1000
 
 
 @pytest.mark.promise(61)

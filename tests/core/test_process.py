@@ -264,8 +264,8 @@ def test_a_session_that_says_nothing_for_an_hour_is_still_open(
         swept = threading.Event()
         expire = server._sessions.expire_handshakes
 
-        def expire_and_say_so() -> None:
-            expire()
+        def expire_and_say_so(is_over: Callable[[], bool]) -> None:
+            expire(is_over)
             swept.set()
 
         monkeypatch.setattr("kvdepot.server.sessions.time", later)

@@ -302,7 +302,8 @@ class Depot:
         context = Context(
             self._number(), session, writer, request.instance, request.model, space, request, tuple(groups)
         )
-        self._lift_quarantine(lambda quarantine: quarantine.fence == context.fence)
+        fence = context.fence
+        self._lift_quarantine(lambda quarantine: quarantine.fence == fence)
         self.contexts[context.number] = context
         context.status = _registered_status(context)
         self._workers.setdefault(space.number, Workers(space)).add(context)

@@ -269,8 +269,8 @@ class DepotServer:
                 if began >= next_sweep:
                     next_sweep = began + _TURN_MILLISECONDS / 1000
                     self._depot.expire()
-                    self._sessions.expire_handshakes()
-                    self._sessions.find_dead()
+                    self._sessions.expire_handshakes(_after(_CHORE_SECONDS))
+                    self._sessions.find_dead(_after(_CHORE_SECONDS))
                     self._spare_collections()
                 self._serve_tiers()
                 if self._events is not None:

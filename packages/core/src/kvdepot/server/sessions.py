@@ -152,20 +152,24 @@ class SessionTable:
             if is_over():
                 return
 
-    def expire_handshakes(self) -> None:
-        """Close connections that never said what they want."""
+    def expire_handshakes(self, is_over: Callable[[], bool]) -> None:
+        """Close connections that never said what they want, one at least, until `is_over`."""
         now = time.monotonic()
         for session in [
             s for s in self._sessions.values() if s.token is None and s.opened_at + HANDSHAKE_SECONDS < now
         ]:
             self._end(session)
+            if is_over():
+                return
 
-    def find_dead(self) -> None:
-        """Bury the processes without a number that do not map the pool any more."""
+    def find_dead(self, is_over: Callable[[], bool]) -> None:
+        """Bury the processes without a number that do not map the pool any more, one at least, until `is_over`."""
         for writer in [writer for writer in self._unnumbered if not self._is_mapping(writer)]:
             self._unnumbered.discard(writer)
             logger.info("a process of another PID namespace is dead or has let go of the pool")
             self._on_death(writer)
+            if is_over():
+                return
 
     def await_death(self, writer: Writer) -> bool:
         """Watch a process of which only the number is known (from an earlier server's table); False if it is dead."""
