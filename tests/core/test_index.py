@@ -367,6 +367,23 @@ def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them(
     assert saved == [(1, []), (1, [("default", "model")])]
 
 
+def test_a_name_that_could_not_be_saved_is_in_nobody_elses_way() -> None:
+    """Regression: once one tenant's name had found no room, stores and registrations of all others failed with it."""
+    bench = Bench()
+    worker = bench.worker()
+    worker.store(prompt(1, tenant="a"))
+
+    def save() -> None:
+        raise OSError("no space left on device")
+
+    bench.depot.on_names_changed = save
+    with pytest.raises(OSError, match="no space"):
+        worker.store(prompt(1, tenant="b"))
+    assert bench.worker().store(prompt(2, tenant="a")).num_declined == 0
+    with pytest.raises(OSError, match="no space"):
+        worker.store(prompt(1, tenant="b"))
+
+
 def test_each_tenant_is_charged_for_its_own() -> None:
     bench = Bench()
     worker = bench.worker()

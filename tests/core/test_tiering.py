@@ -19,7 +19,7 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.protocols import Extents
 from kvdepot.server import tiering
-from kvdepot.server.depot import Deferred, Depot
+from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.testing.processes import wait_until
@@ -652,6 +652,30 @@ def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
         assert bench.lookup(run) == 0
     assert bench.tiering.num_promotions == 0
     assert bench.lookup(run) == 4
+
+
+@pytest.mark.parametrize("error", [OSError("no space left on device"), Refused(ErrorCode.MALFORMED, "too many")])
+def test_a_lookup_whose_tenant_finds_no_name_gets_what_the_pool_has(make: Maker, error: Exception) -> None:
+    """Regression: it failed, as did every lookup of anybody once one name had found no room."""
+    bench = make()
+    known, new = prompt(4), prompt(4, 1, tenant="new")
+    bench.store(known)
+
+    def fail() -> None:
+        raise error
+
+    bench.depot.on_names_changed = fail
+    assert bench.lookup(new) == 0
+    assert bench.lookup(prompt(6)) == 4
+    assert (bench.depot.counters["lookups_without_name"], bench.tiering.counters["promotions"]) == (1, 1)
+
+
+def test_a_lookup_that_can_ask_nobody_takes_no_name(make: Maker) -> None:
+    bench = make()
+    bench.ask(m.Unregister(bench.contexts[0]))
+    scheduler = bench.ask(m.RegisterScheduler(1, "engine", "model", bench.spec)).context
+    assert bench.ask(m.Lookup(scheduler, "r", prompt(4).digests, "new", 5.0)).num_chunks == 0
+    assert bench.depot.labels == []
 
 
 def test_other_layouts_and_other_models_are_misses(make: Maker) -> None:

@@ -238,7 +238,7 @@ class Depot:
         self.is_draining = False  # an operator asked for it
         self.on_names_changed: Callable[[], None] = lambda: None
         self._clock = clock
-        self._names_are_saved = True
+        self._num_saved_spaces = self._num_saved_labels = 0
         self._label_numbers: dict[tuple[str, str], int] = {}
         self._shown_tenants: dict[str, None] = {}  # those that operators see by name
         self._next_number = 1
@@ -419,19 +419,17 @@ class Depot:
             )
 
     def _space(self, spec: m.CacheSpec) -> Space:
-        before = len(self.index.spaces)
-        if before >= MAXIMUM_SPACES and all(space.spec != spec for space in self.index.spaces):
+        if len(self.index.spaces) >= MAXIMUM_SPACES and all(space.spec != spec for space in self.index.spaces):
             raise Refused(ErrorCode.BAD_LAYOUT, f"more than {MAXIMUM_SPACES} different caches: start the depot --fresh")
         space = self.index.space(spec)
-        if len(self.index.spaces) != before or not self._names_are_saved:
+        if space.number >= self._num_saved_spaces:
             self._save_names()
         return space
 
     def _save_names(self) -> None:
-        """A name is in the file before any record refers to it: if that fails, the next request tries again."""
-        self._names_are_saved = False
+        """A name is in the file before any record refers to it: if that fails, who needs it next tries again."""
         self.on_names_changed()
-        self._names_are_saved = True
+        self._num_saved_spaces, self._num_saved_labels = len(self.index.spaces), len(self.labels)
 
     def _context(self, session: int, number: int) -> Context:
         context = self.contexts.get(number)
@@ -485,6 +483,14 @@ class Depot:
         tokens[1] += found * space.spec.chunk_tokens
         if self.tiering is None or found == num_chunks or not self.accepts_stores:
             return self._found(context, request, found, nodes)
+        places, model = self._places(space, context.instance)
+        try:
+            label = self._label(request.tenant, model) if places else None
+        except (Refused, OSError):
+            label = None  # a tenant too many, or no room for its name: what the pool has is answer enough
+            self.counters["lookups_without_name"] += 1
+        if label is None:
+            return self._found(context, request, found, nodes)
         deferred = Deferred()
         began = self._clock()
 
@@ -497,9 +503,8 @@ class Depot:
             tokens[2] += max(0, here - found) * context.space.spec.chunk_tokens
             deferred.send(self._found(context, request, here, nodes, self._clock() - began))
 
-        places, model = self._places(context.space, context.instance)
         is_asking = self.tiering.promote(
-            context.space, request.digests, places, self._label(request.tenant, model), found=found, pins=nodes,
+            space, request.digests, places, label, found=found, pins=nodes,
             wait_seconds=min(request.wait_seconds, self.tiering.settings.promotion_seconds), on_answer=answer,
             token_seconds=request.token_seconds,
         )  # fmt: skip
@@ -1097,9 +1102,10 @@ class Depot:
         return len(ended)
 
     def restore_labels(self, labels: list[tuple[str, str]]) -> None:
-        """Number tenants and models as an earlier server did."""
+        """Number tenants and models as an earlier server did; the names of the spaces that are here are saved, too."""
         for tenant, model in labels:
             self._label(tenant, model)
+        self._num_saved_spaces = len(self.index.spaces)
 
     def _label(self, tenant: str, model: str) -> int:
         number = self._label_numbers.get((tenant, model))
@@ -1113,8 +1119,7 @@ class Depot:
             if len(self._shown_tenants) < MAXIMUM_ROWS:
                 self._shown_tenants[tenant] = None
             self.index.quotas.add_label(number, tenant)
-            self._names_are_saved = False
-        if not self._names_are_saved:
+        if number >= self._num_saved_labels:
             self._save_names()
         return number
 
