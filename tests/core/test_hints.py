@@ -109,8 +109,8 @@ def test_deadlines_however_different_are_few_and_none_is_early() -> None:
     for number in range(100_000):
         seconds = 1.001 * number if number < 50_000 else 1e9 - 1000.7 * number
         bench.index.end_session_at(node, lambda _label: True, bench.now + seconds)
-        bench.index._next_seconds.clear()  # pyright: ignore[reportPrivateUsage]
-        (second,) = bench.index._ending  # pyright: ignore[reportPrivateUsage]
+        bench.index._next_seconds.clear()
+        (second,) = bench.index._ending
         ends.add(second)
         assert 0 <= second - (bench.now + seconds) <= 1 + seconds / 500
     assert len(ends) < 12_000
