@@ -356,6 +356,31 @@ def test_a_mover_that_is_lost_twice_makes_the_worker_copy_by_itself(
     assert context_of(depot).transfer_mode == "direct"
 
 
+def test_a_worker_that_fell_back_lets_go_of_the_pool_of_the_depot_that_had_its_mover(
+    depot: DepotProcess, cache: MakeCache
+) -> None:
+    """It keeps a session with movers until these are dead, and not for ever."""
+    worker = cache(mode="auto")
+    assert worker.store(prompt(3))
+    made: Any = worker.context
+    made._fall_back("a test")
+    worker.context.wait_until_connected(WAIT_SECONDS)
+    for salt in range(2):
+        depot.kill()
+        depot.start()
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        wait_until(lambda: not depot.status().recovering, WAIT_SECONDS)
+        assert worker.store(prompt(3, salt=salt + 1))
+        assert (
+            worker.retrieve(prompt(3, salt=salt + 1)) == 3
+        )  # each lane has a channel of the session before until then
+
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(f"{depot.pool_directory}/index")  # beside each pool
+
+    wait_until(lambda: num_mapped() == 1, WAIT_SECONDS, "the pools of earlier depots to be let go")
+
+
 @pytest.mark.parametrize("call", ["open_memory", "create_stream"])
 def test_a_handle_that_does_not_open_is_a_fallback_or_an_error(
     call: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache, caplog: pytest.LogCaptureFixture

@@ -309,13 +309,14 @@ class CudaTransferContext(WorkerTransfers):
         if probation is not None and any(moved is not link for moved in self._moved_links):
             with self._no_copy_running():
                 probation.end()
+        earlier = [moved for moved in self._moved_links if moved is not link and moved.has_movers()]
         if self._is_moved(link):
-            earlier = [moved for moved in self._moved_links if moved is not link and moved.has_movers()]
             self._moved_links = [*earlier, link]
             self._patient_until = time.monotonic() + self._deadline_seconds
             self._populated = link.mapping  # only the headers are read here, and checksums made
             super()._on_open(link)
             return
+        self._moved_links, self._ready_link = earlier, None  # a link keeps its pool mapped
         super()._on_open(link)
         if link.mapping is not None and link.mapping is not self._mapping:
             self._mapping = link.mapping
