@@ -17,6 +17,8 @@ from typing import Any, cast
 import pytest
 
 from kvdepot import messages as m
+from kvdepot.client.connection import Channel
+from kvdepot.client.moves import await_mover
 from kvdepot.errors import BackendUnavailable
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, WorkerPlan, prompt
 from kvdepot.testing.processes import DepotProcess, wait_until
@@ -401,6 +403,26 @@ def test_a_handle_that_does_not_open_is_a_fallback_or_an_error(
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
     assert context_of(depot, "by name").mover == "unavailable"
     assert "CUDA_ERROR_MAP_FAILED (205)" in context_of(depot, "by name").why_no_mover
+
+
+def test_a_depot_that_is_restarted_while_its_mover_is_waited_for_is_waited_for(
+    depot: DepotProcess, cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = cache(wait=False)
+    waits: list[float] = []
+
+    def await_after_a_restart(channel: Channel, wait_seconds: float, deadline_seconds: float) -> None:
+        if not waits:
+            depot.kill()
+            depot.start()
+        waits.append(wait_seconds)
+        await_mover(channel, wait_seconds, deadline_seconds)
+
+    monkeypatch.setattr("kvdepot_cuda.context.await_mover", await_after_a_restart)
+    worker.context.wait_until_connected(WAIT_SECONDS)
+    assert len(waits) > 1
+    wait_until(lambda: not depot.status().recovering, WAIT_SECONDS)
+    assert worker.store(prompt(2))
 
 
 def test_without_a_call_to_wait_a_worker_falls_back_at_its_first_transfer(

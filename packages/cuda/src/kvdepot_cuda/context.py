@@ -24,9 +24,9 @@ import msgspec.structs
 
 from kvdepot import messages as m
 from kvdepot.client.connection import Channel, Link
-from kvdepot.client.moves import MoveFailed, MoverUnavailable, await_mover, move
+from kvdepot.client.moves import MoverUnavailable, await_mover, move
 from kvdepot.client.transfers import BATCH_BYTES, CopyBatch, WorkerTransfers, detail_of, layer_group_of
-from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable
+from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable, ErrorCode, RemoteError
 from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
 from kvdepot.pool import PoolMapping
 from kvdepot.protocols import CacheGroup, ReadyEvent
@@ -193,8 +193,11 @@ class CudaTransferContext(WorkerTransfers):
                         f"mode {IPC!r}: {error}; mode={AUTO!r} lets the worker copy by itself"
                     ) from error
                 self._fall_back(f"no mover: {error}")
-            except MoveFailed:
-                if time.monotonic() >= end:
+            except (DepotUnavailable, RemoteError) as error:  # the session may have ended meanwhile
+                is_over = isinstance(error, RemoteError) and error.code not in (
+                    ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT
+                )  # fmt: skip
+                if is_over or time.monotonic() >= end:
                     raise
             finally:
                 channel.close()
