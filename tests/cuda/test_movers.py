@@ -726,11 +726,6 @@ class WaitsForNothing(FakeDriver):
         del event
 
 
-class FakeEventThatIsOver(FakeEvent):
-    def synchronize(self) -> None:
-        return
-
-
 @pytest.mark.parametrize("with_event", [True, False])
 @pytest.mark.parametrize("is_careful", [True, False])
 def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
@@ -746,14 +741,29 @@ def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
         with driver.activated():
             stream = driver.create_stream()
     driver.launch(lambda: writer.fill(run, block_ids), stream)
-    kind = FakeEvent if is_careful else FakeEventThatIsOver
-    ready = kind(driver, stream) if with_event else None
+    ready = FakeEvent(driver, stream) if with_event else None
     assert writer.context.submit_store("request", run, block_ids, ready).result(WAIT_SECONDS)
     if is_careful:
         assert reader.retrieve(run) == 3
     else:
         with pytest.raises(AssertionError, match="wrong bytes were served"):
             reader.retrieve(run)
+
+
+class EventOfTorch(FakeEvent):
+    def synchronize(self) -> None:
+        raise AssertionError("with torch's own wait a graph that another thread captures is broken")
+
+
+def test_an_event_is_waited_for_by_the_driver_where_a_capture_goes_on(device: FakeDevice, cache: MakeCache) -> None:
+    driver = FakeDriver(root=device.memory)
+    worker = cache(driver=driver)
+    run = prompt(3)
+    block_ids = worker.blocks(run)
+    driver.launch(lambda: worker.fill(run, block_ids))
+    ready = EventOfTorch(driver, DEFAULT_STREAM)
+    assert worker.context.submit_store("request", run, block_ids, ready).result(WAIT_SECONDS)
+    assert worker.retrieve(run) == 3
 
 
 @pytest.mark.parametrize("is_careful", [True, False])

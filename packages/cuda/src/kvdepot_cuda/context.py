@@ -31,7 +31,7 @@ from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
 from kvdepot.pool import PoolMapping
 from kvdepot.protocols import CacheGroup, ReadyEvent
 from kvdepot_cuda.arrays import ordinal_of, page_layout_of
-from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine, Mark
+from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
 from kvdepot_cuda.export import MOVER, offer_of
 from kvdepot_cuda.gather import KERNEL_PROGRAMS, KERNEL_RUNS, CompileGather, KernelUse, compile_gather
@@ -302,10 +302,8 @@ class CudaTransferContext(WorkerTransfers):
     def _wait_for(self, lane: int, ready: ReadyEvent) -> None:
         if self.transfer_mode == DIRECT:
             self._engine.wait_for(lane, ready)
-        elif isinstance(ready, Mark):
-            self._engine.wait_here(ready)
         else:
-            ready.synchronize()
+            self._engine.wait_here(ready)
 
     def _on_open(self, link: Link) -> None:
         probation = self._probation

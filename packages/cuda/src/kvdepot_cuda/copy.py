@@ -136,17 +136,21 @@ class CopyEngine:
 
     def wait_for(self, lane: int, ready: ReadyEvent) -> None:
         """Have the copies of a lane come after `ready`: on the device if it has a handle, else here."""
-        handle = getattr(ready, "cuda_event", 0)  # torch's word; 0 or None if it was never recorded
-        if not handle:
+        event = _event_of(ready)
+        if not event:
             ready.synchronize()
             return
         with self._driver.activated():
-            self._driver.wait_for_event(self._streams[lane], int(handle))
+            self._driver.wait_for_event(self._streams[lane], event)
 
-    def wait_here(self, mark: "Mark") -> None:
-        """Wait in this thread until what a mark stands for is done."""
+    def wait_here(self, ready: ReadyEvent) -> None:
+        """Wait in this thread until `ready` is over: by the driver if it has a handle, which lets captures go on."""
+        event = _event_of(ready)
+        if not event:
+            ready.synchronize()
+            return
         with self._driver.activated():
-            self._driver.synchronize_event(mark.cuda_event)
+            self._driver.synchronize_event(event)
 
     # --- the pool -------------------------------------------------------------------------------------------------
 
@@ -296,8 +300,13 @@ class CopyEngine:
             self._driver.copy(source, target, size, direction, stream)
 
 
+def _event_of(ready: ReadyEvent) -> int:
+    """Return the driver's handle of an event, 0 if it has none or was never recorded."""
+    return int(getattr(ready, "cuda_event", 0) or 0)  # torch's word
+
+
 class Mark:
-    """A `ReadyEvent` that the engine recorded on a stream of somebody else; waited for on the device."""
+    """A `ReadyEvent` that the engine recorded on a stream of somebody else; only that engine waits for it."""
 
     __slots__ = ("__weakref__", "cuda_event")
 
@@ -305,5 +314,5 @@ class Mark:
         self.cuda_event = event
 
     def synchronize(self) -> None:
-        """Nobody else waits for it on the host."""
-        raise NotImplementedError("a mark is waited for on the device, or by its engine")
+        """Not to be called: see `CopyEngine.wait_here`."""
+        raise NotImplementedError("a mark is waited for by its engine")
