@@ -27,6 +27,17 @@ def run(out: Path, *arguments: str, script: Path = SCRIPT) -> tuple[list[dict[st
     return lines, (out / "cuda_gpu.md").read_text()
 
 
+def changed(folder: Path, *changes: tuple[str, str]) -> Path:
+    """Return the path of a copy of the script in which each text, which stands there once, is another one."""
+    source = SCRIPT.read_text()
+    for before, after in changes:
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    path = folder / "changed.py"
+    path.write_text(source)
+    return path
+
+
 def test_every_step_ends_and_what_the_fake_can_do_is_done(tmp_path: Path) -> None:
     lines, tables = run(tmp_path)
     assert {line["step"]: line["status"] for line in lines if "status" in line} == STEPS
@@ -48,13 +59,8 @@ def test_every_step_ends_and_what_the_fake_can_do_is_done(tmp_path: Path) -> Non
 
 
 def test_a_step_that_fails_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:
-    source = SCRIPT.read_text()
     before = '    """What machine this is."""\n'
-    assert source.count(before) == 1
-    broken = tmp_path / "broken.py"
-    broken.write_text(
-        source.replace(before, before + '    emit("first", value=1)\n    raise RuntimeError("no luck")\n')
-    )
+    broken = changed(tmp_path, (before, before + '    emit("first", value=1)\n    raise RuntimeError("no luck")\n'))
     lines, tables = run(tmp_path, "--only", "environment,registration", script=broken)
     first, second = (line for line in lines if "status" in line)
     assert (first["status"], first["reason"]) == ("failed", "RuntimeError: no luck")
@@ -63,32 +69,28 @@ def test_a_step_that_fails_is_reported_and_the_next_one_runs(tmp_path: Path) -> 
     assert "no luck" in tables
 
 
-@pytest.mark.parametrize(("seconds", "limit", "status"), [("1", "40", "skipped"), ("500", "0.2", "timed out")])
-def test_a_step_is_bounded_in_time(seconds: str, limit: str, status: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "changes", "status"),
+    [
+        ("1", [], "skipped"),
+        ("500", [('"latency": (latency, 40)', '"latency": (latency, 0.2)'), ("limit < 5", "limit < 0.1")], "timed out"),
+    ],
+)
+def test_a_step_is_bounded_in_time(seconds: str, changes: list[tuple[str, str]], status: str, tmp_path: Path) -> None:
     """There is no time for another one, or it takes longer than it may; what it started is gone."""
-    source = SCRIPT.read_text()
-    assert source.count('"latency": (latency, 40)') == 1
-    changed = tmp_path / "changed.py"
-    changed.write_text(
-        source.replace('"latency": (latency, 40)', f'"latency": (latency, {limit})').replace("limit < 5", "limit < 0.1")
-        if status == "timed out"
-        else source
-    )
-    lines, _ = run(tmp_path, "--only", "latency", "--seconds", seconds, script=changed)
+    lines, _ = run(tmp_path, "--only", "latency", "--seconds", seconds, script=changed(tmp_path, *changes))
     assert lines[-1]["status"] == status
     assert lines[-1]["reason"]
 
 
 def test_a_step_that_is_cut_off_says_in_which_part(tmp_path: Path) -> None:
-    source = SCRIPT.read_text()
     before = 'part("registration", _register, setting, total, piece, is_touched)'
-    assert source.count(before) == 1
-    changed = tmp_path / "changed.py"
-    changed.write_text(
-        source.replace(before, 'part(f"{share}", _register, setting, total, piece, is_touched) if share == 1 else '
-                               'part("sleep", time.sleep, 500)').replace("(registration, 50)", "(registration, 5)")
-    )  # fmt: skip
-    lines, _ = run(tmp_path, "--only", "registration", script=changed)
+    after = (
+        'part(f"{share}", _register, setting, total, piece, is_touched) if share == 1 else '
+        'part("sleep", time.sleep, 500)'
+    )
+    slow = changed(tmp_path, (before, after), ("(registration, 50)", "(registration, 5)"))
+    lines, _ = run(tmp_path, "--only", "registration", script=slow)
     assert lines[-1]["status"] == "timed out"
     assert lines[-1]["reason"].endswith("cut off in 'sleep', part 3; what follows it was not begun")
     assert len([line for line in lines if line.get("what") == "registration"]) == 2
