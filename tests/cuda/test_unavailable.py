@@ -1,4 +1,4 @@
-"""Where there is no device the backend says so in words, and a mode that is not built too."""
+"""Where there is no device the backend says so in words; what cannot work is refused, and the device given back."""
 
 import ctypes
 import subprocess
