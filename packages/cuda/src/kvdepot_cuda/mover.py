@@ -43,8 +43,8 @@ class CheckedRuns(BatchRuns):
         super().__init__(layout)
         self._layout = layout
         ordered = sorted(ranges)
-        self._starts = np.array([start for start, _ in ordered], np.uint64)
-        self._ends = np.array([start + size for start, size in ordered], np.uint64)
+        self._range_starts = np.array([start for start, _ in ordered], np.uint64)
+        self._range_ends = np.array([start + size for start, size in ordered], np.uint64)
         self._pool_size_bytes = pool_size_bytes
 
     def of(self, batch: CopyBatch) -> Runs:
@@ -57,8 +57,8 @@ class CheckedRuns(BatchRuns):
         runs = super().of(batch)
         if not len(runs):
             return runs
-        places = np.searchsorted(self._starts, runs.blocks, "right").astype(np.int64) - 1
-        inside = (places >= 0) & (runs.blocks + runs.sizes <= self._ends[np.maximum(places, 0)])
+        places = np.searchsorted(self._range_starts, runs.blocks, "right").astype(np.int64) - 1
+        inside = (places >= 0) & (runs.blocks + runs.sizes <= self._range_ends[np.maximum(places, 0)])
         inside &= runs.sizes <= np.uint64(self._pool_size_bytes)
         inside &= runs.offsets <= np.uint64(self._pool_size_bytes) - np.minimum(runs.sizes, self._pool_size_bytes)
         if not inside.all():
