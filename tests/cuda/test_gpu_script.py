@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvdepot.errors import BackendUnavailable
+from kvdepot_cuda.context import CudaTransferContext
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cuda_gpu.py"
 STEPS = {
     "environment": "ok", "raw_ipc": "skipped", "patterned": "ok", "conformance": "skipped", "copies": "ok",
@@ -119,6 +122,31 @@ def test_every_step_has_its_turn_and_what_is_left_over() -> None:
     assert made.limit_of("contexts", names, own + 3) == own + 3
     assert made.limit_of("contexts", names, 500.0) == 2 * own
     assert made.limit_of("contexts", names, 7.0) == 7.0
+
+
+def test_a_mode_that_turns_out_to_be_impossible_is_skipped_and_nothing_stays_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_context: CudaTransferContext, _timeout_seconds: float) -> None:
+        raise BackendUnavailable("the mover cannot open it")
+
+    closed: list[CudaTransferContext] = []
+    close = CudaTransferContext.close
+
+    def noted(context: CudaTransferContext) -> None:
+        closed.append(context)
+        close(context)
+
+    monkeypatch.setattr(CudaTransferContext, "wait_until_connected", refuse)
+    monkeypatch.setattr(CudaTransferContext, "close", noted)
+    made = script()
+    shape = {"page_bytes": 4096, "num_layers": 1, "num_blocks": 4, "block_outermost": True}
+    with (
+        pytest.raises(made.Skipped, match="cannot open it"),
+        made.cache(made.Setting(True, 60), "direct", 1 << 20, **shape),
+    ):
+        pass
+    assert len(closed) == 1
 
 
 def test_suites_that_are_cut_off_say_how_far_they_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
