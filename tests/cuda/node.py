@@ -36,9 +36,6 @@ class FakeDevice:
         fault = {"call": call, "code": code, "is_once": is_once, **when}
         (self.folder / "faults").write_text(json.dumps(fault))
 
-    def heal(self) -> None:
-        (self.folder / "faults").unlink()
-
     def close_gate(self) -> None:
         (self.folder / "gate").touch()
 

@@ -21,6 +21,7 @@ from kvdepot.client.connection import Channel
 from kvdepot.client.moves import await_mover
 from kvdepot.errors import BackendUnavailable
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, WorkerPlan, prompt
+from kvdepot.testing.engine import EngineProcess
 from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.gather import GatherImage, KernelUse
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
@@ -68,41 +69,8 @@ def cache(device: FakeDevice, depot: DepotProcess) -> Iterator[MakeCache]:
     wait_until(lambda: device.holders() == set(), WAIT_SECONDS, "the device's memory to be given back")
 
 
-class Child:
-    """A worker in a process of its own."""
-
-    def __init__(self, url: str, device: FakeDevice, *, command: tuple[str, ...] = (), mode: str = "ipc") -> None:
-        self.process = subprocess.Popen(
-            [*command, sys.executable, "-m", "tests.cuda.ipc_worker", url, "child", str(device.memory), mode],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-        )  # fmt: skip
-        self.pid = int(self._answer().split()[1])  # as it sees itself
-
-    def ask(self, command: str, salt: int, num_chunks: int) -> int:
-        assert self.process.stdin
-        self.process.stdin.write(f"{command} {salt} {num_chunks}\n")
-        return int(self._answer())
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def close(self) -> None:
-        if self.process.returncode is None:
-            self.process.communicate(timeout=WAIT_SECONDS)
-            assert self.process.returncode == 0
-
-    def _answer(self) -> str:
-        assert self.process.stdout
-        return self.process.stdout.readline()
-
-
-@pytest.fixture
-def child(device: FakeDevice, depot: DepotProcess) -> Iterator[Child]:
-    child = Child(depot.url, device)
-    yield child
-    device.open_gate()
-    child.close()
+def engine_command(url: str, instance: str, device: FakeDevice) -> list[str]:
+    return [sys.executable, "-m", "tests.cuda.engine_child", url, instance, "ipc", str(device.memory)]
 
 
 def mode_of(worker: Cache) -> str:
@@ -131,7 +99,7 @@ class TestWhoIsKilled(MoverFaultSuite):
         return self.device.worker(url, plan, **options)
 
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
-        return [sys.executable, "-m", "tests.cuda.engine_child", url, instance, "ipc", str(self.device.memory)]
+        return engine_command(url, instance, self.device)
 
     def hold_copies(self, mover: int) -> None:
         del mover
@@ -294,29 +262,31 @@ def test_workers_of_one_process_have_a_mover_each(depot: DepotProcess, cache: Ma
     assert one.retrieve(prompt(3)) == 3
 
 
-def _can_unshare() -> bool:
-    command = ["unshare", "--fork", "--pid", "--kill-child", "true"]
+NEW_NAMESPACE = ["unshare", "--fork", "--pid", "--kill-child"]
+
+
+def _is_process_1() -> bool:
+    command = [*NEW_NAMESPACE, "sh", "-c", "test $$ = 1"]
     return shutil.which("unshare") is not None and not subprocess.run(command, check=False).returncode
 
 
-@pytest.mark.skipif(not _can_unshare(), reason="needs PID namespaces")
+@pytest.mark.skipif(not _is_process_1(), reason="needs PID namespaces")
 def test_workers_with_equal_pids_are_two(device: FakeDevice, depot: DepotProcess) -> None:
     """As in two containers, where each engine is process 1."""
-    children = [Child(depot.url, device, command=("unshare", "--fork", "--pid", "--kill-child")) for _ in range(2)]
-    assert [child.pid for child in children] == [1, 1]
-    assert children[0].ask("store", 1, 3) == 1
-    assert children[1].ask("retrieve", 1, 3) == 3
+    one, two = (EngineProcess([*NEW_NAMESPACE, *engine_command(depot.url, "engine", device)]) for _ in range(2))
+    one.expect("3", "store 1 3")
+    two.expect("3", "retrieve 1 3")
     device.close_gate()
-    children[0].ask("submit-store", 2, 3)
+    one.say("store 2 3")
     mover = device.wait_for_a_copy()
-    children[0].kill()
+    one.close()
     device.open_gate()
     wait_until(lambda: mover not in device.holders(), WAIT_SECONDS)
     wait_until_nothing_is_held(depot)
-    assert children[1].ask("retrieve", 2, 3) == 0
-    assert children[1].ask("store", 2, 3) == 1
-    assert children[1].ask("retrieve", 2, 3) == 3
-    children[1].close()
+    two.expect("0", "retrieve 2 3")
+    two.expect("3", "store 2 3")
+    two.expect("3", "retrieve 2 3")
+    two.close()
 
 
 # --- fallback ---------------------------------------------------------------------------------------------------------
