@@ -614,8 +614,8 @@ def _no_session(routing_id: bytes) -> None:
     """
     raise Refused(
         ErrorCode.UNKNOWN_SESSION,
-        "over TCP only operators' requests (status, clear, warm) are served: a session hands over the pool's memory,"
-        " so engines attach on the depot's machine, by its directory",
+        "over TCP only operators' requests (status, clear, warm and the like) are served: a session hands over the"
+        " pool's memory, so engines attach on the depot's machine, by its directory",
     )
 
 
