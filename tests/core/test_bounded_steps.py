@@ -5,6 +5,7 @@ What steps cost is measured by `benchmarks/loop.py`; a thousand calls are about 
 """
 
 import contextlib
+import functools
 import random
 import socket
 import sys
@@ -75,6 +76,7 @@ def most_calls(steps: Iterator[Any]) -> tuple[int, int]:
     return most, num_steps
 
 
+@functools.cache
 def prompt(name: int, num_chunks: int = PROMPT_CHUNKS, tenant: str = "a") -> KeyRun:
     run = hash_prefix(Namespace(f"{name}"), 1, range(num_chunks))
     return KeyRun(run.digests, 0, run.parent, tenant)
