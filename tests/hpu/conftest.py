@@ -11,11 +11,20 @@ from collections.abc import Iterator
 import pytest
 
 from kvdepot.testing.device import FakeDevice, install
+from tests.nursery import Nursery
+from tests.staged.forked import torch_nursery
 
 _torch_is_here = importlib.util.find_spec("torch") is not None
 _fake: FakeDevice | None = None
 if _torch_is_here and importlib.util.find_spec("habana_frameworks") is None:
     _fake = install("hpu")
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Forks engines."""
+    with torch_nursery() as nursery:
+        yield nursery
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 
 from kvdepot.testing.backend import WorkerPlan
 from kvdepot.testing.device import FakeDevice
-from kvdepot.testing.faults import FaultSuite
 from tests.hpu.workers import HpuWorker
+from tests.staged.forked import ForkedFaultSuite
 
 
-class TestEager(FaultSuite):
+class TestEager(ForkedFaultSuite):
     @pytest.fixture(autouse=True)
     def _mode(self, hpu: None) -> None: ...
 
@@ -23,7 +23,7 @@ class TestEager(FaultSuite):
         return [sys.executable, "-m", "tests.hpu.engine_child", url, instance, "eager"]
 
 
-class TestLazy(FaultSuite):
+class TestLazy(ForkedFaultSuite):
     @pytest.fixture(autouse=True)
     def _mode(self, lazy: FakeDevice) -> None: ...
 

@@ -14,6 +14,8 @@ import pytest
 
 from kvdepot.testing.device import FakeDevice, install
 from kvdepot.testing.xpu_kernels import FakeKernels
+from tests.nursery import Nursery
+from tests.staged.forked import torch_nursery
 from tests.xpu.workers import pretend_to_pin
 
 
@@ -31,6 +33,13 @@ def _find() -> tuple[str, FakeDevice | None]:
 
 
 _reason, _fake = _find()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Forks engines."""
+    with torch_nursery() as nursery:
+        yield nursery
 
 
 @pytest.fixture

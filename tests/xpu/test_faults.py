@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvdepot.testing.backend import WorkerPlan
-from kvdepot.testing.faults import FaultSuite
 from kvdepot.testing.xpu_kernels import FakeKernels
+from tests.staged.forked import ForkedFaultSuite
 from tests.xpu.workers import RegisteredWorker, XpuWorker
 
 
@@ -16,7 +16,7 @@ def _command(url: str, instance: str, path: str) -> Sequence[str]:
     return [sys.executable, "-m", "tests.xpu.engine_child", url, instance, path]
 
 
-class TestStaged(FaultSuite):
+class TestStaged(ForkedFaultSuite):
     @pytest.fixture(autouse=True)
     def _device(self, device: None) -> None: ...
 
@@ -27,7 +27,7 @@ class TestStaged(FaultSuite):
         return _command(url, instance, "staged")
 
 
-class TestRegistered(FaultSuite):
+class TestRegistered(ForkedFaultSuite):
     @pytest.fixture(autouse=True)
     def _kernels(self, kernels: FakeKernels) -> None: ...
 
