@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -7,6 +5,8 @@ from typing import Protocol
 import pytest
 
 from kvdepot.testing.processes import DepotProcess
+from tests.nursery import Nursery
+from tests.vllm.engines import ENVIRONMENT, Engine
 
 
 class MakeModel(Protocol):
@@ -15,28 +15,51 @@ class MakeModel(Protocol):
     def __call__(self, name: str, seed: int = 0) -> Path: ...
 
 
+class RunCode(Protocol):
+    """Runs Python code where vLLM is imported, and returns what it printed."""
+
+    def __call__(self, code: str, *arguments: str, given: str = "") -> str: ...
+
+
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """Make a tiny model; in a child, as torch and transformers do not belong into the tests' process."""
+def nursery() -> Iterator[Nursery]:
+    """Imports vLLM once; torch and vLLM do not belong into the tests' process."""
+    modules = (
+        "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner",
+        "vllm.model_executor.models.llama", "vllm.distributed.kv_transfer", "vllm.config",
+    )  # fmt: skip
+    with Nursery(*modules, environment=ENVIRONMENT) as nursery, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Engine, "nursery", nursery)
+        yield nursery
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> MakeModel:
+    """Make a tiny model."""
     directory = tmp_path_factory.mktemp("models")
-
-    def make(name: str, seed: int = 0) -> Path:
-        return _run_models_script(str(directory), name, str(seed))
-
-    return make
+    return lambda name, seed=0: _run_models_script(nursery, str(directory), name, str(seed))
 
 
 @pytest.fixture
-def make_adapter(tmp_path: Path) -> Callable[[Path, int], Path]:
+def run_code(tmp_path: Path, nursery: Nursery) -> RunCode:
+    """Run code in a process of its own."""
+
+    def run(code: str, *arguments: str, given: str = "") -> str:
+        script = tmp_path / "code.py"
+        script.write_text(code)
+        return nursery.run(script, *arguments, given=given)
+
+    return run
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path, nursery: Nursery) -> Callable[[Path, int], Path]:
     """Make a LoRA adapter for a model."""
-    return lambda path, seed: _run_models_script(str(tmp_path), "adapter", str(path), str(seed))
+    return lambda path, seed: _run_models_script(nursery, str(tmp_path), "adapter", str(path), str(seed))
 
 
-def _run_models_script(*arguments: str) -> Path:
-    script = Path(__file__).with_name("models.py")
-    done = subprocess.run([sys.executable, str(script), *arguments], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return Path(done.stdout.split()[-1])
+def _run_models_script(nursery: Nursery, *arguments: str) -> Path:
+    return Path(nursery.run(Path(__file__).with_name("models.py"), *arguments).split()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ class Child:
             outputs = self.generate(reference, max_tokens)["outputs"]
             del self.llm
             gc.collect()
+            gc.freeze()  # the engine's end has thawed it
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
         if kv_events is not None:

@@ -9,12 +9,18 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, ClassVar, Self
 
 from kvdepot.messages import DepotStatus
 from kvdepot.testing.processes import DepotProcess, wait_until
+from tests.nursery import Fork, Nursery
 
 Prompt = list[int]
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO", "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
 
 
 def prompts(count: int, num_tokens: int = 700, seed: int = 0, shared: int = 0) -> list[Prompt]:
@@ -45,7 +51,12 @@ class Engine:
         environment: further environment variables.
         multiprocessing: whether the engine core has its own process.
         options: of `vllm.LLM`.
+
+    What is started with an environment of its own or with further processes imports all by itself; so does everything
+    where nobody gave a nursery.
     """
+
+    nursery: ClassVar[Nursery | None] = None
 
     def __init__(
         self, model: Path, config: dict[str, Any] | None, *, reference: list[Prompt] | None = None,
@@ -53,15 +64,19 @@ class Engine:
     ) -> None:  # fmt: skip
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the engine
         variables = {
-            **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)), "TOKENIZERS_PARALLELISM": "false",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(environment or {}),
+            **os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
+            **(environment or {}),
         }  # fmt: skip
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("engine_child.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=variables, start_new_session=True,
-        )  # fmt: skip
+        script = Path(__file__).with_name("engine_child.py")
+        self._process: Fork | subprocess.Popen[bytes]
+        if self.nursery is not None and not environment and not multiprocessing:
+            self._process = self.nursery.fork(script, environment=variables, stderr=self._log.fileno())
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=variables, start_new_session=True,
+            )  # fmt: skip
         self.max_tokens = max_tokens
         try:
             answer = self.ask(

@@ -1,9 +1,8 @@
 """What a store waits for: an event of the device, in the kind that its backend can hand to the device."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.vllm.conftest import RunCode
 
 CODE = """
 import sys
@@ -24,9 +23,7 @@ print(type(event).__name__, getattr(event, "recorded", 0))
 @pytest.mark.parametrize(
     ("device", "expected"), [("cpu", "NoneType 0"), ("cuda", "Cuda 1"), ("xpu", "Any 1"), ("hpu", "NoneType 0")]
 )
-def test_a_store_waits_for_an_event_that_was_recorded_on_the_engine_s_stream(device: str, expected: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, device], check=False, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == expected
+def test_a_store_waits_for_an_event_that_was_recorded_on_the_engine_s_stream(
+    device: str, expected: str, run_code: RunCode
+) -> None:
+    assert run_code(CODE, device).splitlines()[-1] == expected

@@ -1,8 +1,6 @@
 """KV events of a depot as vLLM's own decoder reads them."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +11,7 @@ from kvdepot.client.connection import Connection, ask_depot
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.testing.processes import DepotProcess
+from tests.vllm.conftest import RunCode
 
 SPEC = m.CacheSpec(64, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),), "bytes", "test")
 DETAIL = m.GroupDetail(page_sizes_bytes=(64,), num_blocks=8)
@@ -64,7 +63,7 @@ def replayed(endpoint: str) -> tuple[list[bytes], bytes]:
         context.term()
 
 
-def test_vllm_s_decoder_reads_a_depot_s_events(depot: DepotProcess) -> None:
+def test_vllm_s_decoder_reads_a_depot_s_events(depot: DepotProcess, run_code: RunCode) -> None:
     request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", SPEC, (DETAIL,))
     connection = Connection(depot.url, "test", request, maps_pool=False)
     link = connection.wait_until_open(20)
@@ -78,10 +77,7 @@ def test_vllm_s_decoder_reads_a_depot_s_events(depot: DepotProcess) -> None:
     connection.close()
     batches, end = replayed(depot.status().event_endpoints[1])
     given = json.dumps([payload.hex() for payload in batches])
-    done = subprocess.run(
-        [sys.executable, "-c", _DECODE], input=given, capture_output=True, text=True, timeout=300, check=True
-    )
-    decoded, vllm_s_end = done.stdout.splitlines()[-2:]
+    decoded, vllm_s_end = run_code(_DECODE, given=given).splitlines()[-2:]
     keys = [run.digests[place : place + 32].hex() for place in range(0, 5 * 32, 32)]
     stored, removed = json.loads(decoded)
     assert stored == ["BlockStored", keys, True, 64, None]

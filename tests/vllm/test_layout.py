@@ -1,9 +1,6 @@
 # pyright: basic, reportMissingImports=false
 """Which KV cache layout vLLM is asked for, and that what comes of each of its layouts is understood."""
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +8,7 @@ import pytest
 from kvdepot.errors import ConfigError
 from kvdepot_vllm.groups import wished_layout
 from kvdepot_vllm.settings import Settings
-
-ROOT = Path(__file__).parents[2]
+from tests.vllm.conftest import RunCode
 
 
 @pytest.mark.parametrize(
@@ -35,15 +31,6 @@ def test_all_layers_of_a_block_are_wished_together_on_cuda(
     assert wished_layout(wish, is_cuda=is_cuda, block_tokens=block_tokens) == expected
 
 
-def run(code: str) -> str:
-    """vLLM and torch stay out of the tests' process."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 WISH = """
 from types import SimpleNamespace as Space
 import vllm.platforms
@@ -62,9 +49,9 @@ except Exception as error:
 """
 
 
-def test_vllm_is_asked_on_cuda_only() -> None:
+def test_vllm_is_asked_on_cuda_only(run_code: RunCode) -> None:
     """On CPU nothing changes; vLLM has one layout there."""
-    assert run(WISH).splitlines()[-3:] == ["None LBHNC", "BLNHC None None", "ConfigError"]
+    assert run_code(WISH).splitlines()[-3:] == ["None LBHNC", "BLNHC None None", "ConfigError"]
 
 
 VIEWS = """
@@ -100,9 +87,9 @@ for layout in KVCacheLayout:
 """
 
 
-def test_what_comes_of_each_layout_is_understood_or_refused() -> None:
+def test_what_comes_of_each_layout_is_understood_or_refused(run_code: RunCode) -> None:
     """With vLLM's own views of one allocation. What scatters a page is refused by the worker, and it says why."""
-    found = dict(line.split(" ", 1) for line in run(VIEWS).splitlines() if line.split()[0].isupper())
+    found = dict(line.split(" ", 1) for line in run_code(VIEWS).splitlines() if line.split()[0].isupper())
     assert found == {
         "LBHNC": "one run a layer", "LBNHC": "one run a layer", "LHBNC": "refused True",
         "BLHNC": "one run a block", "BLNHC": "one run a block", "BHLNC": "refused True",
