@@ -27,9 +27,10 @@ from kvdepot.extents import ExtentAllocator
 from kvdepot.index import MOST_EVICTED, ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
+from kvdepot.pins import Pin
 from kvdepot.pool import NAMES_FILE
 from kvdepot.quotas import MAXIMUM_QUOTAS
-from kvdepot.server import operations
+from kvdepot.server import operations, tiering
 from kvdepot.server.depot import MAXIMUM_LABELS, MAXIMUM_ROWS, Chore, Deferred, Depot, Refused
 from kvdepot.server.loop import DepotServer
 from kvdepot.server.tiering import Tiering, TieringSettings
@@ -799,6 +800,56 @@ def test_a_long_prefix_that_a_new_tier_lacks_goes_down_step_by_step() -> None:
     queue.close()
 
 
+def pin_very_often(bench: Bench) -> int:
+    bench.store(prompt(0, 8))
+    _, nodes = bench.index.longest_prefix(bench.index.spaces[0], prompt(0, 8).digests)
+    for number in range(20_000):
+        bench.depot.pins.add(Pin("ab"[number % 2], nodes), bench.now + 10)
+    with CallCounter() as counter:
+        bench.depot.expire()
+    assert counter.count <= 100
+    return 20_000
+
+
+@pytest.mark.promise(61)
+def test_very_many_pins_that_expire() -> None:
+    """Regression: each sweep looked at all pins, twice."""
+    bench = Bench(filled=False)
+    num_pins = pin_very_often(bench)
+    bench.now += 10
+    bench.depot.expire()
+    check(bench, num_pins)
+    assert len(bench.depot.pins) == 0
+    assert bench.depot.clear(None) == 8, "nothing holds them any more"
+
+
+@pytest.mark.promise(61)
+def test_very_many_pins_of_one_tenant_that_are_ended() -> None:
+    bench = Bench(filled=False)
+    num_pins = pin_very_often(bench)
+    with CallCounter() as counter:
+        ended = operations.unpin(bench.depot, "a")
+    assert counter.count <= STEP_CALLS
+    check(bench, num_pins)
+    assert ended.reply == m.Done(1, num_pins // 2)
+    assert len(bench.depot.pins) == num_pins // 2
+
+
+@pytest.mark.promise(61)
+def test_so_many_promotions_are_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiering, "MAXIMUM_PROMOTIONS", 3)
+    bench = Bench(filled=False)
+    queue = put_tier_below(bench)
+    bench.store(prompt(9, 1))
+    replies = [bench.ask(m.Lookup(bench.context, "r", prompt(name, 4).digests, "a", 60.0)) for name in range(5)]
+    assert [isinstance(reply, Deferred) for reply in replies] == [True] * 3 + [False] * 2
+    assert [reply.num_chunks for reply in replies[3:]] == [0, 0]
+    assert bench.depot.tiering is not None
+    assert bench.depot.tiering.counters["promotions_refused"] == 2
+    bench.turn_until(lambda: all(reply.reply is not None for reply in replies[:3]))
+    queue.close()
+
+
 @pytest.mark.promise(61)
 def test_a_prefix_is_warmed_in_many_caches_step_by_step() -> None:
     """Regression: every cache was looked through in the step that asked, and once more in the one that answered."""
@@ -818,7 +869,7 @@ def test_a_prefix_is_warmed_in_many_caches_step_by_step() -> None:
     assert warmed.reply == m.Done(1, run.num_chunks)
     assert bench.depot.tiering is not None
     assert bench.depot.tiering.counters["promotions"] == num_caches + 1
-    assert [pin.tenant for pin in bench.depot.pins] == [run.tenant]
+    assert len(bench.depot.pins) == 1
     assert most <= STEP_CALLS
     queue.close()
 

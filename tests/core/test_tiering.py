@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from kvdepot.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.protocols import Extents
-from kvdepot.server import tiering
+from kvdepot.server import operations, tiering
 from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.table import SEALED, IndexTable, Writer, table_size_bytes
@@ -547,7 +548,29 @@ def test_a_clear_that_hangs_is_answered_at_its_deadline(make: Maker) -> None:
 
     wait_until(is_clearing)
     bench.clock.now += 10.1
-    assert bench.wait(cleared).count == 4, "what was in the pool"
+    reply = bench.wait(cleared)
+    assert isinstance(reply, m.ErrorReply)
+    assert reply.code is ErrorCode.TIER_UNAVAILABLE
+    assert reply.message.startswith("4 entries were removed, but not in every tier: tier-0 hangs."), "those of the pool"
+    bench.tiers[0].hang = False
+
+
+@pytest.mark.parametrize("how", ["left alone", "failing"])
+def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it was done, said the reply, and what stayed was served again later."""
+    bench = make(num_tiers=2)
+    bench.store(prompt(4))
+    bench.settle()
+    if how == "failing":
+        monkeypatch.setattr(bench.tiers[0], "clear", Mock(side_effect=OSError("no")))
+    else:
+        bench.tiering.queues[0].why_open = "it failed"
+    reply = bench.wait(bench.depot.clear_everywhere(None, None))
+    assert isinstance(reply, m.ErrorReply)
+    assert reply.code is ErrorCode.TIER_UNAVAILABLE
+    assert "8 entries were removed" in reply.message, "in the pool and in the other tier"
+    assert ("tier-0 failed." if how == "failing" else "tier-0 is left alone (it failed).") in reply.message
+    assert "tier-1" not in reply.message
 
 
 class HeldReads:
@@ -813,6 +836,16 @@ def test_under_pressure_the_beginning_of_each_prefix_is_kept(make: Maker) -> Non
     assert bench.lookup(prompt(12)) == 12
     assert 0 < bench.lookup(prompt(8, name=1)) < 8
     assert bench.tiering.counters["demotions_dropped"] > 8
+
+
+def test_stores_of_one_chunk_are_not_the_first_that_are_dropped(make: Maker) -> None:
+    """Regression: a part of one chunk was rounded down to nothing from half of the queue on."""
+    bench = make(pages=64, write_bytes=16 * PAGE)
+    bench.tiers[0].hang = True
+    for name in range(16):
+        bench.store(prompt(1, name=name))
+    assert bench.tiering.counters["demotions_dropped"] == 4, "from three quarters on"
+    bench.tiers[0].hang = False
 
 
 def test_a_tier_with_no_room_for_writes_that_wait_is_only_read(make: Maker) -> None:
@@ -1125,9 +1158,11 @@ def test_pins_end_when_their_tenant_is_unpinned(make: Maker) -> None:
         bench.store(prompt(2, tenant=tenant))
         run = prompt(2, tenant=tenant)
         assert bench.wait(bench.depot.warm(m.Warm(tenant, run.digests, 60.0))).count == 2
-    assert bench.depot.unpin("a") == 1
-    assert [pin.tenant for pin in bench.depot.pins] == ["b"]
-    assert bench.depot.unpin(None) == 1
+    assert bench.wait(operations.unpin(bench.depot, "a")).count == 1
+    assert len(bench.depot.pins) == 1
+    assert bench.wait(operations.unpin(bench.depot, "a")).count == 0
+    assert bench.wait(operations.unpin(bench.depot, None)).count == 1
+    assert len(bench.depot.pins) == 0
 
 
 def test_what_any_model_of_a_space_has_in_tiers_is_warmed(make: Maker) -> None:

@@ -74,4 +74,5 @@ class ErrorCode(enum.StrEnum):
     BAD_KEY = "bad_key"  # digests of the wrong length or count
     OUT_OF_RANGE = "out_of_range"  # there is no room for what is asked
     DRAINING = "draining"  # the server is about to stop
+    TIER_UNAVAILABLE = "tier_unavailable"  # done in the pool, but not in every tier
     INTERNAL = "internal"  # a bug: the request failed, the server goes on

@@ -507,9 +507,11 @@ class ChunkIndex:
         """End the sessions whose time has come; yields as `set_priority` does."""
         while self.has_ended(now):
             second = heappop(self._next_seconds)
-            for node in self._ending.pop(second, ()):
+            for number, node in enumerate(self._ending.pop(second, ())):
                 if self._deadline[node] == second:
                     yield from self.end_session(node, self._label_of[node].__eq__)
+                elif number % _SCAN_STEP == 0:
+                    yield 0
 
     def _rank_own_chunks(self, node: int, is_own: Callable[[int], bool], rank: int) -> Iterator[int]:
         """From the end of a prefix up to where another branches off or somebody else's chunks begin."""

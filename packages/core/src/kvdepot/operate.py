@@ -235,7 +235,7 @@ def _warm(options: argparse.Namespace) -> int:
 
 
 def _unpin(options: argparse.Namespace) -> int:
-    print(f"{_count(options, m.Unpin(options.tenant)):,} pins ended")
+    print(f"{_count(options, m.Unpin(options.tenant), _PATIENT_SECONDS):,} pins ended")
     return 0
 
 

@@ -23,6 +23,7 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.leases import LeaseTable
 from kvdepot.mover import Copy
+from kvdepot.pins import Pin, PinTable
 from kvdepot.server.movers import MoveRefused, MoverTable
 from kvdepot.server.tiering import ShardPlace, Tiering
 from kvdepot.shadow import ShadowIndex
@@ -50,6 +51,7 @@ class Chore(Enum):
     OPERATOR = "requests of operators"
     HINT = "long prefixes, whose end a request has ranked"
     ENDING = "prefixes whose time to live is over"
+    UNPINNING = "pins whose time is over"
     SAMPLE = "a very long lookup, counted for the estimates"
     REPLAY = "events sent again"
 
@@ -63,15 +65,6 @@ class Refused(Exception):
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """A prefix that an operator keeps in the pool."""
-
-    tenant: str
-    nodes: tuple[int, ...]
-    expiry_seconds: float  # of the server's monotonic clock
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +217,7 @@ class Depot:
         self._chunk_bytes: dict[int, int] = {}  # of all shards and groups, by space
         self.events: deque[tuple[float, str]] = deque(maxlen=MAXIMUM_EVENTS)
         self.quarantines: list[Quarantine] = []
-        self.pins: list[Pin] = []
+        self.pins = PinTable(index)
         self.saved_seconds = 0.0  # of computing, by what was retrieved
         self.labels: list[tuple[str, str]] = []  # tenant and model, by number
         self.tiering: Tiering | None = None
@@ -888,12 +881,13 @@ class Depot:
         """End what has lived too long."""
         now = self._clock()
         self.index.now = int(now)
-        self._end_pins(lambda pin: pin.expiry_seconds <= now)
         if not self._is_expiring and self.leases.has_expired(now):
             self._is_expiring = True
             self._soon.append(self._expiring(now))
         if self.index.has_ended(now):
             self.do_later(self.index.expire(now), Chore.ENDING)
+        if self.pins.has_expired(now):
+            self.do_later(self.pins.expire(now), Chore.UNPINNING)
 
     def _expiring(self, now: float) -> Iterator[int]:
         try:
@@ -952,28 +946,36 @@ class Depot:
     def clear_everywhere(self, tenant: str | None, model: str | None) -> Deferred:
         """Like `clear`, step by step in `work`, and then in the tiers; the reply comes when they are done.
 
+        It is an error if a tier could not be cleared; the others and the pool are.
+
         Raises:
             Refused: very many requests of operators wait.
         """
         deferred = Deferred()
-        removed = num_left = 0
+        removed = 0
 
-        def on_cleared(in_tier: int) -> None:
-            nonlocal removed, num_left
-            removed, num_left = removed + in_tier, num_left - 1
-            if not num_left:
-                deferred.send(m.Done(self.epoch, removed))
+        def on_done(in_tiers: int, problems: list[str]) -> None:
+            if not problems:
+                deferred.send(m.Done(self.epoch, removed + in_tiers))
+                return
+            text = (
+                f"{removed + in_tiers} entries were removed, but not in every tier: {'; '.join(problems)}."
+                " What is still there is served again: clear again once 'kvdepot status' says that the tier is used"
+            )
+            logger.error("%s", text)
+            deferred.send(m.ErrorReply(self.epoch, ErrorCode.TIER_UNAVAILABLE, text))
 
         def chore() -> Iterator[int]:
-            nonlocal removed, num_left
+            nonlocal removed
             if self.tiering is not None:
                 yield from self.tiering.drop_writes(tenant, model)
             for count in self._clear(tenant, model):
                 removed += count
                 yield count
-            num_left = 0 if self.tiering is None else self.tiering.clear(tenant, model, on_cleared)
-            if not num_left:
-                deferred.send(m.Done(self.epoch, removed))
+            if self.tiering is None:
+                on_done(0, [])
+            else:
+                self.tiering.clear(tenant, model, on_done)
 
         return self._for_operator(chore(), deferred)
 
@@ -1086,20 +1088,8 @@ class Depot:
         if best is not None:
             most, nodes = self.index.longest_prefix(best, request.digests)  # some of it may have left since
             if most and request.pin_seconds:
-                self.index.pin(nodes)
-                self.pins.append(Pin(request.tenant, nodes, self._clock() + request.pin_seconds))
+                self.pins.add(Pin(request.tenant, nodes), self._clock() + request.pin_seconds)
         yield m.Done(self.epoch, most)
-
-    def unpin(self, tenant: str | None) -> int:
-        """End the pins of a tenant (None: all); return how many there were."""
-        return self._end_pins(lambda pin: tenant in (None, pin.tenant))
-
-    def _end_pins(self, is_over: Callable[[Pin], bool]) -> int:
-        ended = [pin for pin in self.pins if is_over(pin)]
-        self.pins = [pin for pin in self.pins if not is_over(pin)]
-        for pin in ended:
-            self.index.unpin(pin.nodes)
-        return len(ended)
 
     def restore_labels(self, labels: list[tuple[str, str]]) -> None:
         """Number tenants and models as an earlier server did; the names of the spaces that are here are saved, too."""

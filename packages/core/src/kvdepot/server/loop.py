@@ -424,7 +424,7 @@ class DepotServer:
             case m.Warm():
                 return self._depot.warm(request)
             case m.Unpin():
-                return m.Done(self.epoch, self._depot.unpin(request.tenant))
+                return operations.unpin(self._depot, request.tenant)
             case m.Find():
                 return operations.find(self._depot, request.digests)
             case m.SetQuota():

@@ -84,6 +84,19 @@ def clear_prefix(depot: Depot, request: m.Clear) -> Deferred:
     return depot.later(steps())
 
 
+def unpin(depot: Depot, tenant: str | None) -> Deferred:
+    """End the pins of a tenant (None: all); the reply counts them."""
+
+    def steps() -> Iterator[m.Reply | None]:
+        count = 0
+        for ended in depot.pins.end(tenant):
+            count += ended
+            yield None
+        yield m.Done(depot.epoch, count)
+
+    return depot.later(steps())
+
+
 def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
     """Change a tenant's quota; the reply counts the chunks that count against another share of the pool now."""
 
@@ -128,9 +141,15 @@ def add_tier(
         if isinstance(result, ConfigError):
             deferred.send(m.ErrorReply(depot.epoch, ErrorCode.OUT_OF_RANGE, str(result)))
             return
-        if depot.tiering is None:
-            depot.tiering = make_tiering([])
-        depot.tiering.add(result)
+        try:
+            if depot.tiering is None:
+                depot.tiering = make_tiering([])
+            depot.tiering.add(result)
+        except OSError as error:  # no memory for what is known of its entries
+            result.close()
+            text = f"tier {result.name} cannot be used: {error}"
+            deferred.send(m.ErrorReply(depot.epoch, ErrorCode.OUT_OF_RANGE, text))
+            return
         depot.note(f"tier {result.name} is in use")
         logger.info("tier %s is in use", result.name)
         deferred.send(m.Done(depot.epoch, depot.tiering.num_used))

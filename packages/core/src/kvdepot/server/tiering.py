@@ -40,6 +40,7 @@ from kvdepot.tiers.queue import Job, Operation, Part, TierQueue
 logger = logging.getLogger(__name__)
 
 MAXIMUM_QUESTIONS: Final = 4096  # keys of one lookup
+MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each turn looks through them
 # What is done before the loop looks at the time again: at most about half a millisecond of it.
 _ENTRIES_A_STEP: Final = 24  # that are given space, or sealed
 _QUESTIONS_A_STEP: Final = 128  # entries that are looked for
@@ -153,6 +154,22 @@ class _Writing:
     evicts: bool  # they leave the pool afterwards
 
 
+@dataclass(slots=True, eq=False)
+class _Clearing:
+    """A clear of all tiers."""
+
+    on_done: Callable[[int, list[str]], None]
+    num_left: int = 1  # tiers that are at it, and who asks them
+    num_removed: int = 0
+    problems: list[str] = field(default_factory=list[str])
+
+    def tier_is_done(self) -> None:
+        """One of those that are left is not any more."""
+        self.num_left -= 1
+        if not self.num_left:
+            self.on_done(self.num_removed, self.problems)
+
+
 class Tiering:
     """Demotions and promotions of one depot.
 
@@ -189,7 +206,7 @@ class Tiering:
         self._writings: dict[int, _Writing] = {}  # by id of the job, as the next ones
         self._questions: dict[int, Promotion] = {}
         self._readings: dict[int, list[_Flight]] = {}
-        self._clears: dict[int, Callable[[int], None]] = {}
+        self._clears: dict[int, tuple[_Clearing, str]] = {}  # and the tier's name
         self._going_down: dict[int, Iterator[None]] = {}  # by the last node of a prefix
         self._jobs: dict[int, Job] = {}
         self._promotions: dict[Promotion, None] = {}  # who was served last at the end
@@ -203,9 +220,13 @@ class Tiering:
     # --- tiers ----------------------------------------------------------------------------------------------------
 
     def add(self, queue: TierQueue) -> None:
-        """Use one more tier, below those that are here; what is in the pool goes there as it is used."""
-        self.queues.append(queue)
+        """Use one more tier, below those that are here; what is in the pool goes there as it is used.
+
+        Raises:
+            OSError: there is no memory for what is known of its entries; it is not used.
+        """
         self._written.append(self._no_headers())
+        self.queues.append(queue)
         self._paces.append(deque[float](maxlen=_PACES))
         self._num_skipped.append(0)
         self._num_evicted.append(0)
@@ -320,7 +341,7 @@ class Tiering:
             pressure = (queue.queued_write_bytes / max(1, queue.write_bytes) - _PRESSURE_BEGINS) / (
                 1 - _PRESSURE_BEGINS
             )
-            num_kept = len(missing) if pressure <= 0 else int(len(missing) * (1 - min(1.0, pressure)))
+            num_kept = len(missing) if pressure <= 0 else round(len(missing) * (1 - min(1.0, pressure)))
             self.counters["demotions_dropped"] += len(missing) - num_kept
             missing = missing[:num_kept]
             if not missing:
@@ -411,11 +432,14 @@ class Tiering:
             token_seconds: what computing a token takes there, 0 for unknown: tiers that are slower are not read.
 
         Returns:
-            False if there is nobody to ask; then `on_answer` is never called.
+            False if there is nobody to ask, or very many wait; then `on_answer` is never called.
         """
         missing_tokens = (len(digests) // DIGEST_BYTES - found) * space.spec.chunk_tokens
         is_worth_it = missing_tokens >= self.settings.promotion_least_tokens
         if not places or not is_worth_it or all(queue.is_open for queue in self.queues):
+            return False
+        if len(self._promotions) >= MAXIMUM_PROMOTIONS:
+            self.counters["promotions_refused"] += 1
             return False
         self._index.pin(pins)
         deadline = self._clock() + wait_seconds
@@ -677,10 +701,7 @@ class Tiering:
                 self._end(promotion)
             else:
                 self._ask_next(promotion)
-        on_cleared = self._clears.pop(id(job), None)
-        if on_cleared is not None:
-            logger.error("a tier's clear hangs: what it will have removed is not counted; clear again")
-            on_cleared(0)
+        self._cleared(job, "hangs")
         for flight in self._readings.get(id(job), ()):
             if flight.state is _State.COMING:
                 flight.state = _State.LOST
@@ -758,25 +779,34 @@ class Tiering:
 
     # --- operators ------------------------------------------------------------------------------------------------
 
-    def clear(self, tenant: str | None, model: str | None, on_cleared: Callable[[int], None]) -> int:
-        """Remove a tenant's or a model's entries from every tier that answers; return how many tiers that are.
+    def clear(self, tenant: str | None, model: str | None, on_done: Callable[[int, list[str]], None]) -> None:
+        """Remove a tenant's or a model's entries from every tier.
 
-        `on_cleared` is called by each of them with the entries that it removed.
+        `on_done` is called once with how many were removed, and with a text for each tier in which that was not done.
         """
-        num_asked = 0
+        clearing = _Clearing(on_done)
         labels = None if tenant is None else label_of(tenant), None if model is None else label_of(model)
         for number, queue in enumerate(self.queues):
             if queue.is_retired:
                 continue
             job = Job(Operation.CLEAR, labels=labels)
             if queue.submit(job):
-                self._clears[id(job)] = on_cleared
+                self._clears[id(job)] = clearing, queue.name
                 self._jobs[id(job)] = job
-                num_asked += 1
+                clearing.num_left += 1
                 self._written[number] = self._no_headers()
             else:
-                logger.error("tier %s is not cleared: %s", queue.name, queue.why_open)
-        return num_asked
+                clearing.problems.append(f"{queue.name} is left alone ({queue.why_open})")
+        clearing.tier_is_done()
+
+    def _cleared(self, job: Job, problem: str) -> None:
+        clearing, name = self._clears.pop(id(job), (None, ""))
+        if clearing is None:
+            return
+        clearing.num_removed += job.num_cleared or 0
+        if problem:
+            clearing.problems.append(f"{name} {problem}")
+        clearing.tier_is_done()
 
     @property
     def num_promotions(self) -> int:
@@ -860,11 +890,10 @@ class Tiering:
             case Operation.READ:
                 self._read(part)
             case Operation.CLEAR:
-                if number in self._clears:
-                    self._clears[number](job.num_cleared)
+                self._cleared(job, "failed" if job.num_cleared is None else "")
         if part.is_last:
             del self._jobs[number]
-            for jobs in (self._writings, self._questions, self._readings, self._clears):
+            for jobs in (self._writings, self._questions, self._readings):
                 jobs.pop(number, None)
 
     def next_deadline(self) -> float | None:

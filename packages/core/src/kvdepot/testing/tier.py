@@ -649,4 +649,5 @@ def clear(queue: TierQueue, tenant: bytes | None, model: bytes | None) -> int:
     """Clear and wait."""
     job = Job(Operation.CLEAR, labels=(tenant, model))
     run(queue, job)
+    assert job.num_cleared is not None, "it failed"
     return job.num_cleared

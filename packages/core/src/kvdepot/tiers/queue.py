@@ -70,7 +70,7 @@ class Job:
     labels: tuple[bytes | None, bytes | None] = (None, None)  # of what is cleared
     makes_checksums: bool = False  # of what was read, once it is in the pool
     num_left: int = 0  # keys without an outcome
-    num_cleared: int = 0
+    num_cleared: int | None = None  # None: it failed
     is_late: bool = False  # a call of it has overrun its deadline
 
     @property
