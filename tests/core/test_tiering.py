@@ -593,6 +593,31 @@ class HeldReads:
         self._ready += [replace(part, is_last=part is last[id(part.job)]) for part in parts]
 
 
+def test_what_was_on_its_way_up_does_not_come_after_a_clear(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a promotion under way landed what had been read, in the pool that had been cleared."""
+    bench = make(pages=160)
+    for tenant in ("a", "b"):
+        bench.store_long(prompt(40, tenant=tenant))
+    bench.forget()
+    reads = HeldReads(bench.tiering.queues[0], monkeypatch)
+    pending: list[Any] = [bench.begin_lookup(prompt(40, tenant=tenant)) for tenant in ("a", "b")]
+    wait_until(lambda: bench.tiering.turn() or sum(len(part.outcomes) for part in reads.held) == 80)  # type: ignore[func-returns-value]
+    cleared = bench.depot.clear_everywhere("a", None)
+    bench.depot.work()
+
+    def are_answered() -> bool:
+        bench.tiering.turn()
+        reads.release(reads.held)
+        reads.held.clear()
+        return cleared.reply is not None and all(reply.reply is not None for reply in pending)
+
+    wait_until(are_answered)
+    bench.finish_promotions()
+    assert [reply.reply.num_chunks for reply in pending] == [0, 40]
+    assert bench.index.num_entries == 40, "those of the other tenant"
+    assert bench.lookup(prompt(40, tenant="a")) == 0
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_lookups_of_one_prompt_wait_for_each_other_in_any_order(
     seed: int, make: Maker, monkeypatch: pytest.MonkeyPatch

@@ -968,7 +968,7 @@ class Depot:
         def chore() -> Iterator[int]:
             nonlocal removed
             if self.tiering is not None:
-                yield from self.tiering.drop_writes(tenant, model)
+                yield from self.tiering.stop(tenant, model)
             for count in self._clear(tenant, model):
                 removed += count
                 yield count

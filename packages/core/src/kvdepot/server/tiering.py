@@ -120,6 +120,7 @@ class Promotion:
     flights: deque[_Flight] = field(default_factory=deque[_Flight])
     num_awaited: int = 0  # entries on their way in other promotions
     is_broken: bool = False  # a chunk of it failed: what follows is of no use
+    is_stopped: bool = False  # it was cleared
     is_asking: bool = False
     token_seconds: float = 0.0  # that the engine takes to compute a token
     reading_since: float = 0.0
@@ -457,7 +458,7 @@ class Tiering:
         The first chunk that is missing is asked for by itself: a prompt that nobody has seen costs one small question,
         however long it is.
         """
-        while promotion.tier + 1 < len(self.queues):
+        while promotion.tier + 1 < len(self.queues) and not promotion.is_stopped:
             promotion.tier += 1
             if self.queues[promotion.tier].is_open:
                 continue
@@ -550,7 +551,7 @@ class Tiering:
             )
             yield
         length = yield from self._usable_prefix(promotion, there)
-        if length <= promotion.found:
+        if length <= promotion.found or promotion.is_stopped:
             promotion.steps = None
             self._ask_next(promotion)
             return
@@ -570,7 +571,7 @@ class Tiering:
             if chunk % _QUESTIONS_A_STEP == 0:
                 yield
         promotion.steps = None
-        promotion.is_broken = False
+        promotion.is_broken = promotion.is_stopped
         promotion.reading_since, promotion.num_read_bytes = self._clock(), 0
 
     def _is_worth_it(self, promotion: Promotion, num_tokens: int, num_bytes: int) -> bool:
@@ -818,9 +819,19 @@ class Tiering:
         """Jobs of tiers, and entries on their way up."""
         return len(self._jobs) + len(self._coming)
 
-    def drop_writes(self, tenant: str | None, model: str | None) -> Iterator[int]:
-        """Do not begin what waits to be written of a tenant or a model; yields as `TierQueue.drop_writes` does."""
+    def stop(self, tenant: str | None, model: str | None) -> Iterator[int]:
+        """Let nothing more of a tenant or a model come up, and do not begin what waits to be written of it.
+
+        Yields as `TierQueue.drop_writes` does.
+        """
         labels = None if tenant is None else label_of(tenant), None if model is None else label_of(model)
+        for promotion in self._promotions:
+            if all(
+                wanted in (None, label) for wanted, label in zip(labels, self._labels_of(promotion.label), strict=True)
+            ):
+                promotion.is_stopped = promotion.is_broken = True
+                promotion.wanted.clear()
+        yield 0
         for queue in list(self.queues):
             yield from queue.drop_writes(*labels)
 
