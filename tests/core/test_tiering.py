@@ -789,6 +789,33 @@ def test_a_session_that_ends_while_its_lookup_waits_harms_nobody(make: Maker) ->
     assert len(bench.depot.leases) == 0
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_is_in_a_tier_is_not_written_again_by_who_does_not_know_it(
+    verify: bool, make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: after a restart the first use of a prefix wrote all of it again, to an object store for example."""
+    bench = make(pages=160, verify=verify)
+    bench.store_long(prompt(40))
+    bench.settle()
+    storage = bench.tiers[0].inner
+    write = Mock(side_effect=storage.write)
+    monkeypatch.setattr(storage, "write", write)
+    queue = TierQueue(storage, bench.pool, "found", deadline_seconds=1.0, clock=bench.clock)
+    bench.tiering.add(queue)
+    assert bench.lookup(prompt(40)) == 40
+    bench.settle()
+    asked = Mock(side_effect=storage.contains)
+    monkeypatch.setattr(storage, "contains", asked)
+    assert bench.lookup(prompt(40)) == 40
+    bench.settle()
+    assert not asked.called, "by now it is known"
+    assert not write.called
+    assert queue.counters["written_entries"] == queue.counters["written_bytes"] == 0
+    bench.store(prompt(2, name=1))
+    bench.settle()
+    assert queue.counters["written_entries"] == 2
+
+
 def test_with_reuse_only_what_is_used_again_goes_down(make: Maker) -> None:
     bench = make(demotion=Demotion.REUSE)
     bench.store(prompt(4))

@@ -310,7 +310,7 @@ class Tiering:
             del path[-_CHUNKS_UP:]
             records = [record for node in here for record in index.entries(node) if not self._is_written(record)]
             if records:
-                self._demote(records)
+                self._demote(records, asks_first=True)
             if self.counters["demotions_dropped"] != num_dropped:
                 return
             if path:
@@ -331,8 +331,11 @@ class Tiering:
             for queue, written in zip(self.queues, self._written, strict=True)
         )
 
-    def _demote(self, records: Sequence[int], *, evicts: bool = False) -> bool:
-        """Have entries written to every tier that lacks them, the first of them first; False if no tier takes any."""
+    def _demote(self, records: Sequence[int], *, evicts: bool = False, asks_first: bool = False) -> bool:
+        """Have entries written to every tier that lacks them, the first of them first; False if no tier takes any.
+
+        Those of an earlier server may be there: a tier is asked then, as writing may be dear.
+        """
         index, table, taken = self._index, self._index.table, False
         for tier, queue in enumerate(self.queues):
             if queue.is_open:
@@ -352,6 +355,7 @@ class Tiering:
                 [self._key_of(record) for record in missing],
                 [table.extent(record) for record in missing],
                 [table.owner_of(record) for record in missing],
+                asks_first=asks_first,
             )
             if not queue.submit(job):
                 self.counters["demotions_dropped"] += len(missing)

@@ -69,6 +69,7 @@ class Job:
     checksums: Sequence[bytes] = ()  # of what is written: bytes that lack theirs are not
     labels: tuple[bytes | None, bytes | None] = (None, None)  # of what is cleared
     makes_checksums: bool = False  # of what was read, once it is in the pool
+    asks_first: bool = False  # what is there already is not written
     num_left: int = 0  # keys without an outcome
     num_cleared: int | None = None  # None: it failed
     is_late: bool = False  # a call of it has overrun its deadline
@@ -101,6 +102,7 @@ class _Call:
     is_late: bool = False
     corrupt: Sequence[int] = ()
     checksums: Sequence[bytes] = ()
+    was_here: Sequence[bool] = ()
 
     @property
     def is_urgent(self) -> bool:
@@ -429,11 +431,12 @@ class TierQueue:
         outcomes = outcomes or [False] * num_keys
         job.num_left -= num_keys
         sizes = [size for _, size in job.extents[call.first : call.last]]
-        moved = sum(size for size, ok in zip(sizes, outcomes, strict=False) if ok)
+        was_here = call.was_here or itertools.repeat(False)
+        moved = sum(size for size, ok, here in zip(sizes, outcomes, was_here, strict=False) if ok and not here)
         if job.operation is Operation.WRITE:
             self.queued_write_bytes -= sum(sizes)
             self.counters["written_bytes"] += moved
-            self.counters["written_entries"] += sum(outcomes)
+            self.counters["written_entries"] += sum(outcomes) - sum(call.was_here)
             self.counters["failed_writes"] += num_keys - sum(outcomes)
         elif job.operation is Operation.READ:
             self.counters["read_bytes"] += moved
@@ -526,20 +529,24 @@ class TierQueue:
 
     def _write(self, call: _Call, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
         checksums = call.job.checksums[call.first : call.last]
-        if not any(map(any, checksums)):
-            return _whole(self.tier.write(keys, extents), len(keys))
-        from kvdepot.tiers.seal import checksum_of  # xxhash is not everybody's
+        if call.job.asks_first:
+            call.was_here = _whole(self.tier.contains(keys), len(keys))
+        outcomes = list(call.was_here) or [False] * len(keys)
+        places = [place for place, is_here in enumerate(outcomes) if not is_here]
+        if any(map(any, checksums)):
+            from kvdepot.tiers.seal import checksum_of  # xxhash is not everybody's
 
-        intact = [
-            not any(checksum) or checksum_of(self._pool.view[offset : offset + size]) == checksum
-            for (offset, size), checksum in zip(extents, checksums, strict=True)
-        ]
-        places = [place for place, is_intact in enumerate(intact) if is_intact]
-        call.corrupt = [call.first + place for place, is_intact in enumerate(intact) if not is_intact]
-        written = self.tier.write([keys[place] for place in places], [extents[place] for place in places])
-        outcomes = [False] * len(keys)
-        for place, ok in zip(places, _whole(written, len(places)), strict=True):
-            outcomes[place] = ok
+            def is_broken(place: int) -> bool:
+                (offset, size), checksum = extents[place], checksums[place]
+                return any(checksum) and checksum_of(self._pool.view[offset : offset + size]) != checksum
+
+            broken = set(filter(is_broken, places))
+            call.corrupt = [call.first + place for place in sorted(broken)]
+            places = [place for place in places if place not in broken]
+        if places:
+            written = self.tier.write([keys[place] for place in places], [extents[place] for place in places])
+            for place, ok in zip(places, _whole(written, len(places)), strict=True):
+                outcomes[place] = ok
         return outcomes
 
 
