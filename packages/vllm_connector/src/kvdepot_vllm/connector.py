@@ -5,12 +5,13 @@ It adapts vLLM's hooks to `SchedulerSide` and `WorkerSide`. An exception in a ho
 caught and logged, and costs a miss. Every load is asynchronous, as only those can fail and be recomputed.
 """
 
+import contextlib
 import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import vllm
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
@@ -31,7 +32,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvdepot.errors import KVDepotError
+from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.layout import GroupKind
 from kvdepot.registry import get_backend
 from kvdepot_vllm import gaudi
@@ -44,6 +45,8 @@ from kvdepot_vllm.stats import KVDepotPromMetrics, KVDepotStats
 from kvdepot_vllm.worker import LoadResults, WorkerSide
 
 logger = logging.getLogger(__name__)
+
+_START_SECONDS: Final = 1.0  # that an engine that starts waits for a depot
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -123,6 +126,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config.parallel_config.world_size,
                 on_stored=self._on_stored if events is not None and events.enable_kv_cache_events else None,
             )
+            # A depot that is here serves the first request already; one that is not may come later.
+            with contextlib.suppress(DepotUnavailable):
+                self._scheduler.wait_until_connected(_START_SECONDS)
 
     def _set_failure_policy(self) -> None:
         transfer = self._kv_transfer_config
