@@ -23,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvdepot.bench import describe_machine
 from kvdepot.testing.processes import wait_until
-from kvdepot.testing.tier import clear, make_key
-from kvdepot.tiers.mooncake import open_tier
+from kvdepot.testing.tier import clear, make_key, run
 from kvdepot.tiers.queue import Job, Operation, TierQueue
-from kvdepot.tiers.url import TierUrl
+from kvdepot.tiers.url import TierUrl, open_tier
 from tests.tiers.mooncake_node import make_shared_pool
 from tests.tiers.test_mooncake import Master, Node
 
@@ -37,20 +36,6 @@ def seconds_of(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def do(
-    queue: TierQueue, woken: threading.Event, operation: Operation, keys: list[bytes], extents: list[tuple[int, int]]
-) -> None:
-    """Have one job done; every key of it has to work."""
-    job = Job(operation, keys, extents)
-    num_done = 0
-    assert queue.submit(job), queue.why_open
-    while job.num_left:
-        woken.wait()
-        woken.clear()
-        num_done += sum(sum(part.outcomes) for part in queue.poll())
-    assert num_done == len(keys), f"{len(keys) - num_done} of {len(keys)} failed: {queue.status()}"
 
 
 def measure(place: str, entry_bytes: int, num_threads: int, num_rounds: int, total_bytes: int) -> dict[str, Any]:
@@ -69,16 +54,20 @@ def measure(place: str, entry_bytes: int, num_threads: int, num_rounds: int, tot
         if place == "other":
             stack.enter_context(closing(Node(f"mooncake://{master.address}?{segment}")))
             segment = "segment=0"
-        tier = open_tier(TierUrl.parse(f"mooncake://{master.address}?{segment}"), pool)
+        tier = open_tier(TierUrl.parse(f"mooncake://{master.address}?{segment}&threads={num_threads}"), pool)
         queue = TierQueue(tier, pool, "bench", deadline_seconds=30.0, num_threads=num_threads, wake=woken.set)
         stack.callback(queue.close)
+
+        def do(operation: Operation, keys: list[bytes], places: list[tuple[int, int]]) -> None:
+            assert run(queue, Job(operation, keys, places), woken=woken) == [[True] * len(keys)], queue.status()
+
         wait_until(lambda: tier.write([make_key(0)], extents[:1]) == [True], what="room")
         for turn in range(-2, num_rounds):  # two to warm up
             clear(queue, None, None)
             keys = [make_key(turn * 1000 + number + 10_000) for number in range(len(extents))]
             copy = seconds_of(lambda: ctypes.memmove(base + total_bytes, base, total_bytes))
-            put = seconds_of(lambda keys=keys: do(queue, woken, Operation.WRITE, keys, extents))
-            get = seconds_of(lambda keys=keys: do(queue, woken, Operation.READ, keys, behind))
+            put = seconds_of(lambda keys=keys: do(Operation.WRITE, keys, extents))
+            get = seconds_of(lambda keys=keys: do(Operation.READ, keys, behind))
             if turn >= 0:
                 rows.append((copy, put, get))
         assert pool.view[:total_bytes] == pool.view[total_bytes:]

@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kvdepot.testing.tier import make_key, make_pool, read, write
-from kvdepot.tiers.queue import TierQueue
+from kvdepot.testing.tier import make_key, make_pool, run
+from kvdepot.tiers.queue import Job, Operation, TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 from tests.tiers.servers import S3Server, Server, ValkeyServer
 
@@ -61,18 +62,22 @@ def measure(text: str, entry_bytes: int, total_bytes: int, num_rounds: int, num_
         pool.view[start] = start // 4096 % 251
     extents = [(place * entry_bytes, entry_bytes) for place in range(count)]
     others = [(total_bytes + offset, size) for offset, size in extents]
-    tier = open_tier(TierUrl.parse(text), pool)
-    queue = TierQueue(tier, pool, "benchmark", deadline_seconds=60.0, num_threads=num_threads)
+    url, woken = TierUrl.parse(text), threading.Event()
+    url.options["threads"] = str(num_threads)
+    tier = open_tier(url, pool)
+    queue = TierQueue(tier, pool, "benchmark", deadline_seconds=60.0, num_threads=num_threads, wake=woken.set)
     tenant = str(uuid.uuid4())
-    folder = Path(TierUrl.parse(text).path) / "plain" if text.startswith("disk:") else None
+    folder = Path(url.path) / "plain" if text.startswith("disk:") else None
     bases = ("plain write", "plain read") if folder else ("memcpy", "memcpy")
     speeds: dict[str, list[float]] = {name: [] for name in (*bases, "write", "read")}
 
-    def timed(name: str, action: Callable[[], object]) -> object:
+    def timed(name: str, action: Callable[[], object]) -> None:
         start = time.perf_counter()
-        result = action()
+        action()
         speeds[name].append(total_bytes / (time.perf_counter() - start) / 1e9)
-        return result
+
+    def move(operation: Operation, keys: list[bytes], places: list[tuple[int, int]]) -> None:
+        assert run(queue, Job(operation, keys, places), woken=woken) == [[True] * count]
 
     def copy() -> None:
         pool.view[total_bytes:] = pool.view[:total_bytes]
@@ -86,8 +91,8 @@ def measure(text: str, entry_bytes: int, total_bytes: int, num_rounds: int, num_
             timed("plain write", lambda plain=plain: plain.run(os.pwritev, extents, num_threads - 1))
             timed("plain read", lambda plain=plain: plain.run(os.preadv, others, num_threads))
             plain.close()
-        assert timed("write", lambda keys=keys: write(queue, keys, extents)) == [True] * count
-        assert timed("read", lambda keys=keys: read(queue, keys, others)) == [True] * count
+        timed("write", lambda keys=keys: move(Operation.WRITE, keys, extents))
+        timed("read", lambda keys=keys: move(Operation.READ, keys, others))
         tier.clear(None, None)
         if not number:
             for values in speeds.values():
@@ -100,7 +105,7 @@ def measure(text: str, entry_bytes: int, total_bytes: int, num_rounds: int, num_
             f"{name} {statistics.median(speeds[name]):.2f} GB/s, "
             f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         )
-    print(f"{TierUrl.parse(text).name:24.24} {'; '.join(words)}", flush=True)
+    print(f"{url.name:24.24} {'; '.join(words)}", flush=True)
     queue.close()
 
 

@@ -34,7 +34,7 @@ from kvdepot.testing.tier import (
 )
 from kvdepot.tiers import disk
 from kvdepot.tiers.disk import DiskTier
-from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.queue import Job, Operation, TierQueue
 from kvdepot.tiers.seal import why_broken
 from kvdepot.tiers.url import TierUrl, open_tier
 
@@ -155,6 +155,53 @@ def test_entries_that_are_written_at_the_same_time_stay_within_the_capacity(
     assert results == {n: tier.contains([keys[n]]) for n in range(4, 9)}
     assert any(map(any, results.values()))
     tier.close()
+
+
+class SlowDrive:
+    """Writes wait in it until they may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_begun = 0
+        self.go_on = threading.Event()
+        self._write = os.pwritev
+        monkeypatch.setattr(os, "pwritev", self.write)
+
+    def write(self, *arguments: Any) -> int:
+        self.num_begun += 1
+        self.go_on.wait(30.0)
+        return self._write(*arguments)
+
+
+def test_of_three_writes_one_gets_ready_while_two_move_bytes(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_LANE_SECONDS", 30.0)
+    queue = opened(pool, tmp_path)
+    drive = SlowDrive(monkeypatch)
+    queue.submit(Job(Operation.WRITE, [make_key(n) for n in range(3)], extents_of(0, [EXTENT_BYTES] * 3)))
+    wait_until(lambda: len(list(tmp_path.glob("*/*/*/*.tmp"))) == 3, what="three files")
+    wait_until(lambda: drive.num_begun == 2, what="two writes")
+    assert not threading.Event().wait(0.05)
+    assert drive.num_begun == 2
+    drive.go_on.set()
+    wait_until(lambda: queue.tier.usage().num_entries == 3)
+    queue.close()
+
+
+def test_writes_do_not_wait_for_ever_for_those_that_hang(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = opened(pool, tmp_path)
+    drive = SlowDrive(monkeypatch)
+    queue.submit(Job(Operation.WRITE, [make_key(n) for n in range(2)], extents_of(0, [EXTENT_BYTES] * 2)))
+    wait_until(lambda: drive.num_begun == 2, what="two writes")
+    monkeypatch.undo()
+    assert write(queue, [make_key(2)], extents_of(2, [EXTENT_BYTES])) == [True]
+    monkeypatch.setattr(disk, "_LANE_SECONDS", 30.0)
+    assert write(queue, [make_key(3)], extents_of(3, [EXTENT_BYTES])) == [True], "their lanes are taken over"
+    drive.go_on.set()
+    wait_until(lambda: queue.tier.usage().num_entries == 4)
+    queue.close()
 
 
 def test_an_entry_larger_than_the_tier_is_not_written(pool: TierPool, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 
@@ -314,8 +314,12 @@ def test_a_child_that_is_killed_makes_calls_fail_until_a_probe_starts_another(
 
 
 @needs_sdk
-def test_calls_of_a_child_that_stands_still_end_when_it_is_dead(master: Master, pool: TierPool) -> None:
-    with contextlib.closing(join(master, pool, "segment=64MiB&timeout=0.5")) as tier:
+@pytest.mark.parametrize("num_threads", [4, 7])
+def test_calls_of_a_child_that_stands_still_end_when_it_is_dead(
+    master: Master, pool: TierPool, num_threads: int
+) -> None:
+    url = TierUrl.parse(f"mooncake://{master.address}?segment=64MiB&timeout=0.5&threads={num_threads}")
+    with contextlib.closing(cast("MooncakeTier", open_any_tier(url, pool))) as tier:
         pid = tier.writer_pid
         os.kill(pid, signal.SIGSTOP)
         died: list[bool] = []
@@ -331,7 +335,7 @@ def test_calls_of_a_child_that_stands_still_end_when_it_is_dead(master: Master, 
         for thread in threads:
             thread.join(10.0)
         assert len(died) == 8
-        assert sum(died) >= 4, (
+        assert sum(died) >= num_threads, (
             "those that waited for a lane have asked nothing of the child, and need not wait for its end"
         )
         wait_until(lambda: is_back(tier))

@@ -15,7 +15,6 @@ from kvdepot.tiers.url import TierUrl, open_tier
 
 logger = logging.getLogger(__name__)
 
-_MOST_THREADS: Final = 256
 _SWITCH_SECONDS: Final = 0.0005
 
 OnOpened = Callable[[TierQueue | ConfigError], None]
@@ -85,7 +84,6 @@ class TierOpener:
 
     def _open(self, text: str) -> TierQueue:
         url = TierUrl.parse(text)
-        num_threads = int(url.take_number("threads", 4, 2, _MOST_THREADS))
         waiting = url.take_size("queue", min(1 << 30, self._size_bytes // 2))
         if self._memory is None:
             self._memory = mmap.mmap(self._pool_fd, self._size_bytes)
@@ -94,6 +92,6 @@ class TierOpener:
         pool = TierPool(self._pool_fd, memoryview(self._memory))
         tier = open_tier(url, pool)
         return TierQueue(
-            tier, pool, url.name, deadline_seconds=url.deadline_seconds, num_threads=num_threads,
+            tier, pool, url.name, deadline_seconds=url.deadline_seconds, num_threads=url.num_threads,
             write_bytes=waiting, wake=self._wake,
         )  # fmt: skip

@@ -11,6 +11,9 @@ space, or where the folder cannot be written any more, writes are declined, whic
 served. That a file system is full or read-only when the tier is opened keeps it from writing, not from opening. Every
 other error opens the breaker, if it comes several times. `O_DIRECT` is probed; without it the tier says so and drops
 pages after their use.
+
+Writes that are under way share the drive's rate and so end together, and if all of them then renamed files and computed
+checksums, the drive would idle: at a time, one write fewer moves bytes than are under way.
 """
 
 import contextlib
@@ -33,7 +36,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.protocols import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, PLACE_BYTES, has_labels
 from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
-from kvdepot.tiers.url import TierUrl
+from kvdepot.tiers.url import DEFAULT_THREADS, TierUrl
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,28 @@ _TOKEN_DIGITS: Final = 8
 _LABEL_DIGITS: Final = 2 * LABEL_BYTES
 _FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # of the names of folders, one in the other
 _VICTIMS_AT_ONCE: Final = 64
+_LEAST_LANES: Final = 2  # with one, the drive waits while it changes hands
+_LANE_SECONDS: Final = 0.1  # that a write waits for one, at most
+
+
+class _Lanes:
+    """Lets so many threads through at a time. Those that hold their lanes long may hang: they lose them to others."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._changed = threading.Condition()
+        self._users: set[int] = set()  # threads
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._users) < self._count, _LANE_SECONDS):
+                self._users.clear()
+            self._users.add(threading.get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._users.discard(threading.get_ident())
+            self._changed.notify()
 
 
 class DiskTier:
@@ -61,6 +86,7 @@ class DiskTier:
         pool: where payloads are read from and written to.
         directory: made if it is not there.
         capacity_bytes: of files, as they lie on disk.
+        num_threads: calls at a time, all but one of them writes.
 
     Raises:
         ConfigError: the folder cannot be made or written, or another depot uses it. That its file system is full or
@@ -70,7 +96,9 @@ class DiskTier:
     batch_entries = 1
     writer_pid = 0
 
-    def __init__(self, pool: TierPool, directory: Path, capacity_bytes: int) -> None:
+    def __init__(
+        self, pool: TierPool, directory: Path, capacity_bytes: int, num_threads: int = DEFAULT_THREADS
+    ) -> None:
         self._pool = pool
         self._directory = directory
         self._capacity_bytes = capacity_bytes
@@ -86,6 +114,7 @@ class DiskTier:
         self._patient_until = 0.0
         self._is_declining = False  # and it was said
         self._quiet_until = 0.0
+        self._lanes = _Lanes(max(_LEAST_LANES, num_threads - 2))
         self._pages = threading.local()
         self._token = secrets.token_hex(_TOKEN_DIGITS // 2)  # in the names of its temporary files
         self._numbers = itertools.count()
@@ -205,15 +234,15 @@ class DiskTier:
         page = self._page()
         page[:SEAL_BYTES] = make_seal(key, view[offset : offset + num_bytes])
         rounded = _round_up(num_bytes)
-        buffers = [view[offset : offset + rounded], memoryview(page)]
+        payload, trailer = view[offset : offset + rounded], memoryview(page)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._direct
         fd = self._open_in_folder(name, flags)
         try:
-            written = 0
-            while written < rounded + PAGE:
-                rest = [buffers[0][written:], buffers[1]] if written < rounded else [buffers[1][written - rounded :]]
-                written += os.pwritev(fd, rest, written)
-            self._drop_cache(fd)
+            with self._lanes:
+                written = 0
+                while written < rounded + PAGE:
+                    written += os.pwritev(fd, _rest(payload, trailer, written), written)
+                self._drop_cache(fd)
         finally:
             os.close(fd)
 
@@ -233,11 +262,10 @@ class DiskTier:
                 # Another payload size is another place, so this name was never written with this size.
                 self._break(key, f"it has {size} bytes instead of {rounded + PAGE}")
                 return False
-            buffers = [self._pool.view[offset : offset + rounded], memoryview(page)]
+            payload, trailer = self._pool.view[offset : offset + rounded], memoryview(page)
             done = 0
             while done < size:
-                rest = [buffers[0][done:], buffers[1]] if done < rounded else [buffers[1][done - rounded :]]
-                count = os.preadv(fd, rest, done)
+                count = os.preadv(fd, _rest(payload, trailer, done), done)
                 if not count:
                     self._break(key, f"it ends after {done} bytes")
                     return False
@@ -249,7 +277,7 @@ class DiskTier:
             raise
         finally:
             os.close(fd)
-        why = why_broken(memoryview(page), key, self._pool.view[offset : offset + num_bytes])
+        why = why_broken(trailer, key, self._pool.view[offset : offset + num_bytes])
         if why is not None:
             self._break(key, why)
             return False
@@ -559,7 +587,12 @@ def open_tier(url: TierUrl, pool: TierPool) -> DiskTier:
     capacity = url.take_size("capacity", 0)
     if not capacity:
         raise ConfigError(f"--tier {url.name} needs its capacity: disk://{url.path}?capacity=200GiB")
-    return DiskTier(pool, Path(url.path), capacity)
+    return DiskTier(pool, Path(url.path), capacity, url.num_threads)
+
+
+def _rest(payload: memoryview, trailer: memoryview, done: int) -> list[memoryview]:
+    """Return what is left of a file's two parts after so many bytes."""
+    return [payload[done:], trailer] if done < payload.nbytes else [trailer[done - payload.nbytes :]]
 
 
 def _round_up(num_bytes: int) -> int:

@@ -41,7 +41,6 @@ from kvdepot.tiers.url import TierUrl
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT: Final = 50051
-_LANES: Final = 5  # as many as a queue has threads, and one for probes
 _LOOK_SECONDS: Final = 0.5  # for the master, by TCP
 _OPEN_SECONDS: Final = 0.8  # what `open_tier` waits for the child
 _WAIT_SECONDS: Final = 1.0  # what a call waits for a child that is starting
@@ -71,6 +70,7 @@ class MooncakeOptions:
     replicas: int
     timeout_seconds: float  # beyond it a call's child is killed
     start_seconds: float
+    num_threads: int  # calls at a time, beside probes
 
     @property
     def master(self) -> str:
@@ -213,7 +213,7 @@ class _Child:
 
     def _start(self) -> None:
         reached_from = self._options.look_for_master()
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(_LANES)]
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(self._options.num_threads + 1)]
         lanes = [ours for ours, _ in pairs]
         try:
             fds = [self._pool.fd, *(theirs.fileno() for _, theirs in pairs)]
@@ -387,6 +387,7 @@ def parse_options(url: TierUrl) -> MooncakeOptions:
         replicas=int(url.take_number("replicas", 1, 1)),
         timeout_seconds=url.take_number("timeout", 10.0, 0.1),
         start_seconds=url.take_number("start", 60.0, 0.1),
+        num_threads=url.num_threads,
     )
 
 

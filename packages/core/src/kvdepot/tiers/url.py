@@ -18,6 +18,8 @@ KNOWN_TIERS: Final = {
     "valkey": "kvdepot[valkey]", "redis": "kvdepot[valkey]", "rediss": "kvdepot[valkey]", "valkeys": "kvdepot[valkey]",
 }  # fmt: skip
 DEADLINE_SECONDS: Final = 1.0  # of a tier whose URL says nothing
+DEFAULT_THREADS: Final = 4  # likewise
+_MOST_THREADS: Final = 256
 _MOST: Final = 1_000_000.0  # seconds: in milliseconds they fit into 32 bits
 _REQUEST_SHARE: Final = 0.75  # of the deadline, that one request may take
 
@@ -32,6 +34,7 @@ class TierUrl:
     path: str
     options: dict[str, str] = field(default_factory=dict[str, str])
     deadline_seconds: float = DEADLINE_SECONDS  # of one call that somebody waits for; known to who opens the tier
+    num_threads: int = DEFAULT_THREADS  # calls at a time, likewise
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -108,7 +111,7 @@ class TierUrl:
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> Tier:
-    """Open the tier that a URL names; takes its options out, `deadline` first.
+    """Open the tier that a URL names; takes its options out, `deadline` and `threads` first.
 
     Raises:
         ConfigError: there is no such tier, a library is missing, or the URL cannot work; the text has the way out.
@@ -123,6 +126,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
         way_out = f"pip install '{KNOWN_TIERS[url.scheme]}'" if url.scheme in KNOWN_TIERS else "install its library"
         raise ConfigError(f"--tier {url.name} needs {error.name or 'a library'}: {way_out}") from error
     url.deadline_seconds = url.take_number("deadline", DEADLINE_SECONDS, 0.01)
+    url.num_threads = int(url.take_number("threads", DEFAULT_THREADS, 2, _MOST_THREADS))
     tier = opener(url, pool)
     try:
         url.check_done()
