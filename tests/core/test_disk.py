@@ -74,6 +74,27 @@ class TestDiskTier(TierSuite):
         assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [False]
         assert not path.exists()
 
+    @pytest.mark.parametrize("size", [0, 100, 4096, 5000, EXTENT_BYTES, EXTENT_BYTES + 1000])
+    def test_a_file_that_ends_anywhere_is_found(
+        self, queue: TierQueue, pool: TierPool, size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.preadv
+
+        def read_aligned(fd: int, buffers: list[memoryview], offset: int) -> int:
+            if offset % 4096:
+                raise OSError(errno.EINVAL, "some file systems with O_DIRECT refuse this at the end, too")
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", read_aligned)
+        fill(pool, 0, [make_key(0)], [EXTENT_BYTES])
+        write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
+        path = file_of(self.directory, make_key(0))
+        os.truncate(path, size)
+        assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [False]
+        assert not path.exists()
+        counters = queue.status().counters
+        assert (counters["corrupt"], counters.get("errors", 0)) == (1, 0)
+
 
 def without_direct(patch: pytest.MonkeyPatch) -> None:
     """As on a file system that has no `O_DIRECT`."""

@@ -257,19 +257,15 @@ class DiskTier:
             return False
         page = self._page()
         try:
-            size = os.fstat(fd).st_size
-            if size != rounded + PAGE:
-                # Another payload size is another place, so this name was never written with this size.
-                self._break(key, f"it has {size} bytes instead of {rounded + PAGE}")
-                return False
             payload, trailer = self._pool.view[offset : offset + rounded], memoryview(page)
             done = 0
-            while done < size:
+            while done < rounded + PAGE:
                 count = os.preadv(fd, _rest(payload, trailer, done), done)
-                if not count:
-                    self._break(key, f"it ends after {done} bytes")
-                    return False
                 done += count
+                if not count or count % PAGE:  # the end; where no page begins, `O_DIRECT` cannot read on to hear so
+                    # Another payload size is another place, so this name was never written with this size.
+                    self._break(key, f"it has {done} bytes instead of {rounded + PAGE}")
+                    return False
             self._drop_cache(fd)
         except OSError as error:
             if error.errno == errno.EIO:
