@@ -4,7 +4,8 @@ Each line is a kind of work: how many turns of the loop it took, their 99th perc
 and how many were above the 5 ms that a turn may take. What a turn waits for a core that others use is not its work; how
 even the machine's processor time is, the last line says: a piece of work that is always the same.
 
-One million entries need about 5 GB of memory and five minutes; `--entries 20000` shows that it runs.
+One million entries need about 5 GB of memory and five minutes; `--entries 20000` shows that it runs. `--only PART...`
+leaves out the other parts.
 """
 
 import argparse
@@ -37,6 +38,9 @@ PROMPT_CHUNKS = 1000
 LONGEST_CHUNKS = 16_384  # a million tokens in chunks of 64
 LONGEST_RECURRENT_CHUNKS = 4096  # and in chunks of 256
 MOST_TENANTS = 60_000
+NUM_CACHES = 4_090  # as many models or layouts
+NUM_TIER_PROMPTS = 8
+TIER_PROMPT_CHUNKS = 4096
 SPEC = filler_spec(64)
 SPARSE_SPEC = m.CacheSpec(64, (m.GroupShape(GroupKind.RECURRENT, 64),), "bytes", "recurrent")
 
@@ -138,6 +142,14 @@ def together(*tasks: tuple[Callable[..., None], tuple[object, ...]]) -> None:
         assert not process.exitcode, "a client failed"
 
 
+def store_for_tenants(phases: Phases, filler: IndexFiller, num_entries: int) -> None:
+    """Store one chunk for each of very many tenants."""
+    num_tenants = min(num_entries // 20, MOST_TENANTS)
+    with phases.phase(f"first stores of {num_tenants:,} tenants"):
+        for number in range(num_tenants):
+            filler.store(prompt_key(20_000_000 + number, 1, f"tenant {number}"))
+
+
 def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: float) -> None:
     """Everything that engines and operators ask while a full index serves."""
     num_prompts = num_entries // PROMPT_CHUNKS
@@ -163,10 +175,7 @@ def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: f
             client.hint(prompt_key(prompt, PROMPT_CHUNKS, tenant), ttl_seconds=1.0)
         time.sleep(1 + seconds)
     filler = IndexFiller(depot.url)
-    num_tenants = min(num_entries // 20, MOST_TENANTS)
-    with phases.phase(f"first stores of {num_tenants:,} tenants"):
-        for number in range(num_tenants):
-            filler.store(prompt_key(20_000_000 + number, 1, f"tenant {number}"))
+    store_for_tenants(phases, filler, num_entries)
     with phases.phase("status, fifty times"):
         for _ in range(50):
             depot.status()
@@ -181,10 +190,85 @@ def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: f
     sparse.close()
 
 
-def say_reference(seconds: float) -> None:
+def run_index(phases: Phases, num_entries: int, seconds: float) -> None:
+    """A full index: in service, killed and read back, cleared."""
+    with index_depot(num_entries) as depot:
+        in_service(phases, depot, num_entries, seconds)
+        depot.kill()
+        with phases.phase("reading back, killed and started again"):
+            depot.start(60)
+            wait_until(lambda: not depot.status().recovering, 300)
+        with phases.phase("reading back, with two clients"):
+            depot.kill()
+            depot.start(60)
+            together(*[(busy, (depot.url, range(k, k + 8), seconds)) for k in range(2)])
+            wait_until(lambda: not depot.status().recovering, 300)
+        with phases.phase("clearing a half, then all"):
+            for tenant in ("a", None):
+                ask_depot(m.Clear(tenant), depot.url, 120)
+
+
+@contextmanager
+def index_depot(num_entries: int) -> Generator[DepotProcess]:
+    """A depot with room for so many entries, whose pool is there."""
+    pool_size = f"{(num_entries + 20_000) * ENTRY_BYTES}"
+    with DepotProcess("--max-entries", str(num_entries), pool_size=pool_size, module="loop") as depot:
+        wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120)
+        yield depot
+
+
+def run_tier(phases: Phases, _num_entries: int, _seconds: float) -> None:
+    """Prompts go down to a tier, leave the pool and come back."""
+    tier = f"memory://?capacity={8 * NUM_TIER_PROMPTS * TIER_PROMPT_CHUNKS * ENTRY_BYTES}&deadline=30"
+    patience = "--promote-seconds", "30"  # all of it is to come, however busy the machine is
+    with DepotProcess("--tier", tier, *patience, pool_size="256MiB", module="loop") as depot:
+        filler = IndexFiller(depot.url)
+
+        def store(prompts: range) -> None:
+            for prompt in prompts:
+                filler.store(prompt_key(prompt, TIER_PROMPT_CHUNKS))
+                wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, 120)
+
+        with phases.phase("storing prompts of 4,096 chunks, written to a tier"):
+            store(range(NUM_TIER_PROMPTS))
+        with phases.phase("other prompts, until those have left the pool"):
+            store(range(100, 120))
+        client = SchedulerClient(SPEC, "filler", url=depot.url, deadline_seconds=30)
+        client.wait_until_connected(30)
+        with phases.phase("lookups of 4,096 chunks that the tier has"):
+            found = look_up(client, NUM_TIER_PROMPTS, TIER_PROMPT_CHUNKS)
+        print(f"{found} of {NUM_TIER_PROMPTS * TIER_PROMPT_CHUNKS} chunks came from the tier")
+        client.close()
+        filler.close()
+
+
+def run_tenants(phases: Phases, num_entries: int, _seconds: float) -> None:
+    """Tenants by themselves."""
+    with index_depot(num_entries) as depot:
+        filler = IndexFiller(depot.url)
+        store_for_tenants(phases, filler, num_entries)
+        filler.close()
+
+
+def run_caches(phases: Phases, num_entries: int, _seconds: float) -> None:
+    """What operators ask that has to look into every cache."""
+    num_caches = min(NUM_CACHES, num_entries // 20)
+    key = prompt_key(0, 16)
+    with index_depot(16 * num_caches) as depot:
+        for chunk_tokens in range(1, num_caches + 1):
+            filler = IndexFiller(depot.url, chunk_tokens=chunk_tokens)
+            filler.store(key)
+            filler.close()
+        with phases.phase(f"warm and find in {num_caches:,} caches"):
+            for _ in range(50):
+                ask_depot(m.Warm("default", key.digests), depot.url, 60)
+                ask_depot(m.Find(key.digests), depot.url, 60)
+
+
+def run_reference(_phases: Phases, _num_entries: int, seconds: float) -> None:
     """Print what the same piece of work takes at most on this machine."""
     times: list[float] = []
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 7 * seconds
     while time.monotonic() < end:
         began = time.thread_time()
         sum(range(100_000))
@@ -194,55 +278,24 @@ def say_reference(seconds: float) -> None:
     print(f"reference: {len(times)} equal pieces of work took {p50:.2f} ms, p99 {p99:.2f}, longest {longest:.2f} ms")
 
 
+PARTS: dict[str, Callable[[Phases, int, float], None]] = {
+    "index": run_index, "tier": run_tier, "tenants": run_tenants, "caches": run_caches, "reference": run_reference,
+}  # fmt: skip
+
+
 def main() -> None:
     """Print a line for each kind of work."""
     parser = argparse.ArgumentParser(description="What the server's loop does in one go.")
     parser.add_argument("--entries", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=3.0, help="of what goes on and on")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     arguments = parser.parse_args()
-    num_entries: int = arguments.entries
-    seconds: float = arguments.seconds
     with tempfile.TemporaryDirectory() as folder:
         os.environ[LEDGER] = str(Path(folder, "ledger"))
         phases = Phases(open_ledger(os.environ[LEDGER], "w+"))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        pool_size = f"{(num_entries + 20_000) * ENTRY_BYTES}"
-        with DepotProcess("--max-entries", str(num_entries), pool_size=pool_size, module="loop") as depot:
-            wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120)
-            in_service(phases, depot, num_entries, seconds)
-            depot.kill()
-            with phases.phase("reading back, killed and started again"):
-                depot.start(60)
-                wait_until(lambda: not depot.status().recovering, 300)
-            with phases.phase("reading back, with two clients"):
-                depot.kill()
-                depot.start(60)
-                together(*[(busy, (depot.url, range(k, k + 8), seconds)) for k in range(2)])
-                wait_until(lambda: not depot.status().recovering, 300)
-            with phases.phase("clearing a half, then all"):
-                for tenant in ("a", None):
-                    ask_depot(m.Clear(tenant), depot.url, 120)
-        num_tier_prompts = 8
-        tier = f"memory://?capacity={8 * num_tier_prompts * 4096 * ENTRY_BYTES}&deadline=30"
-        patience = "--promote-seconds", "30"  # all of it is to come, however busy the machine is
-        with DepotProcess("--tier", tier, *patience, pool_size="256MiB", module="loop") as depot:
-            filler = IndexFiller(depot.url)
-            with phases.phase("storing prompts of 4,096 chunks, written to a tier"):
-                for prompt in range(num_tier_prompts):
-                    filler.store(prompt_key(prompt, 4096))
-                    wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, 120)
-            with phases.phase("other prompts, until those have left the pool"):
-                for prompt in range(100, 120):
-                    filler.store(prompt_key(prompt, 4096))
-                    wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, 120)
-            client = SchedulerClient(SPEC, "filler", url=depot.url, deadline_seconds=30)
-            client.wait_until_connected(30)
-            with phases.phase("lookups of 4,096 chunks that the tier has"):
-                found = look_up(client, num_tier_prompts, 4096)
-            print(f"{found} of {num_tier_prompts * 4096} chunks came from the tier")
-            client.close()
-            filler.close()
-    say_reference(7 * seconds)
+        for part in arguments.only:
+            PARTS[part](phases, arguments.entries, arguments.seconds)
 
 
 if __name__ == "__main__":

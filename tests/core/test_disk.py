@@ -145,6 +145,53 @@ def test_at_its_capacity_what_was_used_longest_ago_leaves(pool: TierPool, tmp_pa
     queue.close()
 
 
+def test_what_cannot_be_removed_stays_and_others_leave(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: one bad file, used longest ago, was tried again and again, and nothing was written any more."""
+    queue = opened(pool, tmp_path, 10 * FILE_BYTES)
+    keys = [make_key(number) for number in range(30)]
+    fill(pool, 0, keys, [EXTENT_BYTES] * 30)
+    extents = extents_of(0, [EXTENT_BYTES] * 30)
+    real, bad = os.unlink, {disk.name_of(key) for key in keys[:2]}
+
+    def unlink(path: str, **options: Any) -> None:
+        if path in bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    for key, extent in zip(keys, extents, strict=True):
+        assert write(queue, [key], [extent]) == [True]
+    assert contains(queue, keys[:2]) == [True, True]
+    assert read(queue, keys[:2], extents_of(30, [EXTENT_BYTES] * 2)) == [True, True]
+    usage = queue.tier.usage()
+    assert 8 <= usage.num_entries <= 10
+    assert usage.counters["not_evicted"] > 0
+    queue.close()
+
+
+def test_a_folder_in_which_nothing_can_be_removed_is_told(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(pool, tmp_path, 4 * FILE_BYTES)
+    wait_until(lambda: tier.is_listed)
+    extents = extents_of(0, [EXTENT_BYTES] * 5)
+    assert tier.write([make_key(number) for number in range(4)], extents[:4]) == [True] * 4
+    calls = list[str]()
+
+    def unlink(path: str, **_options: Any) -> None:
+        calls.append(path)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        tier.write([make_key(4)], extents[4:])
+    assert len(calls) < 40, "not for ever"
+    assert tier.usage().num_entries == 4
+    tier.close()
+
+
 def test_entries_that_are_written_at_the_same_time_stay_within_the_capacity(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

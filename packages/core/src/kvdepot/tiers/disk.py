@@ -55,6 +55,7 @@ _TOKEN_DIGITS: Final = 8
 _LABEL_DIGITS: Final = 2 * LABEL_BYTES
 _FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # of the names of folders, one in the other
 _VICTIMS_AT_ONCE: Final = 64
+_MOST_STUCK: Final = 16  # entries that cannot be removed, of those that are to make room for one
 _LEAST_LANES: Final = 2  # with one, the drive waits while it changes hands
 _LANE_SECONDS: Final = 0.1  # that a write waits for one, at most
 
@@ -277,9 +278,7 @@ class DiskTier:
         if why is not None:
             self._break(key, why)
             return False
-        with self._lock:
-            if key in self._entries:  # it may have left meanwhile
-                self._entries.move_to_end(key)
+        self._touch(key)
         return True
 
     def _break(self, key: bytes, why: str) -> None:
@@ -375,15 +374,33 @@ class DiskTier:
             self._evict(self._used_bytes - 2 * size)
 
     def _evict(self, target_bytes: int) -> None:
-        """Remove what was used longest ago until at most `target_bytes` are left; with `_evicting` held."""
+        """Remove what was used longest ago until at most `target_bytes` are left; with `_evicting` held.
+
+        Raises:
+            OSError: the folder is read-only, or very many entries cannot be removed; a few are left where they are.
+        """
+        num_stuck = 0
         while self._used_bytes > max(0, target_bytes) and self._entries:
             with self._lock:
                 victims = [key for key, _ in zip(self._entries, range(_VICTIMS_AT_ONCE), strict=False)]
             for key in victims:
                 if self._used_bytes <= max(0, target_bytes):
                     break
-                self._remove(key)
-                self._counters["evicted"] += 1
+                try:
+                    self._remove(key)
+                except OSError as error:
+                    num_stuck += 1
+                    if error.errno in _NOT_WRITABLE or num_stuck > _MOST_STUCK:
+                        raise
+                    self._counters["not_evicted"] += 1
+                    self._touch(key)  # others go
+                else:
+                    self._counters["evicted"] += 1
+
+    def _touch(self, key: bytes) -> None:
+        with self._lock:
+            if key in self._entries:  # it may have left meanwhile
+                self._entries.move_to_end(key)
 
     def _decline(self, why: str) -> None:
         """Say that nothing is written: once, until a write succeeds."""
