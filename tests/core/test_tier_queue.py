@@ -121,6 +121,20 @@ def test_a_tier_that_answers_probes_and_hangs_is_tried_ever_less_often(bench: Be
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 
 
+def test_a_tier_of_very_many_threads_comes_back_though_all_of_them_hang() -> None:
+    bench = Bench(num_threads=20)
+    bench.tier.hanging = {Operation.READ}
+    for _ in range(20):
+        assert bench.submit(Operation.READ)
+    wait_until(lambda: bench.tier.num_waiting == 20)
+    bench.now += 1.1
+    assert len(bench.queue.expire()) == 20
+    bench.probe()
+    assert (bench.queue.is_open, bench.queue.status().num_hung_calls) == (False, 20)
+    assert contains(bench.queue, bench.keys[:1]) == [False]
+    bench.queue.close()
+
+
 @pytest.mark.promise(31)
 def test_lookups_beside_a_tier_whose_reads_hang_pay_the_deadline_a_few_times_only(bench: Bench) -> None:
     bench.tier.hanging = {Operation.READ}

@@ -31,7 +31,8 @@ from kvdepot.tiers.keys import has_labels
 logger = logging.getLogger(__name__)
 
 ERRORS_TO_OPEN: Final = 3  # calls in a row that raise
-MAXIMUM_HUNG_CALLS: Final = 16  # and probes: beyond it no thread is replaced, and so the breaker stays open
+MAXIMUM_HUNG_CALLS: Final = 16  # or as many as there are threads: beyond it none is replaced, the breaker stays open
+_MOST_HUNG_PROBES: Final = 16
 _FIRST_RETRY_SECONDS: Final = 0.5
 _LAST_RETRY_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
@@ -284,7 +285,7 @@ class TierQueue:
 
     @property
     def _may_probe(self) -> bool:
-        return self._probe_started_at is None and self._num_hung_probes < MAXIMUM_HUNG_CALLS
+        return self._probe_started_at is None and self._num_hung_probes < _MOST_HUNG_PROBES
 
     def next_deadline(self) -> float | None:
         """Return when `expire` has something to do at the latest, of the clock; None for never.
@@ -406,7 +407,7 @@ class TierQueue:
         self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
         if error is None and seconds > self.deadline_seconds:
             error = TimeoutError(f"its probe took {seconds:.1f} s")
-        if error is None and self._num_hung > MAXIMUM_HUNG_CALLS:
+        if error is None and self._num_hung > max(MAXIMUM_HUNG_CALLS, self._num_threads):
             error = TimeoutError(f"{self._num_hung} calls never came back")
         if error is not None:
             self.why_open = f"{type(error).__name__}: {error}"
