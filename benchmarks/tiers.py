@@ -93,7 +93,7 @@ def measure(text: str, entry_bytes: int, total_bytes: int, num_rounds: int, num_
             plain.close()
         timed("write", lambda keys=keys: move(Operation.WRITE, keys, extents))
         timed("read", lambda keys=keys: move(Operation.READ, keys, others))
-        tier.clear(None, None)
+        sum(tier.clear(None, None))
         if not number:
             for values in speeds.values():
                 values.clear()

@@ -53,9 +53,9 @@ class PartlyDeadTier(MemoryTier):
         self._suffer(Operation.READ)
         return super().read(keys, extents)
 
-    def clear(self, tenant: bytes | None, model: bytes | None) -> int:
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         self._suffer(Operation.CLEAR)
-        return super().clear(tenant, model)
+        yield from super().clear(tenant, model)
 
     def close(self) -> None:
         self.is_over.set()
@@ -221,6 +221,47 @@ def test_a_call_that_hangs_opens_the_breaker_though_its_job_was_late_before() ->
     bench.tier.hanging = set()
     assert contains(bench.queue, bench.keys[:1]) == [True]
     bench.queue.close()
+
+
+class SteppingTier(MemoryTier):
+    """Clears one entry a step, when told to."""
+
+    def __init__(self) -> None:
+        self.pool = make_pool()
+        super().__init__(self.pool, 64 * EXTENT_BYTES)
+        self.steps = threading.Semaphore(0)
+        self.num_steps = 0
+
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
+        for _ in range(30):
+            self.steps.acquire(timeout=30.0)
+            self.num_steps += 1
+            yield 1
+
+
+def test_a_clear_takes_as_long_as_it_takes_while_its_steps_keep_their_deadlines() -> None:
+    """Regression: ten deadlines for all of it, which a store of very many objects overran."""
+    now = [100.0]
+    tier = SteppingTier()
+    queue = TierQueue(tier, tier.pool, "stepping", deadline_seconds=1.0, clock=lambda: now[0])
+    job = Job(Operation.CLEAR, labels=(None, None))
+    assert queue.submit(job)
+    for step in range(30):
+        tier.steps.release()
+        wait_until(lambda step=step: tier.num_steps > step)
+        if step < 29:
+            wait_until(lambda: queue.next_deadline() == now[0] + 10.0, what="a new deadline")
+        now[0] += 9.0
+        assert queue.expire() == []
+    wait_until(lambda: bool(queue.poll()))
+    assert (job.num_cleared, queue.is_open) == (30, False)
+    assert queue.submit(Job(Operation.CLEAR, labels=(None, None)))
+    wait_until(lambda: queue.next_deadline() is not None)
+    now[0] += 10.1
+    assert len(queue.expire()) == 1
+    assert queue.is_open, "a step hangs"
+    tier.steps.release(30)
+    queue.close()
 
 
 def test_a_clear_that_hangs_does_not_hold_up_writes_for_ever(bench: Bench) -> None:

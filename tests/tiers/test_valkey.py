@@ -151,7 +151,7 @@ def test_names_of_others_are_left_alone_by_clear(server: ValkeyServer) -> None:
         tier.write([key], extents_of(0, [8192]))
     ask(server, b"SET", b"kvdepot:notes", b"x")
     ask(server, b"SET", b"of others", b"x")
-    assert tier.clear(None, None) == 40
+    assert sum(tier.clear(None, None)) == 40
     assert ask(server, b"DBSIZE") == 2
     tier.close()
 

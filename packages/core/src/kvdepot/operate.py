@@ -19,6 +19,7 @@ from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 
 _WARM_SECONDS: Final = 90.0  # for one prefix: the depot waits for a minute at most
 _PATIENT_SECONDS: Final = 30.0  # for what is done in steps
+_CLEAR_SECONDS: Final = 600.0  # for steps of tiers that hold very many entries
 _POLL_SECONDS: Final = 0.2
 _KEYS_HELP: Final = (
     " The file has one prefix a line, as JSON: the chunks' keys as hex strings,"
@@ -220,7 +221,7 @@ def _clear(options: argparse.Namespace) -> int:
     prefixes = [b""] if options.prefix is None else [digests for _, digests in _prefixes_in(options.prefix) if digests]
     count = 0
     for digests in prefixes:
-        count += _count(options, m.Clear(options.tenant, options.model, digests), _PATIENT_SECONDS)
+        count += _count(options, m.Clear(options.tenant, options.model, digests), _CLEAR_SECONDS)
     print(f"{count:,} entries forgotten")
     return 0
 

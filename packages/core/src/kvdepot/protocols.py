@@ -2,7 +2,7 @@
 
 import argparse
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
@@ -300,8 +300,11 @@ class Tier(Protocol):
         """Fill extents; True for each that holds what was written under its key. The others may hold anything."""
         ...
 
-    def clear(self, tenant: bytes | None, model: bytes | None) -> int:
-        """Remove the entries with these labels in their keys (None: any); return how many, as far as that is known."""
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
+        """Remove the entries with these labels in their keys (None: any), in steps; each has a deadline of its own.
+
+        Yields after each how many it removed, as far as that is known.
+        """
         ...
 
     def probe(self) -> None:

@@ -55,6 +55,7 @@ _TOKEN_DIGITS: Final = 8
 _LABEL_DIGITS: Final = 2 * LABEL_BYTES
 _FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # of the names of folders, one in the other
 _VICTIMS_AT_ONCE: Final = 64
+_CLEARED_AT_ONCE: Final = 256
 _MOST_STUCK: Final = 16  # entries that cannot be removed, of those that are to make room for one
 _LEAST_LANES: Final = 2  # with one, the drive waits while it changes hands
 _LANE_SECONDS: Final = 0.1  # that a write waits for one, at most
@@ -146,23 +147,25 @@ class DiskTier:
         """See `Tier`."""
         return [self._read(key, *extent) for key, extent in zip(keys, extents, strict=True)]
 
-    def clear(self, tenant: bytes | None, model: bytes | None) -> int:
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
         if self._lister is not None:
             self._lister.join()
         with self._lock:
             wanted = [key for key in (*self._entries, *self._unremoved) if has_labels(key, tenant, model)]
         failed: OSError | None = None
-        for key in wanted:
-            try:
-                self._remove(key)
-            except OSError as error:
-                self._forget(key)
-                self._unremoved.add(key)
-                failed = error
+        for first in range(0, len(wanted), _CLEARED_AT_ONCE):
+            step = wanted[first : first + _CLEARED_AT_ONCE]
+            for key in step:
+                try:
+                    self._remove(key)
+                except OSError as error:
+                    self._forget(key)
+                    self._unremoved.add(key)
+                    failed = error
+            yield len(step)
         if failed is not None:
             raise OSError(failed.errno, f"not all files could be removed, clear again: {failed.strerror}")
-        return len(wanted)
 
     def probe(self) -> None:
         """See `Tier`."""

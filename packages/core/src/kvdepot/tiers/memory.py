@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvdepot.config import parse_size
 from kvdepot.protocols import Extents, TierPool, TierUsage
@@ -53,13 +53,13 @@ class MemoryTier:
                 self._pool.view[offset : offset + num_bytes] = payload
         return outcomes
 
-    def clear(self, tenant: bytes | None, model: bytes | None) -> int:
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
         with self._lock:
             wanted = [key for key in self._entries if has_labels(key, tenant, model)]
             for key in wanted:
                 self._used_bytes -= len(self._entries.pop(key))
-        return len(wanted)
+        yield len(wanted)
 
     def probe(self) -> None:
         """See `Tier`."""

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -282,9 +282,9 @@ class MooncakeTier:
         """See `Tier`."""
         return self._move(m.Read, keys, extents)
 
-    def clear(self, tenant: bytes | None, model: bytes | None) -> int:
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`. For all nodes that use the same prefix."""
-        return self._child.ask(m.Clear(tenant, model), m.Cleared).count
+        yield self._child.ask(m.Clear(tenant, model), m.Cleared).count
 
     def probe(self) -> None:
         """See `Tier`. Starts the child if there is none."""

@@ -29,7 +29,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -118,9 +118,11 @@ class ObjectTier:
             self._run(lambda: self._remove(broken))
         return outcomes
 
-    def clear(self, tenant: bytes | None, model: bytes | None) -> int:
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
-        return self._run(lambda: self._clear(tenant, model))
+        steps = self._clear(tenant, model)
+        while (count := self._run(lambda: anext(steps, None))) is not None:
+            yield count
 
     def probe(self) -> None:
         """See `Tier`: asks for a list of nothing, which a store without the bucket or the right to list refuses."""
@@ -211,12 +213,11 @@ class ObjectTier:
         outcomes = await asyncio.gather(*removals, return_exceptions=True)
         self._counters["request_errors"] += sum(isinstance(outcome, BaseException) for outcome in outcomes)
 
-    async def _clear(self, tenant: bytes | None, model: bytes | None) -> int:
+    async def _clear(self, tenant: bytes | None, model: bytes | None) -> AsyncIterator[int]:
         if tenant is None and model is not None:
             tenants = await _list_folders(self._patient, None)
         else:
             tenants = [tenant.hex() if tenant else ""]
-        count = 0
         for label in tenants:
             prefix = "/".join(filter(None, (label, model.hex() if model else "")))
             pages: AsyncIterable[Sequence[ObjectMeta]] = obstore.list(  # pyright: ignore[reportUnknownMemberType]
@@ -226,8 +227,7 @@ class ObjectTier:
                 names = [meta["path"] for meta in objects if _NAME.fullmatch(meta["path"])]
                 if names:
                     await self._delete(names)
-                    count += len(names)
-        return count
+                yield len(names)
 
     async def _delete(self, names: list[str]) -> None:
         try:

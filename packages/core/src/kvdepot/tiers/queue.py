@@ -37,7 +37,7 @@ _FIRST_RETRY_SECONDS: Final = 0.5
 _LAST_RETRY_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
 _QUESTIONS_A_CALL: Final = 512
-PATIENCE: Final = 10  # deadlines that a write or a clear may take
+PATIENCE: Final = 10  # deadlines that a write or a step of a clear may take
 _LATE_TO_OPEN: Final = 3  # lookups in a row that it brought nothing to in time
 _DROPPED_A_STEP: Final = 256  # calls that are looked at
 
@@ -98,7 +98,7 @@ class _Call:
     job: Job
     first: int
     last: int
-    started_at: float = 0.0
+    started_at: float = 0.0  # or its last step
     has_run: bool = False
     is_late: bool = False
     corrupt: Sequence[int] = ()
@@ -501,7 +501,7 @@ class TierQueue:
         try:
             match job.operation:
                 case Operation.CLEAR:
-                    job.num_cleared = self.tier.clear(*job.labels)
+                    self._clear(call)
                     return ()
                 case Operation.CONTAINS:
                     return _whole(self.tier.contains(keys), len(keys))
@@ -517,6 +517,15 @@ class TierQueue:
             logger.log(level, "tier %s: a %s failed: %r", self.name, job.operation.name.lower(), error)
             self.counters["errors"] += 1
             return None
+
+    def _clear(self, call: _Call) -> None:
+        num_cleared = 0
+        for count in self.tier.clear(*call.job.labels):
+            if self._closing:
+                raise OSError("the tier is being closed")
+            num_cleared += count
+            call.started_at = self._clock()  # however many steps it takes
+        call.job.num_cleared = num_cleared
 
     def _checksums(self, extents: Extents, outcomes: Sequence[bool]) -> list[bytes]:
         try:

@@ -113,12 +113,12 @@ class ValkeyTier:
                 self._remove(key, max(len(parts), int.from_bytes(head[SEAL_BYTES:_HEAD_BYTES], "little")))
         return outcomes
 
-    def clear(self, tenant: bytes | None, model: bytes | None) -> int:
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`; looks at every name in the database."""
         any_label = b"?" * (2 * LABEL_BYTES)
         labels = [any_label if label is None else label.hex().encode() for label in (tenant, model)]
         pattern = _PREFIX + b":".join(labels) + b":*"
-        length_of_head, count, cursor = len(pattern) - 1 + 2 * 48, 0, b"0"
+        length_of_head, cursor = len(pattern) - 1 + 2 * 48, b"0"
         while True:
             (reply,) = self._call([[b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCANNED_AT_ONCE]])
             match reply:
@@ -128,9 +128,9 @@ class ValkeyTier:
                     raise ConnectionAbortedError("not the reply of a scan")
             if names:
                 self._call([[b"UNLINK", *names]])
-                count += sum(len(name) == length_of_head for name in names)
+            yield sum(len(name) == length_of_head for name in names)
             if cursor == b"0":
-                return count
+                return
 
     def probe(self) -> None:
         """See `Tier`: writes, for a replica would answer anything else. A full server answers as well."""
