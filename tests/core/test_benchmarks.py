@@ -20,10 +20,17 @@ def run(name: str, *arguments: str) -> str:
 def test_the_loop_s_turns_are_counted() -> None:
     printed = run("loop.py", "--entries", "4000", "--seconds", "0.2")
     lines = [line for line in printed.splitlines() if " turns " in line]
-    assert len(lines) == 16
+    assert len(lines) == 18
     assert all(int(re.findall(r"(\d+) turns", line)[0]) > 0 for line in lines)
     assert "32768 of 32768 chunks came from the tier" in printed
     assert "equal pieces of work took" in printed
+
+
+def test_a_part_of_it_is_run_alone() -> None:
+    printed = run("loop.py", "--entries", "400", "--only", "caches")
+    (line,) = printed.splitlines()
+    assert line.startswith("warm and find in 20 caches ")
+    assert int(re.findall(r"(\d+) turns", line)[0]) > 0
 
 
 def test_a_table_is_read_back() -> None:
