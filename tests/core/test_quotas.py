@@ -57,9 +57,9 @@ def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
     worker = bench.worker()
     for turn in range(200):
         fill(worker, "ab"[turn % 2], range(turn, turn + 1))
-    before = bench.index.quotas.tenant_bytes.copy()
+    before = dict(bench.index.quotas.tenant_bytes.items())
     fill(worker, "a", range(1000, 1100))
-    assert bench.index.quotas.tenant_bytes == before == {"a": 4 * PAGE, "b": 4 * PAGE}
+    assert dict(bench.index.quotas.tenant_bytes.items()) == before == {"a": 4 * PAGE, "b": 4 * PAGE}
     assert stored(worker, "b", range(200)) == 4
 
 
@@ -101,9 +101,9 @@ def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> Non
     quota = {"a": 10 * PAGE, "b": 6 * PAGE, "c": 8 * PAGE}
     for number in range(600):
         tenant = rng.choice("abc")
-        before = bench.index.quotas.tenant_bytes.copy()
+        before = dict(bench.index.quotas.tenant_bytes.items())
         worker.store(prompt(rng.randint(1, 3), number, tenant))
-        after = bench.index.quotas.tenant_bytes.copy()
+        after = dict(bench.index.quotas.tenant_bytes.items())
         for other, used in before.items():
             if other != tenant:
                 assert after[other] >= min(used, quota[other])

@@ -17,7 +17,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import chain
 from math import ceil
 from typing import Final
 
@@ -32,6 +31,7 @@ from kvdepot.layout import GroupKind, window_chunks
 from kvdepot.messages import EXTENT, CacheSpec
 from kvdepot.protocols import EvictionPolicy
 from kvdepot.quotas import QuotaTable
+from kvdepot.spread import NUM_PARTS, SpreadMap
 from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 
 logger = logging.getLogger(__name__)
@@ -39,13 +39,12 @@ logger = logging.getLogger(__name__)
 # Between two pauses of what takes long: at most half a millisecond, whatever the index holds.
 _RESTORE_STEP: Final = 50  # records
 _REMOVE_STEP: Final = 25  # chunks
-_DRAIN_STEP: Final = 500  # keys
+_COLUMN_STEP: Final = 1 << 15  # values: the kernel clears their memory when it is touched first, half a millisecond
 _SCAN_STEP: Final = 500  # chunks that are only looked at
 _RANK_STEP: Final = 40  # chunks
 _REVEAL_STEP: Final = 64  # chunks
 _HOLE_STEP: Final = 16
 _LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go is bounded by that, not by the pool
-_KEY_PARTS: Final = 64
 _MOST_WALKED: Final = 8192  # chunks towards the start, for a boundary that windows and states have: two milliseconds
 _SPARE_DEADLINES: Final = 1024
 _DEADLINE_BITS: Final = 10  # of how far a deadline is: so there are some ten thousand different ones at most
@@ -53,58 +52,47 @@ _DEADLINE_BITS: Final = 10  # of how far a deadline is: so there are some ten th
 MOST_EVICTED: Final = 128  # chunks, to make room for one request: two milliseconds
 
 
+def _lengthen(flags: bytearray, count: int) -> Iterator[None]:
+    """Add zeros until there are so many."""
+    while len(flags) < count:
+        flags.extend(bytes(min(_COLUMN_STEP, count - len(flags))))
+        yield None
+
+
 def digest_of(value: object) -> bytes:
     """Return 32 bytes that name a plain value."""
     return blake3(msgspec.msgpack.encode(value)).digest()
 
 
-class KeyMap:
-    """Nodes by key, in several dictionaries: when one of a million keys grows, all else waits for 50 ms."""
+class KeyMap(SpreadMap[bytes]):
+    """Nodes by key. Spread by the first byte, as lookups ask for thousands and each call of `hash` would count."""
 
-    __slots__ = ("_parts",)
-
-    def __init__(self) -> None:
-        self._parts: list[dict[bytes, int]] = [{} for _ in range(_KEY_PARTS)]
+    __slots__ = ()
 
     def __getitem__(self, key: bytes) -> int:
-        return self._parts[key[0] % _KEY_PARTS][key]
+        return self._parts[key[0] % NUM_PARTS][key]
 
-    def __setitem__(self, key: bytes, node: int) -> None:
-        self._parts[key[0] % _KEY_PARTS][key] = node
+    def __setitem__(self, key: bytes, number: int) -> None:
+        self._parts[key[0] % NUM_PARTS][key] = number
 
     def __delitem__(self, key: bytes) -> None:
-        del self._parts[key[0] % _KEY_PARTS][key]
+        del self._parts[key[0] % NUM_PARTS][key]
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._parts[key[0] % _KEY_PARTS]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return key in self._parts[key[0] % NUM_PARTS]
 
     def get(self, key: bytes) -> int | None:
-        """Return the node of a key, None if there is none."""
-        return self._parts[key[0] % _KEY_PARTS].get(key)
+        """See `SpreadMap`."""
+        return self._parts[key[0] % NUM_PARTS].get(key)
 
     def before(self, digests: bytes, limit: int, lowest: int) -> Iterator[tuple[int, int]]:
         """Yield place and node of each of the keys from `lowest` to `limit` that has one, the last first."""
         parts = self._parts
         for start in range((limit - 1) * DIGEST_BYTES, lowest * DIGEST_BYTES - 1, -DIGEST_BYTES):
             key = digests[start : start + DIGEST_BYTES]
-            part = parts[digests[start] % _KEY_PARTS]
+            part = parts[digests[start] % NUM_PARTS]
             if key in part:
                 yield start // DIGEST_BYTES, part[key]
-
-    def drain(self) -> Iterator[None]:
-        """Forget everything, in steps: a million keys at once take 50 ms."""
-        for part in self._parts:
-            while part:
-                for _ in range(min(len(part), _DRAIN_STEP)):
-                    part.popitem()
-                yield
-
-    def items(self) -> Iterator[tuple[bytes, int]]:
-        """Return keys and their nodes."""
-        return chain.from_iterable(part.items() for part in self._parts)
 
 
 @dataclass(slots=True)
@@ -873,8 +861,7 @@ class ChunkIndex:
             unfinished += [kept[place] for place in places]
             yield None
         num_known = kept[-1] + 1 if kept else 0
-        self._node_of = array("I", [NO_NODE]) * num_known
-        self._next_entry = array("I", [NO_RECORD]) * num_known
+        yield from self._know_records(num_known)
         has_space = set(unfinished)
         for number in range(num_known):
             if number not in has_space:
@@ -882,6 +869,14 @@ class ChunkIndex:
                     self.table.free(number)
                 self._free_records.append(number)
             if number % _RESTORE_STEP == 0:
+                yield None
+
+    def _know_records(self, count: int) -> Iterator[None]:
+        """Have columns for so many records, which have no node yet."""
+        for column, empty in ((self._node_of, NO_NODE), (self._next_entry, NO_RECORD)):
+            del column[:]
+            while len(column) < count:
+                column.extend(array("I", [empty]) * min(_COLUMN_STEP, count - len(column)))
                 yield None
 
     def _rebuild(self, num_spaces: int, num_labels: int, nodes: "array[int]", unfinished: list[int]) -> Iterator[None]:
@@ -898,11 +893,10 @@ class ChunkIndex:
                 spans.append((record.offset, record.num_bytes))
             if number % _RESTORE_STEP == 0:
                 yield None
-        num_known = found[-1].number + 1 if found else 0
-        self._node_of = array("I", [NO_NODE]) * num_known
-        self._next_entry = array("I", [NO_RECORD]) * num_known
+        yield from self._know_records(found[-1].number + 1 if found else 0)
         by_depth: dict[int, list[Record]] = {}
-        taken = bytearray(len(found))
+        taken = bytearray()
+        yield from _lengthen(taken, len(found))
         for places in self.extents.restore(spans):
             for place in places:
                 taken[place] = 1
@@ -913,7 +907,8 @@ class ChunkIndex:
                     by_depth.setdefault(record.depth, []).append(record)
             del taken[-_RESTORE_STEP:], found[-_RESTORE_STEP:], spans[-_RESTORE_STEP:]
             yield None
-        used = bytearray(self.table.num_records)
+        used = bytearray()
+        yield from _lengthen(used, self.table.num_records)
         by_last_use: dict[int, list[Record]] = {}
         level, level_depth = KeyMap(), -1
         for depth in sorted(by_depth):
@@ -947,7 +942,8 @@ class ChunkIndex:
 
     def _tell_policies(self, by_last_use: dict[int, list[Record]]) -> Iterator[None]:
         """Add the nodes of sealed records to their policies, what was used last at the end."""
-        known = bytearray(len(self._depth))
+        known = bytearray()
+        yield from _lengthen(known, len(self._depth))
         for period in sorted(by_last_use):
             records = by_last_use.pop(period)
             by_second: dict[int, list[Record]] = {}

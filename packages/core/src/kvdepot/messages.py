@@ -503,7 +503,7 @@ class FoundPrefix(Struct, frozen=True, kw_only=True):
 
 
 class Found(Struct, array_like=True, tag="found", frozen=True):
-    """What `Find` found: nothing, or one item for each space."""
+    """What `Find` found: nothing, or one item for each space, those with the most of it first, at most 1,024."""
 
     epoch: int
     prefixes: list[FoundPrefix]

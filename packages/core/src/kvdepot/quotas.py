@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
 from kvdepot.errors import ConfigError
+from kvdepot.spread import SpreadMap
 
 MAXIMUM_QUOTAS: Final = 1024  # that a depot has had at the same time or one after the other
 _SPARE: Final = 64  # entries of a heap
@@ -40,12 +41,13 @@ class QuotaTable:
         self._share_by_name = {name: number for number, name in enumerate(quotas, start=1)}
         self.quota_bytes = [rest, *quotas.values()]
         self.used_bytes = [0] * len(self.quota_bytes)
-        self.tenant_bytes: dict[str, int] = {}  # of those that ever had any
+        self.tenant_bytes = SpreadMap[str]()  # of those that ever had any
         self._excess = [0.0] * len(self.quota_bytes)  # by share: what its entry in the heap says, 0 for none
         self._heap: list[tuple[float, int]] = []  # excess, negative, and share
         self._names = [""]  # of tenants
         self._shares = [self._share_by_name.get("", 0)]  # by tenant
-        self._tenants = {"": 0}  # by name
+        self._tenants = SpreadMap[str]()  # by name
+        self._tenants[""] = 0
         self._tenant_of: list[int] = []  # by label
         self._without: dict[str, int] = {}  # shares of tenants that have no quota any more
 
@@ -66,7 +68,7 @@ class QuotaTable:
     def account(self, label: int, share: int, num_bytes: int) -> None:
         """Count bytes of a label, which may be negative, against a share."""
         name = self._names[self._tenant_of[label] if label < len(self._tenant_of) else 0]
-        self.tenant_bytes[name] = self.tenant_bytes.get(name, 0) + num_bytes
+        self.tenant_bytes[name] = (self.tenant_bytes.get(name) or 0) + num_bytes
         self._add(share, num_bytes)
 
     def forget_usage(self) -> None:

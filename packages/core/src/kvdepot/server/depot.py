@@ -27,6 +27,7 @@ from kvdepot.pins import Pin, PinTable
 from kvdepot.server.movers import MoveRefused, MoverTable
 from kvdepot.server.tiering import ShardPlace, Tiering
 from kvdepot.shadow import ShadowIndex
+from kvdepot.spread import SpreadMap
 from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
 
 logger = logging.getLogger(__name__)
@@ -232,7 +233,7 @@ class Depot:
         self.on_names_changed: Callable[[], None] = lambda: None
         self._clock = clock
         self._num_saved_spaces = self._num_saved_labels = 0
-        self._label_numbers: dict[tuple[str, str], int] = {}
+        self._label_numbers = SpreadMap[tuple[str, str]]()
         self._shown_tenants: dict[str, None] = {}  # those that operators see by name
         self._next_number = 1
         self._token_seconds: dict[str, float] = {}  # by instance, as its scheduler says

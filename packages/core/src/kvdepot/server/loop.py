@@ -60,7 +60,7 @@ _CHORE_SECONDS: Final = 0.0006  # of each kind, tiers and reading back for examp
 _SLOW_TURN_SECONDS: Final = 0.005
 _SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket
 _FREEZE_GROWTH: Final = 1.25
-_FREEZE_LEAST: Final = 10_000  # chunks
+_FREEZE_LEAST: Final = 2_500  # chunks
 _MAXIMUM_DESCRIPTORS: Final = 65_536
 _M_MMAP_THRESHOLD: Final = -3  # of mallopt
 _M_TRIM_THRESHOLD: Final = -1
@@ -242,6 +242,8 @@ class DepotServer:
         if on_ready is not None:
             on_ready()
         next_sweep = 0.0
+        gc.collect()
+        gc.freeze()  # looking through what was imported takes 14 ms, each time
         if self._restoring is not None:
             gc.disable()  # what is read back is no garbage, and looking through a million objects takes 0.1 s
         try:

@@ -7,6 +7,7 @@ reply comes then. Nothing of it outlives the server: the next one starts from it
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from kvdepot import messages as m
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.server.depot import MAXIMUM_ROWS, Deferred, Depot, Refused
 from kvdepot.server.opening import TierOpener
 from kvdepot.server.tiering import Tiering
 from kvdepot.tiers.queue import TierQueue
@@ -28,7 +29,7 @@ _PACKAGE: Final = logging.getLogger("kvdepot")
 
 
 def find(depot: Depot, digests: bytes) -> Deferred:
-    """Find what the pool has of a prefix; the reply names the space with the most of it first.
+    """Find what the pool has of a prefix; the reply names the space with the most of it first, `MAXIMUM_ROWS` at most.
 
     Raises:
         Refused: the digests are none.
@@ -38,22 +39,23 @@ def find(depot: Depot, digests: bytes) -> Deferred:
     index = depot.index
 
     def steps() -> Iterator[m.Reply | None]:
-        prefixes: list[m.FoundPrefix] = []
+        most: list[tuple[int, int, m.FoundPrefix]] = []  # a heap: what has the least of it first
         for space in list(index.spaces):
             num_chunks, nodes = index.longest_prefix(space, digests)
             if num_chunks:
                 last = nodes[-1]
                 tenant, model = depot.labels[index.label_of(last)]
-                prefixes.append(
-                    m.FoundPrefix(
-                        num_chunks=num_chunks, num_tokens=num_chunks * space.spec.chunk_tokens, tenant=tenant,
-                        model=model, dtype=space.spec.dtype, format=space.spec.format,
-                        chunk_tokens=space.spec.chunk_tokens, idle_seconds=index.idle_seconds(last),
-                        is_held=index.is_held(last), num_children=index.num_children(last),
-                    )
+                prefix = m.FoundPrefix(
+                    num_chunks=num_chunks, num_tokens=num_chunks * space.spec.chunk_tokens, tenant=tenant,
+                    model=model, dtype=space.spec.dtype, format=space.spec.format,
+                    chunk_tokens=space.spec.chunk_tokens, idle_seconds=index.idle_seconds(last),
+                    is_held=index.is_held(last), num_children=index.num_children(last),
                 )  # fmt: skip
+                heappush(most, (num_chunks, -space.number, prefix))
+                if len(most) > MAXIMUM_ROWS:
+                    heappop(most)
             yield None
-        yield m.Found(depot.epoch, sorted(prefixes, key=lambda prefix: -prefix.num_chunks))
+        yield m.Found(depot.epoch, [prefix for _, _, prefix in sorted(most, reverse=True)])
 
     return depot.later(steps())
 
