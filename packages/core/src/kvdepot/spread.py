@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from itertools import chain
 from typing import Final, Generic, TypeVar
 
-NUM_PARTS: Final = 64
+NUM_PARTS: Final = 256
 _DRAIN_STEP: Final = 500  # keys: half a millisecond
 
 K = TypeVar("K", bound=Hashable)
