@@ -632,11 +632,12 @@ def run(queue: TierQueue, *jobs: Job, woken: threading.Event | None = None) -> l
                 left.discard(id(part.job))
         return not left
 
-    while woken is not None and not is_done():
-        assert woken.wait(60.0), "no outcomes of jobs within a minute"
-        woken.clear()
     if woken is None:
         wait_until(is_done, what="the outcomes of jobs")
+    else:
+        while not is_done():
+            assert woken.wait(60.0), "no outcomes of jobs within a minute"
+            woken.clear()
     return [outcomes[id(job)] for job in jobs]
 
 

@@ -27,6 +27,7 @@ from typing import Final
 from kvdepot.messages import TierStatus
 from kvdepot.protocols import Extents, Tier, TierPool
 from kvdepot.tiers.keys import has_labels
+from kvdepot.tiers.url import DEFAULT_THREADS
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class TierQueue:
         name: str,
         *,
         deadline_seconds: float = 2.0,
-        num_threads: int = 4,
+        num_threads: int = DEFAULT_THREADS,
         write_bytes: int = 1 << 30,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
