@@ -1,22 +1,30 @@
-"""What the server's loop does in one go, whatever it is asked: `python benchmarks/loop.py`.
+"""How long the server's loop blocks, whatever it is asked: `python benchmarks/loop.py`.
 
-Each line is a kind of work: how many turns of the loop it took, their 99th percentile and longest of processor time,
-and how many were above the 5 ms that a turn may take. What a turn waits for a core that others use is not its work; how
-even the machine's processor time is, the last line says: a piece of work that is always the same.
+Each line is a kind of work: how many turns of the loop it took, their 99th percentile and longest, and how many took
+more than the 5 ms that a turn may take. Work, system calls and waiting for the depot's other threads count; waiting for
+a core that others use does not, and the depot has priority over its clients, so that its other threads do not wait
+for one either.
+
+On a virtual machine that its host stops now and then, that is told apart: beside the loop, on the same core, a process
+of real-time priority wakes every quarter of a millisecond. When that one does not run, nothing does; as long as it was
+late is taken off, and what a line would be with it is said in brackets. This needs root; without, nothing is taken off.
 
 One million entries need about 5 GB of memory and five minutes; `--entries 20000` shows that it runs. `--only PART...`
-leaves out the other parts.
+leaves out the other parts, `--policy arc` has the index evict by another policy.
 """
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from resource import RUSAGE_THREAD, getrusage
 from unittest.mock import patch
 
 import numpy as np
@@ -25,21 +33,25 @@ import numpy.typing as npt
 from kvdepot import SchedulerClient
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
+from kvdepot.eviction import POLICIES
 from kvdepot.layout import GroupKind
 from kvdepot.testing.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
 from kvdepot.testing.processes import DepotProcess, wait_until
 
-LEDGER = "LOOP_LEDGER"
+FOLDER = "LOOP_FOLDER"
 BUCKET_MICROSECONDS = 50
 NUM_BUCKETS = 4000
-NUM_PHASES = 32
-SLOW_MICROSECONDS = 5000
+NUM_PHASES = 40
+LISTED_MICROSECONDS = 2000  # turns that are looked at one by one
+SLOW_MILLISECONDS = 5.0
+PRIORITY = -20  # as of `nice`
+BEAT_SECONDS = 0.00025
+LATE_SECONDS = 0.00035  # and more is a stop
 PROMPT_CHUNKS = 1000
 LONGEST_CHUNKS = 16_384  # a million tokens in chunks of 64
 LONGEST_RECURRENT_CHUNKS = 4096  # and in chunks of 256
 MOST_TENANTS = 60_000
 NUM_CACHES = 4_090  # as many models or layouts
-NUM_TIER_PROMPTS = 8
 TIER_PROMPT_CHUNKS = 4096
 SPEC = filler_spec(64)
 SPARSE_SPEC = m.CacheSpec(64, (m.GroupShape(GroupKind.RECURRENT, 64),), "bytes", "recurrent")
@@ -47,32 +59,126 @@ SPARSE_SPEC = m.CacheSpec(64, (m.GroupShape(GroupKind.RECURRENT, 64),), "bytes",
 Ledger = np.memmap[tuple[int, int], np.dtype[np.int64]]
 
 
-def open_ledger(path: str, mode: str) -> Ledger:
-    """Return turns by phase and bucket of their work; the phase of now is in the last row's first place."""
-    return np.memmap(path, np.int64, mode, shape=(NUM_PHASES + 1, NUM_BUCKETS))  # pyright: ignore[reportCallIssue, reportArgumentType]
+def open_ledger(folder: Path, mode: str) -> Ledger:
+    """Return turns by phase and bucket of their length; the phase of now is in the last row's first place."""
+    return np.memmap(folder / "ledger", np.int64, mode, shape=(NUM_PHASES + 1, NUM_BUCKETS))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def loop_core() -> int:
+    """Return the core on which loops run."""
+    return max(os.sched_getaffinity(0))
 
 
 def serve() -> None:
-    """Be a depot that counts its turns in the ledger."""
+    """Be a depot that counts its turns in the ledger, and lists the longer ones."""
     from kvdepot import cli
-    from kvdepot.server.loop import DepotServer
+    from kvdepot.server.watch import TurnWatch
 
-    ledger = open_ledger(os.environ[LEDGER], "r+")
+    folder = Path(os.environ[FOLDER])
+    ledger = open_ledger(folder, "r+")
+    listed = (folder / "turns").open("a", buffering=1)
+    core, open_watch = loop_core(), TurnWatch.open
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
 
-    def watch(_server: DepotServer, _seconds: float, work_seconds: float) -> None:
-        bucket = min(int(work_seconds * 1e6) // BUCKET_MICROSECONDS, NUM_BUCKETS - 1)
-        ledger[int(ledger[NUM_PHASES, 0]), bucket] += 1
+    class Watch(TurnWatch):
+        """Looks at every turn."""
 
-    with patch.object(DepotServer, "_watch_turn", watch):
+        def open(self) -> None:
+            os.sched_setaffinity(0, {core})  # this thread
+            open_watch(self)
+
+        def begin(self) -> float:
+            self._faults = getrusage(RUSAGE_THREAD).ru_minflt
+            return super().begin()
+
+        def end(self) -> None:
+            self.note(time.monotonic() - self._began, self._waited_seconds())
+
+        def note(self, seconds: float, waited_seconds: float) -> None:
+            phase, blocked = int(ledger[NUM_PHASES, 0]), max(0.0, seconds - waited_seconds)
+            bucket = min(int(blocked * 1e6) // BUCKET_MICROSECONDS, NUM_BUCKETS - 1)
+            ledger[phase, bucket] += 1
+            if bucket >= LISTED_MICROSECONDS // BUCKET_MICROSECONDS:
+                num_faults = getrusage(RUSAGE_THREAD).ru_minflt - self._faults
+                listed.write(f"{phase} {self._began} {seconds} {waited_seconds} {num_faults}\n")
+
+    with patch("kvdepot.server.loop.TurnWatch", Watch):
         raise SystemExit(cli.main(sys.argv[1:]))
+
+
+def beat(path: str) -> None:
+    """Wake again and again, before everything else on the loop's core, and write when that was late."""
+    os.sched_setaffinity(0, {loop_core()})
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
+    parent, before, number = os.getppid(), time.monotonic(), 0
+    with Path(path).open("a", buffering=1) as out:
+        while number % 4000 or os.getppid() == parent:
+            time.sleep(BEAT_SECONDS)
+            now = time.monotonic()
+            if now - before > BEAT_SECONDS + LATE_SECONDS:
+                out.write(f"{before + LATE_SECONDS} {now}\n")
+                now = time.monotonic()
+            before = now
+            number += 1
+
+
+class Stops:
+    """When the machine stood still, as far as is known."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "stops"
+        self._path.touch()
+        self._process = subprocess.Popen([sys.executable, __file__, "beat", str(self._path)], stderr=subprocess.DEVNULL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5)
+            print("no real-time priority here: when the machine stands still, turns take longer")
+
+    def within(self, begin: float, end: float) -> float:
+        """Return how many seconds of a time it stood still."""
+        stops = [tuple(map(float, line.split())) for line in self._path.read_text().splitlines()]
+        return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in stops)
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    entries: int
+    seconds: float  # of what goes on and on
+    policy: str
+    folder: Path | None  # on the disk that is a tier
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One that is looked at by itself; milliseconds."""
+
+    blocked: float
+    stopped: float  # of it, by the machine
+    num_faults: int  # of pages
+
+    @property
+    def own(self) -> float:
+        """What is the depot's."""
+        return max(0.0, self.blocked - self.stopped)
 
 
 class Phases:
     """Says which kind of work the turns are counted under, and prints a line for each."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, folder: Path, stops: Stops) -> None:
+        self._ledger = open_ledger(folder, "w+")
+        self._turns = folder / "turns"
+        self._turns.touch()
+        self.stops = stops
         self._number = 0
+        self.total = self.num_slow = 0
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -83,21 +189,38 @@ class Phases:
         yield
         seconds = time.monotonic() - began
         self._ledger[NUM_PHASES, 0] = 0
-        time.sleep(0.05)  # the turn that is under way still counts
+        time.sleep(0.1)  # the turn that is under way still counts
         self._say(name, seconds, self._ledger[self._number])
+
+    def _listed(self) -> list[Turn]:
+        rows = [list(map(float, line.split())) for line in self._turns.read_text().splitlines()]
+        return [
+            Turn((seconds - waited) * 1e3, self.stops.within(began, began + seconds) * 1e3, int(num_faults))
+            for phase, began, seconds, waited, num_faults in rows
+            if phase == self._number
+        ]
 
     def _say(self, name: str, seconds: float, counts: npt.NDArray[np.int64]) -> None:
         total = int(counts.sum())
         if not total:
             print(f"{name:56} no turns")
             return
-        longest = int(np.flatnonzero(counts)[-1]) * BUCKET_MICROSECONDS / 1e3
+        short = np.flatnonzero(counts[: LISTED_MICROSECONDS // BUCKET_MICROSECONDS])
+        longest = int(short[-1]) * BUCKET_MICROSECONDS / 1e3 if len(short) else 0.0
         p99 = int(np.searchsorted(np.cumsum(counts), 0.99 * total)) * BUCKET_MICROSECONDS / 1e3
-        slow = int(counts[SLOW_MICROSECONDS // BUCKET_MICROSECONDS :].sum())
+        turns = self._listed()
+        own = max([longest, *(turn.own for turn in turns)])
+        slow = sum(turn.own > SLOW_MILLISECONDS for turn in turns)
+        with_stops = [turn for turn in turns if turn.blocked > SLOW_MILLISECONDS]
+        stops = f" ({max(t.blocked for t in with_stops):.1f} ms: {len(with_stops)})" if len(with_stops) > slow else ""
         print(
-            f"{name:56} {seconds:6.1f} s {total:8} turns  p99 {p99:6.2f}  longest {longest:6.2f} ms  above 5: {slow}",
-            flush=True,
-        )
+            f"{name:56} {seconds:6.1f} s {total:8} turns  p99 {p99:6.2f}  ",
+            f"longest {own:6.2f} ms  above 5: {slow}{stops}", sep="", flush=True,
+        )  # fmt: skip
+        for turn in with_stops:
+            print(f"    {turn.blocked:.1f} ms, {turn.stopped:.1f} of them stopped; {turn.num_faults} page faults")
+        self.total += total
+        self.num_slow += slow
 
 
 def fill(url: str, prompts: range, tenant: str = "default") -> None:
@@ -142,12 +265,13 @@ def together(*tasks: tuple[Callable[..., None], tuple[object, ...]]) -> None:
         assert not process.exitcode, "a client failed"
 
 
-def store_for_tenants(phases: Phases, filler: IndexFiller, num_entries: int) -> None:
-    """Store one chunk for each of very many tenants."""
+def store_for_tenants(phases: Phases, filler: IndexFiller, num_entries: int) -> int:
+    """Store one chunk for each of very many tenants; return how many."""
     num_tenants = min(num_entries // 20, MOST_TENANTS)
     with phases.phase(f"first stores of {num_tenants:,} tenants"):
         for number in range(num_tenants):
             filler.store(prompt_key(20_000_000 + number, 1, f"tenant {number}"))
+    return num_tenants
 
 
 def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: float) -> None:
@@ -190,10 +314,11 @@ def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: f
     sparse.close()
 
 
-def run_index(phases: Phases, num_entries: int, seconds: float) -> None:
+def run_index(phases: Phases, options: Options) -> None:
     """A full index: in service, killed and read back, cleared."""
-    with index_depot(num_entries) as depot:
-        in_service(phases, depot, num_entries, seconds)
+    seconds = options.seconds
+    with index_depot(options, options.entries) as depot:
+        in_service(phases, depot, options.entries, seconds)
         depot.kill()
         with phases.phase("reading back, killed and started again"):
             depot.start(60)
@@ -209,96 +334,153 @@ def run_index(phases: Phases, num_entries: int, seconds: float) -> None:
 
 
 @contextmanager
-def index_depot(num_entries: int) -> Generator[DepotProcess]:
+def index_depot(options: Options, num_entries: int) -> Generator[DepotProcess]:
     """A depot with room for so many entries, whose pool is there."""
-    pool_size = f"{(num_entries + 20_000) * ENTRY_BYTES}"
-    with DepotProcess("--max-entries", str(num_entries), pool_size=pool_size, module="loop") as depot:
+    pool_size, flags = f"{(num_entries + 20_000) * ENTRY_BYTES}", ("--policy", options.policy)
+    with DepotProcess("--max-entries", str(num_entries), *flags, pool_size=pool_size, module="loop") as depot:
         wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120)
         yield depot
 
 
-def run_tier(phases: Phases, _num_entries: int, _seconds: float) -> None:
+def run_tier(phases: Phases, options: Options) -> None:
+    """Memory as a tier."""
+    tier = TierWork(options, "a tier", 8)
+    with tier.depot("memory://") as depot:
+        tier.fill(phases, depot)
+
+
+def run_disk(phases: Phases, options: Options) -> None:
+    """A disk as a tier, which lists its files when the depot is started again."""
+    tier = TierWork(options, "a disk", 2)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, tier.depot(f"disk://{folder}") as depot:
+        tier.fill(phases, depot)
+        depot.kill()
+        with phases.phase("started again, while the disk is listed, with two clients"):
+            depot.start(60)
+            together(*[(busy, (depot.url, range(k, k + 8), options.seconds)) for k in range(2)])
+        with phases.phase("clearing it"):
+            ask_depot(m.Clear(None), depot.url, 120)
+
+
+class TierWork:
     """Prompts go down to a tier, leave the pool and come back."""
-    tier = f"memory://?capacity={8 * NUM_TIER_PROMPTS * TIER_PROMPT_CHUNKS * ENTRY_BYTES}&deadline=30"
-    patience = "--promote-seconds", "30"  # all of it is to come, however busy the machine is
-    with DepotProcess("--tier", tier, *patience, pool_size="256MiB", module="loop") as depot:
+
+    def __init__(self, options: Options, what: str, num_prompts: int) -> None:
+        self._options = options
+        self._what = what
+        self._num_prompts = num_prompts
+        self._num_chunks = min(TIER_PROMPT_CHUNKS, options.entries // 16)
+        self._num_bytes = num_prompts * self._num_chunks * ENTRY_BYTES
+
+    def depot(self, url: str) -> DepotProcess:
+        """Return a depot with the tier."""
+        tier = f"{url}?capacity={16 * self._num_bytes}&deadline=30"
+        flags = "--policy", self._options.policy, "--promote-seconds", "30"  # all comes, however busy the machine is
+        return DepotProcess("--tier", tier, *flags, pool_size=f"{2 * self._num_bytes}", module="loop")
+
+    def fill(self, phases: Phases, depot: DepotProcess) -> None:
+        """Store prompts, and others until those have left the pool; look them up."""
         filler = IndexFiller(depot.url)
 
         def store(prompts: range) -> None:
             for prompt in prompts:
-                filler.store(prompt_key(prompt, TIER_PROMPT_CHUNKS))
+                filler.store(prompt_key(prompt, self._num_chunks))
                 wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, 120)
 
-        with phases.phase("storing prompts of 4,096 chunks, written to a tier"):
-            store(range(NUM_TIER_PROMPTS))
+        with phases.phase(f"storing prompts of {self._num_chunks:,} chunks, written to {self._what}"):
+            store(range(self._num_prompts))
         with phases.phase("other prompts, until those have left the pool"):
-            store(range(100, 120))
+            store(range(100, 100 + 5 * self._num_prompts // 2))
         client = SchedulerClient(SPEC, "filler", url=depot.url, deadline_seconds=30)
         client.wait_until_connected(30)
-        with phases.phase("lookups of 4,096 chunks that the tier has"):
-            found = look_up(client, NUM_TIER_PROMPTS, TIER_PROMPT_CHUNKS)
-        print(f"{found} of {NUM_TIER_PROMPTS * TIER_PROMPT_CHUNKS} chunks came from the tier")
+        with phases.phase(f"lookups of {self._num_chunks:,} chunks that {self._what} has"):
+            found = look_up(client, self._num_prompts, self._num_chunks)
+        print(f"{found} of {self._num_prompts * self._num_chunks} chunks came from {self._what}")
         client.close()
         filler.close()
 
 
-def run_tenants(phases: Phases, num_entries: int, _seconds: float) -> None:
+def run_tenants(phases: Phases, options: Options) -> None:
     """Tenants by themselves."""
-    with index_depot(num_entries) as depot:
+    with index_depot(options, options.entries) as depot:
         filler = IndexFiller(depot.url)
-        store_for_tenants(phases, filler, num_entries)
+        num_tenants = store_for_tenants(phases, filler, options.entries)
+        with phases.phase("clearing every other one of them"):
+            for number in range(0, num_tenants, 2):
+                ask_depot(m.Clear(f"tenant {number}"), depot.url, 60)
         filler.close()
 
 
-def run_caches(phases: Phases, num_entries: int, _seconds: float) -> None:
-    """What operators ask that has to look into every cache."""
-    num_caches = min(NUM_CACHES, num_entries // 20)
+def run_caches(phases: Phases, options: Options) -> None:
+    """Very many models, and what operators ask that has to look into every cache."""
+    num_caches = min(NUM_CACHES, options.entries // 20)
     key = prompt_key(0, 16)
-    with index_depot(16 * num_caches) as depot:
-        for chunk_tokens in range(1, num_caches + 1):
-            filler = IndexFiller(depot.url, chunk_tokens=chunk_tokens)
-            filler.store(key)
-            filler.close()
+    with index_depot(options, 16 * num_caches) as depot:
+        with phases.phase(f"first stores of {num_caches:,} caches"):
+            for chunk_tokens in range(1, num_caches + 1):
+                filler = IndexFiller(depot.url, chunk_tokens=chunk_tokens)
+                filler.store(key)
+                filler.close()
         with phases.phase(f"warm and find in {num_caches:,} caches"):
             for _ in range(50):
                 ask_depot(m.Warm("default", key.digests), depot.url, 60)
                 ask_depot(m.Find(key.digests), depot.url, 60)
 
 
-def run_reference(_phases: Phases, _num_entries: int, seconds: float) -> None:
-    """Print what the same piece of work takes at most on this machine."""
+def run_reference(phases: Phases, options: Options) -> None:
+    """Print what the same piece of work takes at most on this machine, on the core that loops have."""
+    os.sched_setaffinity(0, {loop_core()})
     times: list[float] = []
-    end = time.monotonic() + 7 * seconds
+    stopped: list[float] = []
+    end = time.monotonic() + 7 * options.seconds
     while time.monotonic() < end:
-        began = time.thread_time()
+        began, worked = time.monotonic(), time.thread_time()
         sum(range(100_000))
-        times.append((time.thread_time() - began) * 1e3)
-    times.sort()
-    p50, p99, longest = times[len(times) // 2], times[int(len(times) * 0.99)], times[-1]
-    print(f"reference: {len(times)} equal pieces of work took {p50:.2f} ms, p99 {p99:.2f}, longest {longest:.2f} ms")
+        times.append((time.thread_time() - worked) * 1e3)
+        stopped.append(began)
+    own = [
+        took - phases.stops.within(began, began + took / 1e3) * 1e3 if took > 2 else took
+        for took, began in zip(times, stopped, strict=True)
+    ]
+    for name, each in (("", times), (" without the machine's stops", own)):
+        each.sort()
+        p50, p99, longest = each[len(each) // 2], each[int(len(each) * 0.99)], each[-1]
+        print(
+            f"reference: {len(each)} equal pieces of work took {p50:.2f} ms, p99 {p99:.2f}, longest {longest:.2f}{name}"
+        )
 
 
-PARTS: dict[str, Callable[[Phases, int, float], None]] = {
-    "index": run_index, "tier": run_tier, "tenants": run_tenants, "caches": run_caches, "reference": run_reference,
+PARTS: dict[str, Callable[[Phases, Options], None]] = {
+    "index": run_index, "tier": run_tier, "disk": run_disk, "tenants": run_tenants, "caches": run_caches,
+    "reference": run_reference,
 }  # fmt: skip
 
 
 def main() -> None:
     """Print a line for each kind of work."""
-    parser = argparse.ArgumentParser(description="What the server's loop does in one go.")
+    parser = argparse.ArgumentParser(description="How long the server's loop blocks.")
     parser.add_argument("--entries", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=3.0, help="of what goes on and on")
+    parser.add_argument("--policy", default="lru", choices=POLICIES)
+    parser.add_argument("--folder", type=Path, help="on the disk that is a tier; a temporary one if not given")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     arguments = parser.parse_args()
+    options = Options(arguments.entries, arguments.seconds, arguments.policy, arguments.folder)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ[LEDGER] = str(Path(folder, "ledger"))
-        phases = Phases(open_ledger(os.environ[LEDGER], "w+"))
+        os.environ[FOLDER] = folder
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        stops = Stops(Path(folder))
+        phases = Phases(Path(folder), stops)
         for part in arguments.only:
-            PARTS[part](phases, arguments.entries, arguments.seconds)
+            PARTS[part](phases, options)
+        stops.close()
+    if phases.total:
+        print(f"{phases.num_slow} of {phases.total:,} turns took more than {SLOW_MILLISECONDS:.0f} ms")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         serve()
+    if sys.argv[1:2] == ["beat"]:
+        beat(sys.argv[2])
     main()

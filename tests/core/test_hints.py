@@ -10,6 +10,7 @@ from kvdepot.eviction import ENDED, NORMAL, POLICIES
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.server.depot import Deferred
 from tests.core.test_index import PAGE, Bench, Worker, prompt
+from tests.fuzz.depot import ranks_of
 
 TTL_SECONDS = 60.0
 
@@ -156,11 +157,11 @@ def test_nobody_changes_what_another_tenant_said() -> None:
     bench.now += 2
     bench.depot.expire()
     bench.depot.work()
-    assert set(bench.index._tree.rank) == {NORMAL}  # pyright: ignore[reportPrivateUsage]
+    assert set(ranks_of(bench.index)) == {NORMAL}
     bench.now += TTL_SECONDS
     bench.depot.expire()
     bench.depot.work()
-    assert sorted(bench.index._tree.rank) == [ENDED] * 2 + [NORMAL] * 2  # pyright: ignore[reportPrivateUsage]
+    assert sorted(ranks_of(bench.index)) == [ENDED] * 2 + [NORMAL] * 2
 
 
 @policies

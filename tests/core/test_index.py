@@ -19,6 +19,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.quotas import QuotaTable
 from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer, table_size_bytes
+from tests.fuzz.depot import check_index
 
 PAGE = 4096
 LEASE_SECONDS = 10.0
@@ -339,6 +340,38 @@ def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
 
 
 @pytest.mark.promise(23)
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.index._SPARE_NODES", 0)  # twice as many chunks as records then
+    bench = Bench(num_records=8, policy=policy)
+    worker = bench.worker()
+
+    def store_with_holes(run: KeyRun) -> int:
+        worker.store(run)
+        nodes = [bench.index.spaces[0].nodes[run.slice(n, n + 1).digests] for n in range(run.num_chunks)]
+        for node in nodes[:-1]:
+            bench.index.remove_entry(bench.index.entries(node)[0])
+        return nodes[-1]
+
+    last = [store_with_holes(prompt(8, 0)), store_with_holes(prompt(7, 1))]
+    assert worker.store(prompt(1, 2)).num_declined == 0
+    assert bench.index.num_chunks == 16
+    bench.index.pin(last)
+    lease = worker.lookup(prompt(1, 2)).lease
+    assert worker.store(prompt(1, 3)).num_declined == 1
+    assert bench.index.num_evicted == 0
+    bench.index.unpin(last)
+    for run in (prompt(1, 3), prompt(4, 4)):
+        assert worker.store(run).num_declined == 0
+        assert worker.lookup(run).num_chunks == run.num_chunks
+    assert bench.index.num_evicted == 1
+    assert worker.lookup(prompt(1, 2)).num_chunks == 1
+    check_index(bench.index)
+    worker.release(lease)
+    worker.ask(m.EndRequest(worker.context, "r"))
+    bench.drain()
+
+
 def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them() -> None:
     """Regression: with a full /dev/shm a tenant's or a layout's name was never saved, and its entries were lost."""
     bench = Bench()

@@ -1,28 +1,29 @@
-"""Mappings that grow without a pause agree with a dictionary, and grow a part at a time."""
+"""What grows without a pause agrees with dictionaries and lists, and grows a part at a time."""
 
 # pyright: reportPrivateUsage=false
 
 import random
 import sys
+from collections import OrderedDict
 
+from kvdepot.columns import Links, make_column
 from kvdepot.index import KeyMap
-from kvdepot.spread import SpreadMap
+from kvdepot.spread import LruSizes, SpreadMap
 
 
 def test_it_agrees_with_a_dictionary() -> None:
     rng = random.Random(7)
     keys = [rng.randbytes(32) for _ in range(300)]
-    spread, by_first_byte, plain = SpreadMap[bytes](), KeyMap(), dict[bytes, int]()
+    spread, by_first_byte, plain = SpreadMap[bytes, int](), KeyMap(), dict[bytes, int]()
     for number in range(5000):
         key = rng.choice(keys)
         assert spread.get(key) == by_first_byte.get(key) == plain.get(key)
         assert (key in spread) == (key in by_first_byte) == (key in plain)
         if key in plain and rng.random() < 0.3:
             assert spread[key] == by_first_byte[key] == plain[key]
-            del by_first_byte[key], plain[key]
-            spread.clear()
-            for other, value in plain.items():
-                spread[other] = value
+            assert spread.pop(key) == plain.pop(key)
+            assert spread.pop(key) is None
+            del by_first_byte[key]
         else:
             spread[key] = by_first_byte[key] = plain[key] = number
     assert dict(spread.items()) == dict(by_first_byte.items()) == plain
@@ -34,7 +35,7 @@ def test_it_agrees_with_a_dictionary() -> None:
 
 def test_it_grows_a_part_at_a_time() -> None:
     """Regression: a dictionary of 43,690 tenants' names grew in 7 to 13 ms."""
-    names = SpreadMap[tuple[str, str]]()
+    names = SpreadMap[tuple[str, str], int]()
     largest = before = 0
     for number in range(60_000):
         names["model", f"tenant {number}"] = number
@@ -53,3 +54,62 @@ def test_keys_before_a_place_are_found_backwards() -> None:
         nodes[digests[place]] = 100 + place
     assert list(nodes.before(b"".join(digests), 17, 2)) == [(5, 105), (4, 104)]
     assert list(nodes.before(b"".join(digests), 18, 0)) == [(17, 117), (5, 105), (4, 104), (1, 101)]
+
+
+def test_sizes_are_in_the_order_of_their_last_use() -> None:
+    rng = random.Random(9)
+    keys = [rng.randbytes(32) for _ in range(2000)]
+    sizes, plain = LruSizes(), OrderedDict[bytes, int]()
+    assert (sizes.newest(), sizes.oldest(3)) == (None, [])
+    for _ in range(20_000):
+        key = rng.choice(keys)
+        assert sizes.get(key) == plain.get(key)
+        match rng.randrange(4):
+            case 0:
+                assert sizes.pop(key) == plain.pop(key, 0)
+            case 1:
+                sizes.use(key)
+                if key in plain:
+                    plain.move_to_end(key)
+            case _:
+                plain[key] = rng.randrange(1 << 48)
+                plain.move_to_end(key)
+                sizes.put(key, plain[key])
+    assert sizes.oldest(len(keys)) == list(plain)
+    assert sizes.oldest(5) == list(plain)[:5]
+    assert sizes.newest() == next(reversed(plain))
+    assert sorted(sizes) == sorted(plain)
+    assert len(sizes) == len(plain)
+    sizes.clear()
+    assert (len(sizes), list(sizes)) == (0, [])
+
+
+def test_linked_lists_agree_with_plain_ones() -> None:
+    rng = random.Random(10)
+    links, plain = Links(50, 3), [list[int]() for _ in range(3)]
+    for _ in range(5000):
+        number, which = rng.randrange(50), rng.randrange(3)
+        before = next((k for k, numbers in enumerate(plain) if number in numbers), None)
+        assert links.list_of(number) == before
+        if before is not None:
+            plain[before].remove(number)
+        if rng.random() < 0.6:
+            links.append(number, which)
+            plain[which].append(number)
+        else:
+            links.remove(number)
+        assert [links.first(k) for k in range(3)] == [numbers[0] if numbers else None for numbers in plain]
+        assert links.sizes == list(map(len, plain))
+    for which, numbers in enumerate(plain):
+        for number in numbers:
+            assert links.first(which) == number
+            links.remove(number)
+        assert links.first(which) is None
+
+
+def test_a_column_is_as_long_as_was_asked_and_holds_what_its_numbers_can_be() -> None:
+    for column, num_bytes in ((make_column("B", 1000), 1), (make_column("I", 1000), 4), (make_column("Q", 1000), 8)):
+        assert (len(column), column[0], column[999]) == (1000, 0, 0)
+        column[999] = largest = (1 << 8 * num_bytes) - 1
+        assert column[999] == largest
+    assert len(make_column("I", 0)) == 0

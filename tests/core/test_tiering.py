@@ -22,6 +22,7 @@ from kvdepot.protocols import Extents
 from kvdepot.server import operations, tiering
 from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.server.tiering import Tiering, TieringSettings
+from kvdepot.spread import SpreadMap
 from kvdepot.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.testing.processes import wait_until
 from kvdepot.testing.tier import FaultyTier, make_pool
@@ -666,8 +667,8 @@ def test_a_chunk_that_cannot_be_read_costs_itself_and_what_follows(make: Maker) 
     bench = make()
     bench.store(prompt(8))
     bench.forget()
-    entries = cast("dict[bytes, bytes]", vars(bench.tiers[0].inner)["_entries"])
-    lost = sorted(entries.keys(), key=lambda key: prompt(8).digests.index(key[-DIGEST_BYTES:]))[5]
+    entries = cast("SpreadMap[bytes, bytes]", vars(bench.tiers[0].inner)["_payloads"])
+    lost = sorted(dict(entries.items()), key=lambda key: prompt(8).digests.index(key[-DIGEST_BYTES:]))[5]
     entries[lost] = b"short"
     assert bench.lookup(prompt(8)) == 5
     assert bench.index.extents.used_bytes == 5 * PAGE

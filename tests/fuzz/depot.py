@@ -88,6 +88,11 @@ def _check_node(index: ChunkIndex, space: Space, node: int) -> None:
     assert index._first_entry[node] != NO_RECORD or tree.num_children[node] or tree.holds[node], "an idle hole"
 
 
+def ranks_of(index: ChunkIndex) -> bytes:
+    """Return the rank of every node, of those not in use as well."""
+    return bytes(index._tree.rank[: len(index._tree.keys)])
+
+
 def is_found(index: ChunkIndex, node: int) -> bool:
     """Whether lookups reach a node: it is marked, and with full attention all before it."""
     while node != NO_NODE:

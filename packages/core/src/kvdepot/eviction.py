@@ -6,13 +6,13 @@ use touched the whole prefix from its deepest chunk to the root: an ancestor is 
 
 import heapq
 import logging
-from array import array
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
+from kvdepot.columns import Links, make_column
 from kvdepot.protocols import EvictionPolicy
+from kvdepot.spread import SpreadMap
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ NO_NODE: Final = 0xFFFFFFFF
 _MOST_LOOKED_AT: Final = 4096  # leaves that leases keep
 _MOST_MENDED: Final = 16
 _MOST_TURNED: Final = 4096
+_MOST_TOUCHED: Final = 2048  # chunks of a prefix, by one use
 
 # Ranks: what has a lower one leaves first, whatever the policy; clients' hints change them.
 ENDED: Final = 0  # its client said that nobody will ask for it again
@@ -30,14 +31,21 @@ NORMAL: Final = 1  # priority 0; above it one for each higher priority
 
 @dataclass(slots=True)
 class ChunkTree:
-    """What policies see of the index: columns by node number."""
+    """What policies see of the index: columns by node number, of which there are `capacity` at most."""
 
-    keys: list[bytes | None] = field(default_factory=list[bytes | None])  # None: the number is not in use
-    parent: "array[int]" = field(default_factory=lambda: array("I"))
-    num_children: "array[int]" = field(default_factory=lambda: array("I"))
-    holds: "array[int]" = field(default_factory=lambda: array("I"))  # leases and unfinished writes
-    share: "array[int]" = field(default_factory=lambda: array("I"))  # of the pool, which the chunk counts against
-    rank: bytearray = field(default_factory=bytearray)
+    capacity: int
+    keys: list[bytes | None]  # of the numbers given out so far; None: not in use
+    parent: "memoryview[int]"
+    num_children: "memoryview[int]"
+    holds: "memoryview[int]"  # leases and unfinished writes
+    share: "memoryview[int]"  # of the pool, which the chunk counts against
+    rank: "memoryview[int]"
+
+    @classmethod
+    def with_room(cls, capacity: int) -> "ChunkTree":
+        """Return one without chunks."""
+        parent, num_children, holds, share = (make_column("I", capacity) for _ in range(4))
+        return cls(capacity, [], parent, num_children, holds, share, make_column("B", capacity))
 
     def evictable(self, node: int) -> bool:
         """Whether nothing needs the chunk."""
@@ -46,7 +54,7 @@ class ChunkTree:
     def of_share(self, number: int, rank: int) -> "ShareTree":
         """Return the same columns as the policy of one rank of one share sees them."""
         columns = self.keys, self.parent, self.num_children, self.holds, self.share, self.rank
-        return ShareTree(*columns, number, rank)
+        return ShareTree(self.capacity, *columns, number, rank)
 
 
 @dataclass(slots=True)
@@ -72,16 +80,12 @@ class LeastRecentlyUsed:
 
     def __init__(self, tree: ChunkTree) -> None:
         self._tree = tree
-        self._last_use = array("Q")
-        self._queued = bytearray()
+        self._last_use = make_column("Q", tree.capacity)
+        self._queued = make_column("B", tree.capacity)
         self._heap: list[int] = []  # last use << 32 | node
         self._tick = 0
 
     def _now(self, node: int) -> None:
-        missing = node + 1 - len(self._last_use)
-        if missing > 0:
-            self._last_use.frombytes(bytes(8 * missing))
-            self._queued.extend(bytes(missing))
         self._tick += 1
         self._last_use[node] = self._tick
 
@@ -101,10 +105,9 @@ class LeastRecentlyUsed:
     def removed(self, node: int) -> None:
         """See `EvictionPolicy`."""
         parent = self._tree.parent[node]
-        if node < len(self._last_use) and parent < len(self._last_use):
+        if parent != NO_NODE:
             self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
-        if node < len(self._last_use):
-            self._last_use[node] = 0  # the number may go to a chunk that leaves unfinished, never `added`
+        self._last_use[node] = 0  # the number may go to a chunk that leaves unfinished, never `added`
         if self._heap and self._heap[0] & NO_NODE == node:
             heapq.heappop(self._heap)  # the victim: those of a long prompt would be many to pass over later
             self._queued[node] = 0
@@ -130,9 +133,62 @@ class LeastRecentlyUsed:
         return None if coldest == NO_NODE else coldest
 
     def _queue(self, node: int) -> None:
-        if node < len(self._queued) and not self._queued[node] and self._tree.evictable(node):
+        if not self._queued[node] and self._tree.evictable(node):
             self._queued[node] = 1
             heapq.heappush(self._heap, self._last_use[node] << 32 | node)
+
+
+_ONCE: Final = 0
+_AGAIN: Final = 1
+_SPARE: Final = 2
+
+
+class _Ghosts:
+    """Keys of what was seen once and of what was seen again, which left last."""
+
+    def __init__(self, capacity: int) -> None:
+        self._slot_of: SpreadMap[bytes, int] = SpreadMap()
+        self._keys: list[bytes] = []  # by slot
+        self._slots = Links(capacity, 3)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many there are of either kind."""
+        return self._slots.sizes[_ONCE], self._slots.sizes[_AGAIN]
+
+    def add(self, key: bytes, which: int) -> None:
+        """Remember a key."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            slot = self._slots.first(_SPARE)
+        if slot is None:
+            slot = len(self._keys)
+            self._keys.append(key)
+        self._keys[slot] = key
+        self._slot_of[key] = slot
+        self._slots.append(slot, which)
+
+    def take(self, key: bytes) -> int | None:
+        """Forget a key; return of which kind it was, None if it is not known."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return None
+        which = self._slots.list_of(slot)
+        self._forget(slot)
+        return which
+
+    def trim(self, most: int) -> None:
+        """Forget those that left first, until there are so many of either kind."""
+        for which in (_ONCE, _AGAIN):
+            while self._slots.sizes[which] > most:
+                slot = self._slots.first(which)
+                assert slot is not None
+                self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        del self._slot_of[self._keys[slot]]
+        self._keys[slot] = b""
+        self._slots.append(slot, _SPARE)
 
 
 class AdaptiveReplacement:
@@ -140,44 +196,36 @@ class AdaptiveReplacement:
 
     Megiddo and Modha, FAST 2003. Ghosts are remembered by key. A node that cannot leave when it is the coldest of its
     list (it has children or leases, so something below it is warmer) moves to the warm end. A use moves the whole
-    prefix, chunk by chunk.
+    prefix, chunk by chunk; of a very long one what is at its end, as that has to leave first.
     """
 
     def __init__(self, tree: ChunkTree) -> None:
         self._tree = tree
-        self._once: OrderedDict[int, None] = OrderedDict()
-        self._again: OrderedDict[int, None] = OrderedDict()
-        self._ghosts_once: OrderedDict[bytes, None] = OrderedDict()
-        self._ghosts_again: OrderedDict[bytes, None] = OrderedDict()
+        self._nodes = Links(tree.capacity, 2)
+        self._ghosts = _Ghosts(2 * (tree.capacity + 1))
         self._target_once = 0.0
 
     def added(self, node: int) -> None:
         """See `EvictionPolicy`."""
         key = self._tree.keys[node]
         assert key is not None
-        capacity = len(self._once) + len(self._again) + 1
-        if key in self._ghosts_once:
-            step = max(1.0, len(self._ghosts_again) / len(self._ghosts_once))
-            self._target_once = min(capacity, self._target_once + step)
-            del self._ghosts_once[key]
-            self._again[node] = None
-        elif key in self._ghosts_again:
-            step = max(1.0, len(self._ghosts_once) / len(self._ghosts_again))
-            self._target_once = max(0.0, self._target_once - step)
-            del self._ghosts_again[key]
-            self._again[node] = None
-        else:
-            self._once[node] = None
+        capacity = sum(self._nodes.sizes) + 1
+        num_once, num_again = self._ghosts.sizes
+        seen = self._ghosts.take(key)
+        if seen == _ONCE:
+            self._target_once = min(capacity, self._target_once + max(1.0, num_again / num_once))
+        elif seen == _AGAIN:
+            self._target_once = max(0.0, self._target_once - max(1.0, num_once / num_again))
+        self._nodes.append(node, _ONCE if seen is None else _AGAIN)
 
     def used(self, node: int) -> None:
         """See `EvictionPolicy`."""
-        parent, once, again = self._tree.parent, self._once, self._again
-        while node != NO_NODE:
-            if node in again:
-                again.move_to_end(node)
-            elif node in once:
-                del once[node]
-                again[node] = None
+        parent, nodes = self._tree.parent, self._nodes
+        for _ in range(_MOST_TOUCHED):
+            if node == NO_NODE:
+                break
+            if nodes.list_of(node) is not None:
+                nodes.append(node, _AGAIN)
             node = parent[node]
 
     def unpinned(self, node: int) -> None:
@@ -187,25 +235,24 @@ class AdaptiveReplacement:
         """See `EvictionPolicy`."""
         key = self._tree.keys[node]
         assert key is not None
-        capacity = len(self._once) + len(self._again)
-        for nodes, ghosts in ((self._once, self._ghosts_once), (self._again, self._ghosts_again)):
-            if node in nodes:
-                del nodes[node]
-                ghosts[key] = None
-            while len(ghosts) > capacity:
-                ghosts.popitem(last=False)
+        capacity = sum(self._nodes.sizes)
+        seen = self._nodes.list_of(node)
+        if seen is not None:
+            self._nodes.remove(node)
+            self._ghosts.add(key, seen)
+        self._ghosts.trim(capacity)
 
     def victim(self) -> int | None:
         """See `EvictionPolicy`."""
-        first, second = self._once, self._again
-        if len(self._once) <= self._target_once and self._again:
-            first, second = second, first
-        for nodes in (first, second):
-            for _ in range(min(len(nodes), _MOST_TURNED)):
-                node = next(iter(nodes))
-                if self._tree.evictable(node):
+        nodes, evictable = self._nodes, self._tree.evictable
+        num_once, num_again = nodes.sizes
+        for which in (_AGAIN, _ONCE) if num_once <= self._target_once and num_again else (_ONCE, _AGAIN):
+            for _ in range(min(nodes.sizes[which], _MOST_TURNED)):
+                node = nodes.first(which)
+                assert node is not None
+                if evictable(node):
                     return node
-                nodes.move_to_end(node)
+                nodes.append(node, which)
         return None
 
 

@@ -23,6 +23,7 @@ from typing import Final
 import msgspec
 from blake3 import blake3
 
+from kvdepot.columns import make_column
 from kvdepot.eviction import ENDED, NO_NODE, NORMAL, POLICIES, ChunkTree, GuardedPolicy
 from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.histogram import Histogram
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 # Between two pauses of what takes long: at most half a millisecond, whatever the index holds.
 _RESTORE_STEP: Final = 50  # records
 _REMOVE_STEP: Final = 25  # chunks
-_COLUMN_STEP: Final = 1 << 15  # values: the kernel clears their memory when it is touched first, half a millisecond
 _SCAN_STEP: Final = 500  # chunks that are only looked at
 _RANK_STEP: Final = 40  # chunks
 _REVEAL_STEP: Final = 64  # chunks
@@ -49,14 +49,9 @@ _MOST_WALKED: Final = 8192  # chunks towards the start, for a boundary that wind
 _SPARE_DEADLINES: Final = 1024
 _DEADLINE_BITS: Final = 10  # of how far a deadline is: so there are some ten thousand different ones at most
 
+_SPARE_NODES: Final = 1024  # more than twice as many as records, for holes
+
 MOST_EVICTED: Final = 128  # chunks, to make room for one request: two milliseconds
-
-
-def _lengthen(flags: bytearray, count: int) -> Iterator[None]:
-    """Add zeros until there are so many."""
-    while len(flags) < count:
-        flags.extend(bytes(min(_COLUMN_STEP, count - len(flags))))
-        yield None
 
 
 def digest_of(value: object) -> bytes:
@@ -64,7 +59,7 @@ def digest_of(value: object) -> bytes:
     return blake3(msgspec.msgpack.encode(value)).digest()
 
 
-class KeyMap(SpreadMap[bytes]):
+class KeyMap(SpreadMap[bytes, int]):
     """Nodes by key. Spread by the first byte, as lookups ask for thousands and each call of `hash` would count."""
 
     __slots__ = ()
@@ -166,27 +161,34 @@ class ChunkIndex:
 
     def _begin_empty(self) -> None:
         """Begin without a node or a record."""
-        self._tree = ChunkTree()
+        num_nodes, num_records = 2 * self.table.num_records + _SPARE_NODES, self.table.num_records
+        self._tree = ChunkTree.with_room(num_nodes)
         # By share and rank: those that were ever needed, what leaves first before the others.
         self._policies = [{NORMAL: self._policy(number, NORMAL)} for number in range(self.quotas.num_shares)]
-        self._deadline = array("I")  # by node: the second when what ends there is not worth keeping any more, or 0
-        self._ending: dict[int, set[int]] = {}  # nodes by that second
+        self._deadline = make_column("I", num_nodes)  # the second when what ends there is not worth keeping, or 0
+        self._ending: dict[int, int] = {}  # by that second: the first of its nodes
+        self._next_ending = make_column("I", num_nodes)
+        self._previous_ending = make_column("I", num_nodes)
         self._next_seconds: list[int] = []  # heap of those seconds, and of some that no longer matter
-        self._depth = array("I")
-        self._last_use = array("Q")  # seconds; of what is before a node at least as late, once that has left
+        self._depth = make_column("I", num_nodes)
+        # Seconds; of what is before a node at least as late, once that has left.
+        self._last_use = make_column("Q", num_nodes)
         self._num_uses = 0
-        self._used_at = array("Q")  # by node: how many uses there had been by its last
-        self._space_of = array("I")
-        self._label_of = array("I")
-        self._sealed_groups = array("Q")
-        self._first_entry = array("I")
-        self._visible = bytearray()
-        self._free_nodes: list[int] = []
+        self._used_at = make_column("Q", num_nodes)  # how many uses there had been by its last
+        self._space_of = make_column("I", num_nodes)
+        self._label_of = make_column("I", num_nodes)
+        self._sealed_groups = make_column("Q", num_nodes)
+        self._first_entry = make_column("I", num_nodes)
+        self._visible = make_column("B", num_nodes)
+        self._free_node = NO_NODE  # the first of those that were given back
+        self._next_free_node = make_column("I", num_nodes)
+        self._num_free_nodes = 0
         self._hidden: dict[int, set[int]] = {}  # by parent: complete nodes that wait until it is visible
         self._broken: set[int] = set()  # nodes that were visible and are not; those after them may be
-        self._next_entry = array("I")  # by record
-        self._node_of = array("I")  # by record
-        self._free_records: list[int] = []
+        self._num_known_records = 0  # that were given out so far
+        self._next_entry = make_column("I", num_records)  # of a free record: the next one
+        self._node_of = make_column("I", num_records)
+        self._free_record = NO_RECORD  # the first of those that were given back
         self._readers: dict[int, int] = {}  # records whose bytes are being copied for a tier
         self._lingering: dict[int, tuple[int, int]] = {}  # those that were removed meanwhile
 
@@ -205,7 +207,7 @@ class ChunkIndex:
     @property
     def num_chunks(self) -> int:
         """Nodes, holes included."""
-        return len(self._tree.keys) - len(self._free_nodes)
+        return len(self._tree.keys) - self._num_free_nodes
 
     @property
     def num_policy_errors(self) -> int:
@@ -411,7 +413,7 @@ class ChunkIndex:
             extent = self._lingering.pop(record, None)
             if extent is not None:
                 self.extents.free(*extent)
-                self._free_records.append(record)
+                self._give_back(record)
         self._release_hold(node)
 
     def used(self, node: int) -> Iterator[int] | None:
@@ -468,10 +470,13 @@ class ChunkIndex:
         step = 1 << max(0, max(0, second - self.now).bit_length() - _DEADLINE_BITS)
         second += -second % step
         self._deadline[node] = second
-        if second not in self._ending:
-            self._ending[second] = set()
+        first = self._ending.get(second, NO_NODE)
+        if first == NO_NODE:
             heappush(self._next_seconds, second)
-        self._ending[second].add(node)
+        else:
+            self._previous_ending[first] = node
+        self._next_ending[node], self._previous_ending[node] = first, NO_NODE
+        self._ending[second] = node
         if len(self._next_seconds) > 2 * len(self._ending) + _SPARE_DEADLINES:
             self._next_seconds = sorted(self._ending)
 
@@ -481,11 +486,17 @@ class ChunkIndex:
 
     def _forget_deadline(self, node: int) -> None:
         second, self._deadline[node] = self._deadline[node], 0
-        nodes = self._ending.get(second)
-        if nodes is not None:
-            nodes.discard(node)
-            if not nodes:
-                del self._ending[second]
+        if not second:
+            return
+        before, after = self._previous_ending[node], self._next_ending[node]
+        if after != NO_NODE:
+            self._previous_ending[after] = before
+        if before != NO_NODE:
+            self._next_ending[before] = after
+        elif after != NO_NODE:
+            self._ending[second] = after
+        else:
+            del self._ending[second]
 
     def has_ended(self, now: float) -> bool:
         """Whether `expire` has something to do."""
@@ -495,11 +506,9 @@ class ChunkIndex:
         """End the sessions whose time has come; yields as `set_priority` does."""
         while self.has_ended(now):
             second = heappop(self._next_seconds)
-            for number, node in enumerate(self._ending.pop(second, ())):
-                if self._deadline[node] == second:
-                    yield from self.end_session(node, self._label_of[node].__eq__)
-                elif number % _SCAN_STEP == 0:
-                    yield 0
+            while (node := self._ending.get(second, NO_NODE)) != NO_NODE:
+                self._forget_deadline(node)
+                yield from self.end_session(node, self._label_of[node].__eq__)
 
     def _rank_own_chunks(self, node: int, is_own: Callable[[int], bool], rank: int) -> Iterator[int]:
         """From the end of a prefix up to where another branches off or somebody else's chunks begin."""
@@ -600,12 +609,14 @@ class ChunkIndex:
             its record; None if there is no room and nothing more to evict, or `most_evicted` chunks did not make room:
             small chunks that leave are rarely neighbours. Those have left; who asks again goes on from there.
         """
+        share = self.quotas.share_of(place.label)
         node = place.space.nodes.get(place.key)
         if node is None:
-            node = self._new_node(place)
+            node = self._take_node(place, share)
+            if node is None:
+                return None
         # Held from here on: neither it nor what is before it leaves to make room for it.
         self._tree.holds[node] += 1
-        share = self.quotas.share_of(place.label)
         offset = self._allocate(place.num_bytes, share, most_evicted)
         record = self._take_record(share) if offset is not None else None
         if offset is None or record is None:
@@ -651,7 +662,7 @@ class ChunkIndex:
             offset, num_bytes = self.table.extent(record)
             self.table.free(record)
             self.extents.free(offset, num_bytes)
-            self._free_records.append(record)
+            self._give_back(record)
             return
         self._unlink(record, node)
         self._free_entry(record)
@@ -673,7 +684,7 @@ class ChunkIndex:
         """Take back an abandoned entry that nothing writes to any more."""
         self.table.free(record)
         self.extents.free(*self._lingering.pop(record))
-        self._free_records.append(record)
+        self._give_back(record)
 
     def remove_entry(self, record: int) -> None:
         """Take away a sealed entry, leased or not, because its bytes are wrong.
@@ -860,23 +871,19 @@ class ChunkIndex:
         for places in self.extents.restore(spans):
             unfinished += [kept[place] for place in places]
             yield None
-        num_known = kept[-1] + 1 if kept else 0
-        yield from self._know_records(num_known)
-        has_space = set(unfinished)
-        for number in range(num_known):
-            if number not in has_space:
+        self._num_known_records = kept[-1] + 1 if kept else 0
+        has_space = make_column("B", self._num_known_records)
+        for place, number in enumerate(unfinished):
+            has_space[number] = 1
+            self._node_of[number] = NO_NODE
+            if place % _RESTORE_STEP == 0:
+                yield None
+        for number in range(self._num_known_records):
+            if not has_space[number]:
                 if self.table.header(number) & 0xFF:
                     self.table.free(number)
-                self._free_records.append(number)
+                self._give_back(number)
             if number % _RESTORE_STEP == 0:
-                yield None
-
-    def _know_records(self, count: int) -> Iterator[None]:
-        """Have columns for so many records, which have no node yet."""
-        for column, empty in ((self._node_of, NO_NODE), (self._next_entry, NO_RECORD)):
-            del column[:]
-            while len(column) < count:
-                column.extend(array("I", [empty]) * min(_COLUMN_STEP, count - len(column)))
                 yield None
 
     def _rebuild(self, num_spaces: int, num_labels: int, nodes: "array[int]", unfinished: list[int]) -> Iterator[None]:
@@ -893,22 +900,21 @@ class ChunkIndex:
                 spans.append((record.offset, record.num_bytes))
             if number % _RESTORE_STEP == 0:
                 yield None
-        yield from self._know_records(found[-1].number + 1 if found else 0)
+        self._num_known_records = found[-1].number + 1 if found else 0
         by_depth: dict[int, list[Record]] = {}
-        taken = bytearray()
-        yield from _lengthen(taken, len(found))
+        taken = make_column("B", len(found))
         for places in self.extents.restore(spans):
             for place in places:
                 taken[place] = 1
             yield None
         while found:
-            for is_taken, record in zip(taken[-_RESTORE_STEP:], found[-_RESTORE_STEP:], strict=True):
-                if is_taken:
+            for _ in range(min(len(found), _RESTORE_STEP)):
+                record = found.pop()
+                spans.pop()
+                if taken[len(found)]:
                     by_depth.setdefault(record.depth, []).append(record)
-            del taken[-_RESTORE_STEP:], found[-_RESTORE_STEP:], spans[-_RESTORE_STEP:]
             yield None
-        used = bytearray()
-        yield from _lengthen(used, self.table.num_records)
+        used = make_column("B", self.table.num_records)
         by_last_use: dict[int, list[Record]] = {}
         level, level_depth = KeyMap(), -1
         for depth in sorted(by_depth):
@@ -934,16 +940,15 @@ class ChunkIndex:
             if not used[number]:
                 if self.table.header(number) & 0xFF:
                     self.table.free(number)
-                if number < len(self._node_of):
-                    self._free_records.append(number)
+                if number < self._num_known_records:
+                    self._give_back(number)
             if number % _RESTORE_STEP == 0:
                 yield None
         yield from self._tell_policies(by_last_use)
 
     def _tell_policies(self, by_last_use: dict[int, list[Record]]) -> Iterator[None]:
         """Add the nodes of sealed records to their policies, what was used last at the end."""
-        known = bytearray()
-        yield from _lengthen(known, len(self._depth))
+        known = make_column("B", self._tree.capacity)
         for period in sorted(by_last_use):
             records = by_last_use.pop(period)
             by_second: dict[int, list[Record]] = {}
@@ -1008,31 +1013,29 @@ class ChunkIndex:
 
     # --- nodes and entries ----------------------------------------------------------------------------------------
 
+    def _take_node(self, place: EntryPlace, share: int) -> int | None:
+        """Make a node, evicting others if there are too many holes; None if nothing can leave."""
+        tree = self._tree
+        if self._free_node == NO_NODE and len(tree.keys) == tree.capacity:
+            above = () if place.parent == NO_NODE else (place.parent,)
+            self.pin(above)
+            while self._free_node == NO_NODE and self.evict_one(share):
+                pass
+            node = None if self._free_node == NO_NODE else self._new_node(place)
+            self.unpin(above)
+            return node
+        return self._new_node(place)
+
     def _new_node(self, place: EntryPlace) -> int:
         tree = self._tree
-        if self._free_nodes:
-            node = self._free_nodes.pop()
-        else:
+        node = self._free_node
+        if node == NO_NODE:
             node = len(tree.keys)
-            tree.keys.append(None)
-            for column in (
-                tree.parent,
-                tree.num_children,
-                tree.holds,
-                tree.share,
-                self._depth,
-                self._last_use,
-                self._used_at,
-                self._deadline,
-                self._space_of,
-                self._label_of,
-            ):
-                column.append(0)
-            self._sealed_groups.append(0)
-            self._first_entry.append(NO_RECORD)
-            self._visible.append(0)
-            tree.rank.append(NORMAL)
-        tree.keys[node] = place.key
+            tree.keys.append(place.key)
+        else:
+            self._free_node = self._next_free_node[node]
+            self._num_free_nodes -= 1
+            tree.keys[node] = place.key
         tree.parent[node] = place.parent
         tree.num_children[node] = 0
         tree.holds[node] = 0
@@ -1070,7 +1073,8 @@ class ChunkIndex:
             self._broken.discard(node)
             self._forget_deadline(node)
             self._sealed_groups[node] = 0
-            self._free_nodes.append(node)
+            self._next_free_node[node], self._free_node = self._free_node, node
+            self._num_free_nodes += 1
             if parent == NO_NODE:
                 return NO_NODE
             self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
@@ -1180,20 +1184,23 @@ class ChunkIndex:
             self._lingering[record] = offset, num_bytes
             return
         self.extents.free(offset, num_bytes)
-        self._free_records.append(record)
+        self._give_back(record)
 
     def _account(self, node: int, num_bytes: int) -> None:
         self.quotas.account(self._label_of[node], self._tree.share[node], num_bytes)
 
     def _take_record(self, share: int) -> int | None:
-        while not self._free_records:
-            if len(self._node_of) < self.table.num_records:
-                self._node_of.append(NO_NODE)
-                self._next_entry.append(NO_RECORD)
-                return len(self._node_of) - 1
+        while self._free_record == NO_RECORD:
+            if self._num_known_records < self.table.num_records:
+                self._num_known_records += 1
+                return self._num_known_records - 1
             if not self.evict_one(share):
                 return None
-        return self._free_records.pop()
+        record, self._free_record = self._free_record, self._next_entry[self._free_record]
+        return record
+
+    def _give_back(self, record: int) -> None:
+        self._next_entry[record], self._free_record = self._free_record, record
 
     def _allocate(self, num_bytes: int, share: int, most_evicted: int) -> int | None:
         if extent_size(num_bytes) > self.extents.ready_bytes:

@@ -94,11 +94,15 @@ class StatusCollector(Collector):
             "recovering": (int(status.recovering), "Whether an earlier server's entries are being read"),
             "uptime_seconds": (status.uptime_seconds, "Since the server started"),
             "loop_longest_turn_seconds": (status.loop_longest_seconds, "Longest turn of the request loop"),
-            "loop_longest_work_seconds": (status.loop_longest_work_seconds, "Most processor time of one turn"),
+            "loop_longest_blocked_seconds": (
+                status.loop_longest_blocked_seconds,
+                "Longest turn of the request loop, without waiting for a core",
+            ),
         }
         for name, (value, text) in gauges.items():
             yield GaugeMetricFamily(f"kvdepot_{name}", text, value)
-        yield CounterMetricFamily("kvdepot_loop_slow_turns", "Turns of more than 5 ms of work", status.loop_slow_turns)
+        slow = "Turns of more than 5 ms, without waiting for a core"
+        yield CounterMetricFamily("kvdepot_loop_slow_turns", slow, status.loop_slow_turns)
         saved = "Seconds of computing what was retrieved, as engines say how long a token takes them"
         yield CounterMetricFamily("kvdepot_prefill_seconds_saved", saved, status.prefill_seconds_saved)
         for name, value in sorted({**dict.fromkeys(COUNTERS, 0), **status.counters}.items()):

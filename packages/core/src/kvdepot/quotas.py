@@ -41,12 +41,12 @@ class QuotaTable:
         self._share_by_name = {name: number for number, name in enumerate(quotas, start=1)}
         self.quota_bytes = [rest, *quotas.values()]
         self.used_bytes = [0] * len(self.quota_bytes)
-        self.tenant_bytes = SpreadMap[str]()  # of those that ever had any
+        self.tenant_bytes = SpreadMap[str, int]()  # of those that ever had any
         self._excess = [0.0] * len(self.quota_bytes)  # by share: what its entry in the heap says, 0 for none
         self._heap: list[tuple[float, int]] = []  # excess, negative, and share
         self._names = [""]  # of tenants
         self._shares = [self._share_by_name.get("", 0)]  # by tenant
-        self._tenants = SpreadMap[str]()  # by name
+        self._tenants = SpreadMap[str, int]()  # by name
         self._tenants[""] = 0
         self._tenant_of: list[int] = []  # by label
         self._without: dict[str, int] = {}  # shares of tenants that have no quota any more

@@ -233,7 +233,7 @@ class Depot:
         self.on_names_changed: Callable[[], None] = lambda: None
         self._clock = clock
         self._num_saved_spaces = self._num_saved_labels = 0
-        self._label_numbers = SpreadMap[tuple[str, str]]()
+        self._label_numbers = SpreadMap[tuple[str, str], int]()
         self._shown_tenants: dict[str, None] = {}  # those that operators see by name
         self._next_number = 1
         self._token_seconds: dict[str, float] = {}  # by instance, as its scheduler says

@@ -44,6 +44,7 @@ from kvdepot.server.opening import TierOpener
 from kvdepot.server.remote import RemoteSocket
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.server.tiering import Tiering, TieringSettings
+from kvdepot.server.watch import CollectionWatch, TurnWatch
 from kvdepot.table import Writer, table_size_bytes
 from kvdepot.tiers.queue import TierQueue
 
@@ -57,7 +58,6 @@ _DRAIN_SECONDS: Final = 2.0
 # Of a turn: who has more to do then goes on in the next. What has begun is done, one request for example.
 _MESSAGE_SECONDS: Final = 0.0012
 _CHORE_SECONDS: Final = 0.0006  # of each kind, tiers and reading back for example
-_SLOW_TURN_SECONDS: Final = 0.005
 _SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket
 _FREEZE_GROWTH: Final = 1.25
 _FREEZE_LEAST: Final = 2_500  # chunks
@@ -65,7 +65,7 @@ _MAXIMUM_DESCRIPTORS: Final = 65_536
 _M_MMAP_THRESHOLD: Final = -3  # of mallopt
 _M_TRIM_THRESHOLD: Final = -1
 _LARGE_BLOCK_BYTES: Final = 256 << 10
-_KEPT_BYTES: Final = 16 << 20
+_KEPT_BYTES: Final = 1 << 20
 
 FindSession = Callable[[bytes], Session | None]
 
@@ -142,10 +142,8 @@ class DepotServer:
             self._opener = TierOpener(self._files.pool_fd, self._files.size_bytes, self._wake)
             if config.tiers:
                 self._depot.tiering = self._make_tiering(self._opener.open_all(config.tiers))
-            self._longest_seconds = self._longest_work_seconds = 0.0
-            self._slow_turns = 0
+            self._watch = TurnWatch()
             self._frozen_chunks = 0  # when the garbage collector was last told to leave everything alone
-            self._turns = Histogram(_SHORTEST_SECONDS)
             self._latencies: dict[type, Histogram] = {
                 kind: Histogram(_SHORTEST_SECONDS) for kind in (*m.Request.__args__, m.ErrorReply)
             }
@@ -242,14 +240,14 @@ class DepotServer:
         if on_ready is not None:
             on_ready()
         next_sweep = 0.0
-        gc.collect()
-        gc.freeze()  # looking through what was imported takes 14 ms, each time
+        collections = CollectionWatch()
+        self._watch.open()
         if self._restoring is not None:
             gc.disable()  # what is read back is no garbage, and looking through a million objects takes 0.1 s
         try:
             while not self._is_over():
                 events = dict(poller.poll(self._idle_milliseconds()))
-                began, worked = time.monotonic(), time.thread_time()
+                began = self._watch.begin()
                 until = began + _MESSAGE_SECONDS
                 if self._router in events:
                     self._serve_messages(self._router, self._sessions.find, until)
@@ -277,9 +275,11 @@ class DepotServer:
                 self._serve_tiers()
                 if self._events is not None:
                     self._serve_events(self._events, events)
-                self._watch_turn(time.monotonic() - began, time.thread_time() - worked)
+                self._watch.end()
         finally:
             gc.enable()
+            collections.close()
+            self._watch.close()
             self.close()
 
     def _serve_events(self, publisher: EventPublisher, events: Mapping[object, int]) -> None:
@@ -295,12 +295,6 @@ class DepotServer:
         if num_chunks > _FREEZE_GROWTH * self._frozen_chunks + _FREEZE_LEAST:
             gc.freeze()
             self._frozen_chunks = num_chunks
-
-    def _watch_turn(self, seconds: float, work_seconds: float) -> None:
-        self._longest_seconds = max(self._longest_seconds, seconds)
-        self._longest_work_seconds = max(self._longest_work_seconds, work_seconds)
-        self._slow_turns += work_seconds > _SLOW_TURN_SECONDS
-        self._turns.add(seconds)
 
     def _serve_tiers(self) -> None:
         if self._depot.tiering is None:
@@ -459,9 +453,9 @@ class DepotServer:
             recovering=self._restoring is not None,
             verify=self._depot.verify,
             log_level=operations.log_level(),
-            loop_longest_seconds=self._longest_seconds,
-            loop_longest_work_seconds=self._longest_work_seconds,
-            loop_slow_turns=self._slow_turns,
+            loop_longest_seconds=self._watch.longest_seconds,
+            loop_longest_blocked_seconds=self._watch.longest_blocked_seconds,
+            loop_slow_turns=self._watch.num_slow,
             latencies={
                 **{
                     m.operation_of(kind): histogram.status()
@@ -469,7 +463,7 @@ class DepotServer:
                     if any(histogram.counts)
                 },
                 "store": self._depot.store_seconds.status(),
-                "loop_turn": self._turns.status(),
+                "loop_turn": self._watch.turns.status(),
             },
             endpoints=[*self._local_endpoints(), *(self._remote.endpoints if self._remote is not None else ())],
             event_endpoints=[] if self._events is None else [self._events.endpoint, self._events.replay_endpoint],

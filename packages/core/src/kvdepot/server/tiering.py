@@ -33,6 +33,7 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.messages import TierStatus
 from kvdepot.server.sessions import process_start_time
+from kvdepot.spread import SpreadMap
 from kvdepot.table import SEALED, Writer
 from kvdepot.tiers.keys import label_of, place_of, tier_key
 from kvdepot.tiers.queue import Job, Operation, Part, TierQueue
@@ -200,7 +201,7 @@ class Tiering:
         self._names_of = names_of
         self._on_corrupt = on_corrupt
         self._clock = clock
-        self._labels: dict[int, tuple[bytes, bytes]] = {}
+        self._labels: SpreadMap[int, tuple[bytes, bytes]] = SpreadMap()
         self._places: dict[tuple[int, int, int, int, int], bytes] = {}
         # by tier, then by record: the header under which it is known to be in that tier, or on its way there
         self._written = [self._no_headers() for _ in queues]

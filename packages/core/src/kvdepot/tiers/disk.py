@@ -19,21 +19,23 @@ checksums, the drive would idle: at a time, one write fewer moves bytes than are
 import contextlib
 import errno
 import fcntl
-import itertools
+import heapq
 import logging
 import mmap
 import os
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvdepot.config import EXTENT_ALIGNMENT_BYTES, format_size
 from kvdepot.errors import ConfigError
 from kvdepot.protocols import Extents, TierPool, TierUsage
+from kvdepot.spread import LruSizes, SpreadMap
 from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, PLACE_BYTES, has_labels
 from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
 from kvdepot.tiers.url import DEFAULT_THREADS, TierUrl
@@ -56,9 +58,12 @@ _LABEL_DIGITS: Final = 2 * LABEL_BYTES
 _FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # of the names of folders, one in the other
 _VICTIMS_AT_ONCE: Final = 64
 _CLEARED_AT_ONCE: Final = 256
+_SORTED_AT_ONCE: Final = 1000  # no other thread runs meanwhile
 _MOST_STUCK: Final = 16  # entries that cannot be removed, of those that are to make room for one
 _LEAST_LANES: Final = 2  # with one, the drive waits while it changes hands
 _LANE_SECONDS: Final = 0.1  # that a write waits for one, at most
+
+_File: TypeAlias = tuple[float, bytes, int]  # time of its last change, key, bytes
 
 
 class _Lanes:
@@ -104,12 +109,12 @@ class DiskTier:
         self._pool = pool
         self._directory = directory
         self._capacity_bytes = capacity_bytes
-        self._entries: OrderedDict[bytes, int] = OrderedDict()  # key -> bytes on disk; used longest ago first
+        self._entries = LruSizes()  # bytes on disk
         self._used_bytes = 0
         self._coming_bytes = 0  # of what is being written, which other writers leave room for
         self._counters: Counter[str] = Counter()
         self._gone: set[bytes] = set()  # what left while the folder was being listed
-        self._unremoved: set[bytes] = set()  # what was cleared, but has a file still
+        self._unremoved: SpreadMap[bytes, None] = SpreadMap()  # what was cleared, but has a file still
         self._lock = threading.Lock()  # of the index; never held across a system call
         self._naming = threading.Lock()  # held while a file gets or loses its name, and the index hears of it
         self._evicting = threading.Lock()
@@ -119,10 +124,10 @@ class DiskTier:
         self._lanes = _Lanes(max(_LEAST_LANES, num_threads - 2))
         self._pages = threading.local()
         self._token = secrets.token_hex(_TOKEN_DIGITS // 2)  # in the names of its temporary files
-        self._numbers = itertools.count()
+        self._numbers = count()
         self._closed = False
         self.is_listed = False  # whether the index is complete
-        self._folders: set[str] = set()
+        self._folders: SpreadMap[str, None] = SpreadMap()  # that are known to be there
         self._root = -1  # until the folder could be made
         self._direct = 0
         self._knows_direct = False
@@ -152,16 +157,19 @@ class DiskTier:
         if self._lister is not None:
             self._lister.join()
         with self._lock:
-            wanted = [key for key in (*self._entries, *self._unremoved) if has_labels(key, tenant, model)]
+            unremoved = (key for key, _ in self._unremoved.items())
+            wanted = [key for key in chain(self._entries, unremoved) if has_labels(key, tenant, model)]
         failed: OSError | None = None
-        for first in range(0, len(wanted), _CLEARED_AT_ONCE):
-            step = wanted[first : first + _CLEARED_AT_ONCE]
+        while wanted:
+            step = wanted[-_CLEARED_AT_ONCE:]
+            del wanted[-_CLEARED_AT_ONCE:]  # a million at once would take other threads 50 ms
             for key in step:
                 try:
                     self._remove(key)
                 except OSError as error:
                     self._forget(key)
-                    self._unremoved.add(key)
+                    with self._lock:
+                        self._unremoved[key] = None
                     failed = error
             yield len(step)
         if failed is not None:
@@ -193,6 +201,9 @@ class DiskTier:
             root, self._root = self._root, -1  # calls that are under way find nothing there, nor anybody else's
         if self._lister is not None:
             self._lister.join()
+        with self._lock:
+            self._entries.clear()
+            self._used_bytes = 0
         if root >= 0:
             os.close(root)
 
@@ -202,7 +213,7 @@ class DiskTier:
         size = _size_on_disk(num_bytes)
         with self._lock:
             if self._entries.get(key) == size:
-                self._entries.move_to_end(key)
+                self._entries.use(key)
                 return True
         name = name_of(key)
         temporary = self._temporary(name)
@@ -313,14 +324,14 @@ class DiskTier:
 
     def _note(self, key: bytes, size: int) -> None:
         with self._lock:
-            self._used_bytes += size - self._entries.pop(key, 0)
-            self._entries[key] = size
-            self._unremoved.discard(key)
+            self._used_bytes += size - self._entries.pop(key)
+            self._entries.put(key, size)
+            self._unremoved.pop(key)
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
-            self._used_bytes -= self._entries.pop(key, 0)
-            self._unremoved.discard(key)
+            self._used_bytes -= self._entries.pop(key)
+            self._unremoved.pop(key)
             if not self.is_listed:
                 self._gone.add(key)
 
@@ -383,9 +394,9 @@ class DiskTier:
             OSError: the folder is read-only, or very many entries cannot be removed; a few are left where they are.
         """
         num_stuck = 0
-        while self._used_bytes > max(0, target_bytes) and self._entries:
+        while self._used_bytes > max(0, target_bytes) and len(self._entries):
             with self._lock:
-                victims = [key for key, _ in zip(self._entries, range(_VICTIMS_AT_ONCE), strict=False)]
+                victims = self._entries.oldest(_VICTIMS_AT_ONCE)
             for key in victims:
                 if self._used_bytes <= max(0, target_bytes):
                     break
@@ -402,8 +413,7 @@ class DiskTier:
 
     def _touch(self, key: bytes) -> None:
         with self._lock:
-            if key in self._entries:  # it may have left meanwhile
-                self._entries.move_to_end(key)
+            self._entries.use(key)  # it may have left meanwhile
 
     def _decline(self, why: str) -> None:
         """Say that nothing is written: once, until a write succeeds."""
@@ -439,7 +449,7 @@ class DiskTier:
         folder = name.rpartition("/")[0]
         if folder not in self._folders:
             _make_folders(self._root, folder)
-            self._folders.add(folder)
+            self._folders[folder] = None
         try:
             return os.open(name, flags, 0o600, dir_fd=self._root)
         except FileNotFoundError:  # somebody removed the folder
@@ -503,7 +513,7 @@ class DiskTier:
     def _read_probe(self) -> None:
         """Read a page of the entry that was used last."""
         with self._lock:
-            key = next(reversed(self._entries), None)
+            key = self._entries.newest()
         if key is None:
             return
         with contextlib.suppress(FileNotFoundError):
@@ -529,21 +539,20 @@ class DiskTier:
 
     def _list(self) -> None:
         """Find what an earlier depot left; newest last."""
-        found: dict[int, list[tuple[float, bytes, int]]] = {}  # by second: no other thread runs while a list is sorted
-        try:
-            for file in self._found_files():
-                found.setdefault(int(file[0]), []).append(file)
-        except OSError as error:
-            logger.error("%s cannot be listed, not all of it is found: %s", self._directory, error)
+        files = self._found_files()
+        found: list[list[_File]] = []
+        while some := sorted(islice(files, _SORTED_AT_ONCE), reverse=True):
+            found.append(some)
         with self._lock:
+            entries = LruSizes()
+            for _, key, size in heapq.merge(*map(_taken_from_end, found)):
+                if key not in self._entries and key not in self._gone:
+                    entries.put(key, size)
+                    self._used_bytes += size
             # What was written meanwhile is newer than all of them.
-            newer, self._entries = self._entries, OrderedDict()
-            for second in sorted(found):
-                for _, key, size in sorted(found[second]):
-                    if key not in newer and key not in self._gone:
-                        self._entries[key] = size
-                        self._used_bytes += size
-            self._entries.update(newer)
+            for key in self._entries.oldest(len(self._entries)):
+                entries.put(key, self._entries.get(key) or 0)
+            self._entries = entries
             self._gone.clear()
             self.is_listed = True
         if found and not self._closed:
@@ -552,9 +561,15 @@ class DiskTier:
                 with self._evicting, contextlib.suppress(OSError):  # then the next write hears of it
                     self._evict(int(LOW_WATERMARK * self._capacity_bytes))
 
-    def _found_files(self) -> Iterator[tuple[float, bytes, int]]:
-        """Yield time, key and size of every file that is an entry; remove what a writer that was killed left."""
-        for folder in ["", *self._found_folders()]:
+    def _found_files(self) -> Iterator[_File]:
+        """Yield every file that is an entry; remove what a writer that was killed left."""
+        try:
+            yield from self._files_in(["", *self._found_folders()])
+        except OSError as error:
+            logger.error("%s cannot be listed, not all of it is found: %s", self._directory, error)
+
+    def _files_in(self, folders: Sequence[str]) -> Iterator[_File]:
+        for folder in folders:
             for file in self._items(folder):
                 if self._closed:
                     return
@@ -604,6 +619,11 @@ def open_tier(url: TierUrl, pool: TierPool) -> DiskTier:
     if not capacity:
         raise ConfigError(f"--tier {url.name} needs its capacity: disk://{url.path}?capacity=200GiB")
     return DiskTier(pool, Path(url.path), capacity, url.num_threads)
+
+
+def _taken_from_end(files: list[_File]) -> Iterator[_File]:
+    while files:
+        yield files.pop()
 
 
 def _rest(payload: memoryview, trailer: memoryview, done: int) -> list[memoryview]:

@@ -1,11 +1,11 @@
 """A tier in this process's own memory, `memory://?capacity=SIZE`: for tests, and the smallest example of a tier."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from kvdepot.config import parse_size
 from kvdepot.protocols import Extents, TierPool, TierUsage
+from kvdepot.spread import LruSizes, SpreadMap
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.url import TierUrl
 
@@ -21,22 +21,25 @@ class MemoryTier:
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
         self._num_evicted = 0
-        self._entries: OrderedDict[bytes, bytes] = OrderedDict()
+        self._sizes = LruSizes()
+        self._payloads: SpreadMap[bytes, bytes] = SpreadMap()
         self._lock = threading.Lock()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`."""
-        return [key in self._entries for key in keys]
+        return [key in self._payloads for key in keys]
 
     def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
             payload = bytes(self._pool.view[offset : offset + num_bytes])
             with self._lock:
-                self._used_bytes += num_bytes - len(self._entries.pop(key, b""))
-                self._entries[key] = payload
+                self._forget(key)
+                self._payloads[key] = payload
+                self._sizes.put(key, num_bytes)
+                self._used_bytes += num_bytes
                 while self._used_bytes > self._capacity_bytes:
-                    self._used_bytes -= len(self._entries.popitem(last=False)[1])
+                    self._forget(*self._sizes.oldest(1))
                     self._num_evicted += 1
         return self.contains(keys)
 
@@ -45,9 +48,8 @@ class MemoryTier:
         outcomes: list[bool] = []
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
             with self._lock:
-                payload = self._entries.get(key)
-                if payload is not None:
-                    self._entries.move_to_end(key)
+                payload = self._payloads.get(key)
+                self._sizes.use(key)
             outcomes.append(payload is not None and len(payload) == num_bytes)
             if payload is not None and outcomes[-1]:
                 self._pool.view[offset : offset + num_bytes] = payload
@@ -56,22 +58,27 @@ class MemoryTier:
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
         with self._lock:
-            wanted = [key for key in self._entries if has_labels(key, tenant, model)]
+            wanted = [key for key in self._sizes if has_labels(key, tenant, model)]
             for key in wanted:
-                self._used_bytes -= len(self._entries.pop(key))
+                self._forget(key)
         yield len(wanted)
+
+    def _forget(self, key: bytes) -> None:
+        self._payloads.pop(key)
+        self._used_bytes -= self._sizes.pop(key)
 
     def probe(self) -> None:
         """See `Tier`."""
 
     def usage(self) -> TierUsage:
         """See `Tier`."""
-        return TierUsage(len(self._entries), self._used_bytes, self._capacity_bytes, {"evicted": self._num_evicted})
+        return TierUsage(len(self._sizes), self._used_bytes, self._capacity_bytes, {"evicted": self._num_evicted})
 
     def close(self) -> None:
         """See `Tier`."""
         with self._lock:
-            self._entries.clear()
+            self._sizes.clear()
+            self._payloads.clear()
             self._used_bytes = 0
 
 
