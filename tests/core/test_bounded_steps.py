@@ -571,7 +571,7 @@ def mappings_below(root: object) -> list[tuple[int, str]]:
 @pytest.mark.promise(61)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_mapping_grows_with_the_index(policy: str) -> None:
-    """Regression: the one of free extents took 27 ms to grow, with half a million of them; those of ARC 100 ms."""
+    """Regression: the one of free extents took 27 ms to grow, with half a million of them; those of ARC 33 ms."""
     bench = Bench(policy=policy, filled=False)
 
     def check() -> None:

@@ -98,6 +98,11 @@ def test_linked_lists_agree_with_plain_ones() -> None:
             plain[which].append(number)
         else:
             links.remove(number)
+        if plain[which] and rng.random() < 0.3:
+            place = rng.randrange(len(plain[which]))
+            links.begin_with(plain[which][place], which)
+            plain[which] = plain[which][place:] + plain[which][:place]
+        assert list(links.numbers(which)) == plain[which]
         assert [links.first(k) for k in range(3)] == [numbers[0] if numbers else None for numbers in plain]
         assert links.sizes == list(map(len, plain))
     for which, numbers in enumerate(plain):

@@ -6,6 +6,7 @@ each takes up to 14 us where a machine gives what is free back to its host.
 """
 
 import mmap
+from collections.abc import Iterator
 from typing import Final, Literal
 
 _ITEM_BYTES: Final = {"B": 1, "I": 4, "Q": 8}
@@ -42,6 +43,21 @@ class Links:
     def first(self, which: int) -> int | None:
         """Return the number that has been in a list longest, None if it is empty."""
         return self._following[self._length + which] if self.sizes[which] else None
+
+    def numbers(self, which: int) -> Iterator[int]:
+        """Yield the numbers of a list, which stays as it is meanwhile."""
+        end = number = self._length + which
+        while (number := self._following[number]) != end:
+            yield number
+
+    def begin_with(self, number: int, which: int) -> None:
+        """Make a number of a list its first: those before it go to the end, in their order."""
+        end = self._length + which
+        before, after = self._preceding[end], self._following[end]
+        self._following[before], self._preceding[after] = after, before
+        before = self._preceding[number]
+        self._following[before] = self._preceding[number] = end
+        self._preceding[end], self._following[end] = before, number
 
     def append(self, number: int, which: int) -> None:
         """Put a number to the end of a list; out of the one where it was."""

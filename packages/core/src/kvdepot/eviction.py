@@ -8,6 +8,7 @@ import heapq
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, Protocol
 
 from kvdepot.columns import Links, make_column
@@ -22,7 +23,7 @@ NO_NODE: Final = 0xFFFFFFFF
 _MOST_LOOKED_AT: Final = 4096  # leaves that leases keep
 _MOST_MENDED: Final = 16
 _MOST_TURNED: Final = 4096
-_MOST_TOUCHED: Final = 2048  # chunks of a prefix, by one use
+_MOST_TOUCHED: Final = 512  # chunks of a prefix, by one use
 
 # Ranks: what has a lower one leaves first, whatever the policy; clients' hints change them.
 ENDED: Final = 0  # its client said that nobody will ask for it again
@@ -247,12 +248,13 @@ class AdaptiveReplacement:
         nodes, evictable = self._nodes, self._tree.evictable
         num_once, num_again = nodes.sizes
         for which in (_AGAIN, _ONCE) if num_once <= self._target_once and num_again else (_ONCE, _AGAIN):
-            for _ in range(min(nodes.sizes[which], _MOST_TURNED)):
-                node = nodes.first(which)
-                assert node is not None
+            node = NO_NODE
+            for node in islice(nodes.numbers(which), _MOST_TURNED):
                 if evictable(node):
+                    nodes.begin_with(node, which)
                     return node
-                nodes.append(node, which)
+            if node != NO_NODE:
+                nodes.begin_with(node, which)  # the next search goes on there
         return None
 
 

@@ -38,7 +38,7 @@ from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTab
 logger = logging.getLogger(__name__)
 
 # Between two pauses of what takes long: at most half a millisecond, whatever the index holds.
-_RESTORE_STEP: Final = 50  # records
+_RESTORE_STEP: Final = 25  # records
 _REMOVE_STEP: Final = 25  # chunks
 _SCAN_STEP: Final = 500  # chunks that are only looked at
 _RANK_STEP: Final = 40  # chunks

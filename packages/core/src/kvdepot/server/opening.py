@@ -15,7 +15,8 @@ from kvdepot.tiers.url import TierUrl, open_tier
 
 logger = logging.getLogger(__name__)
 
-_SWITCH_SECONDS: Final = 0.0005
+# A turn of the loop gives the lock up that often; with less it spends more on getting it back than others need it for.
+_SWITCH_SECONDS: Final = 0.001
 
 OnOpened = Callable[[TierQueue | ConfigError], None]
 

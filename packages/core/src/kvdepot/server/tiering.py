@@ -17,7 +17,6 @@ promotions name the process that writes them, so a depot that is killed leaves n
 
 import itertools
 import logging
-import mmap
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -26,6 +25,7 @@ from enum import Enum
 from statistics import median
 from typing import Final
 
+from kvdepot.columns import make_column
 from kvdepot.config import Demotion
 from kvdepot.eviction import NO_NODE
 from kvdepot.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space
@@ -44,6 +44,7 @@ MAXIMUM_QUESTIONS: Final = 4096  # keys of one lookup
 MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each turn looks through them
 # What is done before the loop looks at the time again: at most about half a millisecond of it.
 _ENTRIES_A_STEP: Final = 24  # that are given space, or sealed
+_LEAST_ENTRIES: Final = 8  # that are given space however late it is, as tiers take several at a time
 _QUESTIONS_A_STEP: Final = 128  # entries that are looked for
 _CHUNKS_UP: Final = 32  # of a prefix that is used again, or leaves
 _MOST_GOING_DOWN: Final = 256  # ends of prefixes that are looked at in steps
@@ -213,7 +214,8 @@ class Tiering:
         self._jobs: dict[int, Job] = {}
         self._promotions: dict[Promotion, None] = {}  # who was served last at the end
         self._awaited: dict[int, list[Promotion]] = {}  # by record
-        self._coming: set[int] = set()  # records
+        self._is_coming = make_column("B", index.table.num_records)
+        self._num_coming = 0  # records
         self._paces = [deque[float](maxlen=_PACES) for _ in queues]  # seconds a byte
         self._num_skipped = [0] * len(queues)
         self._num_evicted = [0] * len(queues)  # by the tier, when its headers were last forgotten
@@ -245,8 +247,7 @@ class Tiering:
         return False
 
     def _no_headers(self) -> "memoryview[int]":
-        """Return a zero for each record: fresh pages, which nobody has to fill."""
-        return memoryview(mmap.mmap(-1, 8 * self._index.table.num_records)).cast("Q")
+        return make_column("Q", self._index.table.num_records)
 
     @property
     def num_used(self) -> int:
@@ -602,7 +603,7 @@ class Tiering:
                 if (chunk, group, place.shard) in there:
                     continue
                 record = None if node is None else index.entry(node, group, place.shard)
-                if record is None or not (index.table.header(record) & 0xFF == SEALED or record in self._coming):
+                if record is None or not (index.table.header(record) & 0xFF == SEALED or self._is_coming[record]):
                     return False
             return True
 
@@ -627,8 +628,8 @@ class Tiering:
             yield
         return length
 
-    def _fetch(self, promotion: Promotion) -> None:
-        """Make room for the next entries that are wanted and have them read."""
+    def _fetch(self, promotion: Promotion, is_over: Callable[[], bool]) -> None:
+        """Make room for the next entries that are wanted, some at least, and have them read."""
         index, space, queue = self._index, promotion.space, self.queues[promotion.tier]
         if queue.is_open:
             promotion.wanted.clear()
@@ -647,12 +648,14 @@ class Tiering:
         for _ in range(_QUESTIONS_A_STEP):
             if not promotion.wanted or len(flights) == _ENTRIES_A_STEP:
                 break
+            if len(flights) >= _LEAST_ENTRIES and is_over():
+                break
             chunk, place = promotion.wanted.popleft()
             digest = promotion.digest(chunk)
             node = index.node(space, digest, chunk)
             record = None if node is None else index.entry(node, place.group, place.shard)
             if record is not None:
-                if record in self._coming:
+                if self._is_coming[record]:
                     self._awaited.setdefault(record, []).append(promotion)
                     promotion.num_awaited += 1
                 elif index.table.header(record) & 0xFF != SEALED:
@@ -679,7 +682,8 @@ class Tiering:
             extents = [index.table.extent(flight.record) for flight in flights]
             job = Job(Operation.READ, keys, extents, makes_checksums=self.settings.makes_checksums)
             for flight in flights:
-                self._coming.add(flight.record)
+                self._is_coming[flight.record] = 1
+            self._num_coming += len(flights)
             promotion.flights += flights
             if queue.submit(job):
                 self._readings[id(job)] = flights
@@ -753,7 +757,8 @@ class Tiering:
 
     def _arrived(self, record: int) -> None:
         """An entry is here, or will not come: those who wait for it go on."""
-        self._coming.discard(record)
+        self._num_coming -= self._is_coming[record]
+        self._is_coming[record] = 0
         for promotion in self._awaited.pop(record, ()):
             promotion.num_awaited -= 1
 
@@ -822,7 +827,7 @@ class Tiering:
     @property
     def num_under_way(self) -> int:
         """Jobs of tiers, and entries on their way up."""
-        return len(self._jobs) + len(self._coming)
+        return len(self._jobs) + self._num_coming
 
     def stop(self, tenant: str | None, model: str | None) -> Iterator[int]:
         """Let nothing more of a tenant or a model come up, and do not begin what waits to be written of it.
@@ -872,7 +877,7 @@ class Tiering:
             if is_over():
                 break
         while (promotion := next((p for p in self._promotions if p.has_work), None)) is not None:
-            self._go_on(promotion)
+            self._go_on(promotion, is_over)
             if is_over():
                 break
         while self._going_down:
@@ -885,7 +890,7 @@ class Tiering:
         if self.settings.demotion is Demotion.EVICT:
             self._make_reserve(is_over)
 
-    def _go_on(self, promotion: Promotion) -> None:
+    def _go_on(self, promotion: Promotion, is_over: Callable[[], bool]) -> None:
         """Do a step for a promotion that has work."""
         del self._promotions[promotion]
         self._promotions[promotion] = None
@@ -893,7 +898,7 @@ class Tiering:
             next(promotion.steps, None)
             return
         if promotion.wanted:
-            self._fetch(promotion)
+            self._fetch(promotion, is_over)
         self._land(promotion)
 
     def _take(self, tier: int, part: Part) -> None:
