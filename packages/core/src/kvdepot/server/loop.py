@@ -56,7 +56,7 @@ _MAXIMUM_ENTRIES: Final = 4_194_304
 _TURN_MILLISECONDS: Final = 500
 _DRAIN_SECONDS: Final = 2.0
 # Of a turn: who has more to do then goes on in the next. What has begun is done, one request for example.
-_MESSAGE_SECONDS: Final = 0.0012
+_MESSAGE_SECONDS: Final = 0.0008
 _CHORE_SECONDS: Final = 0.0006  # of each kind, tiers and reading back for example
 _SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket
 _FREEZE_GROWTH: Final = 1.25
