@@ -16,13 +16,16 @@ leaves out the other parts, `--policy arc` has the index evict by another policy
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from resource import RUSAGE_THREAD, getrusage
@@ -264,6 +267,20 @@ def busy(url: str, prompts: range, seconds: float) -> None:
     client.close()
 
 
+def read_metrics(url: str) -> None:
+    """Ask for metrics as Prometheus does."""
+    for _ in range(50):
+        with urllib.request.urlopen(url, timeout=60) as reply:
+            assert b"kvdepot_entries" in reply.read()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
 def look_up(client: SchedulerClient, num_prompts: int, num_chunks: int) -> int:
     """Look up prompts one after the other; return how many of their chunks were found."""
     found = 0
@@ -352,9 +369,9 @@ def run_index(phases: Phases, options: Options) -> None:
 
 
 @contextmanager
-def index_depot(options: Options, num_entries: int) -> Generator[DepotProcess]:
+def index_depot(options: Options, num_entries: int, *flags: str) -> Generator[DepotProcess]:
     """A depot with room for so many entries, whose pool is there."""
-    pool_size, flags = f"{(num_entries + 20_000) * ENTRY_BYTES}", ("--policy", options.policy)
+    pool_size, flags = f"{(num_entries + 20_000) * ENTRY_BYTES}", ("--policy", options.policy, *flags)
     with DepotProcess("--max-entries", str(num_entries), *flags, pool_size=pool_size, module="loop") as depot:
         wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120)
         yield depot
@@ -420,11 +437,17 @@ class TierWork:
 
 def run_tenants(phases: Phases, options: Options) -> None:
     """Tenants by themselves."""
-    with index_depot(options, options.entries) as depot:
+    address = f"127.0.0.1:{free_port()}"
+    has_http = find_spec("uvicorn") is not None and find_spec("prometheus_client") is not None
+    with index_depot(options, options.entries, *(("--http", address) if has_http else ())) as depot:
         filler = IndexFiller(depot.url)
         store_for_tenants(phases, filler, options.entries)
         for number in range(options.entries // 20):
             filler.store(prompt_key(30_000_000 + number, 1, f"the {'other' if number % 2 else 'one'}"))
+        if has_http:
+            with phases.phase("metrics over HTTP, fifty times, with a client"):
+                asks = read_metrics, (f"http://{address}/metrics",)
+                together(asks, (busy, (depot.url, range(8), options.seconds)))
         with phases.phase("clearing every other chunk of very many"):
             ask_depot(m.Clear("the other"), depot.url, 60)
         filler.close()

@@ -61,20 +61,22 @@ class Links:
 
     def append(self, number: int, which: int) -> None:
         """Put a number to the end of a list; out of the one where it was."""
-        self.remove(number)
+        following, preceding = self._following, self._preceding
+        if self._list_of[number]:
+            self.remove(number)
         end = self._length + which
-        last = self._preceding[end]
-        self._following[last] = self._preceding[end] = number
-        self._preceding[number], self._following[number] = last, end
+        last = preceding[end]
+        following[last] = preceding[end] = number
+        preceding[number], following[number] = last, end
         self._list_of[number] = which + 1
         self.sizes[which] += 1
 
     def remove(self, number: int) -> None:
         """Take a number out of its list, if it is in one."""
-        which = self.list_of(number)
-        if which is None:
+        place = self._list_of[number]
+        if not place:
             return
         before, after = self._preceding[number], self._following[number]
         self._following[before], self._preceding[after] = after, before
         self._list_of[number] = 0
-        self.sizes[which] -= 1
+        self.sizes[place - 1] -= 1

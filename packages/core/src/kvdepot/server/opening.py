@@ -2,11 +2,9 @@
 
 import logging
 import mmap
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from kvdepot.errors import ConfigError
 from kvdepot.protocols import TierPool
@@ -15,8 +13,6 @@ from kvdepot.tiers.url import TierUrl, open_tier
 
 logger = logging.getLogger(__name__)
 
-# A turn of the loop gives the lock up that often; with less it spends more on getting it back than others need it for.
-_SWITCH_SECONDS: Final = 0.001
 
 OnOpened = Callable[[TierQueue | ConfigError], None]
 
@@ -88,8 +84,6 @@ class TierOpener:
         waiting = url.take_size("queue", min(1 << 30, self._size_bytes // 2))
         if self._memory is None:
             self._memory = mmap.mmap(self._pool_fd, self._size_bytes)
-            # Threads of tiers run Python between their system calls; the loop must not wait 5 ms for them.
-            sys.setswitchinterval(_SWITCH_SECONDS)
         pool = TierPool(self._pool_fd, memoryview(self._memory))
         tier = open_tier(url, pool)
         return TierQueue(
