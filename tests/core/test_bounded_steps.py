@@ -95,11 +95,14 @@ class Bench:
         self.table = IndexTable.in_memory(num_chunks)
         self.index = ChunkIndex(ExtentAllocator(num_chunks * PAGE), self.table, policy)
         self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=lambda: self.now)
-        details = (m.GroupDetail((PAGE,), 8),)
-        request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", SPEC, details)
-        self.context = self.ask(request).context
+        self.context = self.register()
         for name in range(num_chunks // PROMPT_CHUNKS if filled else 0):
             self.store(prompt(name, tenant="ab"[name % 2]))
+
+    def register(self) -> int:
+        details = (m.GroupDetail((PAGE,), 8),)
+        request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", SPEC, details)
+        return self.ask(request).context
 
     def ask(self, request: m.Request, session: int = 1) -> Any:
         return self.depot.handle(session, Writer(1, 1), request)
@@ -581,7 +584,13 @@ def test_no_mapping_grows_with_the_index(policy: str) -> None:
     for name in range(NUM_CHUNKS):
         bench.store(prompt(name, 1, tenant="ab"[name % 2]))
         bench.ask(m.Hint(bench.context, "ab"[name % 2], prompt(name, 1, "ab"[name % 2]).digests, ttl_seconds=1e6))
+    for name in range(NUM_CHUNKS):
+        bench.ask(m.Lookup(bench.context, f"request {name}", prompt(name, 1).digests, "b"))
     check()
+    assert len(bench.depot.leases) == NUM_CHUNKS
+    bench.depot.end_session(1)
+    bench.depot.work()
+    bench.context = bench.register()
     bench.depot.clear("a")
     assert len(bench.index.extents.holes()) == NUM_CHUNKS // 2
     check()

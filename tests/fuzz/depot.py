@@ -13,6 +13,7 @@ from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.index import ChunkIndex, Space
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind
+from kvdepot.leases import Lease
 from kvdepot.quotas import QuotaTable
 from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.table import NO_RECORD, SEALED, WRITING, IndexTable, Writer, table_size_bytes
@@ -86,6 +87,11 @@ def _check_node(index: ChunkIndex, space: Space, node: int) -> None:
         assert parent in index._broken, "a lookup would pass over it"
     assert not (node in index._broken and index._visible[node])
     assert index._first_entry[node] != NO_RECORD or tree.num_children[node] or tree.holds[node], "an idle hole"
+
+
+def leases_of(depot: Depot) -> dict[int, Lease]:
+    """Return every lease by its number."""
+    return {number: lease for block in depot.leases._blocks.values() for number, lease in block.items()}
 
 
 def ranks_of(index: ChunkIndex) -> bytes:
@@ -211,7 +217,7 @@ class Life:
         depot = self.depot
         return (
             bytes(self.memory), dict(depot.tickets), dict(depot.contexts), list(depot.quarantines),
-            list(depot.labels), dict(depot.leases._leases), len(depot.index.spaces), list(depot.index._tree.holds),
+            list(depot.labels), leases_of(depot), len(depot.index.spaces), list(depot.index._tree.holds),
         )  # fmt: skip
 
     # --- what the input can choose from ---------------------------------------------------------------------------
@@ -285,7 +291,7 @@ class Life:
     def release(self) -> None:
         who = self.who()
         context = self.context(who)
-        leases = list(self.depot.leases._leases) or [0]
+        leases = list(leases_of(self.depot)) or [0]
         self.ask(m.Release(context, tuple(leases[self.source.byte() % len(leases)] for _ in range(2))), who)
 
     def end_request(self) -> None:
@@ -415,7 +421,7 @@ class Life:
         writing += [n for q in depot.quarantines for n in q.records]
         assert sorted(writing) == [r.number for r in index.table.records() if r.state == WRITING]
         holds = Counter(index._node_of[number] for number in writing)
-        for lease in depot.leases._leases.values():
+        for lease in leases_of(depot).values():
             assert lease.context in depot.contexts
             assert lease.expiry_seconds > self.now - LEASE_SECONDS
             holds.update(lease.nodes)
