@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,7 @@ def test_a_turn_that_waits_for_something_of_its_own_process_blocks(turns: TurnWa
 _BUSY = "import os\nos.sched_setaffinity(0, {int(os.environ['CORE'])})\nprint(flush=True)\nwhile True: pass"
 
 
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="this kernel does not tell")
 def test_a_turn_that_waits_for_a_core_does_not_block_meanwhile(
     turns: TurnWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
