@@ -320,6 +320,11 @@ def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: f
     with phases.phase("a worker storing into the full index, beside two clients"):
         stores = range(num_prompts, num_prompts + max(20, num_prompts // 10))
         together((fill, (depot.url, stores, "c")), *[(busy, (depot.url, range(k, k + 8), seconds)) for k in range(2)])
+    large = IndexFiller(depot.url, chunk_tokens=65, entry_bytes=4 * ENTRY_BYTES)
+    with phases.phase("a worker storing chunks four times as large"):
+        for prompt in range(max(8, num_prompts // 50)):
+            large.store(prompt_key(prompt, PROMPT_CHUNKS))
+    large.close()
     client = SchedulerClient(SPEC, "client", url=depot.url, deadline_seconds=30)
     client.wait_until_connected(30)
     with phases.phase(f"lookups of {LONGEST_CHUNKS:,} chunks, most of them not there"):

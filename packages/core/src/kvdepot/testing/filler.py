@@ -6,7 +6,7 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 
 ENTRY_BYTES = 4096
-"""What each entry takes of the pool."""
+"""What an entry takes of the pool, unless said otherwise."""
 
 _PATIENT_SECONDS = 30.0
 
@@ -28,10 +28,11 @@ class IndexFiller:
     Args:
         url: of the depot.
         chunk_tokens: tokens of a chunk.
+        entry_bytes: what each entry takes of the pool.
     """
 
-    def __init__(self, url: str, *, chunk_tokens: int = 64) -> None:
-        spec, details = filler_spec(chunk_tokens), (m.GroupDetail((ENTRY_BYTES,), 1),)
+    def __init__(self, url: str, *, chunk_tokens: int = 64, entry_bytes: int = ENTRY_BYTES) -> None:
+        spec, details = filler_spec(chunk_tokens), (m.GroupDetail((entry_bytes,), 1),)
         registration = m.RegisterKVCache(m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "filler", spec, details)
         self._connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=_PATIENT_SECONDS)
         self._link = self._connection.wait_until_open(_PATIENT_SECONDS)
