@@ -323,7 +323,7 @@ def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: f
     large = IndexFiller(depot.url, chunk_tokens=65, entry_bytes=4 * ENTRY_BYTES)
     with phases.phase("a worker storing chunks four times as large"):
         for prompt in range(max(8, num_prompts // 50)):
-            large.store(prompt_key(prompt, PROMPT_CHUNKS))
+            large.store(prompt_key(prompt, PROMPT_CHUNKS), whole=False)  # what leaves need not be neighbours
     large.close()
     client = SchedulerClient(SPEC, "client", url=depot.url, deadline_seconds=30)
     client.wait_until_connected(30)

@@ -51,7 +51,7 @@ _DEADLINE_BITS: Final = 10  # of how far a deadline is: so there are some ten th
 
 _SPARE_NODES: Final = 1024  # more than twice as many as records, for holes
 
-MOST_EVICTED: Final = 128  # chunks, to make room for one request: two milliseconds
+MOST_EVICTED: Final = 80  # chunks, to make room for one request: two milliseconds, with ARC four
 
 
 def digest_of(value: object) -> bytes:

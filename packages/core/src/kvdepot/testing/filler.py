@@ -47,15 +47,15 @@ class IndexFiller:
         assert isinstance(plan, m.StorePlan)
         return plan
 
-    def store(self, key: KeyRun) -> None:
-        """Store a prompt, whole.
+    def store(self, key: KeyRun, *, whole: bool = True) -> None:
+        """Store a prompt; if it need not be `whole`, what is declined is left out.
 
         Raises:
             AssertionError: something of it was declined.
         """
         for start in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
             plan = self.prepare(key.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, key.num_chunks)))
-            assert plan.num_declined == 0, "the pool is too small"
+            assert not (whole and plan.num_declined), "the pool is too small"
             if plan.ticket:
                 self._channel.call(m.CommitStore(self._link.context, plan.ticket), _PATIENT_SECONDS)
 
