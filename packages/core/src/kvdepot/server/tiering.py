@@ -216,6 +216,7 @@ class Tiering:
         self._awaited: dict[int, list[Promotion]] = {}  # by record
         self._is_coming = make_column("B", index.table.num_records)
         self._num_coming = 0  # records
+        self._own_writer: Writer | None = None  # this process
         self._paces = [deque[float](maxlen=_PACES) for _ in queues]  # seconds a byte
         self._num_skipped = [0] * len(queues)
         self._num_evicted = [0] * len(queues)  # by the tier, when its headers were last forgotten
@@ -634,9 +635,8 @@ class Tiering:
         if queue.is_open:
             promotion.wanted.clear()
             return
-        pid = queue.tier.writer_pid or os.getpid()
         try:
-            writer = Writer(pid, process_start_time(pid))
+            writer = self._writer_of(queue)
         except OSError:  # no descriptor is left: nobody could tell later whether it still writes
             self.counters["promotions_without_descriptor"] += 1
             promotion.wanted.clear()
@@ -691,6 +691,19 @@ class Tiering:
             else:
                 for flight in flights:
                     flight.state = _State.FAILED
+
+    def _writer_of(self, queue: TierQueue) -> Writer:
+        """Return who writes what a tier reads into the pool.
+
+        Raises:
+            OSError: it cannot be told when its process began.
+        """
+        pid = queue.tier.writer_pid
+        if pid:
+            return Writer(pid, process_start_time(pid))
+        if self._own_writer is None:  # to read a file gives the interpreter's lock to threads of tiers, time and again
+            self._own_writer = Writer(os.getpid(), process_start_time(os.getpid()))
+        return self._own_writer
 
     def _read(self, part: Part) -> None:
         flights = self._readings[id(part.job)]
