@@ -45,7 +45,7 @@ from kvdepot.server.opening import TierOpener
 from kvdepot.server.remote import RemoteSocket
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.server.tiering import Tiering, TieringSettings
-from kvdepot.server.watch import CollectionWatch, TurnWatch
+from kvdepot.server.watch import SHORTEST_SECONDS, CollectionWatch, TurnWatch
 from kvdepot.table import Writer, table_size_bytes
 from kvdepot.tiers.queue import TierQueue
 
@@ -62,7 +62,6 @@ _CHORE_SECONDS: Final = 0.0006  # of each kind, tiers and reading back for examp
 # Threads of tiers and of HTTP run Python, and the loop must not wait 5 ms for them. It gives the lock up itself that
 # often while they want it: with 0.1 ms it spent more on getting it back than they needed it for.
 _SWITCH_SECONDS: Final = 0.001
-_SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket
 _FREEZE_GROWTH: Final = 1.25
 _FREEZE_LEAST: Final = 2_500  # chunks
 _MAXIMUM_DESCRIPTORS: Final = 65_536
@@ -149,7 +148,7 @@ class DepotServer:
             self._watch = TurnWatch()
             self._frozen_chunks = 0  # when the garbage collector was last told to leave everything alone
             self._latencies: dict[type, Histogram] = {
-                kind: Histogram(_SHORTEST_SECONDS) for kind in (*m.Request.__args__, m.ErrorReply)
+                kind: Histogram(SHORTEST_SECONDS) for kind in (*m.Request.__args__, m.ErrorReply)
             }
             names = self._files.names.found
             self._restoring: Iterator[None] | None = None

@@ -10,7 +10,7 @@ from typing import Final
 from kvdepot.histogram import Histogram
 
 SLOW_TURN_SECONDS: Final = 0.005
-_SHORTEST_SECONDS: Final = 0.000016  # of the histogram's first bucket
+SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket
 _WAITED_FIELD: Final = 1  # of a thread's schedstat: nanoseconds that it could have run and had no core
 
 _LONG_COLLECTION_SECONDS: Final = 0.0005
@@ -28,7 +28,7 @@ class TurnWatch:
         self.longest_seconds = 0.0
         self.longest_blocked_seconds = 0.0
         self.num_slow = 0  # that blocked for more than `SLOW_TURN_SECONDS`
-        self.turns = Histogram(_SHORTEST_SECONDS)
+        self.turns = Histogram(SHORTEST_SECONDS)
         self._fd = -1
         self._began = 0.0
         self._counts_before = b""
@@ -96,6 +96,8 @@ class CollectionWatch:
         if phase == "start":
             self._began = time.monotonic()
         elif info["generation"] == len(_COLLECTION_THRESHOLDS) - 1:
-            is_long = time.monotonic() - self._began > _LONG_COLLECTION_SECONDS
-            if is_long:
-                gc.freeze()
+            self._after_all(time.monotonic() - self._began)
+
+    def _after_all(self, seconds: float) -> None:
+        if seconds > _LONG_COLLECTION_SECONDS:
+            gc.freeze()
