@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kvdepot.bench import describe_machine
 from kvdepot.testing.processes import wait_until
 from kvdepot.testing.tier import clear, make_key, run
-from kvdepot.tiers.queue import Job, Operation, TierQueue
+from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 from tests.tiers.mooncake_node import make_shared_pool
 from tests.tiers.test_mooncake import Master, Node

@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvdepot.testing.tier import make_key, make_pool, run
-from kvdepot.tiers.queue import Job, Operation, TierQueue
+from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 from tests.tiers.servers import S3Server, Server, ValkeyServer
 

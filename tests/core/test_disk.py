@@ -34,7 +34,8 @@ from kvdepot.testing.tier import (
 )
 from kvdepot.tiers import disk
 from kvdepot.tiers.disk import DiskTier
-from kvdepot.tiers.queue import Job, Operation, TierQueue
+from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.seal import why_broken
 from kvdepot.tiers.url import TierUrl, open_tier
 

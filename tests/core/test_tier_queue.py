@@ -13,9 +13,10 @@ from kvdepot.protocols import Extents
 from kvdepot.server.opening import TierOpener
 from kvdepot.testing.processes import wait_until
 from kvdepot.testing.tier import EXTENT_BYTES, contains, extents_of, fill, make_key, make_pool, read, write
+from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import label_of
 from kvdepot.tiers.memory import MemoryTier
-from kvdepot.tiers.queue import Job, Operation, Part, TierQueue
+from kvdepot.tiers.queue import TierQueue
 
 STEP_CALLS = 3000
 NUM_KEYS = 8

@@ -27,8 +27,9 @@ from kvdepot.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.testing.processes import wait_until
 from kvdepot.testing.tier import FaultyTier, make_pool
 from kvdepot.tiers import seal
+from kvdepot.tiers.jobs import Operation, Part
 from kvdepot.tiers.memory import MemoryTier
-from kvdepot.tiers.queue import Operation, Part, TierQueue
+from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.seal import checksum_of
 
 PAGE = 4096

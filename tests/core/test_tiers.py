@@ -20,8 +20,9 @@ from kvdepot.testing.tier import (
     run,
     write,
 )
+from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.memory import MemoryTier
-from kvdepot.tiers.queue import ERRORS_TO_OPEN, Job, Operation, TierQueue
+from kvdepot.tiers.queue import ERRORS_TO_OPEN, TierQueue
 from kvdepot.tiers.seal import checksum_of
 from kvdepot.tiers.url import TierUrl, open_tier
 

@@ -34,8 +34,9 @@ from kvdepot.testing.tier import (
     read,
     write,
 )
+from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.mooncake import MooncakeTier, MooncakeUnavailable, open_tier, parse_options
-from kvdepot.tiers.queue import Job, Operation, TierQueue
+from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.url import open_tier as open_any_tier
 from tests.tiers.mooncake_node import make_shared_pool

@@ -112,6 +112,7 @@ class DepotServer:
             self._wake_reader, self._wake_writer = socket.socketpair()
             self._wake_reader.setblocking(False)
             self._wake_writer.setblocking(False)
+            self._is_woken = False
             undo.callback(self._wake_reader.close)
             undo.callback(self._wake_writer.close)
             self._ready_bytes = extents.ready_bytes
@@ -248,9 +249,10 @@ class DepotServer:
         self._watch.open()
         if self._restoring is not None:
             gc.disable()  # what is read back is no garbage, and looking through a million objects takes 0.1 s
+        idle_milliseconds = 0
         try:
             while not self._is_over():
-                events = dict(poller.poll(self._idle_milliseconds()))
+                events = dict(poller.poll(idle_milliseconds))
                 began = self._watch.begin()
                 until = began + _MESSAGE_SECONDS
                 if self._router in events:
@@ -279,6 +281,7 @@ class DepotServer:
                 self._serve_tiers()
                 if self._events is not None:
                     self._serve_events(self._events, events)
+                idle_milliseconds = self._idle_milliseconds()
                 self._watch.end()
         finally:
             gc.enable()
@@ -490,6 +493,9 @@ class DepotServer:
     # --- pool -----------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
+        if self._is_woken:
+            return  # what there is, it finds in the turn that is to come
+        self._is_woken = True
         try:
             self._wake_writer.send(b"w")
         except OSError:
@@ -504,10 +510,9 @@ class DepotServer:
         self._wake()
 
     def _on_wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(4096)
-        except BlockingIOError:
-            return
+        self._is_woken = False  # what came before is seen below, and for what comes now there will be a byte
         self._opener.deliver()
         self._depot.index.extents.grow(self._ready_bytes)
         if self._allocation_error is not None:

@@ -35,8 +35,9 @@ from kvdepot.messages import TierStatus
 from kvdepot.server.sessions import process_start_time
 from kvdepot.spread import SpreadMap
 from kvdepot.table import SEALED, Writer
+from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import label_of, place_of, tier_key
-from kvdepot.tiers.queue import Job, Operation, Part, TierQueue
+from kvdepot.tiers.queue import TierQueue
 
 logger = logging.getLogger(__name__)
 

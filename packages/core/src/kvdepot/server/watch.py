@@ -46,9 +46,9 @@ class TurnWatch:
 
     def begin(self) -> float:
         """Begin a turn; return the time."""
+        self._began = time.monotonic()
         if self._fd >= 0:
             self._counts_before = os.pread(self._fd, 80, 0)  # a microsecond; what is in it is looked at if need be
-        self._began = time.monotonic()
         return self._began
 
     def end(self) -> None:

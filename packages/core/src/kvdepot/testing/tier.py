@@ -18,8 +18,9 @@ import pytest
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.protocols import Extents, Tier, TierPool, TierUsage
 from kvdepot.testing.processes import wait_until
+from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import label_of, place_of, tier_key
-from kvdepot.tiers.queue import ERRORS_TO_OPEN, Job, Operation, Part, TierQueue
+from kvdepot.tiers.queue import ERRORS_TO_OPEN, TierQueue
 
 EXTENT_BYTES: Final = 8192
 NUM_EXTENTS: Final = 96

@@ -1,11 +1,10 @@
 """Drives one tier from the depot's loop: nothing here ever waits for the storage.
 
-Jobs are cut into calls, which threads of this queue make: questions before reads before writes, and always one thread
-left for what is not a write; a clear waits for the writes that run, and writes wait for it. A call has a deadline from
-its start. One that overruns it is reported as late, and the **breaker** opens: what is queued fails at once, nothing
-new is taken, and a probe (on a thread of its own; one that hangs is left behind) decides when the tier is used again.
-Errors open it too, if several calls in a row raise. A call that hangs keeps its extents until it returns, for the
-storage may still be touching them; its thread is replaced.
+Jobs are cut into calls, which threads of this queue make (`Workers`). A call has a deadline from its start. One that
+overruns it is reported as late, and the **breaker** opens: what is queued fails, nothing new is taken, and a probe (on
+a thread of its own; one that hangs is left behind) decides when the tier is used again. Errors open it too, if several
+calls in a row raise. A call that hangs keeps its extents until it returns, for the storage may still be touching them;
+its thread is replaced.
 
 Storage that answers probes may hang all the same, so a tier that is used again is **on trial**: one question or read
 that fails opens the breaker, and each opening lasts twice as long as the one before, until what had failed succeeds.
@@ -20,14 +19,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Final
 
 from kvdepot.messages import TierStatus
 from kvdepot.protocols import Extents, Tier, TierPool
+from kvdepot.tiers.jobs import Call, Job, Operation, Part
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.url import DEFAULT_THREADS
+from kvdepot.tiers.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +39,7 @@ _CLOSE_SECONDS: Final = 2.0
 _QUESTIONS_A_CALL: Final = 512
 PATIENCE: Final = 10  # deadlines that a write or a step of a clear may take
 _LATE_TO_OPEN: Final = 3  # lookups in a row that it brought nothing to in time
-_DROPPED_A_STEP: Final = 256  # calls that are looked at
-
-
-class Operation(IntEnum):
-    """What a job does; the smaller goes first."""
-
-    CLEAR = 0
-    CONTAINS = 1
-    READ = 2
-    WRITE = 3
+_DROPPED_A_STEP: Final = 256  # calls that are looked at, of each kind
 
 
 # What a call shows, by succeeding in time, to work again: a store may answer questions while its reads hang.
@@ -59,61 +49,6 @@ _SHOWS: Final = {
     Operation.READ: {*Operation},
     Operation.WRITE: {Operation.WRITE},
 }
-
-
-@dataclass(slots=True)
-class Job:
-    """Keys, and for reads and writes their places in the pool; owned by who submitted it."""
-
-    operation: Operation
-    keys: Sequence[bytes] = ()
-    extents: Extents = ()
-    checksums: Sequence[bytes] = ()  # of what is written: bytes that lack theirs are not
-    labels: tuple[bytes | None, bytes | None] = (None, None)  # of what is cleared
-    makes_checksums: bool = False  # of what was read, once it is in the pool
-    asks_first: bool = False  # what is there already is not written
-    num_left: int = 0  # keys without an outcome
-    num_cleared: int | None = None  # None: it failed
-    is_late: bool = False  # a call of it has overrun its deadline
-
-    @property
-    def num_bytes(self) -> int:
-        """Payload bytes of all of it."""
-        return sum(num_bytes for _, num_bytes in self.extents)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The outcomes of some of a job's keys: of `keys[first : first + len(outcomes)]`. Their extents are free again."""
-
-    job: Job
-    first: int
-    outcomes: Sequence[bool]
-    is_last: bool = False  # of its job
-    corrupt: Sequence[int] = ()  # places in `keys` whose bytes lacked their checksum and were not written
-    checksums: Sequence[bytes] = ()  # of what was read, one for each outcome, if the job asked for them
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    job: Job
-    first: int
-    last: int
-    started_at: float = 0.0  # or its last step
-    has_run: bool = False
-    is_late: bool = False
-    corrupt: Sequence[int] = ()
-    checksums: Sequence[bytes] = ()
-    was_here: Sequence[bool] = ()
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether somebody waits for it."""
-        return self.job.operation in (Operation.CONTAINS, Operation.READ)
-
-    def due_at(self, deadline_seconds: float) -> float:
-        """Nobody waits for a write: it may take longer before it counts as hung."""
-        return self.started_at + deadline_seconds * (1 if self.is_urgent else PATIENCE)
 
 
 class TierQueue:
@@ -153,12 +88,9 @@ class TierQueue:
         self._num_threads = max(2, num_threads)
         self._wake = wake
         self._clock = clock
-        self._changed = threading.Condition()
-        self._waiting: tuple[deque[_Call], ...] = tuple(deque[_Call]() for _ in Operation)
-        self._running: set[_Call] = set()
-        self._num_writing = 0
-        self._is_clearing = False
-        self._done: deque[tuple[_Call, Sequence[bool] | None]] = deque()
+        self._workers = Workers(name, self._num_threads - 1, self._make, self._on_ended, clock)
+        self._done: deque[Call] = deque()
+        self._num_calls = 0  # that were handed in and not reported
         self._num_workers = 0
         self._num_hung = 0
         self._num_errors = 0  # in a row
@@ -173,8 +105,7 @@ class TierQueue:
         self._probed: deque[tuple[int, Exception | None]] = deque()
         self._closing = False
         self._is_retired = False
-        with self._changed:
-            self._hire()
+        self._hire()
 
     @property
     def is_open(self) -> bool:
@@ -194,12 +125,9 @@ class TierQueue:
         self._close_if_idle()
 
     def _close_if_idle(self) -> None:
-        with self._changed:
-            is_idle = not self._running and not any(self._waiting) and not self._done
-        if is_idle and not self._closing:
-            self._closing = True  # its threads end, and nobody else closes it
-            with self._changed:
-                self._changed.notify_all()
+        if not self._num_calls and not self._closing:
+            self._closing = True  # nobody else closes it
+            self._workers.end()
             threading.Thread(target=self.tier.close, name=f"kvdepot-{self.name}-close", daemon=True).start()
 
     def submit(self, job: Job) -> bool:
@@ -212,10 +140,9 @@ class TierQueue:
         step = max(1, self.tier.batch_entries)
         if job.operation is Operation.CONTAINS:
             step = max(step, _QUESTIONS_A_CALL)
-        with self._changed:
-            for first in range(0, max(1, len(job.keys)), step):
-                self._waiting[job.operation].append(_Call(job, first, min(first + step, len(job.keys))))
-            self._changed.notify_all()
+        firsts = range(0, max(1, len(job.keys)), step)
+        self._num_calls += len(firsts)
+        self._workers.hand_in(Call(job, first, min(first + step, len(job.keys))) for first in firsts)
         return True
 
     def drop_writes(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
@@ -223,16 +150,15 @@ class TierQueue:
 
         Yields how many calls were dropped since it last did; between two steps the queue may be used for anything.
         """
-        waiting = self._waiting[Operation.WRITE]
-        num_left = len(waiting)
+
+        def is_meant(call: Call) -> bool:
+            return has_labels(call.job.keys[call.first], tenant, model)
+
+        num_left = self._workers.num_waiting(Operation.WRITE)
         while num_left > 0:
-            dropped: list[_Call] = []
-            with self._changed:
-                for _ in range(min(_DROPPED_A_STEP, num_left, len(waiting))):  # those that stay go once round the queue
-                    call = waiting.popleft()
-                    (dropped if has_labels(call.job.keys[call.first], tenant, model) else waiting).append(call)
+            dropped = self._workers.take_back(Operation.WRITE, min(_DROPPED_A_STEP, num_left), is_meant)
             num_left -= _DROPPED_A_STEP
-            self._done.extend((call, None) for call in dropped)
+            self._done.extend(dropped)
             self._wake()
             yield len(dropped)
 
@@ -245,7 +171,7 @@ class TierQueue:
         """Return what has ended, at most so many parts. Every key of every job is reported once."""
         parts: list[Part] = []
         while self._done and len(parts) < most:
-            parts.append(self._report(*self._done.popleft()))
+            parts.append(self._report(self._done.popleft()))
         while self._probed:
             number, error = self._probed.popleft()
             if number == self._probe_number and self._probe_started_at is not None:
@@ -259,19 +185,15 @@ class TierQueue:
     def expire(self) -> list[Job]:
         """Look at the time: return the jobs that are late by now. Where the breaker is open, what waits has failed."""
         now, late, suspects = self._clock(), list[Job](), set[Operation]()
-        with self._changed:
-            for call in self._running:
-                if not call.is_late and call.due_at(self.deadline_seconds) <= now:
-                    call.is_late = True
-                    self._num_hung += 1
-                    self._num_writing -= call.job.operation is Operation.WRITE
-                    if call.job.operation is Operation.CLEAR:
-                        self._is_clearing = False
-                    suspects.add(call.job.operation)
-                    self.counters["deadline_misses"] += 1
-                    if not call.job.is_late:
-                        call.job.is_late = True
-                        late.append(call.job)
+        for call in self._workers.running():
+            if not call.is_late and self._due_at(call) <= now:
+                call.is_late = True
+                self._num_hung += 1
+                suspects.add(call.operation)
+                self.counters["deadline_misses"] += 1
+                if not call.job.is_late:
+                    call.job.is_late = True
+                    late.append(call.job)
         if suspects:  # also if all of them are of jobs that were late already
             what = min(suspects).name.lower()
             self._leave_alone(f"a {what} overran its deadline ({self.deadline_seconds:g} s)", *suspects)
@@ -293,17 +215,24 @@ class TierQueue:
 
         A probe that is late is none of that: nobody waits for it.
         """
-        with self._changed:
-            times = [call.due_at(self.deadline_seconds) for call in self._running if not call.is_late]
+        if self.is_open and self._num_waiting:
+            return self._clock()
+        times = [self._due_at(call) for call in self._workers.running() if not call.is_late]
         if self._may_probe and self._probe_at is not None:
             times.append(self._probe_at)
         return min(times, default=None)
 
+    def _due_at(self, call: Call) -> float:
+        """Nobody waits for a write: it may take longer before it counts as hung."""
+        return call.started_at + self.deadline_seconds * (1 if call.is_urgent else PATIENCE)
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(map(self._workers.num_waiting, Operation))
+
     def status(self) -> TierStatus:
         """Return what an operator wants to see."""
         usage = self.tier.usage()
-        with self._changed:
-            num_waiting = [len(waiting) for waiting in self._waiting]
         return TierStatus(
             name=self.name,
             state="open" if self.is_open else "closed",
@@ -312,27 +241,18 @@ class TierQueue:
             used_bytes=usage.used_bytes,
             capacity_bytes=usage.capacity_bytes,
             queued_write_bytes=self.queued_write_bytes,
-            num_waiting_reads=num_waiting[Operation.READ],
-            num_waiting_writes=num_waiting[Operation.WRITE],
+            num_waiting_reads=self._workers.num_waiting(Operation.READ),
+            num_waiting_writes=self._workers.num_waiting(Operation.WRITE),
             num_hung_calls=self._num_hung,
             counters={**self.counters, **usage.counters},
         )
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Stop: give writes that wait `drain_seconds`, then drop them. Bounded, whatever the storage does."""
-        end = time.monotonic() + drain_seconds
-        with self._changed:
-            if self._closing:
-                return
-            self._changed.wait_for(
-                lambda: self.is_open or not (self._waiting[Operation.WRITE] or self._num_writing),
-                max(0.0, end - time.monotonic()),
-            )
-            self._closing = True
-            for waiting in self._waiting:
-                waiting.clear()
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: len(self._running) <= self._num_hung, _CLOSE_SECONDS)
+        if self._closing:
+            return
+        self._closing = True
+        self._workers.close(0.0 if self.is_open else drain_seconds, _CLOSE_SECONDS, self._num_hung)
         closer = threading.Thread(target=self.tier.close, name=f"kvdepot-{self.name}-close", daemon=True)
         closer.start()
         closer.join(_CLOSE_SECONDS)
@@ -364,12 +284,12 @@ class TierQueue:
         if self._probe_started_at is None:
             self._probe_at = self._clock() + self._retry_seconds
 
-    def _judge(self, call: _Call, *, has_succeeded: bool) -> None:
+    def _judge(self, call: Call) -> None:
         """Learn from a call that has ended: not from one that was late, nor from one of before the last probe."""
-        operation = call.job.operation
+        operation = call.operation
         if not call.has_run or call.is_late or call.started_at < self._closed_at:
             return
-        if has_succeeded:
+        if call.outcomes is not None:
             self._num_errors = 0
             self._suspects -= _SHOWS[operation]
             if not self._suspects and self._num_too_late < _LATE_TO_OPEN:
@@ -418,19 +338,20 @@ class TierQueue:
         self.why_open = ""
         self._num_errors = 0
         self._closed_at = self._clock()
-        with self._changed:
-            self._hire()
+        self._hire()
 
     def _fail_waiting(self) -> None:
-        with self._changed:
-            for waiting in self._waiting:
-                self._done.extend(zip(waiting, itertools.repeat(None)))
-                waiting.clear()
+        for operation in Operation:
+            self._done.extend(self._workers.take_back(operation, _DROPPED_A_STEP, lambda _: True))
 
-    def _report(self, call: _Call, outcomes: Sequence[bool] | None) -> Part:
-        self._judge(call, has_succeeded=outcomes is not None)
+    def _report(self, call: Call) -> Part:
+        self._judge(call)
+        self._num_calls -= 1
+        if call.is_late:
+            self._num_hung -= 1
+            self._dismiss()
         job, num_keys = call.job, call.last - call.first
-        outcomes = outcomes or [False] * num_keys
+        outcomes = call.outcomes or [False] * num_keys
         job.num_left -= num_keys
         sizes = [size for _, size in job.extents[call.first : call.last]]
         was_here = call.was_here or itertools.repeat(False)
@@ -446,57 +367,28 @@ class TierQueue:
             self.counters["failed_reads"] += num_keys - sum(outcomes)
         return Part(job, call.first, outcomes, not job.num_left, call.corrupt, call.checksums)
 
-    # --- threads --------------------------------------------------------------------------------------------------
+    # --- workers --------------------------------------------------------------------------------------------------
 
     def _hire(self) -> None:
         """Have as many threads that do not hang as there should be."""
         while self._num_workers - self._num_hung < self._num_threads:
             self._num_workers += 1
-            threading.Thread(target=self._work, name=f"kvdepot-{self.name}-{self._num_workers}", daemon=True).start()
+            self._workers.hire()
 
-    def _take(self) -> _Call | None:
-        for operation in (Operation.CONTAINS, Operation.READ):
-            if self._waiting[operation]:
-                return self._waiting[operation].popleft()
-        if self._waiting[Operation.CLEAR]:
-            if self._num_writing or self._is_clearing:
-                return None
-            self._is_clearing = True
-            return self._waiting[Operation.CLEAR].popleft()
-        if self._waiting[Operation.WRITE] and not self._is_clearing and self._num_writing < self._num_threads - 1:
-            self._num_writing += 1
-            return self._waiting[Operation.WRITE].popleft()
-        return None
+    def _dismiss(self) -> None:
+        """Have no more threads than there should be, once one that was replaced came back."""
+        if self._num_workers - self._num_hung > self._num_threads:
+            self._num_workers -= 1
+            self._workers.dismiss()
 
-    def _work(self) -> None:
-        call: _Call | None = None
-        while True:
-            with self._changed:
-                while (call := self._take()) is None:
-                    if self._closing:
-                        self._num_workers -= 1
-                        return
-                    self._changed.wait()
-                call.started_at = self._clock()
-                self._running.add(call)
-            outcomes = self._call(call)
-            with self._changed:
-                self._running.discard(call)
-                call.has_run = True
-                if not call.is_late:
-                    self._num_writing -= call.job.operation is Operation.WRITE
-                    if call.job.operation is Operation.CLEAR:
-                        self._is_clearing = False
-                was_late, self._num_hung = call.is_late, self._num_hung - call.is_late
-                self._done.append((call, outcomes))
-                is_spare = was_late and self._num_workers - self._num_hung > self._num_threads
-                self._num_workers -= is_spare
-                self._changed.notify_all()
-            self._wake()
-            if is_spare:
-                return
+    def _on_ended(self, call: Call) -> None:
+        self._done.append(call)
+        self._wake()
 
-    def _call(self, call: _Call) -> Sequence[bool] | None:
+    def _make(self, call: Call) -> None:
+        call.outcomes = self._outcomes_of(call)
+
+    def _outcomes_of(self, call: Call) -> Sequence[bool] | None:
         job = call.job
         keys, extents = job.keys[call.first : call.last], job.extents[call.first : call.last]
         try:
@@ -519,7 +411,7 @@ class TierQueue:
             self.counters["errors"] += 1
             return None
 
-    def _clear(self, call: _Call) -> None:
+    def _clear(self, call: Call) -> None:
         num_cleared = 0
         for count in self.tier.clear(*call.job.labels):
             if self._closing:
@@ -538,7 +430,7 @@ class TierQueue:
             for (offset, num_bytes), ok in zip(extents, outcomes, strict=True)
         ]
 
-    def _write(self, call: _Call, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+    def _write(self, call: Call, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
         checksums = call.job.checksums[call.first : call.last]
         if call.job.asks_first:
             call.was_here = _whole(self.tier.contains(keys), len(keys))

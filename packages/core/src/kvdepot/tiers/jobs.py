@@ -1,0 +1,75 @@
+"""What a tier is asked: jobs, the calls that they are cut into, and what came of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvdepot.protocols import Extents
+
+
+class Operation(IntEnum):
+    """What a job does; the smaller goes first."""
+
+    CLEAR = 0
+    CONTAINS = 1
+    READ = 2
+    WRITE = 3
+
+
+@dataclass(slots=True)
+class Job:
+    """Keys, and for reads and writes their places in the pool; owned by who submitted it."""
+
+    operation: Operation
+    keys: Sequence[bytes] = ()
+    extents: Extents = ()
+    checksums: Sequence[bytes] = ()  # of what is written: bytes that lack theirs are not
+    labels: tuple[bytes | None, bytes | None] = (None, None)  # of what is cleared
+    makes_checksums: bool = False  # of what was read, once it is in the pool
+    asks_first: bool = False  # what is there already is not written
+    num_left: int = 0  # keys without an outcome
+    num_cleared: int | None = None  # None: it failed
+    is_late: bool = False  # a call of it has overrun its deadline
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes of all of it."""
+        return sum(num_bytes for _, num_bytes in self.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The outcomes of some of a job's keys: of `keys[first : first + len(outcomes)]`. Their extents are free again."""
+
+    job: Job
+    first: int
+    outcomes: Sequence[bool]
+    is_last: bool = False  # of its job
+    corrupt: Sequence[int] = ()  # places in `keys` whose bytes lacked their checksum and were not written
+    checksums: Sequence[bytes] = ()  # of what was read, one for each outcome, if the job asked for them
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Some of a job's keys, which one thread asks the tier for at once."""
+
+    job: Job
+    first: int
+    last: int
+    started_at: float = 0.0  # or its last step
+    has_run: bool = False
+    is_late: bool = False
+    outcomes: Sequence[bool] | None = None  # None: it failed
+    corrupt: Sequence[int] = ()
+    checksums: Sequence[bytes] = ()
+    was_here: Sequence[bool] = ()
+
+    @property
+    def operation(self) -> Operation:
+        """What its job does."""
+        return self.job.operation
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether somebody waits for it."""
+        return self.operation in (Operation.CONTAINS, Operation.READ)
