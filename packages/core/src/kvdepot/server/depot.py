@@ -43,6 +43,7 @@ MAXIMUM_SPACES: Final = 4096  # different caches; kept as long as the pool
 MAXIMUM_EVENTS: Final = 20  # that operators see
 MAXIMUM_ROWS: Final = 1024  # names with counters of their own
 _OTHERS: Final = "(others)"
+_DEFAULT_TENANT: Final = "default"
 MAXIMUM_LABELS: Final = 65_536  # tenants and their models; names are kept as long as the pool
 
 
@@ -472,7 +473,8 @@ class Depot:
         chunk_bytes = self._chunk_bytes.get(space.number)
         if chunk_bytes is not None:
             self._observe(request.digests, chunk_bytes)
-        tokens = self.tenant_tokens.get(request.tenant) or _row(self.tenant_tokens, request.tenant, 3)
+        tenant = request.tenant or _DEFAULT_TENANT
+        tokens = self.tenant_tokens.get(tenant) or _row(self.tenant_tokens, tenant, 3)
         tokens[0] += num_chunks * space.spec.chunk_tokens
         tokens[1] += found * space.spec.chunk_tokens
         if self.tiering is None or found == num_chunks or not self.accepts_stores:
@@ -1115,18 +1117,21 @@ class Depot:
         return number
 
     def _tenant_status(self) -> dict[str, dict[str, int]]:
-        quotas, tenant_bytes = self.index.quotas, self.index.quotas.tenant_bytes
-        tenants = {name: {"used_bytes": tenant_bytes[name]} for name in self._shown_tenants if name in tenant_bytes}
+        quotas, bytes_of = self.index.quotas, self.index.quotas.tenant_bytes.get
+        tenants: dict[str, dict[str, int]] = {}
+        for name in self._shown_tenants:
+            used = bytes_of(name)
+            if used is not None:
+                tenants[name] = {"used_bytes": used}
         for name, (quota, used) in quotas.usage().items():
             if used or name in tenants:
                 tenants[name] = {"used_bytes": used, "quota_bytes": quota}
-        rest = sum(quotas.used_bytes) - sum(usage["used_bytes"] for usage in tenants.values())
+        rest = sum(quotas.used_bytes) - sum([usage["used_bytes"] for usage in tenants.values()])
         if rest:
             tenants[_OTHERS] = {"used_bytes": rest}
         for name, (asked, in_pool, in_tiers) in self.tenant_tokens.items():
-            usage = tenants.setdefault(name or "default", {"used_bytes": 0})
-            for key, count in (("lookup", asked), ("pool_hit", in_pool), ("tier_hit", in_tiers)):
-                usage[f"{key}_tokens"] = usage.get(f"{key}_tokens", 0) + count
+            usage = tenants.setdefault(name, {"used_bytes": 0})
+            usage["lookup_tokens"], usage["pool_hit_tokens"], usage["tier_hit_tokens"] = asked, in_pool, in_tiers
         return tenants
 
     def status_fields(self) -> dict[str, Any]:
