@@ -14,7 +14,7 @@ SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket
 _WAITED_FIELD: Final = 1  # of a thread's schedstat: nanoseconds that it could have run and had no core
 
 _LONG_COLLECTION_SECONDS: Final = 0.0005
-_COLLECTION_THRESHOLDS: Final = 700, 5, 1  # so that none looks through much more than what 8,000 new objects refer to
+_COLLECTION_THRESHOLDS: Final = 700, 2, 1  # so that none looks through much more than what 4,200 new objects are
 
 
 class TurnWatch:
