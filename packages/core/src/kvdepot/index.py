@@ -190,7 +190,7 @@ class ChunkIndex:
         self._node_of = make_column("I", num_records)
         self._free_record = NO_RECORD  # the first of those that were given back
         self._readers: dict[int, int] = {}  # records whose bytes are being copied for a tier
-        self._lingering: dict[int, tuple[int, int]] = {}  # those that were removed meanwhile
+        self._lingering: set[int] = set()  # those that were removed meanwhile: their extents are still in the table
 
     # --- spaces ---------------------------------------------------------------------------------------------------
 
@@ -410,10 +410,8 @@ class ChunkIndex:
         self._readers[record] -= 1
         if not self._readers[record]:
             del self._readers[record]
-            extent = self._lingering.pop(record, None)
-            if extent is not None:
-                self.extents.free(*extent)
-                self._give_back(record)
+            if record in self._lingering:
+                self._free_lingering(record)
         self._release_hold(node)
 
     def used(self, node: int) -> Iterator[int] | None:
@@ -674,17 +672,16 @@ class ChunkIndex:
         Something may still be writing to it: its space is taken until `free_abandoned`.
         """
         node = self._node_of[record]
-        self._lingering[record] = _, num_bytes = self.table.extent(record)
+        self._lingering.add(record)
         self._unlink(record, node)
-        self._account(node, -extent_size(num_bytes))
+        self._account(node, -extent_size(self.table.extent(record)[1]))
         self._node_of[record] = NO_NODE
         self._release_hold(node)
 
     def free_abandoned(self, record: int) -> None:
         """Take back an abandoned entry that nothing writes to any more."""
         self.table.free(record)
-        self.extents.free(*self._lingering.pop(record))
-        self._give_back(record)
+        self._free_lingering(record)
 
     def remove_entry(self, record: int) -> None:
         """Take away a sealed entry, leased or not, because its bytes are wrong.
@@ -1181,9 +1178,14 @@ class ChunkIndex:
         self.table.free(record)
         self._node_of[record] = NO_NODE
         if record in self._readers:
-            self._lingering[record] = offset, num_bytes
+            self._lingering.add(record)
             return
         self.extents.free(offset, num_bytes)
+        self._give_back(record)
+
+    def _free_lingering(self, record: int) -> None:
+        self._lingering.remove(record)
+        self.extents.free(*self.table.extent(record))
         self._give_back(record)
 
     def _account(self, node: int, num_bytes: int) -> None:

@@ -234,7 +234,7 @@ class Depot:
         self.on_names_changed: Callable[[], None] = lambda: None
         self._clock = clock
         self._num_saved_spaces = self._num_saved_labels = 0
-        self._label_numbers = SpreadMap[tuple[str, str], int]()
+        self._label_numbers = SpreadMap[str, int]()  # no tuples: `server.watch`
         self._shown_tenants: dict[str, None] = {}  # those that operators see by name
         self._next_number = 1
         self._token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
@@ -1101,13 +1101,14 @@ class Depot:
         self._num_saved_spaces = len(self.index.spaces)
 
     def _label(self, tenant: str, model: str) -> int:
-        number = self._label_numbers.get((tenant, model))
+        name = f"{len(tenant)} {tenant}{model}"
+        number = self._label_numbers.get(name)
         if number is None:
             if len(self.labels) >= MAXIMUM_LABELS:
                 raise Refused(
                     ErrorCode.MALFORMED, f"more than {MAXIMUM_LABELS} tenants and models: {tenant!r} is one too many"
                 )
-            number = self._label_numbers[tenant, model] = len(self.labels)
+            number = self._label_numbers[name] = len(self.labels)
             self.labels.append((tenant, model))
             if len(self._shown_tenants) < MAXIMUM_ROWS:
                 self._shown_tenants[tenant] = None

@@ -36,7 +36,7 @@ from kvdepot.server.sessions import process_start_time
 from kvdepot.spread import SpreadMap
 from kvdepot.table import SEALED, Writer
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.keys import label_of, place_of, tier_key
+from kvdepot.tiers.keys import LABEL_BYTES, label_of, place_of, tier_key
 from kvdepot.tiers.queue import TierQueue
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class Tiering:
         self._names_of = names_of
         self._on_corrupt = on_corrupt
         self._clock = clock
-        self._labels: SpreadMap[int, tuple[bytes, bytes]] = SpreadMap()
+        self._labels: SpreadMap[int, bytes] = SpreadMap()  # of tenant and model; no tuples: `server.watch`
         self._places: dict[tuple[int, int, int, int, int], bytes] = {}
         # by tier, then by record: the header under which it is known to be in that tier, or on its way there
         self._written = [self._no_headers() for _ in queues]
@@ -951,8 +951,8 @@ class Tiering:
         labels = self._labels.get(label)
         if labels is None:
             tenant, model = self._names_of(label)
-            labels = self._labels[label] = label_of(tenant), label_of(model)
-        return labels
+            labels = self._labels[label] = label_of(tenant) + label_of(model)
+        return labels[:LABEL_BYTES], labels[LABEL_BYTES:]
 
     def _place(self, space: Space, place: ShardPlace) -> bytes:
         number = space.number, place.group, place.shard, place.layout, place.num_bytes

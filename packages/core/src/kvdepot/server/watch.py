@@ -77,6 +77,9 @@ class CollectionWatch:
 
     Like that no collection, in whichever thread, holds the others up for more than a millisecond or two: 14 ms for what
     was imported alone, each time. What is left alone and becomes a cycle of garbage stays; there is next to none.
+
+    A mapping of tuples of numbers, strings or bytes cannot be left alone: a full collection stops following it as
+    nothing in it can be part of a cycle, and with the next tuple all of it is new again. None that may be large is one.
     """
 
     def __init__(self) -> None:
