@@ -274,7 +274,7 @@ class DepotMachine(RuleBasedStateMachine):
         spans = sorted((r.offset, r.offset + extent_size(r.num_bytes), r.num_bytes) for r in self.index.table.records())
         assert all(a_end <= b for (_, a_end, _), (b, _, _) in itertools.pairwise(spans))
         used = sum(end - start for start, end, _ in spans)
-        assert used == self.index.extents.used_bytes == sum(size for _, size in self.index.quotas.tenant_bytes.items())
+        assert used == self.index.extents.used_bytes == sum(self.index.quotas.tenant_bytes)
 
     @invariant()
     def leases_are_what_their_owners_have_and_pin(self) -> None:
@@ -310,7 +310,7 @@ class DepotMachine(RuleBasedStateMachine):
         self.depot.clear(None)
         assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.tickets), len(self.depot.quarantines)) == (0, 0, 0)
-        assert {size for _, size in self.index.quotas.tenant_bytes.items()} <= {0}
+        assert set(self.index.quotas.tenant_bytes) <= {0}
 
 
 DepotMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -696,7 +696,7 @@ class Life:
         spans = sorted((record.offset, record.offset + extent_size(record.num_bytes)) for record in records)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         used = sum(end - start for start, end in spans)
-        assert used == index.extents.used_bytes == sum(size for _, size in index.quotas.tenant_bytes.items())
+        assert used == index.extents.used_bytes == sum(index.quotas.tenant_bytes)
         assert (index.num_entries, len(self.bench.depot.leases)) == (len(self.sealed), len(self.leases))
 
     def restart(self) -> None:

@@ -8,6 +8,7 @@ from kvdepot import messages as m
 from kvdepot.errors import ConfigError
 from kvdepot.quotas import QuotaTable
 from kvdepot.server import operations
+from kvdepot.server.depot import MAXIMUM_ROWS
 from tests.core.test_index import PAGE, Bench, Worker, prompt
 from tests.fuzz.depot import check_index, empty_by_eviction
 
@@ -57,9 +58,9 @@ def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
     worker = bench.worker()
     for turn in range(200):
         fill(worker, "ab"[turn % 2], range(turn, turn + 1))
-    before = dict(bench.index.quotas.tenant_bytes.items())
+    before = dict(bench.index.quotas.first_tenants(MAXIMUM_ROWS))
     fill(worker, "a", range(1000, 1100))
-    assert dict(bench.index.quotas.tenant_bytes.items()) == before == {"a": 4 * PAGE, "b": 4 * PAGE}
+    assert dict(bench.index.quotas.first_tenants(MAXIMUM_ROWS)) == before == {"a": 4 * PAGE, "b": 4 * PAGE}
     assert stored(worker, "b", range(200)) == 4
 
 
@@ -101,9 +102,9 @@ def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> Non
     quota = {"a": 10 * PAGE, "b": 6 * PAGE, "c": 8 * PAGE}
     for number in range(600):
         tenant = rng.choice("abc")
-        before = dict(bench.index.quotas.tenant_bytes.items())
+        before = dict(bench.index.quotas.first_tenants(MAXIMUM_ROWS))
         worker.store(prompt(rng.randint(1, 3), number, tenant))
-        after = dict(bench.index.quotas.tenant_bytes.items())
+        after = dict(bench.index.quotas.first_tenants(MAXIMUM_ROWS))
         for other, used in before.items():
             if other != tenant:
                 assert after[other] >= min(used, quota[other])
@@ -169,7 +170,7 @@ def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
         assert quotas.used_bytes[0] >= 0
     bench.depot.work()
     by_share: dict[int, int] = {}
-    for name, size in bench.index.quotas.tenant_bytes.items():
+    for name, size in bench.index.quotas.first_tenants(MAXIMUM_ROWS):
         share = bench.index.quotas.share_of([tenant for tenant, _ in bench.depot.labels].index(name))
         by_share[share] = by_share.get(share, 0) + size
     assert [by_share.get(n, 0) for n in range(bench.index.quotas.num_shares)] == bench.index.quotas.used_bytes

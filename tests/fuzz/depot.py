@@ -42,12 +42,7 @@ def check_index(index: ChunkIndex) -> None:
     spans = sorted((record.offset, record.offset + extent_size(record.num_bytes)) for record in records)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "extents overlap"
     used = sum(end - start for start, end in spans)
-    assert (
-        used
-        == index.extents.used_bytes
-        == sum(size for _, size in index.quotas.tenant_bytes.items())
-        == sum(index.quotas.used_bytes)
-    )
+    assert used == index.extents.used_bytes == sum(index.quotas.tenant_bytes) == sum(index.quotas.used_bytes)
     assert used + sum(size for _, size in index.extents.holes()) == index.extents.ready_bytes
     children = Counter[int]()
     linked = 0

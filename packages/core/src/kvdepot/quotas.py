@@ -41,11 +41,11 @@ class QuotaTable:
         self._share_by_name = {name: number for number, name in enumerate(quotas, start=1)}
         self.quota_bytes = [rest, *quotas.values()]
         self.used_bytes = [0] * len(self.quota_bytes)
-        self.tenant_bytes = SpreadMap[str, int]()  # of those that ever had any
         self._excess = [0.0] * len(self.quota_bytes)  # by share: what its entry in the heap says, 0 for none
         self._heap: list[tuple[float, int]] = []  # excess, negative, and share
         self._names = [""]  # of tenants
         self._shares = [self._share_by_name.get("", 0)]  # by tenant
+        self.tenant_bytes = [0]  # by tenant
         self._tenants = SpreadMap[str, int]()  # by name
         self._tenants[""] = 0
         self._tenant_of: list[int] = []  # by label
@@ -63,12 +63,12 @@ class QuotaTable:
             self._tenants[tenant] = len(self._names)
             self._names.append(tenant)
             self._shares.append(self._share_by_name.get(tenant, 0))
+            self.tenant_bytes.append(0)
         self._tenant_of[number] = self._tenants[tenant]
 
     def account(self, label: int, share: int, num_bytes: int) -> None:
         """Count bytes of a label, which may be negative, against a share."""
-        name = self._names[self._tenant_of[label] if label < len(self._tenant_of) else 0]
-        self.tenant_bytes[name] = (self.tenant_bytes.get(name) or 0) + num_bytes
+        self.tenant_bytes[self._tenant_of[label] if label < len(self._tenant_of) else 0] += num_bytes
         self._add(share, num_bytes)
 
     def forget_usage(self) -> None:
@@ -76,7 +76,7 @@ class QuotaTable:
         self.used_bytes[:] = [0] * self.num_shares
         self._excess[:] = [0.0] * self.num_shares
         self._heap.clear()
-        self.tenant_bytes.clear()
+        self.tenant_bytes[:] = [0] * len(self.tenant_bytes)
 
     def move(self, num_bytes: int, source: int, target: int) -> None:
         """Count bytes against another share than before."""
@@ -146,6 +146,10 @@ class QuotaTable:
     def by_name(self) -> dict[str, int]:
         """Return the quotas in bytes by tenant."""
         return {name: self.quota_bytes[share] for name, share in self._share_by_name.items()}
+
+    def first_tenants(self, count: int) -> Iterator[tuple[str, int]]:
+        """Return name and used bytes of those that came first, at most so many."""
+        return zip(self._names[1 : count + 1], self.tenant_bytes[1 : count + 1], strict=True)
 
     def usage(self) -> dict[str, tuple[int, int]]:
         """Return quota and used bytes by tenant."""

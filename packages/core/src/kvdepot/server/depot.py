@@ -235,7 +235,6 @@ class Depot:
         self._clock = clock
         self._num_saved_spaces = self._num_saved_labels = 0
         self._label_numbers = SpreadMap[str, int]()  # no tuples: `server.watch`
-        self._shown_tenants: dict[str, None] = {}  # those that operators see by name
         self._next_number = 1
         self._token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
         self._handlers: dict[type, Callable[[int, Writer, Any], m.Reply | Deferred]] = {
@@ -1110,20 +1109,14 @@ class Depot:
                 )
             number = self._label_numbers[name] = len(self.labels)
             self.labels.append((tenant, model))
-            if len(self._shown_tenants) < MAXIMUM_ROWS:
-                self._shown_tenants[tenant] = None
             self.index.quotas.add_label(number, tenant)
         if number >= self._num_saved_labels:
             self._save_names()
         return number
 
     def _tenant_status(self) -> dict[str, dict[str, int]]:
-        quotas, bytes_of = self.index.quotas, self.index.quotas.tenant_bytes.get
-        tenants: dict[str, dict[str, int]] = {}
-        for name in self._shown_tenants:
-            used = bytes_of(name)
-            if used is not None:
-                tenants[name] = {"used_bytes": used}
+        quotas = self.index.quotas
+        tenants = {name: {"used_bytes": used} for name, used in quotas.first_tenants(MAXIMUM_ROWS)}
         for name, (quota, used) in quotas.usage().items():
             if used or name in tenants:
                 tenants[name] = {"used_bytes": used, "quota_bytes": quota}
