@@ -2,9 +2,9 @@
 
 Makes files with the names and sizes of entries (sparse, 4 MiB each; nothing is written into them) in a new folder
 below FOLDER, and removes them afterwards. Each round walks the tree with nothing but `os.scandir` and the `stat` of
-every file, then opens a tier over it and waits for the whole index, then does so again while a thread asks for keys,
-512 at a time and without a pause, as lookups do. What counts is the ratio of tier and walk within a round. The kernel's
-caches are warm: the files were made just before.
+every file, then opens a tier over it and waits for the whole index, then does so again while a thread asks for keys
+by the tier's queue, as the depot's loop does for lookups: 512 at a time, the next ones when those are answered. What
+counts is the ratio of tier and walk within a round. The kernel's caches are warm: the files were made just before.
 """
 
 import argparse
@@ -16,15 +16,18 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvdepot.testing.tier import PLACE, make_pool
 from kvdepot.tiers.disk import DiskTier, name_of
+from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.keys import label_of, tier_key
+from kvdepot.tiers.queue import TierQueue
 
 PAYLOAD_BYTES = 4 << 20
 QUESTION_KEYS = 512
-_SWITCH_SECONDS = 0.0005  # as in a depot that has tiers
+SWITCH_SECONDS = 0.001  # as in a depot
 
 
 def make_files(folder: Path, num_entries: int, num_tenants: int) -> list[bytes]:
@@ -53,32 +56,37 @@ def walk(folder: str) -> int:
     return count
 
 
-def ask(tier: DiskTier, keys: list[bytes], is_over: threading.Event, seconds: list[float]) -> None:
-    """Ask for keys until it is over; note how long each question took."""
+def ask(queue: TierQueue, answered: threading.Event, keys: list[bytes], is_over: threading.Event) -> list[float]:
+    """Ask for keys until it is over; return how long each question took."""
+    seconds: list[float] = []
     first = 0
     while not is_over.is_set():
         start = time.perf_counter()
-        tier.contains(keys[first : first + QUESTION_KEYS])
+        assert queue.submit(Job(Operation.CONTAINS, keys[first : first + QUESTION_KEYS]))
+        while not queue.poll():
+            answered.wait()
+            answered.clear()
         seconds.append(time.perf_counter() - start)
         first = (first + QUESTION_KEYS) % len(keys)
+    return seconds
 
 
 def open_and_wait(folder: Path, keys: list[bytes], seconds: list[float] | None) -> float:
     """Return how long it took until the index was complete, with questions beside it if there is a list for them."""
-    is_over = threading.Event()
+    is_over, answered, pool = threading.Event(), threading.Event(), make_pool()
     start = time.perf_counter()
-    tier = DiskTier(make_pool(), folder, 1 << 50)
-    asking = threading.Thread(target=ask, args=(tier, keys, is_over, [] if seconds is None else seconds))
-    if seconds is not None:
-        asking.start()
-    while not tier.is_listed:
-        time.sleep(0.001)
-    taken = time.perf_counter() - start
-    is_over.set()
-    if seconds is not None:
-        asking.join()
+    tier = DiskTier(pool, folder, 1 << 50)
+    queue = TierQueue(tier, pool, "benchmark", deadline_seconds=60.0, wake=answered.set)
+    with ThreadPoolExecutor(1) as thread:
+        asking = None if seconds is None else thread.submit(ask, queue, answered, keys, is_over)
+        while not tier.is_listed:
+            time.sleep(0.001)
+        taken = time.perf_counter() - start
+        is_over.set()
+        if asking is not None and seconds is not None:
+            seconds += asking.result()
     assert all(tier.contains(keys)), "the index is not complete"
-    tier.close()
+    queue.close()
     return taken
 
 
@@ -98,7 +106,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     parent: Path = options.folder
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     folder = Path(tempfile.mkdtemp(dir=parent))
     walks, alone, beside, questions = list[float](), list[float](), list[float](), list[float]()
     try:
