@@ -1,6 +1,7 @@
 """Operations over HTTP, against a real depot and a real HTTP server: health, metrics, and who may change what."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,9 +26,11 @@ pytest.importorskip("prometheus_client", reason="pip install 'kvdepot[http]'")
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
-from kvdepot.http import OPERATIONS, HttpServer, HttpSettings, create_app
+from kvdepot.http import OPERATIONS, create_app
+from kvdepot.http_server import HttpServer, HttpSettings
 
 TOKEN = "a token that nobody guesses"
+_FRAMEWORKS = {"starlette", "uvicorn", "anyio", "prometheus_client"}
 
 
 class Http:
@@ -182,6 +185,54 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     with pytest.raises(ConfigError, match="openssl rand"):
         HttpSettings.parse("127.0.0.1:0", tmp_path / "token")
+
+
+def test_what_answers_is_started_again_when_it_ends(http: Http) -> None:
+    assert http.get("/healthz")[0] == 200
+    first = http.server.pid
+    assert first
+    os.kill(first, signal.SIGKILL)
+    assert http.get("/healthz")[0] == 200, "who connects meanwhile waits"
+    assert http.server.pid not in (0, first)
+
+
+def test_what_answers_ends_with_its_server(depot: DepotProcess) -> None:
+    http = Http(depot)
+    assert http.get("/healthz")[0] == 200
+    pid = http.server.pid
+    http.server.close()
+    assert http.server.pid == 0
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(OSError, match="refused"):
+        http.get("/healthz")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_answers_ends_with_its_depot(number: int) -> None:
+    with DepotProcess("--http", "127.0.0.1:0") as depot:
+        (child,) = children_of(depot.pid)
+        os.kill(depot.pid, number)
+        wait_until(lambda: not Path(f"/proc/{child}").exists())
+
+
+def children_of(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+@pytest.mark.promise(61)
+def test_the_depots_process_runs_no_http(depot: DepotProcess) -> None:
+    """Its Python would keep the loop waiting for the interpreter's lock."""
+    command = f"""
+import sys
+from kvdepot.cli import HttpServer, HttpSettings
+server = HttpServer({depot.url!r}, HttpSettings("127.0.0.1", 0))
+print(sorted({_FRAMEWORKS!r} & sys.modules.keys()))
+server.close()
+"""
+    shown = subprocess.run([sys.executable, "-c", command], check=True, capture_output=True, text=True, timeout=60)
+    assert shown.stdout.strip() == "[]"
 
 
 def test_a_depot_serves_http_by_flag(tmp_path: Path) -> None:

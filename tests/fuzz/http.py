@@ -5,7 +5,8 @@ from typing import Any, Final
 
 from kvdepot import messages as m
 from kvdepot.errors import ErrorCode, RemoteError
-from kvdepot.http import HttpSettings, create_app
+from kvdepot.http import create_app
+from kvdepot.http_server import HttpSettings
 
 _TOKEN: Final = "a token that nobody guesses"
 _PATHS: Final = (

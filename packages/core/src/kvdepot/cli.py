@@ -18,6 +18,7 @@ from kvdepot.config import Demotion, ServerConfig, default_directory, format_siz
 from kvdepot.curve import generate_keys
 from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
+from kvdepot.http_server import HttpServer, HttpSettings
 from kvdepot.logs import set_up_logs
 from kvdepot.operate import add_commands, client_keys, number
 from kvdepot.protocols import DeviceBench
@@ -307,16 +308,12 @@ A client has its own secret key and the depot's public key:
     return 0
 
 
-def _http_of(options: argparse.Namespace) -> Callable[[], Any]:
+def _http_of(options: argparse.Namespace) -> Callable[[], HttpServer | None]:
     """Return what starts the HTTP server once the depot is there; it does nothing where none is wanted."""
     if not options.http:
         if options.http_token:
             raise ConfigError("--http-token needs --http HOST:PORT")
         return lambda: None
-    try:
-        from kvdepot.http import HttpServer, HttpSettings
-    except ImportError as error:
-        raise ConfigError(f"--http needs {error.name}: pip install 'kvdepot[http]'") from error
     settings = HttpSettings.parse(options.http, options.http_token)
     return lambda: HttpServer(str(options.dir), settings)
 

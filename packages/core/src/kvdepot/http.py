@@ -1,24 +1,24 @@
 """Operations over HTTP: `kvdepot serve --http 127.0.0.1:9460`, with `pip install 'kvdepot[http]'`.
 
-A thread of the server's process that asks the depot as any operator's tool does, over its control socket. It shares
-nothing with the depot, so what comes by HTTP can neither break nor block the loop, and health is told by whether the
-loop answers. Reading is open to whoever can connect; what changes something takes the bearer token. Off loopback there
-must be a token, and everything but health takes it.
+A process that asks the depot as any operator's tool does, over its control socket. It shares nothing with the depot but
+the listening socket (`kvdepot.http_server`), so what comes by HTTP can neither break nor block the loop, and health is
+told by whether the loop answers. Reading is open to whoever can connect; what changes something takes the bearer token.
+Off loopback there must be a token, and everything but health takes it.
 """
 
 import base64
 import hashlib
 import hmac
-import ipaddress
 import logging
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -30,8 +30,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvdepot import messages as m
+from kvdepot.children import be_a_child
 from kvdepot.client.connection import ask_depot
-from kvdepot.errors import ConfigError, DepotUnavailable, KVDepotError, RemoteError
+from kvdepot.errors import DepotUnavailable, KVDepotError, RemoteError
+from kvdepot.http_server import HttpSettings
 from kvdepot.metrics import MEDIA_TYPE, render_metrics
 
 logger = logging.getLogger(__name__)
@@ -40,63 +42,9 @@ HEALTH_SECONDS: Final = 1.0  # within which a healthy loop answers
 _STATUS_SECONDS: Final = 5.0
 _CHANGE_SECONDS: Final = 90.0
 _LARGEST_BODY_BYTES: Final = 8 << 20
-_START_SECONDS: Final = 10.0
-_SHORTEST_TOKEN: Final = 16
+_STOP_SECONDS: Final = 5.0
 
 Ask = Callable[[m.OperatorRequest, float], m.Reply]
-
-
-@dataclass(frozen=True, slots=True)
-class HttpSettings:
-    """Where to listen, and who may change things.
-
-    Raises:
-        ConfigError: off loopback without a token.
-    """
-
-    host: str
-    port: int  # 0: any that is free
-    token: str = ""  # "": nothing can be changed over HTTP
-
-    def __post_init__(self) -> None:
-        if not self.is_loopback and not self.token:
-            raise ConfigError(
-                f"--http {self.host}: off loopback it takes a token, as everybody could read and clear the cache:"
-                " give --http-token FILE, or listen on 127.0.0.1"
-            )
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-    @classmethod
-    def parse(cls, address: str, token_file: Path | None = None) -> "HttpSettings":
-        """Return the settings of `HOST:PORT` and a file with a token.
-
-        Raises:
-            ConfigError: the address is none, the file cannot be read or has no token that is long enough.
-        """
-        host, separator, port = address.rpartition(":")
-        if not separator or not port.isdigit() or int(port) > 65535:
-            raise ConfigError(f"--http {address!r}: give HOST:PORT, for example 127.0.0.1:9460")
-        token = ""
-        if token_file is not None:
-            try:
-                token = token_file.read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"--http-token {token_file}: {error}") from error
-            if len(token) < _SHORTEST_TOKEN:
-                raise ConfigError(
-                    f"--http-token {token_file}: a token of {len(token)} characters can be guessed, at least"
-                    f" {_SHORTEST_TOKEN}: openssl rand -hex 32 > {token_file}"
-                )
-        return cls(host.strip("[]") or "127.0.0.1", int(port), token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,49 +329,30 @@ def openapi_document(server_version: str, operations: Sequence[Operation]) -> di
     }
 
 
-class HttpServer:
-    """The application on a thread of its own.
+def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
+    """Answer who connects until standard input ends."""
 
-    Args:
-        url: the depot that is asked.
-        settings: where to listen.
+    def ask(request: m.OperatorRequest, deadline_seconds: float) -> m.Reply:
+        return ask_depot(request, url, deadline_seconds)
 
-    Raises:
-        ConfigError: the address cannot be listened on.
-    """
+    config = uvicorn.Config(
+        create_app(ask, settings), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30,
+        limit_concurrency=64,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
 
-    def __init__(self, url: str, settings: HttpSettings) -> None:
-        def ask(request: m.OperatorRequest, deadline_seconds: float) -> m.Reply:
-            return ask_depot(request, url, deadline_seconds)
-
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+    def work() -> None:
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((settings.host, settings.port))
-        except OSError as error:
-            self._socket.close()
-            raise ConfigError(f"--http {settings.host}:{settings.port}: {error}") from error
-        self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            create_app(ask, settings), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30,
-            limit_concurrency=64,
-        )  # fmt: skip
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, name="kvdepot-http", daemon=True
-        )
-        self._thread.start()
-        end = time.monotonic() + _START_SECONDS
-        while not self._server.started and self._thread.is_alive() and time.monotonic() < end:
-            time.sleep(0.005)
-        logger.info("operations at http://%s:%d", settings.host, self.port)
+            server.run([listener])
+        finally:
+            if not server.should_exit:
+                os._exit(1)  # the depot starts another one
 
-    def close(self) -> None:
-        """Stop. Twice is harmless."""
-        self._server.should_exit = True
-        self._thread.join(_START_SECONDS)
-        self._socket.close()
+    thread = threading.Thread(target=work, name="kvdepot-http", daemon=True)
+    thread.start()
+    sys.stdin.buffer.read()
+    server.should_exit = True
+    thread.join(_STOP_SECONDS)
 
 
 def _page() -> tuple[bytes, str]:
@@ -463,3 +392,16 @@ def _unavailable(_request: Request, error: Exception) -> Response:
 
 def _remote_error(_request: Request, error: Exception) -> Response:
     return _json({"error": str(error)}, 409)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve one depot: `PARENT_PID LISTENING_FD`, and a line with its URL and the settings at standard input."""
+    parent_pid, listener = map(int, arguments)
+    be_a_child(parent_pid)
+    logging.basicConfig(level=logging.WARNING, format=f"http {os.getpid()}: %(message)s")
+    url, settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, HttpSettings])
+    serve(url, settings, socket.socket(fileno=listener))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

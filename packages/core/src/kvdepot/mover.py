@@ -11,11 +11,9 @@ that hangs. What its device cannot do it says by `Failed` and ends: only its dea
 more. Signals that a terminal or a service manager sends to the whole group are for the depot, not for it.
 """
 
-import ctypes
 import logging
 import os
 import queue
-import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +22,7 @@ from typing import Final, NoReturn, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from kvdepot.children import be_a_child
 from kvdepot.errors import KVDepotError
 from kvdepot.messages import RegisterKVCache
 from kvdepot.pool import PoolMemory
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 MAXIMUM_FRAME_BYTES: Final = 8 << 20
 MAXIMUM_ANSWER_BYTES: Final = 1 << 16
 _MAXIMUM_TEXT: Final = 1000
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class MoverError(KVDepotError):
@@ -141,11 +139,7 @@ def run_mover(arguments: Sequence[str], open_device: Callable[[Setup, PoolMemory
         open_device: opens what the offer of a registration names; raises `MoverError`.
     """
     parent_pid, pool_fd, socket_fd = map(int, arguments)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(0)  # it died before
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    be_a_child(parent_pid)
     logging.basicConfig(level=logging.WARNING, format=f"mover {os.getpid()}: %(message)s")
     depot = _Depot(socket.socket(fileno=socket_fd))
     setup = depot.receive()

@@ -18,7 +18,6 @@ import ctypes
 import importlib
 import mmap
 import os
-import signal
 import socket
 import sys
 import threading
@@ -29,6 +28,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
+from kvdepot.children import be_a_child, ignore_signals
 from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, PLACE_BYTES
 from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
 
@@ -36,7 +36,6 @@ KEYS_A_MESSAGE: Final = 256
 MESSAGE_BYTES: Final = 1 << 16
 
 _SEAL_SLOT_BYTES: Final = 128
-_PR_SET_PDEATHSIG: Final = 1
 _FULL_PAUSES: Final = (0.01, 0.02)  # seconds; the master evicts in the background, within some milliseconds
 _LEAVE_SECONDS: Final = 0.5
 
@@ -327,18 +326,10 @@ class _Lanes:
             os._exit(0)
 
 
-def _ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def main(arguments: Sequence[str]) -> None:
     """Serve one depot: `PARENT_PID POOL_FD LANE_FD...`."""
     parent_pid, pool_fd, *lane_fds = map(int, arguments)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        return  # it died before
-    _ignore_signals()
+    be_a_child(parent_pid)
     is_quiet = "MC_LOG_LEVEL" not in os.environ  # else a line a second while the master is away, and some a failed put
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     sockets = [socket.socket(fileno=fd) for fd in lane_fds]
@@ -352,7 +343,7 @@ def main(arguments: Sequence[str]) -> None:
     except _ClusterAway as error:
         sockets[0].send(msgspec.msgpack.encode(Failed(str(error))))
     else:
-        _ignore_signals()  # again: the SDK has set handlers of its own
+        ignore_signals()  # again: the SDK has set handlers of its own
         if is_quiet:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sockets[0].send(msgspec.msgpack.encode(Ready()))
