@@ -481,6 +481,40 @@ def test_a_successor_evicts_what_was_stored_longest_ago() -> None:
     assert [found(again, prompt(1, name)) for name in (1, 2, 3)] == [1, 1, 0]
 
 
+@pytest.mark.promise(64)
+def test_a_successor_keeps_the_extent_of_a_writer_whose_chunk_lost_its_parent() -> None:
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    plan = first.prepare(prompt(1))
+    assert second.prepare(prompt(2)).num_present == 1
+    first.ask(m.AbortStore(first.context, plan.ticket))
+    again = bench.successor()
+    assert [again.table.key_of(record) for record in bench.unfinished] == [prompt(2).digests[32:]]
+    assert again.extents.used_bytes == PAGE
+
+
+@pytest.mark.promise(64)
+def test_a_successor_keeps_the_extents_of_two_writers_of_one_chunk() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    worker.prepare(prompt(1))
+    bench.index.abandon_entry(next(bench.index.table.records()).number)  # as a read of a tier that hangs is
+    worker.prepare(prompt(1))
+    again = bench.successor()
+    assert len(bench.unfinished) == 2
+    assert again.extents.used_bytes == 2 * PAGE
+
+
+@pytest.mark.promise(64)
+def test_a_successor_keeps_the_extent_of_a_writer_whose_cache_or_tenant_has_no_name_any_more() -> None:
+    bench = Bench()
+    bench.worker().prepare(prompt(1))
+    again = bench.successor(specs=[])
+    assert (len(bench.unfinished), again.extents.used_bytes) == (1, PAGE)
+    again.discard_entry(bench.unfinished[0])
+    assert again.extents.used_bytes == 0
+
+
 @pytest.mark.promise(30)
 def test_what_lost_its_parent_to_damage_is_freed_with_it() -> None:
     bench = Bench()

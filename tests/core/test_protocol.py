@@ -454,7 +454,7 @@ def test_a_session_hands_over_pool_and_table(depot: DepotProcess) -> None:
     assert mapping is not None
     assert mapping.size_bytes == opened.pool_size_bytes == 64 << 20
     with pytest.raises(TypeError):
-        mapping.headers[0] = 1  # the table is the server's alone
+        mapping.table.headers[0] = 1  # the table is the server's alone
 
 
 def test_a_chunk_is_not_found_before_what_comes_before_it(peer: Peer, bystander: Peer) -> None:

@@ -8,8 +8,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvdepot import messages as m
+from kvdepot.client.transfers import count_valid_chunks
 from kvdepot.errors import PoolError
-from kvdepot.table import FREE, RECORD_BYTES, SEALED, TABLE_VERSION, WRITING, IndexTable, Writer, table_size_bytes
+from kvdepot.table import (
+    FREE,
+    RECORD_BYTES,
+    SEALED,
+    TABLE_VERSION,
+    WRITING,
+    IndexTable,
+    TableReader,
+    Writer,
+    table_size_bytes,
+)
 
 POOL_ID = bytes(range(16))
 
@@ -146,3 +158,23 @@ def test_a_table_of_another_format_is_refused_by_its_number(path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(PoolError, match=f"table format {TABLE_VERSION + 1}"):
         IndexTable.open(path, 1 << 20, POOL_ID)
+
+
+@pytest.mark.promise(65)
+def test_a_client_that_is_given_another_chunk_s_record_has_a_miss() -> None:
+    memory = bytearray(table_size_bytes(4))
+    table, keys = IndexTable(memory, 4), [bytes([number]) * 32 for number in range(3)]
+    extents = b""
+    for number, key in enumerate(keys):
+        header = table.write(
+            number, space=0, group=0, shard=0, offset=4096 * number, num_bytes=4096, key=key, parent=b"", depth=number,
+            layout=0, label=0, writer=Writer(), owner=bytes(16),
+        )  # fmt: skip
+        table.seal(number, 0)
+        extents += m.EXTENT.pack(number, 0, 0, number, 0, header, 4096 * number, 4096)
+    plan = m.RetrievePlan(1, 1, 3, extents)
+    digests = b"".join(keys)
+    assert count_valid_chunks(plan, digests, TableReader(memory)) == 3
+    assert count_valid_chunks(plan, digests[:64] + b"x" * 32, TableReader(memory)) == 2
+    table.free(1)
+    assert count_valid_chunks(plan, digests, TableReader(memory)) == 1

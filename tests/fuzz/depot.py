@@ -39,11 +39,16 @@ def check_index(index: ChunkIndex) -> None:
     """Fail unless table, space, nodes and visibility agree with each other."""
     tree, records = index._tree, list(index.table.records())
     assert index.num_entries == sum(record.state == SEALED for record in records)
-    spans = sorted((record.offset, record.offset + extent_size(record.num_bytes)) for record in records)
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "extents overlap"
-    used = sum(end - start for start, end in spans)
-    assert used == index.extents.used_bytes == sum(index.quotas.tenant_bytes) == sum(index.quotas.used_bytes)
-    assert used + sum(size for _, size in index.extents.holes()) == index.extents.ready_bytes
+    in_use = {record.number for record in records}
+    spans = sorted(index.table.extent(number) for number in in_use | index._lingering)
+    sizes = [extent_size(num_bytes) for _, num_bytes in spans]
+    ends = [start + size for (start, _), size in zip(spans, sizes, strict=True)]
+    assert all(end <= start for end, (start, _) in zip(ends, spans[1:], strict=False)), "extents overlap"
+    assert sum(sizes) == index.extents.used_bytes
+    assert sum(sizes) + sum(size for _, size in index.extents.holes()) == index.extents.ready_bytes
+    of_chunks = {number for number in in_use if index.node_of(number) != NO_NODE}
+    used = sum(extent_size(index.table.extent(number)[1]) for number in of_chunks)
+    assert used == sum(index.quotas.tenant_bytes) == sum(index.quotas.used_bytes)
     children = Counter[int]()
     linked = 0
     for space in index.spaces:
@@ -55,7 +60,7 @@ def check_index(index: ChunkIndex) -> None:
                 assert (index._depth[parent], index._space_of[parent]) == (index._depth[node] - 1, space.number)
             linked += len(list(index._entries(node)))
             _check_node(index, space, node)
-    assert linked == len(records)
+    assert linked == len(of_chunks)
     assert all(tree.num_children[node] == count for node, count in children.items())
     assert index.num_chunks == sum(len(space.nodes) for space in index.spaces)
 

@@ -33,7 +33,7 @@ from kvdepot.messages import EXTENT, CacheSpec
 from kvdepot.protocols import EvictionPolicy
 from kvdepot.quotas import QuotaTable
 from kvdepot.spread import NUM_PARTS, SpreadMap
-from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
+from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, WRITING, IndexTable, Record, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -656,7 +656,7 @@ class ChunkIndex:
     def discard_entry(self, record: int) -> None:
         """Take back an entry that is not sealed; nothing writes to it any more."""
         node = self._node_of[record]
-        if node == NO_NODE:  # all that a start that failed has kept of it is its space
+        if node == NO_NODE:  # of an earlier server: only its extent was kept
             offset, num_bytes = self.table.extent(record)
             self.table.free(record)
             self.extents.free(offset, num_bytes)
@@ -807,8 +807,8 @@ class ChunkIndex:
 
         Returns an iterator that does the work. Between steps (None) its caller can do other things, as long as it
         begins no entry; nothing leaves until then (`is_restoring`). It yields the records of unfinished entries, whose
-        writers may still be writing; `discard_entry` takes them back, once the iterator has ended. What does not verify
-        or fit together is freed.
+        writers may still be writing: they have an extent and belong to no chunk. `discard_entry` takes them back, once
+        the iterator has ended. A sealed record that does not verify or fit is freed.
 
         A step that fails by a bug is logged and counted: before anything can be found, the index is then empty but for
         the space of unfinished entries; later, some are not found.
@@ -847,44 +847,20 @@ class ChunkIndex:
                 yield None
 
     def _start_cold(self, unfinished: list[int]) -> Iterator[None]:
-        """Free all but the space of `unfinished` entries, which get no node: who writes them may be alive."""
+        """Free all but the extents of `unfinished` entries."""
         self._begin_empty()
         self.extents = ExtentAllocator(self.extents.capacity_bytes, self.extents.ready_bytes)
         self.quotas.forget_usage()
         self.num_entries = 0
         for space in self.spaces:
             space.nodes = KeyMap()
-        kept: list[int] = []
-        spans: list[tuple[int, int]] = []
-        for number in range(self.table.num_records):
-            record = self.table.record(number)
-            if record is not None and record.state != SEALED:
-                kept.append(number)
-                spans.append((record.offset, record.num_bytes))
-            elif self.table.header(number) & 0xFF:
-                self.table.free(number)
-            if number % _RESTORE_STEP == 0:
-                yield None
-        for places in self.extents.restore(spans):
-            unfinished += [kept[place] for place in places]
-            yield None
-        self._num_known_records = kept[-1] + 1 if kept else 0
-        has_space = make_column("B", self._num_known_records)
-        for place, number in enumerate(unfinished):
-            has_space[number] = 1
-            self._node_of[number] = NO_NODE
-            if place % _RESTORE_STEP == 0:
-                yield None
-        for number in range(self._num_known_records):
-            if not has_space[number]:
-                if self.table.header(number) & 0xFF:
-                    self.table.free(number)
-                self._give_back(number)
-            if number % _RESTORE_STEP == 0:
-                yield None
+        yield from self._rebuild(0, 0, array("I"), unfinished)
 
     def _rebuild(self, num_spaces: int, num_labels: int, nodes: "array[int]", unfinished: list[int]) -> Iterator[None]:
-        """Make nodes of the table's records, not visible yet; fill in `nodes`, parents first, and `unfinished` records.
+        """Make nodes of the table's sealed records, not visible yet; fill in `nodes`, parents first.
+
+        `unfinished` gets the records that were being written. Each keeps its extent and nothing else, so that whatever
+        became of the chunks around it cannot free what a living writer still fills.
 
         Each loop pauses now and then, and frees what it has used up: a million objects at once take long, too.
         """
@@ -892,7 +868,9 @@ class ChunkIndex:
         spans: list[tuple[int, int]] = []
         for number in range(self.table.num_records):
             record = self.table.record(number)
-            if record is not None and record.space < num_spaces and record.label < num_labels:
+            if record is not None and (
+                record.state == WRITING or (record.space < num_spaces and record.label < num_labels)
+            ):
                 found.append(record)
                 spans.append((record.offset, record.num_bytes))
             if number % _RESTORE_STEP == 0:
@@ -904,14 +882,20 @@ class ChunkIndex:
             for place in places:
                 taken[place] = 1
             yield None
+        used = make_column("B", self.table.num_records)
         while found:
             for _ in range(min(len(found), _RESTORE_STEP)):
                 record = found.pop()
                 spans.pop()
-                if taken[len(found)]:
+                if not taken[len(found)]:
+                    continue
+                if record.state == SEALED:
                     by_depth.setdefault(record.depth, []).append(record)
+                else:
+                    self._node_of[record.number] = NO_NODE
+                    used[record.number] = 1
+                    unfinished.append(record.number)
             yield None
-        used = make_column("B", self.table.num_records)
         by_last_use: dict[int, list[Record]] = {}
         level, level_depth = KeyMap(), -1
         for depth in sorted(by_depth):
@@ -925,10 +909,7 @@ class ChunkIndex:
                         self.extents.free(record.offset, record.num_bytes)
                         continue
                     used[record.number] = 1
-                    if record.state == SEALED:
-                        by_last_use.setdefault(record.last_use >> _LAST_USE_SHIFT, []).append(record)
-                    else:
-                        unfinished.append(record.number)
+                    by_last_use.setdefault(record.last_use >> _LAST_USE_SHIFT, []).append(record)
                 del records[-_RESTORE_STEP:]
                 yield None
             yield from above.drain()
@@ -1001,11 +982,8 @@ class ChunkIndex:
         self._link(record.number, node)
         level[place_in_level] = node
         self._account(node, extent_size(record.num_bytes))
-        if record.state == SEALED:
-            self.num_entries += 1
-            self._update_group(node, record.number)
-        else:
-            self._tree.holds[node] += 1
+        self.num_entries += 1
+        self._update_group(node, record.number)
         return True
 
     # --- nodes and entries ----------------------------------------------------------------------------------------

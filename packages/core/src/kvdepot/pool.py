@@ -1,8 +1,8 @@
 """The pool's files: KV bytes, the index table and the names that records refer to, in one folder on tmpfs.
 
 The server owns them; workers get the descriptors over the session socket. A server that is started again in the same
-folder finds all three; what does not fit together is refused as a whole and replaced. Nothing here maps the pool: only
-who copies does (`map_pool`).
+folder finds all three; what does not fit together is refused as a whole and replaced. The server never maps
+the pool: only whoever copies does (`PoolMemory`).
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from blake3 import blake3
 from kvdepot.config import format_size
 from kvdepot.errors import PoolError
 from kvdepot.names import NamesFile
-from kvdepot.table import CHECKSUM_OFFSET, HEADER_PAGE_BYTES, OWNER_BYTES, RECORD_BYTES, IndexTable
+from kvdepot.table import IndexTable, TableReader
 
 logger = logging.getLogger(__name__)
 
@@ -212,10 +212,4 @@ class PoolMapping(PoolMemory):
 
     def __init__(self, pool_fd: int, pool_size_bytes: int, table_fd: int, table_size_bytes: int) -> None:
         super().__init__(pool_fd, pool_size_bytes)
-        self.table = mmap.mmap(table_fd, table_size_bytes, prot=mmap.PROT_READ)
-        self.headers = memoryview(self.table).cast("Q")  # of record r: headers[512 + 16 * r]
-
-    def checksum_of(self, record: int) -> bytes:
-        """Return the checksum of a sealed record's payload, zeros for none; good only while its header is the same."""
-        place = HEADER_PAGE_BYTES + record * RECORD_BYTES + CHECKSUM_OFFSET
-        return self.table[place : place + OWNER_BYTES]
+        self.table = TableReader(mmap.mmap(table_fd, table_size_bytes, prot=mmap.PROT_READ))

@@ -43,12 +43,13 @@ _LAST_USE: Final = 120
 _EXTENT_OFFSET: Final = 16
 _KEY_OFFSET: Final = 24
 _LAYOUT_OFFSET: Final = 80
-CHECKSUM_OFFSET: Final = 88  # until it is sealed: the worker's name
+_CHECKSUM_OFFSET: Final = 88  # until it is sealed: the worker's name
 _WRITER_OFFSET: Final = 104
 _EXTENT: Final = struct.Struct("<II")
 _WRITER: Final = struct.Struct("<QI")
 _U64: Final = struct.Struct("<Q")
 _U32: Final = struct.Struct("<I")
+_DIGEST: Final = struct.Struct(f"{OWNER_BYTES}s")
 
 
 def _next_generation(header: int) -> int:
@@ -92,6 +93,29 @@ class Record:
 def table_size_bytes(num_records: int) -> int:
     """Return the bytes of a table for `num_records`."""
     return HEADER_PAGE_BYTES + num_records * RECORD_BYTES
+
+
+class TableReader:
+    """The table as a client sees it: read only, and changing under its eyes."""
+
+    def __init__(self, memory: mmap.mmap | bytearray) -> None:
+        self._memory = memory
+        self.headers = memoryview(memory).cast("Q")
+
+    def is_same(self, record: int, header: int) -> bool:
+        """Whether a record has the header that the server named: nobody was given its extent since."""
+        return self.headers[(HEADER_PAGE_BYTES + record * RECORD_BYTES) // 8] == header
+
+    def holds(self, record: int, header: int, key: bytes) -> bool:
+        """Whether a record has this header and belongs to the chunk with this key."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES
+        found = self._memory[base + _KEY_OFFSET : base + _KEY_OFFSET + DIGEST_BYTES]
+        return self.headers[base // 8] == header and found == key
+
+    def checksum_of(self, record: int) -> bytes:
+        """Return the checksum of a sealed record's payload, zeros for none; good only while its header is the same."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECKSUM_OFFSET
+        return bytes(self._memory[base : base + OWNER_BYTES])
 
 
 class IndexTable:
@@ -175,13 +199,13 @@ class IndexTable:
         place = record * (RECORD_BYTES // 8)
         sealed = _next_generation(self._words[place]) | SEALED
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
-        _BODY.pack_into(
-            self._view, base, space, group, shard, offset // EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
-            label, layout, owner, writer.start_time, writer.pid, 0, 0,
+        self._put(
+            _BODY, base, space, group, shard, offset // EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth, label,
+            layout, owner, writer.start_time, writer.pid, 0, 0,
         )  # fmt: skip
         header = sealed - SEALED + WRITING
-        self._write_crc(base, header)
-        self._words[place] = header
+        self._put(_U32, base - 8 + _CRC, self._crc(base, header))
+        self._put_header(place, header)
         return sealed
 
     def seal(self, record: int, last_use: int, checksum: bytes = bytes(OWNER_BYTES)) -> None:
@@ -189,15 +213,22 @@ class IndexTable:
         place = record * (RECORD_BYTES // 8)
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         header = self._words[place] >> 8 << 8 | SEALED
-        self._view[base - 8 + CHECKSUM_OFFSET : base - 8 + CHECKSUM_OFFSET + OWNER_BYTES] = checksum
-        _U64.pack_into(self._view, base - 8 + _LAST_USE, last_use)
-        self._write_crc(base, header)
-        self._words[place] = header
+        self._put(_DIGEST, base - 8 + _CHECKSUM_OFFSET, checksum)
+        self._put(_U64, base - 8 + _LAST_USE, last_use)
+        self._put(_U32, base - 8 + _CRC, self._crc(base, header))
+        self._put_header(place, header)
 
     def free(self, record: int) -> None:
         """Take the record back: readers see the change before the extent is given to somebody else."""
         place = record * (RECORD_BYTES // 8)
-        self._words[place] = _next_generation(self._words[place]) | FREE
+        self._put_header(place, _next_generation(self._words[place]) | FREE)
+
+    def _put(self, kind: struct.Struct, place: int, *values: object) -> None:
+        """Write into a body. With `_put_header` this is all that ever changes a record: a crash falls between two."""
+        kind.pack_into(self._view, place, *values)
+
+    def _put_header(self, place: int, header: int) -> None:
+        self._words[place] = header
 
     def header(self, record: int) -> int:
         """Return the header word now."""
@@ -226,7 +257,7 @@ class IndexTable:
 
     def owner_of(self, record: int) -> bytes:
         """Return the worker, within its process, that began a record in use."""
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + CHECKSUM_OFFSET
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECKSUM_OFFSET
         return bytes(self._view[base : base + OWNER_BYTES])
 
     def place_of(self, record: int) -> tuple[int, int]:
@@ -261,9 +292,6 @@ class IndexTable:
 
     def _crc(self, base: int, header: int) -> int:
         return zlib.crc32(_U64.pack(header), zlib.crc32(self._view[base : base + _CHECKED_BYTES]))
-
-    def _write_crc(self, base: int, header: int) -> None:
-        _U32.pack_into(self._view, base - 8 + _CRC, self._crc(base, header))
 
     def close(self) -> None:
         """Unmap the file. Twice is harmless."""

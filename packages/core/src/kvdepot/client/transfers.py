@@ -27,10 +27,11 @@ from kvdepot.errors import (
     LayoutError,
     RemoteError,
 )
-from kvdepot.keys import KeyRun
+from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, check_block_ids
 from kvdepot.pool import PoolMapping, PoolMemory
 from kvdepot.protocols import BlockIds, CacheGroup, ReadyEvent, TransferFuture
+from kvdepot.table import TableReader
 
 logger = logging.getLogger(__name__)
 
@@ -347,7 +348,7 @@ class WorkerTransfers:
                     try:
                         if not self._copy(1, channel, job, start, run, plan.lease, plan.extents):
                             return False
-                        valid = min(self._valid_chunks(channel.link, plan), self._intact_chunks(channel, plan))
+                        valid = self._valid_chunks(channel, plan, run.digests)
                     finally:
                         _release(channel, plan)
                     transfer.num_chunks = start + valid
@@ -394,15 +395,13 @@ class WorkerTransfers:
             yield current
             current = following
 
-    def _valid_chunks(self, link: Link, plan: m.RetrievePlan) -> int:
-        """Return how many leading chunks were still the same after the copy: the seqlock's second look."""
-        assert link.mapping is not None
-        headers = link.mapping.headers
-        for chunk, _, _, record, _, header, _, _ in m.EXTENT.iter_unpack(plan.extents):
-            if headers[512 + 16 * record] != header:
-                logger.warning("chunk %d of a retrieve was evicted under it: a miss", chunk)
-                return chunk
-        return plan.num_chunks
+    def _valid_chunks(self, channel: Channel, plan: m.RetrievePlan, digests: bytes) -> int:
+        """Return how many leading chunks are right, as far as that shows after the copy."""
+        assert channel.link.mapping is not None
+        valid = count_valid_chunks(plan, digests, channel.link.mapping.table)
+        if valid < plan.num_chunks:
+            logger.warning("chunk %d of a retrieve was evicted under it: a miss", valid)
+        return min(valid, self._intact_chunks(channel, plan))
 
     def _intact_chunks(self, channel: Channel, plan: m.RetrievePlan) -> int:
         """Return how many leading chunks have their checksum, as far as they are to be compared; report the others."""
@@ -410,17 +409,17 @@ class WorkerTransfers:
         if link.verify is m.Verify.OFF or self._checksum is None:
             return plan.num_chunks
         assert link.mapping is not None
-        headers, pool = link.mapping.headers, memoryview(link.mapping.pool)
+        table, pool = link.mapping.table, memoryview(link.mapping.pool)
         wrong: list[tuple[int, int]] = []
         intact = plan.num_chunks
         sample = random.randrange(m.VERIFY_ONE_IN)
         for chunk, _, _, record, _, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
             if link.verify is m.Verify.SAMPLE and chunk % m.VERIFY_ONE_IN != sample:
                 continue
-            expected = link.mapping.checksum_of(record)
+            expected = table.checksum_of(record)
             if not any(expected) or self._checksum(pool[offset : offset + num_bytes]) == expected:
                 continue
-            if headers[512 + 16 * record] == header:
+            if table.is_same(record, header):
                 wrong.append((record, header))
             intact = min(intact, chunk)
         if wrong:
@@ -662,7 +661,12 @@ class _Lane:
                 self._channel.drain()
 
 
-def chunk_block_ids(block_ids: Sequence[int], chunk: int, first_covered: int, blocks_per_chunk: int) -> Sequence[int]:
-    """Return the blocks of one chunk of a batch."""
-    start = (chunk - first_covered) * blocks_per_chunk
-    return block_ids[start : start + blocks_per_chunk]
+def count_valid_chunks(plan: m.RetrievePlan, digests: bytes, table: TableReader) -> int:
+    """Return how many leading chunks of a plan were still in their places after the copy: the seqlock's second look.
+
+    The key of each record is compared as well: a depot whose index is wrong gives a miss instead of other bytes.
+    """
+    for chunk, _, _, record, _, header, _, _ in m.EXTENT.iter_unpack(plan.extents):
+        if not table.holds(record, header, digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]):
+            return chunk
+    return plan.num_chunks

@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -38,11 +37,12 @@ from kvdepot.pool import allocate_first, allocate_in_background, is_locked, open
 from kvdepot.quotas import QuotaTable
 from kvdepot.server import operations
 from kvdepot.server.access import PRIVATE_UMASK, Access
-from kvdepot.server.depot import Chore, Deferred, Depot, Fence, Refused
+from kvdepot.server.depot import Chore, Deferred, Depot, Refused
 from kvdepot.server.events import EventPublisher, check_endpoint
 from kvdepot.server.movers import MoverTable
 from kvdepot.server.opening import TierOpener
 from kvdepot.server.remote import RemoteSocket
+from kvdepot.server.restoring import take_over
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.server.watch import SHORTEST_SECONDS, CollectionWatch, TurnWatch
@@ -543,32 +543,14 @@ class DepotServer:
         self._restoring = None
 
     def _read_back(self, restored: Iterator[int | None]) -> Iterator[None]:
-        """Read an earlier server's table, in steps; then stores are taken again."""
-        index = self._depot.index
-        by_fence: dict[Fence, list[int]] = {}
-        sizes: Counter[Fence] = Counter()
-        for record in restored:
-            if record is not None:
-                fence = index.table.writer_of(record), index.table.owner_of(record)
-                by_fence.setdefault(fence, []).append(record)
-                sizes[fence] += index.table.extent(record)[1]
-            yield
-        gc.freeze()  # nor is it later
+        """Take over an earlier server's table, in steps; then stores are taken again."""
+        depot = self._depot
+        yield from take_over(depot, restored, self._sessions.await_death)
+        gc.freeze()  # what was read back is no garbage, now or later
         gc.enable()
-        self._depot.counters["chores_failed"] += index.num_restore_errors
-        for fence, records in by_fence.items():
-            is_back = any(context.fence == fence for context in self._depot.contexts.values())
-            if not is_back and self._sessions.await_death(fence[0]):
-                self._depot.quarantine(fence, records, sizes[fence])
-            else:
-                self._depot.discard_records(records)
-            yield
-        self._depot.accepts_stores = self._stopping_at is None
-        self._depot.note(f"found {index.num_entries} entries of an earlier server")
-        logger.info(
-            "found %d entries of an earlier server, %d were unfinished",
-            index.num_entries, sum(map(len, by_fence.values())),
-        )  # fmt: skip
+        depot.counters["chores_failed"] += depot.index.num_restore_errors
+        depot.accepts_stores = self._stopping_at is None
+        depot.note(f"found {depot.index.num_entries} entries of an earlier server")
 
 
 def map_large_blocks() -> None:

@@ -1,0 +1,99 @@
+"""Histories: made from a seed, run, and shrunk to a short one when something that must hold does not."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tests.simulation.memory import Violation
+from tests.simulation.world import Event, Setup, World
+
+NUM_STEPS: Final = 250
+_WEIGHTS: Final = {
+    "start": 20, "restore": 14, "kill_server": 1.5, "turn": 8, "connect": 14, "disconnect": 0.7, "unregister": 0.5,
+    "kill": 0.5, "bury": 4, "stop": 1, "prepare": 12, "copy": 24, "end_store": 24, "lookup": 10, "release": 4,
+    "end_request": 1, "retrieve": 10, "read": 20, "hint": 1, "tier_begin": 24, "tier_end": 24, "tier_fails": 0.3,
+    "operate": 1, "report": 0.7, "linger": 1, "check": 2,
+}  # fmt: skip
+_MOODS: Final = (
+    dict[str, float](),
+    {"turn": 2, "lookup": 4, "prepare": 3, "tier_fails": 0, "operate": 0, "kill_server": 2},
+    {"kill_server": 4, "copy": 0.5},
+)
+_ALWAYS: Final = ("start", "restore", "connect", "prepare", "copy", "end_store", "tier_begin", "tier_end")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a history."""
+
+    events: list[Event]
+    failure: str | None
+    num_crashes: int
+    num_reads: int
+
+
+def run_seed(seed: int, num_steps: int = NUM_STEPS) -> Outcome:
+    """Make and run the history of a seed, and let everybody leave. Each seed likes some kinds of events more."""
+    rng = random.Random(seed)
+    mood = rng.choice(_MOODS)
+    weights = {
+        name: weight * mood.get(name, rng.choice((1, 1, 3) if name in _ALWAYS else (0, 1, 1, 1, 5)))
+        for name, weight in _WEIGHTS.items()
+    }
+    names, numbers = list(weights), list(weights.values())
+    world, events, failure = World(Setup.of_seed(seed)), list[Event](), None
+    try:
+        while len(events) < num_steps:
+            for name in rng.choices(names, numbers, k=50):
+                event = name, rng.getrandbits(8), rng.getrandbits(8), rng.getrandbits(8)
+                events.append(event)
+                if not world.do(event):
+                    events.pop()
+        world.finish()
+    except Violation as violation:
+        failure = str(violation)
+    return Outcome(events, failure, world.num_crashes, world.num_reads)
+
+
+def replay(setup: Setup, events: Sequence[Event], say: Callable[[str], object] | None = None) -> str | None:
+    """Run a history again; return why it fails, None if it does not."""
+    world = World(setup, say)
+    try:
+        for event in events:
+            world.do(event)
+        world.finish()
+    except Violation as violation:
+        return str(violation)
+    return None
+
+
+def shrink(setup: Setup, events: list[Event]) -> list[Event]:
+    """Take out of a failing history whatever it fails without."""
+    before = 0
+    while len(events) != before:
+        before = len(events)
+        size = len(events) // 2
+        while size:
+            start = 0
+            while start < len(events):
+                shorter = events[:start] + events[start + size :]
+                if replay(setup, shorter) is None:
+                    start += size
+                else:
+                    events = shorter
+            size //= 2
+    return events
+
+
+def story(seed: int) -> str:
+    """Return the failing history of a seed, shrunk, in words."""
+    setup, outcome = Setup.of_seed(seed), run_seed(seed)
+    if outcome.failure is None:
+        return f"nothing fails with seed {seed}"
+    events = shrink(setup, outcome.events)
+    lines: list[str] = []
+    failure = replay(setup, events, lines.append)
+    told = [f"{number:3}. {line}" for number, line in enumerate(lines, 1)]
+    kept = f"{len(events)} of {len(outcome.events)} events"
+    return "\n".join([f"seed {seed} ({setup}), {kept}:", *told, f"  => {failure}"])

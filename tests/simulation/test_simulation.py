@@ -1,0 +1,85 @@
+"""The simulation finds what it is there to find: each test breaks one rule of the server, and a history shows it."""
+
+import logging
+from unittest.mock import Mock
+
+import pytest
+
+from kvdepot.index import ChunkIndex
+from kvdepot.server.depot import Depot
+from kvdepot.table import IndexTable
+from tests.simulation.history import replay, run_seed, shrink, story
+from tests.simulation.world import Setup, World
+
+NUM_SEEDS = 400
+
+
+@pytest.fixture(autouse=True)
+def no_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL + 1)
+
+
+def first_failure() -> int:
+    """Return the first seed whose history fails."""
+    for seed in range(NUM_SEEDS):
+        if run_seed(seed).failure is not None:
+            return seed
+    pytest.fail(f"none of {NUM_SEEDS} histories fails")
+
+
+@pytest.mark.promise(64)
+def test_no_history_fails() -> None:
+    for seed in range(NUM_SEEDS):
+        assert run_seed(seed).failure is None, story(seed)
+
+
+def test_a_history_is_the_same_each_time() -> None:
+    assert run_seed(7) == run_seed(7)
+
+
+def test_an_extent_that_leaves_quarantine_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def discard(depot: Depot, _fence: object, records: list[int], _num_bytes: int) -> None:
+        depot.discard_records(records)
+
+    monkeypatch.setattr(Depot, "quarantine", discard)
+    seed = first_failure()
+    told = story(seed)
+    assert "may still write to it" in told
+    assert len(told.splitlines()) < 40
+
+
+def test_a_living_writer_that_is_taken_for_dead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "await_death", Mock(return_value=False))
+    assert "may still write to it" in story(first_failure())
+
+
+def test_a_hung_read_whose_extent_is_given_away_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def free_now(index: ChunkIndex, record: int) -> None:
+        index.discard_entry(record)
+
+    monkeypatch.setattr(ChunkIndex, "abandon_entry", free_now)
+    monkeypatch.setattr(ChunkIndex, "free_abandoned", Mock())
+    assert "may still write to it" in story(first_failure())
+
+
+def test_a_record_that_is_sealed_before_its_body_is_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = IndexTable.write
+
+    def write_sealed(table: IndexTable, record: int, **fields: object) -> int:
+        sealed = write(table, record, **fields)  # pyright: ignore[reportArgumentType]
+        table.seal(record, 0)
+        return sealed
+
+    monkeypatch.setattr(IndexTable, "write", write_sealed)
+    assert first_failure() >= 0
+
+
+def test_a_failing_history_shrinks_to_one_that_fails_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Depot, "end_process", Mock())  # a death that nobody hears of
+    seed = first_failure()
+    events = run_seed(seed).events
+    shorter = shrink(Setup.of_seed(seed), events)
+    assert replay(Setup.of_seed(seed), shorter) is not None
+    assert len(shorter) < len(events)
+    for number in range(len(shorter)):
+        assert replay(Setup.of_seed(seed), shorter[:number] + shorter[number + 1 :]) is None

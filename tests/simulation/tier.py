@@ -1,0 +1,195 @@
+# pyright: reportPrivateUsage=false
+"""A simulated tier: storage that is slow, hangs, fails and comes back, under the real queue with its breaker."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.protocols import Extents, TierPool, TierUsage
+from kvdepot.tiers import queue as queue_module
+from kvdepot.tiers.jobs import Call, Operation
+from kvdepot.tiers.keys import has_labels
+from kvdepot.tiers.queue import TierQueue
+from tests.simulation.memory import PAGE, Claim, Memory, Tag, Violation
+
+DEADLINE_SECONDS = 2.0
+MAXIMUM_ENTRIES = 64
+
+
+@dataclass
+class Storage:
+    """What the tier holds: it outlives servers."""
+
+    memory: Memory
+    entries: dict[bytes, list[Tag]] = field(default_factory=dict[bytes, list[Tag]])
+    is_failing: bool = False
+    batch_entries: int = 2
+    writer_pid: int = 0
+
+    def _check(self) -> None:
+        if self.is_failing:
+            raise OSError("the storage fails")
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self._check()
+        return [key in self.entries for key in keys]
+
+    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        self._check()
+        for key, (offset, num_bytes) in zip(keys, extents, strict=True):
+            tags = self.memory.pages[offset // PAGE : (offset + num_bytes) // PAGE]
+            first = tags[0]
+            for number, tag in enumerate(tags):
+                if first is None or tag != (key[-DIGEST_BYTES:], *first[1:3], number):
+                    raise Violation(f"the tier gets other bytes than those of chunk {key[-DIGEST_BYTES:].hex()[:6]}")
+            self.entries[key] = [tag for tag in tags if tag is not None]
+            while len(self.entries) > MAXIMUM_ENTRIES:
+                del self.entries[next(iter(self.entries))]
+        return [True] * len(keys)
+
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        self._check()
+        return [self.fill(key, offset, num_bytes) for key, (offset, num_bytes) in zip(keys, extents, strict=True)]
+
+    def fill(self, key: bytes, offset: int, num_bytes: int) -> bool:
+        """Copy an entry into its extent."""
+        tags = self.entries.get(key, [])
+        for number, tag in enumerate(tags):
+            self.memory.pages[offset // PAGE + number] = tag
+        return len(tags) * PAGE == num_bytes
+
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
+        wanted = [key for key in self.entries if has_labels(key, tenant, model)]
+        for key in wanted:
+            del self.entries[key]
+        yield len(wanted)
+
+    def probe(self) -> None:
+        self._check()
+
+    def usage(self) -> TierUsage:
+        return TierUsage(len(self.entries), 0, 1 << 40, {})
+
+    def close(self) -> None:
+        return
+
+
+class Threads:
+    """Stands for `Workers`: a call begins, and ends, when the history says so."""
+
+    memory: Memory
+    holder: str
+
+    def __init__(
+        self,
+        name: str,
+        most_writes: int,
+        make_call: Callable[[Call], None],
+        on_ended: Callable[[Call], None],
+        clock: Callable[[], float],
+    ) -> None:
+        del name, most_writes
+        self._make_call, self._on_ended, self._clock = make_call, on_ended, clock
+        self.waiting: dict[Operation, deque[Call]] = {operation: deque[Call]() for operation in Operation}
+        self.begun: list[Call] = []
+        self.claims: dict[int, list[Claim]] = {}  # by id of the call
+
+    def hire(self) -> None:
+        return
+
+    def dismiss(self) -> None:
+        return
+
+    def hand_in(self, calls: Iterable[Call]) -> None:
+        for call in calls:
+            self.waiting[call.operation].append(call)
+            if call.operation is Operation.READ:
+                job = call.job
+                places = zip(job.keys[call.first : call.last], job.extents[call.first : call.last], strict=True)
+                self.claims[id(call)] = [
+                    self.memory.claim(self.holder, (key[-DIGEST_BYTES:], -1, -1), *extent) for key, extent in places
+                ]
+
+    def num_waiting(self, operation: Operation) -> int:
+        return len(self.waiting[operation])
+
+    def running(self) -> list[Call]:
+        return list(self.begun)
+
+    def take_back(self, operation: Operation, most: int, is_wanted: Callable[[Call], bool]) -> list[Call]:
+        waiting, taken = self.waiting[operation], list[Call]()
+        for _ in range(min(most, len(waiting))):
+            call = waiting.popleft()
+            (taken if is_wanted(call) else waiting).append(call)
+        for call in taken:
+            self.let_go(call)
+        return taken
+
+    def begin(self) -> Call | None:
+        """Begin the next call, as `Workers` would choose it."""
+        is_clearing = any(call.operation is Operation.CLEAR and not call.is_late for call in self.begun)
+        is_writing = any(call.operation is Operation.WRITE and not call.is_late for call in self.begun)
+        for operation in (Operation.CONTAINS, Operation.READ, Operation.CLEAR, Operation.WRITE):
+            is_blocked = operation in (Operation.CLEAR, Operation.WRITE) and (is_clearing or is_writing)
+            if self.waiting[operation] and not is_blocked:
+                call = self.waiting[operation].popleft()
+                call.started_at = self._clock()
+                self.begun.append(call)
+                return call
+        return None
+
+    def finish(self, number: int) -> Call:
+        """Have a call return."""
+        call = self.begun.pop(number)
+        self._make_call(call)
+        call.has_run = True
+        self.let_go(call)
+        self._on_ended(call)
+        return call
+
+    def let_go(self, call: Call) -> None:
+        """Nothing of a call writes any more."""
+        for claim in self.claims.pop(id(call), ()):
+            self.memory.end(claim)
+
+    def close(self, drain_seconds: float, running_seconds: float, num_hung: int) -> None:
+        del drain_seconds, running_seconds, num_hung
+
+    def end(self) -> None:
+        return
+
+
+class SimulatedQueue(TierQueue):
+    """The real queue, with probes that answer at once."""
+
+    _workers: Threads  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def _start_probe(self, now: float) -> None:
+        self._probe_started_at = now
+        self._probe_at = None
+        self._probe_number += 1
+        try:
+            self.tier.probe()
+        except OSError as error:
+            self._probed.append((self._probe_number, error))
+        else:
+            self._probed.append((self._probe_number, None))
+
+    @property
+    def threads(self) -> Threads:
+        return self._workers
+
+
+def make_queue(storage: Storage, holder: str, clock: Callable[[], float]) -> SimulatedQueue:
+    """Return a queue over storage whose calls are made by a process named `holder`."""
+
+    def make_threads(*arguments: object) -> Threads:
+        threads = Threads(*arguments)  # pyright: ignore[reportArgumentType]
+        threads.memory, threads.holder = storage.memory, holder
+        return threads
+
+    with patch.object(queue_module, "Workers", make_threads):
+        pool = TierPool(-1, memoryview(bytearray()))
+        return SimulatedQueue(storage, pool, "tier", deadline_seconds=DEADLINE_SECONDS, num_threads=4, clock=clock)
