@@ -37,6 +37,7 @@ import numpy.typing as npt
 from kvdepot import SchedulerClient
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
+from kvdepot.config import HTTP_TOKEN
 from kvdepot.eviction import POLICIES
 from kvdepot.layout import GroupKind
 from kvdepot.testing.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
@@ -268,10 +269,11 @@ def busy(url: str, prompts: range, seconds: float) -> None:
     client.close()
 
 
-def read_metrics(url: str) -> None:
+def read_metrics(url: str, token: str) -> None:
     """Ask for metrics as Prometheus does."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     for _ in range(50):
-        with urllib.request.urlopen(url, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             assert b"kvdepot_entries" in reply.read()
 
 
@@ -452,7 +454,7 @@ def run_tenants(phases: Phases, options: Options) -> None:
             filler.store(prompt_key(30_000_000 + number, 1, f"the {'other' if number % 2 else 'one'}"))
         if has_http:
             with phases.phase("metrics over HTTP, fifty times, with a client"):
-                asks = read_metrics, (f"http://{address}/metrics",)
+                asks = read_metrics, (f"http://{address}/metrics", (depot.directory / HTTP_TOKEN).read_text().strip())
                 together(asks, (busy, (depot.url, range(8), options.seconds)))
         with phases.phase("clearing every other chunk of very many"):
             ask_depot(m.Clear("the other"), depot.url, 60)

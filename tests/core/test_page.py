@@ -15,7 +15,7 @@ from tests.core.test_protocol import Peer, prompt, registration
 
 pytest.importorskip("uvicorn", reason="pip install 'kvdepot[http]'")
 
-from tests.core.test_http import Http
+from tests.core.test_http import TOKEN, Http
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "headless_shell")
 EVIL = "<img src=x onerror=\"document.title='taken'\">"
@@ -61,7 +61,7 @@ def test_the_page_names_no_other_host_and_may_ask_none(http: Http) -> None:
 
 
 def test_a_browser_shows_what_the_depot_holds(http: Http) -> None:
-    document = browse(f"http://127.0.0.1:{http.server.port}/", "--dump-dom")
+    document = browse(f"http://127.0.0.1:{http.server.port}/#token={TOKEN}", "--dump-dom")
     assert ">serving<" in document
     assert "engine-7" in document
     assert "memory://" in document
@@ -70,8 +70,14 @@ def test_a_browser_shows_what_the_depot_holds(http: Http) -> None:
     assert "registered" in document
 
 
-def test_names_of_tenants_are_text(http: Http) -> None:
+def test_a_browser_without_the_token_asks_for_it(http: Http) -> None:
     document = browse(f"http://127.0.0.1:{http.server.port}/", "--dump-dom")
+    assert 'class="shown"' in document
+    assert "engine-7" not in document
+
+
+def test_names_of_tenants_are_text(http: Http) -> None:
+    document = browse(f"http://127.0.0.1:{http.server.port}/#token={TOKEN}", "--dump-dom")
     assert "<title>kvdepot</title>" in document
     assert "<img" not in document
     assert "&lt;img src=x" in document
@@ -79,5 +85,5 @@ def test_names_of_tenants_are_text(http: Http) -> None:
 
 def test_a_picture_of_it_is_taken(http: Http, tmp_path: Path) -> None:
     path = tmp_path / "page.png"
-    browse(f"http://127.0.0.1:{http.server.port}/", f"--screenshot={path}", "--window-size=1180,860")
+    browse(f"http://127.0.0.1:{http.server.port}/#token={TOKEN}", f"--screenshot={path}", "--window-size=1180,860")
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,21 @@ import pytest
 import yaml
 
 from kvdepot.cli import _parser  # pyright: ignore[reportPrivateUsage]
+from kvdepot.client.connection import ask_depot
+from kvdepot.http import create_app
+from kvdepot.http_server import HttpSettings
+from kvdepot.testing.processes import DepotProcess
+from tests.core.test_http import status_of_app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    with DepotProcess() as depot:
+        yield depot
 
 
 def run(*command: str) -> None:
@@ -53,17 +65,44 @@ def test_systemd_knows_every_setting(tmp_path: Path) -> None:
     run("systemd-analyze", "verify", str(tmp_path / "kvdepot.service"))
 
 
-def test_the_depot_is_started_with_flags_that_it_has() -> None:
+def command_of_the_unit() -> list[str]:
     unit = (DEPLOY / "systemd" / "kvdepot.service").read_text()
     (start,) = re.findall(r"^ExecStart=\S+/kvdepot (.*)$", unit, flags=re.MULTILINE)
+    return start.split()
+
+
+def test_the_depot_is_started_with_flags_that_it_has() -> None:
     (image,) = re.findall(r"^CMD (.*)$", (DEPLOY / "docker" / "Dockerfile").read_text(), flags=re.MULTILINE)
     (health,) = re.findall(r'CMD (\["kvdepot".*)$', (DEPLOY / "docker" / "Dockerfile").read_text(), flags=re.MULTILINE)
     arguments: list[list[str]] = [
-        start.split(), json.loads(image), json.loads(health)[1:], COMPOSE["services"]["depot"]["command"],
+        command_of_the_unit(), json.loads(image), json.loads(health)[1:], COMPOSE["services"]["depot"]["command"],
         workloads()["kvdepot"]["containers"][0]["args"],
     ]  # fmt: skip
     for each in arguments:
         _parser().parse_args(each)
+
+
+def test_probes_and_prometheus_ask_what_a_depot_answers_them(depot: DepotProcess, tmp_path: Path) -> None:
+    """Each unit's HTTP, with its own way to a token; kubelets and Prometheus ask by address."""
+    pod = workloads()["kvdepot"]["containers"][0]
+    for command in (command_of_the_unit(), pod["args"]):
+        options = _parser().parse_args(command)
+        token_file = None
+        if options.http_token is not None:
+            token_file = tmp_path / "token"
+            token_file.write_text("x" * 64)
+            assert any(options.http_token.is_relative_to(mount["mountPath"]) for mount in pod["volumeMounts"])
+        app = create_app(
+            lambda request, seconds: ask_depot(request, depot.url, seconds),
+            HttpSettings.parse(options.http, token_file),
+        )
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert status_of_app(app, pod[probe]["httpGet"]["path"], "10.0.0.7:9460") == 200, probe
+        assert status_of_app(app, "/tenants", "10.0.0.7:9460") == 401
+    (job,) = yaml.safe_load((DEPLOY / "prometheus" / "kvdepot-scrape.yml").read_text())["scrape_configs"]
+    assert job["job_name"] == "kvdepot", "the name in the alert rules"
+    assert job["static_configs"] == [{"targets": [_parser().parse_args(command_of_the_unit()).http]}]
+    assert job["authorization"] == {"credentials_file": "/etc/kvdepot/token"}
 
 
 def test_engines_find_the_depot_s_folder_and_need_nothing_else_of_the_host() -> None:

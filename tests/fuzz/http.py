@@ -29,7 +29,8 @@ _PATHS: Final = (
     b"/tiers/remove",
 )
 _METHODS: Final = ("POST", "GET", "DELETE", "HEAD")
-_ANSWERS: Final = {200, 400, 401, 404, 405, 409}
+_ANSWERS: Final = {200, 400, 401, 404, 405, 409, 421}
+_TENANT: Final = "somebody of whom others should not know"
 _STATUS: Final = m.DepotStatus(
     server_version="",
     protocol_version=1,
@@ -49,27 +50,26 @@ _STATUS: Final = m.DepotStatus(
     num_sessions=0,
     recovering=False,
     contexts=[],
-    tenants={},
+    tenants={_TENANT: {"used_bytes": 1}},
     counters={},
 )
 
 
 def call(data: bytes) -> None:
-    """Byte 0 chooses the path, byte 1 method and whether the token is right; the rest is a header's value and the body.
+    """Byte 0 chooses the path, byte 1 method, token and host; the rest is a header's value and the body.
 
-    The answer is one that is promised, and nothing is changed without the token.
+    The answer is one that is promised. Without the token nothing is changed and no tenant named.
     """
     choice, flags, *_ = data[:2] + bytes(2)
     value, _, body = data[2:].partition(b"\0")
-    has_token = bool(flags & 4)
-    authorization = f"Bearer {_TOKEN}".encode() if has_token else value
+    authorization = f"Bearer {_TOKEN}".encode() if flags & 4 else value
+    has_token = authorization == f"Bearer {_TOKEN}".encode()
+    host = value if flags & 8 else b"127.0.0.1:9460"
     statuses: list[int] = []
+    answer = bytearray()
 
     def ask(request: m.OperatorRequest, _seconds: float) -> m.Reply:
-        if isinstance(
-            request, m.Clear | m.Warm | m.Unpin | m.SetQuota | m.AddTier | m.RemoveTier | m.Drain | m.SetLogLevel
-        ):
-            assert has_token or value.decode("latin-1") == f"Bearer {_TOKEN}", "changed without the token"
+        assert has_token or isinstance(request, m.Hello | m.Status), "asked without the token"
         try:
             m.decode_request(bytes(m.encode_frame(0, request)))
         except m.FrameError as error:
@@ -88,6 +88,8 @@ def call(data: bytes) -> None:
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             statuses.append(message["status"])
+        else:
+            answer.extend(message["body"])
 
     path = _PATHS[choice % len(_PATHS)]
     scope = {
@@ -100,7 +102,7 @@ def call(data: bytes) -> None:
         "query_string": value,
         "root_path": "",
         "scheme": "http",
-        "headers": [(b"authorization", authorization)],
+        "headers": [(b"authorization", authorization), (b"host", host)],
         "client": None,
         "server": None,
     }
@@ -108,6 +110,7 @@ def call(data: bytes) -> None:
     asyncio.run(app(scope, receive, send))
     assert statuses, "no answer"
     assert statuses[0] in _ANSWERS, statuses
+    assert has_token or _TENANT.encode() not in answer, "a tenant was named without the token"
 
 
 def seeds() -> list[bytes]:
@@ -135,4 +138,10 @@ def seeds() -> list[bytes]:
         b'{"level": "loud"}',
     ]
     requests = [bytes([path, flags]) + b"\0" + body for path in range(7) for flags in (4, 0) for body in bodies]
-    return [*requests, *(bytes([path, 1]) + b"x\0" for path in range(len(_PATHS))), b"\0\0Bearer \xff\0{}"]
+    hosts = [b"evil.example", b"[::1]:1", b"[", b"localhost:x", b"\xff", b"127.0.0.1"]
+    return [
+        *requests,
+        *(bytes([path, 1]) + b"x\0" for path in range(len(_PATHS))),
+        *(bytes([path, 9]) + host + b"\0" for path in range(len(_PATHS)) for host in hosts),
+        b"\0\0Bearer \xff\0{}",
+    ]

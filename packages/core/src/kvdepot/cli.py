@@ -14,7 +14,7 @@ import msgspec
 
 from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
-from kvdepot.config import Demotion, ServerConfig, default_directory, format_size, parse_size
+from kvdepot.config import HTTP_TOKEN, Demotion, ServerConfig, default_directory, format_size, parse_size
 from kvdepot.curve import generate_keys
 from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError
 from kvdepot.eviction import POLICIES
@@ -115,13 +115,18 @@ def _parser(
         "--events", metavar="URL", help="tell which chunks can be found, as vLLM does; for example tcp://127.0.0.1:5557"
     )
     add("--events-replay", metavar="URL", help="tell it again to whoever missed something")
-    add("--http", metavar="HOST:PORT", help="health, status, metrics and operations over HTTP")
     add(
-        "--http-token",
-        type=Path,
-        metavar="FILE",
-        help="has the bearer token that changes over HTTP take",
-    )
+        "--http", metavar="HOST:PORT",
+        help="health, metrics and operations over HTTP; all but health, and metrics without tenants, takes a token",
+    )  # fmt: skip
+    add(
+        "--http-token", type=Path, metavar="FILE",
+        help=f"has the bearer token (default, on loopback: a new one at each start, in DIR/{HTTP_TOKEN})",
+    )  # fmt: skip
+    add(
+        "--http-host", action="append", default=[], metavar="NAME",
+        help="a name that HTTP is asked by, beside its addresses, localhost and HOST",
+    )  # fmt: skip
     add("--policy", choices=sorted(POLICIES), default="lru", help="which chunks leave first (default lru)")
     add("--lease-seconds", type=number, default=300.0, help="the longest life of a lease (default 300)")
     add(
@@ -311,11 +316,17 @@ A client has its own secret key and the depot's public key:
 def _http_of(options: argparse.Namespace) -> Callable[[], HttpServer | None]:
     """Return what starts the HTTP server once the depot is there; it does nothing where none is wanted."""
     if not options.http:
-        if options.http_token:
-            raise ConfigError("--http-token needs --http HOST:PORT")
+        if options.http_token or options.http_host:
+            raise ConfigError("--http-token and --http-host need --http HOST:PORT")
         return lambda: None
-    settings = HttpSettings.parse(options.http, options.http_token)
-    return lambda: HttpServer(str(options.dir), settings)
+    settings = HttpSettings.parse(options.http, options.http_token, options.http_host)
+
+    def serve_http() -> HttpServer:
+        if options.http_token is None:
+            settings.write_token(options.dir / HTTP_TOKEN)
+        return HttpServer(str(options.dir), settings)
+
+    return serve_http
 
 
 def _status(options: argparse.Namespace) -> int:

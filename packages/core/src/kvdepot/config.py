@@ -14,6 +14,7 @@ from kvdepot.errors import ConfigError
 
 CONTROL_SOCKET = "control.sock"  # ZMQ ROUTER: messages
 SESSION_SOCKET = "session.sock"  # Unix stream: descriptors, and news of death
+HTTP_TOKEN = "http.token"  # file: the bearer token where none was given
 
 POOL_SHARE_OF_FREE_MEMORY = 0.25
 EXTENT_ALIGNMENT_BYTES = 4096

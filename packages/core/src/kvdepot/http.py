@@ -2,32 +2,48 @@
 
 A process that asks the depot as any operator's tool does, over its control socket. It shares nothing with the depot but
 the listening socket (`kvdepot.http_server`), so what comes by HTTP can neither break nor block the loop, and health is
-told by whether the loop answers. Reading is open to whoever can connect; what changes something takes the bearer token.
-Off loopback there must be a token, and everything but health takes it.
+told by whether the loop answers.
+
+Any user of the machine can connect, so everything takes the bearer token but health, readiness, the empty page, the
+OpenAPI document and, on loopback, metrics, which count all tenants as one without it. Requests without the token that
+come together get one answer, so that many cost the depot as little as one does. The Host header has to be an address or
+a name of the depot, as a page whose name was bound to the depot's address could ask in a browser otherwise.
+
+A connection has one request, a time to make it and a time to take the answer. When there are too many, one that is
+silent is cut off, so a probe, which asks as soon as it is connected, is answered.
 """
 
+import asyncio
 import base64
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
+import re
+import resource
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from importlib.metadata import version
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvdepot import messages as m
 from kvdepot.children import be_a_child
@@ -43,6 +59,9 @@ _STATUS_SECONDS: Final = 5.0
 _CHANGE_SECONDS: Final = 90.0
 _LARGEST_BODY_BYTES: Final = 8 << 20
 _STOP_SECONDS: Final = 5.0
+_MOST_CONNECTIONS: Final = 256
+_BACKLOG: Final = 128  # connections that are accepted at once
+_HOST: Final = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 Ask = Callable[[m.OperatorRequest, float], m.Reply]
 
@@ -57,7 +76,7 @@ class Operation:
     answer: Callable[[Ask, Any], object]  # (ask, body); the body is None for GET
     reply: type[Any]
     body: type[Any] | None = None
-    changes: bool = False  # takes the token on loopback, too
+    takes_token: bool = True
 
 
 def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
@@ -65,13 +84,10 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
 
     Args:
         ask: sends one request to the depot and waits for its reply that many seconds; raises as `ask_depot` does.
-        settings: who may do what.
+        settings: the token, and the names that the depot is known by.
     """
 
-    def reading(request: Request) -> Response | None:
-        return None if settings.is_loopback else _why_not(request, settings.token)
-
-    def healthz(_request: Request) -> Response:
+    def healthz() -> Response:
         began = time.monotonic()
         try:
             reply = ask(m.Hello(m.PROTOCOL_VERSION, "http"), HEALTH_SECONDS)
@@ -80,7 +96,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
         assert isinstance(reply, m.HelloReply)
         return _json({"status": "ok", "epoch": reply.epoch, "answered_seconds": round(time.monotonic() - began, 4)})
 
-    def readyz(_request: Request) -> Response:
+    def readyz() -> Response:
         try:
             status = _status(ask, HEALTH_SECONDS)
         except KVDepotError as error:
@@ -91,20 +107,29 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
             return _json({"status": "draining", "why": 'stores are declined: POST /drain {"draining": false}'}, 503)
         return _json({"status": "ready", "pool_ready_bytes": status.pool_ready_bytes})
 
-    def metrics(request: Request) -> Response:
-        refused = reading(request)
-        if refused is not None:
-            return refused
+    def metrics() -> Response:
         return Response(render_metrics(_status(ask, _STATUS_SECONDS)), media_type=MEDIA_TYPE)
+
+    def open_metrics() -> Response:
+        status = _status(ask, _STATUS_SECONDS)
+        status = msgspec.structs.replace(status, tenants={"(all)": _sum(status.tenants)})
+        return Response(render_metrics(status), media_type=MEDIA_TYPE)
+
+    share_open_metrics = _shared(open_metrics)
+
+    async def metrics_for(request: Request) -> Response:
+        if settings.is_loopback and "authorization" not in request.headers:
+            return await share_open_metrics(request)
+        return _why_not(request, settings.token) or await run_in_threadpool(metrics)
 
     page, policy = _page()
 
-    def index(_request: Request) -> Response:
+    async def index(_request: Request) -> Response:
         headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
         return Response(page, headers=headers, media_type="text/html; charset=utf-8")
 
-    def openapi(_request: Request) -> Response:
-        return _json(openapi_document(version("kvdepot"), [*OPERATIONS, *_PLAIN_OPERATIONS]))
+    async def openapi(_request: Request) -> Response:
+        return _json(_own_document())
 
     async def body(request: Request, kind: type[Any]) -> Any:
         data = b""
@@ -116,7 +141,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
 
     def endpoint_of(operation: Operation) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
-            refused = _why_not(request, settings.token) if operation.changes else reading(request)
+            refused = _why_not(request, settings.token)
             if refused is not None:
                 return refused
             try:
@@ -131,12 +156,13 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
     return Starlette(
         routes=[
             Route("/", index),
-            Route("/healthz", healthz),
-            Route("/readyz", readyz),
-            Route("/metrics", metrics),
+            Route("/healthz", _shared(healthz)),
+            Route("/readyz", _shared(readyz)),
+            Route("/metrics", metrics_for),
             Route("/openapi.json", openapi),
             *(Route(each.path, endpoint_of(each), methods=[each.method]) for each in OPERATIONS),
         ],
+        middleware=[Middleware(_KnownHosts, names={settings.host, "localhost", *settings.names})],
         exception_handlers={DepotUnavailable: _unavailable, RemoteError: _remote_error},
     )
 
@@ -254,27 +280,27 @@ OPERATIONS: Final = (
     ),
     Operation(
         "POST", "/tenants/quota", "Change what a tenant can keep against others, until the server ends",
-        lambda ask, body: _done(ask, m.SetQuota(body.tenant, body.quota_bytes)), Count, QuotaBody, True,
+        lambda ask, body: _done(ask, m.SetQuota(body.tenant, body.quota_bytes)), Count, QuotaBody,
     ),
     Operation("GET", "/config", "The server's settings", lambda ask, _: _settings(ask), dict[str, Any]),
     Operation("POST", "/cache/find", "What the pool has of a prefix", _find, list[m.FoundPrefix], FindBody),
-    Operation("POST", "/cache/clear", "Forget what nobody uses", _clear, Count, ClearBody, True),
-    Operation("POST", "/cache/warm", "Bring a prefix up from tiers, and pin it", _warm, Count, WarmBody, True),
+    Operation("POST", "/cache/clear", "Forget what nobody uses", _clear, Count, ClearBody),
+    Operation("POST", "/cache/warm", "Bring a prefix up from tiers, and pin it", _warm, Count, WarmBody),
     Operation(
         "POST", "/cache/unpin", "End pins",
-        lambda ask, body: _done(ask, m.Unpin(body.tenant)), Count, UnpinBody, True,
+        lambda ask, body: _done(ask, m.Unpin(body.tenant)), Count, UnpinBody,
     ),
     Operation(
         "POST", "/tiers/add", "Use one more tier below the others, until the server ends; counts tiers",
-        lambda ask, body: _done(ask, m.AddTier(body.url)), Count, TierUrlBody, True,
+        lambda ask, body: _done(ask, m.AddTier(body.url)), Count, TierUrlBody,
     ),
     Operation(
         "POST", "/tiers/remove", "Stop using a tier; what it holds stays there; counts tiers",
-        lambda ask, body: _done(ask, m.RemoveTier(body.name)), Count, TierNameBody, True,
+        lambda ask, body: _done(ask, m.RemoveTier(body.name)), Count, TierNameBody,
     ),
     Operation(
         "POST", "/drain", "Take no more stores, or take them again; counts those under way",
-        lambda ask, body: _done(ask, m.Drain(body.draining)), Count, DrainBody, True,
+        lambda ask, body: _done(ask, m.Drain(body.draining)), Count, DrainBody,
     ),
     Operation(
         "GET", "/loglevel", "What is logged",
@@ -282,7 +308,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         "POST", "/loglevel", "Change what is logged, until the server ends",
-        lambda ask, body: _done(ask, m.SetLogLevel(body.level)), Count, LogLevelBody, True,
+        lambda ask, body: _done(ask, m.SetLogLevel(body.level)), Count, LogLevelBody,
     ),
 )  # fmt: skip
 
@@ -292,10 +318,13 @@ def _is_a_route(_ask: Ask, _body: object) -> object:
 
 
 _PLAIN_OPERATIONS: Final = (
-    Operation("GET", "/healthz", "200 if the request loop answers, else 503; takes no token", _is_a_route, Health),
-    Operation("GET", "/readyz", "200 if stores are taken, else 503; takes no token", _is_a_route, Health),
-    Operation("GET", "/metrics", "Prometheus' text format", _is_a_route, str),
-)
+    Operation("GET", "/healthz", "200 if the request loop answers, else 503", _is_a_route, Health, None, False),
+    Operation("GET", "/readyz", "200 if stores are taken, else 503", _is_a_route, Health, None, False),
+    Operation(
+        "GET", "/metrics", "Prometheus' text format; by tenant with the token, off loopback only with it",
+        _is_a_route, str, None, False,
+    ),
+)  # fmt: skip
 
 
 def openapi_document(server_version: str, operations: Sequence[Operation]) -> dict[str, Any]:
@@ -313,11 +342,10 @@ def openapi_document(server_version: str, operations: Sequence[Operation]) -> di
         if each.body is not None:
             described["requestBody"] = {"content": {"application/json": {"schema": schema_of[repr(each.body)]}}}
             described["responses"]["400"] = {"description": "The body is not what this takes; nothing was changed"}
-        if each.changes:
+        if each.takes_token:
             described["security"] = [{"token": []}]
             described["responses"] |= {
                 "401": {"description": "The bearer token is missing or another"},
-                "403": {"description": "The depot was started without a token"},
                 "409": {"description": "The depot refused; nothing was changed"},
             }
         paths.setdefault(each.path, {})[each.method.lower()] = described
@@ -329,6 +357,72 @@ def openapi_document(server_version: str, operations: Sequence[Operation]) -> di
     }
 
 
+@cache
+def _own_document() -> dict[str, Any]:
+    return openapi_document(version("kvdepot"), [*OPERATIONS, *_PLAIN_OPERATIONS])
+
+
+class _KnownHosts:
+    """Refuse requests whose Host header is neither an address nor one of the names."""
+
+    def __init__(self, app: ASGIApp, names: set[str]) -> None:
+        self._app = app
+        self._names = {name.lower() for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and not self._is_known(Request(scope).headers.get("host", "")):
+            error = "not a host of this depot: ask by its address, or start it with --http-host NAME"
+            app = _json({"error": error}, 421)
+        await app(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        match = _HOST.fullmatch(host)
+        name = "" if match is None else match["address"] or match["name"] or ""
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name.lower() in self._names
+        return True  # an address is nobody's to bind
+
+
+class Connection(H11Protocol):
+    """A connection that ends: with its answer, when its time is over, or to make room for another.
+
+    Room is made by the oldest that has been silent for a second; if there is none, by the oldest.
+    """
+
+    request_seconds: ClassVar[float] = 10.0  # from connecting to the end of the request
+    answer_seconds: ClassVar[float] = _CHANGE_SECONDS + 10.0  # from there until the answer is taken
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Begin the time for the request, and make room."""
+        super().connection_made(transport)
+        self.began = now = self.loop.time()
+        self.has_asked = False
+        self._end = self.loop.call_later(self.request_seconds, transport.abort)
+        most = min(_MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        if len(self.connections) > most:
+            others = cast("set[Connection]", self.connections)
+            leaves = min(others, key=lambda each: (each.has_asked or each.began > now - 1, each.began))
+            others.discard(leaves)
+            leaves.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Begin the time for the answer when the request is complete."""
+        super().data_received(data)
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
+        if not self.has_asked and cycle is not None and not cycle.more_body:
+            self.has_asked = True
+            self._end.cancel()
+            self._end = self.loop.call_later(self.answer_seconds, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the time."""
+        self._end.cancel()
+        super().connection_lost(exc)
+
+
 def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
     """Answer who connects until standard input ends."""
 
@@ -336,8 +430,9 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
         return ask_depot(request, url, deadline_seconds)
 
     config = uvicorn.Config(
-        create_app(ask, settings), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30,
-        limit_concurrency=64,
+        create_app(ask, settings), http=Connection, ws="none", lifespan="off", backlog=_BACKLOG,
+        headers=[("connection", "close")], timeout_keep_alive=1, proxy_headers=False,
+        log_config=None, log_level=logging.ERROR, access_log=False,  # what strangers send is no line of the log
     )  # fmt: skip
     server = uvicorn.Server(config)
 
@@ -372,10 +467,29 @@ def _status(ask: Ask, deadline_seconds: float) -> m.DepotStatus:
     return reply.status
 
 
+def _sum(tenants: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Return what all tenants have together."""
+    total = Counter(used_bytes=0)
+    for usage in tenants.values():
+        total.update(usage)
+    return dict(total)
+
+
+def _shared(answer: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that makes one answer at a time, in a thread, for all who ask meanwhile."""
+    making: asyncio.Task[Response] | None = None
+
+    async def endpoint(_request: Request) -> Response:
+        nonlocal making
+        if making is None or making.done():
+            making = asyncio.create_task(asyncio.to_thread(answer))
+        return await asyncio.shield(making)
+
+    return endpoint
+
+
 def _why_not(request: Request, token: str) -> Response | None:
     """Return the refusal of a request without the token."""
-    if not token:
-        return _json({"error": "nothing can be changed over HTTP: start the depot with --http-token FILE"}, 403)
     given = request.headers.get("authorization", "")
     if hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
         return None

@@ -8,11 +8,13 @@ import contextlib
 import ipaddress
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -32,22 +34,12 @@ _STOP_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """Where to listen, and who may change things.
-
-    Raises:
-        ConfigError: off loopback without a token.
-    """
+    """Where to listen, and what a request has to know."""
 
     host: str
     port: int  # 0: any that is free
-    token: str = ""  # "": nothing can be changed over HTTP
-
-    def __post_init__(self) -> None:
-        if not self.is_loopback and not self.token:
-            raise ConfigError(
-                f"--http {self.host}: off loopback it takes a token, as everybody could read and clear the cache:"
-                " give --http-token FILE, or listen on 127.0.0.1"
-            )
+    token: str
+    names: tuple[str, ...] = ()  # that the depot is known by, beside `host` and its addresses
 
     @property
     def is_loopback(self) -> bool:
@@ -60,27 +52,48 @@ class HttpSettings:
             return False
 
     @classmethod
-    def parse(cls, address: str, token_file: Path | None = None) -> "HttpSettings":
-        """Return the settings of `HOST:PORT` and a file with a token.
+    def parse(cls, address: str, token_file: Path | None = None, names: Sequence[str] = ()) -> "HttpSettings":
+        """Return the settings of `HOST:PORT` and a file with a token; on loopback without one, with a new token.
 
         Raises:
-            ConfigError: the address is none, the file cannot be read or has no token that is long enough.
+            ConfigError: the address is none, the file is missing off loopback, cannot be read or has no token that is
+                long enough.
         """
         host, separator, port = address.rpartition(":")
         if not separator or not port.isdigit() or int(port) > 65535:
             raise ConfigError(f"--http {address!r}: give HOST:PORT, for example 127.0.0.1:9460")
-        token = ""
-        if token_file is not None:
-            try:
-                token = token_file.read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"--http-token {token_file}: {error}") from error
-            if len(token) < _SHORTEST_TOKEN:
+        settings = cls(host.strip("[]") or "127.0.0.1", int(port), secrets.token_hex(32), tuple(names))
+        if token_file is None:
+            if not settings.is_loopback:
                 raise ConfigError(
-                    f"--http-token {token_file}: a token of {len(token)} characters can be guessed, at least"
-                    f" {_SHORTEST_TOKEN}: openssl rand -hex 32 > {token_file}"
+                    f"--http {settings.host}: off loopback those who ask need a token that you gave them:"
+                    " give --http-token FILE, or listen on 127.0.0.1"
                 )
-        return cls(host.strip("[]") or "127.0.0.1", int(port), token)
+            return settings
+        try:
+            token = token_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--http-token {token_file}: {error}") from error
+        if len(token) < _SHORTEST_TOKEN:
+            raise ConfigError(
+                f"--http-token {token_file}: a token of {len(token)} characters can be guessed, at least"
+                f" {_SHORTEST_TOKEN}: openssl rand -hex 32 > {token_file}"
+            )
+        return replace(settings, token=token)
+
+    def write_token(self, path: Path) -> None:
+        """Leave the token in a file for this user alone, in place of an earlier server's.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        try:
+            path.unlink(missing_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(self.token + "\n")
+        except OSError as error:
+            raise ConfigError(f"the token for HTTP cannot be written: {error}; or give --http-token FILE") from error
+        logger.info("HTTP takes the token in %s", path)
 
 
 class HttpServer:
