@@ -15,11 +15,8 @@ _WEIGHTS: Final = {
     "end_request": 1, "retrieve": 10, "read": 20, "hint": 1, "tier_begin": 24, "tier_end": 24, "tier_fails": 0.3,
     "operate": 1, "report": 0.7, "linger": 1, "check": 2,
 }  # fmt: skip
-_MOODS: Final = (
-    dict[str, float](),
-    {"turn": 2, "lookup": 4, "prepare": 3, "tier_fails": 0, "operate": 0, "kill_server": 2},
-    {"kill_server": 4, "copy": 0.5},
-)
+_MOODS: Final = (dict[str, float](), {"kill_server": 10, "start": 3, "restore": 3})
+_SLOW: Final = {"turn": 3, "lookup": 5, "prepare": 3, "tier_fails": 0, "operate": 0, "kill_server": 2}
 _ALWAYS: Final = ("start", "restore", "connect", "prepare", "copy", "end_store", "tier_begin", "tier_end")
 
 
@@ -36,13 +33,14 @@ class Outcome:
 def run_seed(seed: int, num_steps: int = NUM_STEPS) -> Outcome:
     """Make and run the history of a seed, and let everybody leave. Each seed likes some kinds of events more."""
     rng = random.Random(seed)
-    mood = rng.choice(_MOODS)
+    setup = Setup.of_seed(seed)
+    mood = _SLOW if setup.is_slow else rng.choice(_MOODS)
     weights = {
         name: weight * mood.get(name, rng.choice((1, 1, 3) if name in _ALWAYS else (0, 1, 1, 1, 5)))
         for name, weight in _WEIGHTS.items()
     }
     names, numbers = list(weights), list(weights.values())
-    world, events, failure = World(Setup.of_seed(seed)), list[Event](), None
+    world, events, failure = World(setup), list[Event](), None
     try:
         while len(events) < num_steps:
             for name in rng.choices(names, numbers, k=50):

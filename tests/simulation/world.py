@@ -83,15 +83,16 @@ class Setup:
     demotion: Demotion | None
     quotas: dict[str, int]
     has_history: bool  # the tier has every chunk from the start
+    is_slow: bool  # reads of the tier hang
 
     @classmethod
     def of_seed(cls, seed: int) -> "Setup":
         rng = random.Random(f"setup {seed}")
         quotas = {"tenant-0": 3 * PAGE} if rng.random() < 0.3 else {}
-        return cls(
-            rng.choice(SPECS), rng.randint(5, 20), rng.choice(["lru", "arc"]), rng.choice(DEMOTIONS), quotas,
-            rng.random() < 0.5,
-        )  # fmt: skip
+        spec, num_pages, policy = rng.choice(SPECS), rng.randint(5, 20), rng.choice(["lru", "arc"])
+        demotion = rng.choice(DEMOTIONS)
+        is_slow = demotion is not None and rng.random() < 0.4
+        return cls(spec, num_pages, policy, demotion, quotas, is_slow or rng.random() < 0.5, is_slow)
 
 
 @dataclass(eq=False)
@@ -652,9 +653,10 @@ class World:
             return None
         begun = server.queue.threads.begun
         quick = [number for number, call in enumerate(begun) if call.operation is not Operation.READ]
-        if b % 8 and not quick:
-            return None  # reads are slow
-        call = server.queue.threads.finish(quick[a % len(quick)] if b % 8 else a % len(begun))
+        waits = self.setup.is_slow and b % 16 > 0
+        if waits and not quick:
+            return None
+        call = server.queue.threads.finish(quick[a % len(quick)] if waits else a % len(begun))
         return f"a {call.operation.name.lower()} of the tier {'fails' if call.outcomes is None else 'ends'}"
 
     def on_tier_fails(self, a: int, b: int, c: int) -> str | None:
