@@ -2,14 +2,17 @@
 
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from kvdepot import messages as m
+from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.layout import GroupKind
 from kvdepot.names import Names, NamesFile, decode_names
-from kvdepot.pool import is_locked, open_with_lock
+from kvdepot.pool import PoolFiles, is_locked, open_pool, open_with_lock
 
 NUMBER = (1 << 61) + 5
 
@@ -95,3 +98,107 @@ def test_a_name_that_finds_no_room_is_not_there_and_the_next_one_is(
     file.add(Names(labels=[("b", "m")]))
     file.close()
     assert decode_names(path.read_bytes())[0] == Names(labels=[("a", "m"), ("b", "m")])
+
+
+SIZE = 1 << 20
+
+
+def open_here(folder: Path, *, fresh: bool = False) -> PoolFiles:
+    files = open_pool(folder, SIZE, 64, server="the depot of --dir /one", fresh=fresh)
+    os.posix_fallocate(files.pool_fd, 0, SIZE)
+    return files
+
+
+@pytest.mark.promise(66)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_pool_that_has_a_server_is_opened_by_no_other(tmp_path: Path, fresh: bool) -> None:
+    files = open_here(tmp_path)
+    before = (tmp_path / "pool").stat()
+    with pytest.raises(DepotBusy, match=r"the depot of --dir /one.*--pool-dir"):
+        open_here(tmp_path, fresh=fresh)
+    assert os.path.samestat(before, (tmp_path / "pool").stat())
+    spare = os.dup(files.pool_fd)  # as a worker has it
+    files.close(remove=False)
+    again = open_here(tmp_path)
+    assert not again.is_new
+    again.close(remove=True)
+    os.close(spare)
+    assert not tmp_path.exists()
+
+
+@pytest.mark.promise(66)
+def test_a_server_that_starts_while_another_makes_the_pool_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, others = os.link, list[PoolFiles]()
+
+    def be_late(source: Path, target: Path) -> None:
+        if not others:
+            monkeypatch.setattr(os, "link", link)
+            others.append(open_here(tmp_path))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", be_late)
+    with pytest.raises(DepotBusy):
+        open_here(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "names", "pool"]
+    assert os.path.samestat(os.fstat(others[0].pool_fd), (tmp_path / "pool").stat())
+    others[0].close(remove=True)
+
+
+@pytest.mark.promise(67)
+@pytest.mark.parametrize("name", ["index", "pool"])
+def test_files_that_were_copied_at_different_times_are_not_believed_together(tmp_path: Path, name: str) -> None:
+    files = open_here(tmp_path)
+    copy = (tmp_path / name).read_bytes()
+    files.advance()
+    files.advance()
+    files.close(remove=False)
+    with (tmp_path / name).open("r+b") as file:
+        file.write(copy)
+    again = open_here(tmp_path)
+    assert again.is_new
+    again.close(remove=True)
+
+
+@pytest.mark.promise(67)
+def test_a_server_that_was_killed_between_the_generations_of_its_files_leaves_them_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = open_here(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", Mock())
+        files.advance()
+    files.close(remove=False)
+    again = open_here(tmp_path)
+    assert not again.is_new
+    again.close(remove=True)
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_file(path: Path) -> None:
+    path.write_text("mine")
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.promise(68)
+@pytest.mark.parametrize("name", ["pool", "index", "names"])
+@pytest.mark.parametrize(
+    "make",
+    [Path.mkdir, make_fifo, make_file, make_link],
+    ids=["a folder", "a FIFO", "a file", "a link"],
+)
+def test_what_is_not_a_depot_s_stays_as_it_is(tmp_path: Path, name: str, make: Callable[[Path], object]) -> None:
+    make(tmp_path / name)
+    before = (tmp_path / name).lstat()
+    for fresh in (False, True):
+        with pytest.raises(PoolError, match="--pool-dir"):
+            open_here(tmp_path, fresh=fresh)
+    assert os.path.samestat(before, (tmp_path / name).lstat())
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -93,6 +93,27 @@ def test_an_endpoint_that_anybody_could_reach_is_refused_at_start(endpoint: str,
     assert f"--listen {endpoint}" in result.stderr
 
 
+@pytest.mark.promise(66)
+@pytest.mark.parametrize("same_directory", [False, True])
+def test_a_second_depot_on_a_living_depot_s_pool_says_who_has_it(
+    same_directory: bool, depot: DepotProcess, tmp_path: Path
+) -> None:
+    """With the same directory, too, where somebody removed the lock file or the two are in different containers."""
+    directory = depot.directory if same_directory else tmp_path
+    (depot.directory / "lock").unlink(missing_ok=same_directory)
+    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(directory)]
+    command += ["--pool-dir", str(depot.pool_directory), "--pool-size", "64MiB"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert result.returncode == 1
+    assert f"--dir {depot.directory}" in result.stderr
+    assert "--pool-dir" in result.stderr
+    assert len(result.stderr.splitlines()) <= 2
+    assert "Traceback" not in result.stderr
+    peer = Peer(depot)
+    assert peer.store(prompt(2)) == 2
+    peer.close()
+
+
 # --- nothing runs ---------------------------------------------------------------------------------------------------
 
 
@@ -163,8 +184,8 @@ def test_a_record_that_no_server_wrote_stops_no_server(place: int, value: int, d
         file.write(small)
     depot.start()
     wait_until(lambda: not depot.status().recovering)
+    peer = Peer(depot)  # its writer is back: nothing of it is in quarantine any more
     wait_until(lambda: depot.status().pool_used_bytes == 0)
-    peer = Peer(depot)
     assert peer.store(prompt(2)) == 2
     peer.close()
 

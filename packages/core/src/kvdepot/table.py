@@ -32,8 +32,10 @@ WRITING: Final = 1
 SEALED: Final = 2
 
 _LAST_GENERATION: Final = (1 << 56) - 1
-_MAGIC: Final = b"KVDEPOTX"
+MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
+_GENERATION: Final = 8  # the word of the header page that ties the table to its pool
+_HOLDER_OFFSET: Final = 128  # in the header page: bytes of the text, and the text
 # space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, label, layout, owner (16 bytes
 # that name the worker within its process; once sealed, the payload's checksum), writer start, writer pid, crc, last use
 _BODY: Final = struct.Struct("<IHHII32s16sIIQ16sQIIQ")
@@ -95,6 +97,13 @@ def table_size_bytes(num_records: int) -> int:
     return HEADER_PAGE_BYTES + num_records * RECORD_BYTES
 
 
+def holder_of(header_page: bytes) -> str:
+    """Return who has the table, as its header page says; nothing if it does not."""
+    (length,) = _U32.unpack_from(header_page, _HOLDER_OFFSET) if len(header_page) >= HEADER_PAGE_BYTES else (0,)
+    start = _HOLDER_OFFSET + _U32.size
+    return header_page[start : start + min(length, HEADER_PAGE_BYTES - start)].decode(errors="replace")
+
+
 class TableReader:
     """The table as a client sees it: read only, and changing under its eyes."""
 
@@ -125,6 +134,7 @@ class IndexTable:
         self.num_records = num_records
         self._memory = memory
         self._view = memoryview(memory)
+        self._header_words = self._view[:HEADER_PAGE_BYTES].cast("Q")
         self._words = self._view[HEADER_PAGE_BYTES:].cast("Q")
 
     @classmethod
@@ -148,7 +158,7 @@ class IndexTable:
             raise PoolError(f"no room for the index table of {size} bytes in {path}: {error}") from error
         finally:
             os.close(fd)
-        fields = _FILE_HEADER.pack(_MAGIC, TABLE_VERSION, RECORD_BYTES, num_records, pool_size_bytes, pool_id, 0)
+        fields = _FILE_HEADER.pack(MAGIC, TABLE_VERSION, RECORD_BYTES, num_records, pool_size_bytes, pool_id, 0)
         memory[: len(fields)] = fields[:-4] + _U32.pack(zlib.crc32(fields[:-4]))
         return cls(memory, num_records)
 
@@ -163,7 +173,7 @@ class IndexTable:
         try:
             size = os.fstat(fd).st_size
             fields = os.pread(fd, _FILE_HEADER.size, 0)
-            if len(fields) < _FILE_HEADER.size or fields[:8] != _MAGIC:
+            if len(fields) < _FILE_HEADER.size or fields[:8] != MAGIC:
                 raise PoolError(f"{path} is not an index table")
             _, version, record_bytes, num_records, pool_bytes, table_pool_id, crc = _FILE_HEADER.unpack(fields)
             if crc != zlib.crc32(fields[:-4]):
@@ -177,6 +187,26 @@ class IndexTable:
             return cls(mmap.mmap(fd, size), num_records)
         finally:
             os.close(fd)
+
+    @property
+    def generation(self) -> int:
+        """Ties the table to the pool: see `kvdepot.pool`."""
+        return self._header_words[_GENERATION]
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self._header_words[_GENERATION] = number
+
+    @property
+    def holder(self) -> str:
+        """Which server has the table: for others to read."""
+        return holder_of(bytes(self._view[:HEADER_PAGE_BYTES]))
+
+    @holder.setter
+    def holder(self, text: str) -> None:
+        raw = text.encode(errors="replace")[: HEADER_PAGE_BYTES - _HOLDER_OFFSET - _U32.size]
+        _U32.pack_into(self._view, _HOLDER_OFFSET, len(raw))
+        self._view[_HOLDER_OFFSET + _U32.size :][: len(raw)] = raw
 
     def write(
         self,
@@ -296,6 +326,7 @@ class IndexTable:
     def close(self) -> None:
         """Unmap the file. Twice is harmless."""
         self._words.release()
+        self._header_words.release()
         self._view.release()
         if isinstance(self._memory, mmap.mmap):
             self._memory.close()

@@ -96,7 +96,10 @@ class DepotServer:
             size = resolve_pool_size(config)
             entries = config.max_entries or min(max(size // _BYTES_PER_ENTRY, _MINIMUM_ENTRIES), _MAXIMUM_ENTRIES)
             quotas = QuotaTable(size, config.quotas)
-            self._files = open_pool(config.pool_path, size, entries, fresh=config.fresh)
+            server = (
+                f"process {os.getpid()}, as its own PID namespace numbers it, with --dir {config.directory.absolute()}"
+            )
+            self._files = open_pool(config.pool_path, size, entries, server=server, fresh=config.fresh)
             undo.callback(self._files.close, remove=self._files.is_new)
             ready = allocate_first(self._files.pool_fd, size) if self._files.is_new else size
             extents = ExtentAllocator(size, ready)
@@ -275,6 +278,7 @@ class DepotServer:
                 if began >= next_sweep:
                     next_sweep = began + _TURN_MILLISECONDS / 1000
                     self._depot.expire()
+                    self._files.advance()
                     self._sessions.expire_handshakes(_after(_CHORE_SECONDS))
                     self._sessions.find_dead(_after(_CHORE_SECONDS))
                     self._spare_collections()
