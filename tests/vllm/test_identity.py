@@ -436,6 +436,34 @@ def test_another_engine_with_other_weights_or_dtype_finds_nothing(depot: DepotPr
         assert cached(other.generate(PROMPTS)) == [0, 0]
 
 
+OTHER_INSTRUCTIONS = """
+import vllm.v1.attention.backends.cpu_attn as backend
+backend._get_attn_isa = lambda *_: "vec16"
+"""
+
+
+@pytest.mark.promise(64, 65)
+def test_equal_weights_share_under_two_paths_but_not_over_instruction_sets(
+    depot: DepotProcess, model: MakeModel, tmp_path: Path
+) -> None:
+    """What the CPU's kernels make of the same keys is not the same bytes."""
+    wanted = prompts(2, 500, seed=31)
+    copy = Path(shutil.copytree(model("gqa"), tmp_path / "copy"))
+    with Engine(model("gqa"), connector(depot.url), reference=wanted) as engine:
+        engine.generate(wanted)
+        workers = [context.format for context in depot.status().contexts if context.role == "worker"]
+        assert workers
+        assert all(" cpu CPUAttentionBackend/vec" in name for name in workers)
+        with Engine(copy, connector(depot.url)) as same:
+            outputs = same.generate(wanted)
+            assert (tokens(outputs), cached(outputs)) == (engine.reference, [384, 384])
+        with Engine(copy, connector(depot.url), first=OTHER_INSTRUCTIONS) as other:
+            outputs = other.generate(wanted)
+            assert (tokens(outputs), cached(outputs)) == (engine.reference, [0, 0])
+            other.reset()
+            assert cached(other.generate(wanted)) == [384, 384], "it has its own"
+
+
 @pytest.mark.promise(58)
 def test_a_reset_with_the_connector_is_one_engine_s_own(depot: DepotProcess, model: MakeModel) -> None:
     with Engine(model("gqa"), connector(depot.url)) as engine:
