@@ -152,11 +152,21 @@ class Talkative(MultiConnector):
     def get_handshake_metadata(self):
         return super().get_handshake_metadata()
 
+Base = module.KVConnectorBase_V1
 class Silent:
-    get_handshake_metadata = module.KVConnectorBase_V1.get_handshake_metadata
+    get_handshake_metadata = Base.get_handshake_metadata
+    set_xfer_handshake_metadata = Base.set_xfer_handshake_metadata
+    set_xfer_handshake_metadata_pp_aware = Base.set_xfer_handshake_metadata_pp_aware
 
-for others, early in (((Silent(),), True), ((worker(),), False)):
+class Listening(Silent):
+    def set_xfer_handshake_metadata(self, metadata):
+        raise TypeError("not mine")
+
+for others, stages, early in (
+    ((), 2, True), ((Silent(),), 1, True), ((Silent(),), 2, False), ((Listening(),), 1, False), ((worker(),), 1, False)
+):
     inner, scheduler = worker(), make(Role.SCHEDULER)
+    inner._vllm_config.parallel_config.pipeline_parallel_size = stages
     multi = Talkative(inner, *others)
     module.get_kv_transfer_group = lambda: multi
     said = inner.get_handshake_metadata()
@@ -177,5 +187,5 @@ for others, early in (((Silent(),), True), ((worker(),), False)):
 def test_the_scheduler_looks_up_what_its_workers_register(run_code: RunCode, tmp_path: Path) -> None:
     """It learns the format when the engine starts; where another connector's word goes first, with the first step."""
     found = said(run_code(FORMATS, str(tmp_path)))
-    assert len(found) == 9
+    assert len(found) == 3 + 5 * 3
     assert [line for line in found if "False" in line] == []

@@ -183,20 +183,22 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- format of the cache, from the workers to the scheduler ------------------------------------------------------
 
+    @_never_raises(_nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler's side the format of this worker's cache, when the engine starts.
 
-        A `MultiConnector` hands on what one of its connectors says to all of them. If another one has something to
-        say, the first report has it.
+        A `MultiConnector` hands on what one of its connectors says, to all of them. If another one speaks or listens,
+        or would refuse what comes from a pipeline's later stages, the first report has the format instead.
         """
         group: Any = get_kv_transfer_group()
-        silent = KVConnectorBase_V1.get_handshake_metadata
-        others = [other for other in getattr(group, "_connectors", [group]) if other is not self]
-        if self._unsaid is None or any(type(other).get_handshake_metadata is not silent for other in others):
+        others = [type(other) for other in getattr(group, "_connectors", [group]) if other is not self]
+        is_one_stage = self._vllm_config.parallel_config.pipeline_parallel_size == 1
+        if self._unsaid is None or (others and not (is_one_stage and all(map(_takes_no_part, others)))):
             return None
         told, self._unsaid = WorkerFormat(self._unsaid), None
         return told
 
+    @_never_raises(_nothing)
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -486,6 +488,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _kind_of(spec: Any) -> str:
     return get_kv_cache_spec_kind(spec).value
+
+
+def _takes_no_part(connector: type[KVConnectorBase_V1]) -> bool:
+    """Return whether a connector neither says nor hears anything when the engine starts."""
+    names = ("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware")
+    return all(getattr(connector, name, None) is getattr(KVConnectorBase_V1, name) for name in names)
 
 
 def _device_of_bytes(dtype: str) -> str:
