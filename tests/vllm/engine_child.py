@@ -22,8 +22,10 @@ class Child:
 
     def start(
         self, connector: dict[str, Any] | None, reference: list[list[int]], max_tokens: int, *,
-        expects_depot: bool = True, kv_events: dict[str, Any] | None = None, **options: Any,
+        expects_depot: bool = True, kv_events: dict[str, Any] | None = None, first: str = "", **options: Any,
     ) -> Any:  # fmt: skip
+        """Start an engine; `first` is test code that runs before."""
+        exec(first, {})  # noqa: S102
         from vllm.config import KVTransferConfig
 
         from vllm import LLM

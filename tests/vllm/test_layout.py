@@ -1,12 +1,14 @@
 # pyright: basic, reportMissingImports=false
 """Which KV cache layout vLLM is asked for, and that what comes of each of its layouts is understood."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot_vllm.groups import wished_layout
+from kvdepot.layout import GroupKind
+from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, on_device, wished_layout
 from kvdepot_vllm.settings import Settings
 from tests.vllm.conftest import RunCode
 
@@ -119,3 +121,54 @@ def test_each_backend_is_told_its_own_settings_and_no_others() -> None:
 def test_thresholds_that_are_wrong_say_what_is_right(extra: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"kvdepot\.kernel_"):
         Settings.parse({f"kvdepot.{name}": value for name, value in extra.items()})
+
+
+# --- the format: what packs the bytes of a block ----------------------------------------------------------------------
+
+FULL = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), False, False)
+WINDOW = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 64, ("c",), False, False)
+LATENT = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), True, False)
+
+
+def layer(backend: str = "FlashAttentionBackend", isa: str | None = None) -> Any:
+    attributes = {} if isa is None else {"isa": isa}
+    return SimpleNamespace(get_attn_backend=lambda: type(backend, (), {}), **attributes)
+
+
+def formatted(device: str, *groups: EngineGroup, **layers: Any) -> str:
+    cache = EngineCache(groups or (FULL,), 1, 16, 1, "bfloat16", "vllm 0.32 LBHNC tp1 pp1")
+    return on_device(cache, layers, device).format
+
+
+@pytest.mark.promise(70)
+def test_engines_that_pack_blocks_otherwise_have_other_formats() -> None:
+    """Pages of the same size, of the same model: K packed for AMX is no use to any other device."""
+    amx, vec = (layer("CPUAttentionBackend", isa) for isa in ("amx", "vec"))
+    plain, triton = layer(), layer("TritonAttentionBackend")
+    found = [
+        formatted("cpu", a=amx, b=amx), formatted("cpu", a=vec, b=vec), formatted("cpu", a=amx, b=vec),
+        formatted("cuda", a=plain, b=plain), formatted("rocm", a=plain, b=plain),
+        formatted("rocm fnuz", a=plain, b=plain), formatted("cuda", a=triton, b=triton),
+        formatted("cuda", a=plain, b=triton), formatted("cuda", FULL, WINDOW, a=plain, b=plain, c=triton),
+        formatted("cuda", FULL, WINDOW, a=triton, b=triton, c=plain),
+    ]  # fmt: skip
+    assert len(set(found)) == len(found)
+    assert found[0] == "vllm 0.32 LBHNC tp1 pp1 cpu CPUAttentionBackend/amx"
+    assert formatted("cuda", FULL, WINDOW, a=plain, b=plain, c=plain) == found[3], "one backend is named once"
+
+
+@pytest.mark.promise(70)
+def test_a_layer_that_does_not_say_what_packs_it_is_refused() -> None:
+    for layers in ({}, {"a": layer(isa="amx"), "b": SimpleNamespace()}, {"a": layer(isa="vec"), "b": layer()}):
+        with pytest.raises(Unsupported, match="does not say"):
+            formatted("cpu", **layers)
+    formatted("cpu", LATENT, a=layer("CPUMLABackend"), b=layer("CPUMLABackend"))  # never packed
+
+
+def test_a_format_of_many_groups_fits_into_a_message() -> None:
+    groups = [EngineGroup(n, GroupKind.FULL_ATTENTION, 16, 0, (f"l{n}",), False, False) for n in range(60)]
+    one, other = (
+        formatted("cuda", *groups, **{f"l{n}": layer(f"Backend{n * step}") for n in range(60)}) for step in (1, 2)
+    )
+    assert one != other
+    assert len(one) < 256

@@ -13,7 +13,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_vllm.settings import Settings
 from tests.vllm.conftest import MakeModel
-from tests.vllm.engines import Engine, cached, connector, prompts, wait_until_stored
+from tests.vllm.engines import Engine, cached, connector, prompts, tokens, wait_until_stored
 
 
 @pytest.mark.promise(55)
@@ -97,7 +97,7 @@ def test_a_wrong_setting_stops_the_engine_at_start(depot: DepotProcess, model: M
 
 
 @pytest.mark.promise(34)
-def test_a_backend_that_is_missing_stops_the_engine_with_the_way_out(
+def test_a_backend_that_is_missing_says_the_way_out_and_the_engine_serves(
     depot: DepotProcess, model: MakeModel, tmp_path: Path
 ) -> None:
     # entry points are found on the path: a directory with an empty kvdepot_cpu distribution hides the installed one
@@ -105,5 +105,9 @@ def test_a_backend_that_is_missing_stops_the_engine_with_the_way_out(
     hidden.mkdir()
     (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: kvdepot-cpu\nVersion: 0.1.0\n")
     environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    with pytest.raises(AssertionError, match=r"pip install 'kvdepot\[cpu\]'"):
-        Engine(model("gqa"), connector(depot.url), environment=environment)
+    wanted = prompts(1, 400, seed=52)
+    with Engine(
+        model("gqa"), connector(depot.url), environment=environment, reference=wanted, expects_depot=False
+    ) as engine:
+        assert "pip install 'kvdepot[cpu]'" in engine.log()
+        assert tokens(engine.generate(wanted)) == engine.reference

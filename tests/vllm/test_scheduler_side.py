@@ -1,6 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """The scheduler's side by itself: what it claims, loads, stores and holds, without an engine."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvdepot.client.scheduler import Lease
-from kvdepot.keys import KeyRun, Namespace
+from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
 from kvdepot.protocols import NO_BLOCK
+from kvdepot_vllm import scheduler
 from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 from kvdepot_vllm.pace import PrefillPace
@@ -402,3 +404,73 @@ def test_spans_join_the_trace_of_their_request(scene: Callable[..., Scene]) -> N
     assert {format(span.context.trace_id, "032x") for span in spans} == {"0af7651916cd43dd8448eb211c80319c"}
     assert {span.parent.span_id for span in spans if span.parent} == {0xB7AD6B7169203331}
     assert {(span.attributes or {})["gen_ai.request.id"] for span in spans} == {"r", "aborted"}
+
+
+# --- whatever fails ---------------------------------------------------------------------------------------------------
+
+ERRORS = [RuntimeError("a bug"), MemoryError(), TypeError("another")]
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def raises(*_: object, **__: object) -> Any:
+        raise error
+
+    return raises
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", ["_blocks_to_fill", "run", "start_span"])
+@pytest.mark.promise(32)
+def test_a_load_that_cannot_be_planned_is_given_to_the_workers_as_failed(
+    place: str, error: Exception, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM waits for every load that it allocated blocks for."""
+    it = scene(num_chunks=4)
+    request = it.request(100)
+    assert it.side.matched_tokens(request, 0) == (64, True)
+    target: Any = {"_blocks_to_fill": it.side, "run": PrefixHasher, "start_span": scheduler}[place]
+    monkeypatch.setattr(target, place, raising(error))
+    with contextlib.suppress(type(error)):  # the connector's hooks catch what comes this far
+        it.side.allocated(request, (blocks(1, 7),), 64)
+    (load,) = it.step(request, 0, (blocks(1, 7),)).loads
+    assert (load.request_id, load.key.num_chunks) == ("r", 4 if place == "start_span" else 0)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", ["_blocks_to_store", "run", "start_span", "touch"])
+@pytest.mark.promise(18)
+def test_a_store_that_cannot_be_planned_holds_no_block(
+    place: str, error: Exception, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = scene()
+    request, other = it.request(100), it.request(32, "other")
+    target: Any = {"_blocks_to_store": it.side, "run": PrefixHasher, "touch": it.pool}.get(place, scheduler)
+    with monkeypatch.context() as broken:
+        broken.setattr(target, place, raising(error))
+        assert it.step(request, 100, (blocks(1, 7),)).stores == ()
+    assert (it.pool.held(), it.side.has_pending_stores) == (set(), False)
+    assert len(it.step(other, 32, (blocks(11, 2),)).stores) == 1, "others are stored as before"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_what_fails_after_a_store_keeps_no_other_store_s_blocks(
+    error: Exception, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = scene()
+    request = it.request(100)
+    plans = [it.step(request, 48, (blocks(1, 7),)), it.step(request, 48, (blocks(1, 7),))]
+    monkeypatch.setattr(it.side, "_on_stored", raising(error))
+    it.side.workers_reported(WorkerReport({job.number: (1, 3) for plan in plans for job in plan.stores}), (), (), set())
+    assert (it.pool.held(), it.side.has_pending_stores) == (set(), False)
+
+
+def test_a_request_whose_last_store_fails_gives_its_lease_back(
+    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = scene(num_chunks=4)
+    request = it.request(100)
+    it.side.matched_tokens(request, 0)
+    monkeypatch.setattr(it.side, "_plan_stores", raising(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError):
+        it.side.finished(request, (blocks(1, 7),))
+    assert len(it.client.released) == 1

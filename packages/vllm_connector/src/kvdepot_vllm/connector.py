@@ -3,20 +3,26 @@
 
 It adapts vLLM's hooks to `SchedulerSide` and `WorkerSide`. An exception in a hook would end the engine, so each is
 caught and logged, and costs a miss. Every load is asynchronous, as only those can fail and be recomputed.
+
+At start each worker registers its cache with the depot and tells the scheduler's process in which format its blocks
+are: only a worker knows what packs them. The scheduler's side begins once all workers have said the same. If one of
+them uses no depot, the engine uses none.
 """
 
 import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import vllm
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -37,7 +43,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.registry import get_backend
 from kvdepot_vllm import gaudi
 from kvdepot_vllm.engine import StepPlan, WorkerReport
-from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, wished_layout, worker_groups
+from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, wished_layout, worker_groups
 from kvdepot_vllm.identity import engine_namespace
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings
@@ -56,6 +62,13 @@ class StepMetadata(KVConnectorMetadata):
     """What goes to the workers with a step."""
 
     plan: StepPlan
+
+
+@dataclass
+class WorkerFormat(KVConnectorHandshakeMetadata):
+    """What a worker says at start: the format of its cache, "" if it uses no depot."""
+
+    format: str
 
 
 @dataclass
@@ -105,6 +118,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache: EngineCache | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._unsaid: str | None = None  # the worker's format, until it is told
+        self._block_pool: Any = None
         self._plan = StepPlan()
         self._results = LoadResults()
         self._events: list[BlockStored] = []
@@ -114,21 +129,10 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             )
         except Unsupported as reason:
             logger.error("kvdepot is not used: %s", reason)
-            return
-        if role is KVConnectorRole.SCHEDULER:
+        except Exception:
+            logger.exception("kvdepot is not used, as it failed; the engine goes on without it")
+        if self._cache is not None and role is KVConnectorRole.SCHEDULER:
             self._set_failure_policy()
-            events = vllm_config.kv_events_config
-            self._scheduler = SchedulerSide(
-                self._cache,
-                engine_namespace(vllm_config, self._settings),
-                self._settings,
-                self._instance,
-                vllm_config.parallel_config.world_size,
-                on_stored=self._on_stored if events is not None and events.enable_kv_cache_events else None,
-            )
-            # A depot that is here serves the first request already; one that is not may come later.
-            with contextlib.suppress(DepotUnavailable):
-                self._scheduler.wait_until_connected(_START_SECONDS)
 
     def _set_failure_policy(self) -> None:
         transfer = self._kv_transfer_config
@@ -177,76 +181,128 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
 
+    # --- format of the cache, from the workers to the scheduler ------------------------------------------------------
+
+    @_never_raises(_nothing)
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Tell the scheduler's side the format of this worker's cache, when the engine starts.
+
+        A `MultiConnector` hands on what one of its connectors says, to all of them. If another one speaks or listens,
+        or would refuse what comes from a pipeline's later stages, the first report has the format instead.
+        """
+        group: Any = get_kv_transfer_group()
+        others = [type(other) for other in getattr(group, "_connectors", [group]) if other is not self]
+        is_one_stage = self._vllm_config.parallel_config.pipeline_parallel_size == 1
+        if self._unsaid is None or (others and not (is_one_stage and all(map(_takes_no_part, others)))):
+            return None
+        told, self._unsaid = WorkerFormat(self._unsaid), None
+        return told
+
+    @_never_raises(_nothing)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take what the workers say of their caches."""
+        self._take_formats({told.format for told in metadata.values() if isinstance(told, WorkerFormat)})
+        if self._scheduler is not None:
+            # A depot that is here serves the first request already; one that is not may come later.
+            with contextlib.suppress(DepotUnavailable):
+                self._scheduler.wait_until_connected(_START_SECONDS)
+
+    @_never_raises(_nothing)
+    def _take_formats(self, formats: Collection[str]) -> None:
+        """Begin to use the depot, once the workers have said how: what they register is what is looked up."""
+        if self._cache is None or self._scheduler is not None or not formats:
+            return
+        cache, self._cache = self._cache, None
+        if "" in formats or len(formats) > 1:
+            logger.error(
+                "kvdepot is not used by this engine: %s",
+                "a worker cannot use it, see its log" if "" in formats else f"its workers differ: {sorted(formats)}",
+            )
+            return
+        cache = replace(cache, format=next(iter(formats)))
+        config, events = self._vllm_config, self._vllm_config.kv_events_config
+        scheduler = SchedulerSide(
+            cache,
+            engine_namespace(config, self._settings),
+            self._settings,
+            self._instance,
+            config.parallel_config.world_size,
+            model=str(config.model_config.model),
+            on_stored=self._on_stored if events is not None and events.enable_kv_cache_events else None,
+        )
+        if self._block_pool is not None:
+            scheduler.bind_block_pool(self._block_pool)
+        self._cache, self._scheduler = cache, scheduler
+
     # --- worker ---------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Offer this worker's KV cache to the depot.
+        """Offer this worker's KV cache to the depot. Whatever fails, the engine goes on without one."""
+        self._worker, self._unsaid = WorkerSide(None, 1, 0), ""
+        if self._cache is None:
+            return
+        try:
+            self._worker, self._unsaid = self._registered(self._cache, kv_caches)
+        except KVDepotError as reason:
+            logger.error("kvdepot is not used by this worker: %s", reason)
+        except Exception:
+            logger.exception("kvdepot is not used by this worker, as it failed; the engine goes on without it")
 
-        Raises:
-            BackendUnavailable: no backend for the device; the text says what to install.
-        """
+    def _registered(self, cache: EngineCache, kv_caches: dict[str, Any]) -> tuple[WorkerSide, str]:
+        """Return this worker's side and the format under which it registers."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
         from vllm.platforms import current_platform
 
-        cache = self._cache
-        if cache is None:
-            self._worker = WorkerSide(None, 1, 0)
-            return
         parallel = self._vllm_config.parallel_config
         tp_rank, pp_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
         shards_a_stage = cache.num_shards // parallel.pipeline_parallel_size
         replicas = parallel.tensor_parallel_size // shards_a_stage
-        context = None
         device = current_platform.device_type
         backend = get_backend(device)
         for name in self._settings.of_other_backends(device):
             logger.warning("%s means nothing on %s and is ignored", name, device)
-        try:
-            if device == "hpu":
-                gaudi.check(
-                    cache,
-                    prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
-                    environment=os.environ,
-                )
-            groups = worker_groups(
-                cache, kv_caches, self._kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
+        if device == "hpu":
+            gaudi.check(
+                cache,
+                prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
+                environment=os.environ,
             )
-            context = backend.create_context(
-                groups,
-                self._instance,
-                dtype=cache.dtype,
-                rank=pp_rank * parallel.tensor_parallel_size + tp_rank,
-                world_size=parallel.world_size,
-                model=str(self._vllm_config.model_config.model),
-                format=cache.format,
-                chunk_tokens=cache.chunk_tokens,
-                url=self._settings.url,
-                deadline_seconds=self._settings.deadline_seconds,
-                synchronous=self._settings.is_synchronous(device),
-                **self._settings.backend_options(device),
-            )
-        except KVDepotError as reason:
-            logger.error("kvdepot is not used by this worker: %s", reason)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        cache = on_device(cache, layers, _device_of_bytes(cache.dtype))
+        groups = worker_groups(
+            cache, kv_caches, self._kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
+        )
+        context = backend.create_context(
+            groups,
+            self._instance,
+            dtype=cache.dtype,
+            rank=pp_rank * parallel.tensor_parallel_size + tp_rank,
+            world_size=parallel.world_size,
+            model=str(self._vllm_config.model_config.model),
+            format=cache.format,
+            chunk_tokens=cache.chunk_tokens,
+            url=self._settings.url,
+            deadline_seconds=self._settings.deadline_seconds,
+            synchronous=self._settings.is_synchronous(device),
+            **self._settings.backend_options(device),
+        )
         only = cache.groups[0] if cache.num_groups == 1 else None
         block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
-        self._worker = WorkerSide(context, cache.chunk_tokens, block_tokens)
+        return WorkerSide(context, cache.chunk_tokens, block_tokens), cache.format
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan and start its loads: they run beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._plan = connector_metadata.plan if isinstance(connector_metadata, StepMetadata) else StepPlan()
-        if self._plan.loads:
-            self._start_loads()
+        if self._worker is not None:
+            self._worker.start_loads(self._plan)
 
     def clear_connector_metadata(self) -> None:
         """Forget the step's plan."""
         super().clear_connector_metadata()
         self._plan = StepPlan()
-
-    @_never_raises(_nothing)
-    def _start_loads(self) -> None:
-        if self._worker is not None:
-            self._worker.start_loads(self._plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing: loads began when the step was bound."""
@@ -257,11 +313,17 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: whole blocks are stored after the step."""
 
-    @_never_raises(_nothing)
     def wait_for_save(self) -> None:
         """Start the step's stores, once what was computed is in place; wait for nothing."""
-        if self._worker is not None and self._plan.stores:
-            self._worker.start_stores(self._plan, _recorded_event())
+        if self._worker is None or not self._plan.stores:
+            return
+        try:
+            ready = _recorded_event()
+        except Exception:
+            logger.exception("the stores of a step are left out, as kvdepot could not wait for the step's end")
+            self._worker.drop_stores(self._plan)
+        else:
+            self._worker.start_stores(self._plan, ready)
 
     @_never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -278,16 +340,18 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self._results.invalid_blocks
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report the stores that ended."""
+        """Report the stores that ended, and once the cache's format."""
         report = self._worker.take_report() if self._worker is not None else None
+        if self._unsaid is not None:
+            report = (report or WorkerReport()).merge(WorkerReport(formats=frozenset({self._unsaid})))
+            self._unsaid = None
         return ReportMetadata(report) if report is not None else None
 
     # --- scheduler ------------------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the pool whose blocks stores hold."""
-        if self._scheduler is not None:
-            self._scheduler.bind_block_pool(gpu_block_pool)
+        self._block_pool = gpu_block_pool
 
     @_never_raises(_nothing)
     def on_new_request(self, request: Any) -> None:
@@ -317,10 +381,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     @_never_raises(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers report."""
-        if self._scheduler is None:
-            return
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, ReportMetadata) else WorkerReport()
+        self._take_formats(report.formats)
+        if self._scheduler is None:
+            return
         self._scheduler.workers_reported(
             report,
             connector_output.finished_recving or (),
@@ -423,6 +488,25 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _kind_of(spec: Any) -> str:
     return get_kv_cache_spec_kind(spec).value
+
+
+def _takes_no_part(connector: type[KVConnectorBase_V1]) -> bool:
+    """Return whether a connector neither says nor hears anything when the engine starts."""
+    names = ("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware")
+    return all(getattr(connector, name, None) is getattr(KVConnectorBase_V1, name) for name in names)
+
+
+def _device_of_bytes(dtype: str) -> str:
+    """Return the kind of device, and what else of the platform decides how values of a type are written."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    parts = [str(current_platform.device_name)]
+    if dtype not in ("float32", "float16", "bfloat16") and current_platform.is_fp8_fnuz():
+        parts.append("fnuz")  # 8-bit floats of older AMD GPUs: other bits for the same value
+    if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:
+        parts.append("shuffled")
+    return " ".join(parts)
 
 
 def _recorded_event() -> Any:

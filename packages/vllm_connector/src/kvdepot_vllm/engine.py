@@ -102,9 +102,15 @@ class StepPlan:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What workers tell the scheduler's side: for each store job how many ended it, and the chunks that all stored."""
+    """What workers tell the scheduler's side.
+
+    Attributes:
+        ended: for each store job how many workers ended it, and the chunks that all of them stored.
+        formats: of the workers' caches, "" for one that uses no depot; each worker tells it once.
+    """
 
     ended: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    formats: frozenset[str] = frozenset()
 
     def merge(self, other: "WorkerReport") -> "WorkerReport":
         """Return the report of both."""
@@ -112,4 +118,4 @@ class WorkerReport:
         for number, (count, chunks) in other.ended.items():
             known_count, known_chunks = merged.get(number, (0, chunks))
             merged[number] = (known_count + count, min(known_chunks, chunks))
-        return WorkerReport(merged)
+        return WorkerReport(merged, self.formats | other.formats)

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
+
+from blake3 import blake3
 
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind, default_chunk_tokens
@@ -12,6 +14,7 @@ from kvdepot.protocols import CacheGroup
 from kvdepot_vllm.settings import ASK_VLLM, LEAVE_IT_TO_VLLM
 
 BLOCK_OUTERMOST: Final = "BLNHC"  # in memory: block, layer, token, head, content
+_LONGEST_FORMAT: Final = 200  # characters, of the 256 that a name in a message may have
 _LARGEST_KERNEL_BLOCK: Final = 64  # tokens that kernels of every attention backend take in one block
 
 
@@ -165,17 +168,54 @@ def _dtype(vllm_config: Any) -> str:
 
 
 def _format(vllm_config: Any, kv_cache_config: Any, version: str) -> str:
-    """Name what decides how bytes lie within a block: engines that differ in it never share."""
+    """Name what decides how bytes lie within a block, but for what `on_device` adds."""
     parallel = vllm_config.parallel_config
-    attention = getattr(vllm_config, "attention_config", None)
     parts = [
         "vllm " + ".".join(version.split(".")[:2]),
         str(kv_cache_config.kv_cache_layout),
-        str(getattr(attention, "backend", None)),
         f"tp{parallel.tensor_parallel_size}",
         f"pp{parallel.pipeline_parallel_size}",
     ]
     return " ".join(parts)
+
+
+def on_device(cache: EngineCache, layers: Mapping[str, Any], device: str) -> EngineCache:
+    """Return the cache as a worker has it: its format also names the device and what packs the bytes of a block.
+
+    That is the attention backend that vLLM chose for each layer and, on CPU, the instruction set whose kernels pack
+    the keys. The scheduler's process does not know these; it takes the format from its workers.
+
+    Args:
+        cache: the engine's.
+        layers: vLLM's attention layers by name, in the worker's process.
+        device: the kind of device, with whatever else it does to the bytes.
+
+    Raises:
+        Unsupported: a layer does not say what packs its blocks.
+    """
+    packers = [
+        "+".join(sorted({_packer(group, name, layers, device) for name in group.layer_names})) for group in cache.groups
+    ]
+    if len(set(packers)) == 1:
+        packers = packers[:1]
+    text = " ".join([cache.format, device, *packers])
+    if len(text) > _LONGEST_FORMAT:
+        digest = blake3(text.encode(), derive_key_context="kvdepot 2026-11 format").hexdigest()[:32]
+        text = f"{cache.format} {device} {digest}"
+    return replace(cache, format=text)
+
+
+def _packer(group: EngineGroup, name: str, layers: Mapping[str, Any], device: str) -> str:
+    layer = layers.get(name)
+    if layer is None or not hasattr(layer, "get_attn_backend"):
+        raise Unsupported(f"KV cache group {group.number}: vLLM does not say which attention backend layer {name} has")
+    backend = str(layer.get_attn_backend().__name__)
+    if device != "cpu" or group.is_mla or group.kind is GroupKind.RECURRENT:
+        return backend
+    instructions = getattr(layer, "isa", None)
+    if not instructions:
+        raise Unsupported(f"KV cache group {group.number}: vLLM does not say for which instructions {name} packs keys")
+    return f"{backend}/{instructions}"
 
 
 def worker_groups(

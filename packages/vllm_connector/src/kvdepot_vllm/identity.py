@@ -6,7 +6,6 @@ Everything here is computed from content and names, with no seed: two processes 
 import importlib
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -15,65 +14,53 @@ from blake3 import blake3
 
 from kvdepot.keys import Namespace
 from kvdepot_vllm.engine import EngineRequest
+from kvdepot_vllm.fingerprint import fingerprint
 from kvdepot_vllm.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-_SETTINGS: Final = frozenset({"adapter_config.json", "quantize_config.json", "hf_quant_config.json"})
-_SAMPLES_A_FILE: Final = 64
-_SAMPLE_BYTES: Final = 4096
 _WHOLE_PROMPT: Final = 1 << 40
+_RANDOM: Final = "dummy"  # weights that vLLM makes up
+_FROM_FILES: Final = frozenset(
+    {
+        "auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "fastsafetensors",
+        "instanttensor", "sharded_state", "runai_streamer", "runai_streamer_sharded",
+    }
+)  # fmt: skip
+"""Load formats that take the weights from the model's folder."""
+_LLAMA4_TOKENS: Final = 32768  # with a longer `max_model_len` vLLM tunes the attention's temperature
 _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})  # do not change the KV
 
 
-def fingerprint(path: Path) -> str:
-    """Return a digest of a model's or adapter's weight files: names, sizes, and samples of their content.
-
-    Sampled, as reading all weights would take as long as loading them: 64 pieces of 4 KiB a file, spread evenly, the
-    whole of small files. Weights that were trained further differ in all of them.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    digest = blake3(derive_key_context="kvdepot 2026-11 weights")
-    inside = [path] if path.is_file() else path.iterdir()
-    files = sorted(file for file in inside if file.suffix in _WEIGHTS or file.name in _SETTINGS)
-    for file in files:
-        size = file.stat().st_size
-        digest.update(msgspec.msgpack.encode((file.name, size)))
-        with file.open("rb") as stream:
-            for piece in _samples(stream, size):
-                digest.update(piece)
-    return digest.hexdigest()[:32]
-
-
-def _samples(stream: Any, size: int) -> Iterator[bytes]:
-    if size <= _SAMPLES_A_FILE * _SAMPLE_BYTES:
-        yield stream.read()
-        return
-    for number in range(_SAMPLES_A_FILE):
-        stream.seek((size - _SAMPLE_BYTES) * number // (_SAMPLES_A_FILE - 1))
-        yield stream.read(_SAMPLE_BYTES)
-
-
 def engine_namespace(vllm_config: Any, settings: Settings) -> Namespace:
-    """Return what two engines must agree on before they may share."""
-    model = vllm_config.model_config
+    """Return what two engines must agree on before they may share.
+
+    The model's name is part of it only where no fingerprint says what its weights are: equal weights share under two
+    paths.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    name, load_format = _name(model), str(vllm_config.load_config.load_format)
+    weights = "" if settings.weights else _weights_fingerprint(model, vllm_config.load_config)
     extra = {
         "connector": "vllm",
         "namespace": settings.namespace,
         "config": _config_digest(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "cache_dtype": str(cache.cache_dtype),
         "code_revision": str(getattr(model, "code_revision", None) or ""),
-        "load_format": str(vllm_config.load_config.load_format),
-        "weights": settings.weights or _weights(vllm_config),
+        "load_format": load_format,
+        "weights": settings.weights or weights or _commit(model),
+        "length": _decided_by_length(model),
+        "states": f"{_setting(cache, 'mamba_cache_dtype')} {_setting(cache, 'mamba_ssm_cache_dtype')}",
+        "skipped": " ".join(sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ()))),
+        "drafter": _drafter(vllm_config, name, weights),
     }
-    if extra["load_format"] == "dummy":
+    if not weights:
+        extra["loader"] = str(getattr(vllm_config.load_config, "model_loader_extra_config", None) or "")
+    if load_format == _RANDOM:
         extra["seed"] = str(model.seed)
     return Namespace(
-        model=str(model.model),
+        model="" if weights else name,
         revision=str(model.revision or ""),
         tenant=settings.tenant,
         tenant_salt=settings.tenant_salt,
@@ -82,12 +69,27 @@ def engine_namespace(vllm_config: Any, settings: Settings) -> Namespace:
     )
 
 
+def _setting(config: Any, name: str) -> str:
+    return str(getattr(config, name, None) or "auto")
+
+
+def _name(model: Any) -> str:
+    """Return the path or address that the user gave; vLLM loads an object store's model from a folder of its own."""
+    return str(getattr(model, "model_weights", None) or model.model)
+
+
 def _config_digest(model: Any) -> str:
     """Return a digest of the model's configuration after overrides: rope scaling, windows, heads."""
-    config = model.hf_config
-    values = config.to_dict() if hasattr(config, "to_dict") else {"config": str(config)}
-    text = json.dumps(_without_volatile(values), sort_keys=True, default=str)
-    return blake3(text.encode(), derive_key_context="kvdepot 2026-11 model config").hexdigest()[:32]
+    return _digest("model config", _without_volatile(_values(model.hf_config)))
+
+
+def _values(config: Any) -> dict[str, Any]:
+    return config.to_dict() if hasattr(config, "to_dict") else {"config": str(config)}
+
+
+def _digest(what: str, value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return blake3(text.encode(), derive_key_context=f"kvdepot 2026-11 {what}").hexdigest()[:32]
 
 
 def _without_volatile(value: Any) -> Any:
@@ -99,16 +101,90 @@ def _without_volatile(value: Any) -> Any:
     return value
 
 
-def _weights(vllm_config: Any) -> str:
-    """Return what names the weights: a digest of local files, else the commit of the hub's snapshot."""
-    model = vllm_config.model_config
-    path = Path(str(model.model))
-    if path.exists():
-        try:
-            return fingerprint(path)
-        except OSError as error:
-            logger.warning("weights in %s cannot be read for their fingerprint: %s", path, error)
-            return ""
+def _decided_by_length(model: Any) -> str:
+    """Return what `max_model_len` decides of the values: LongRoPE's factors and Llama 4's temperature, else nothing."""
+    values = _values(model.hf_config)
+    thresholds: set[int] = set()
+    if any(kind in ("longrope", "su") for name in ("rope_type", "type") for kind in _found(values, name)):
+        thresholds |= {int(value) for value in _found(values, "original_max_position_embeddings") if value}
+        thresholds = thresholds or {int(model.max_model_len)}
+    if any(str(kind).startswith("llama4") for kind in _found(values, "model_type")):
+        thresholds.add(_LLAMA4_TOKENS)
+    if not thresholds:
+        return ""
+    if getattr(model, "original_max_model_len", None) == -1:
+        return "fitted"  # to the device's memory, after the model was built for more
+    return " ".join(f"{'above' if model.max_model_len > limit else 'within'} {limit}" for limit in sorted(thresholds))
+
+
+def _found(value: Any, name: str) -> list[Any]:
+    """Return what stands under a name, at any depth."""
+    if isinstance(value, dict):
+        fields = cast("dict[Any, Any]", value)
+        own = [inner for key, inner in fields.items() if key == name and not isinstance(inner, dict | list | tuple)]
+        return own + [item for inner in fields.values() for item in _found(inner, name)]
+    if isinstance(value, list | tuple):
+        return [item for inner in cast("list[Any]", value) for item in _found(inner, name)]
+    return []
+
+
+def _drafter(vllm_config: Any, target: str, target_weights: str) -> str:
+    """Return what names a drafter whose KV lies beside the model's; nothing for others."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    model = getattr(speculative, "draft_model_config", None)
+    if speculative is None or model is None or not speculative.uses_draft_kv_cache():
+        return ""
+    name, loading = _name(model), getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    weights = target_weights if name == target else _weights_fingerprint(model, loading)
+    parts = [
+        speculative.method, weights or name, model.revision, _commit(model), _config_digest(model), model.dtype,
+        model.quantization, getattr(speculative, "kv_cache_dtype", None), loading.load_format,
+    ]  # fmt: skip
+    return _digest("drafter", [str(part) for part in parts])
+
+
+def _weights_fingerprint(model: Any, load_config: Any) -> str:
+    """Return a digest of the weights' files; empty, with a line in the log, where none can say what they are."""
+    name, load_format = _name(model), str(load_config.load_format)
+    path = Path(name)
+    if load_format == _RANDOM:
+        return ""
+    if load_format not in _FROM_FILES or not path.exists():
+        commit = _commit(model)
+        logger.log(
+            logging.INFO if commit else logging.WARNING,
+            "weights of %s (load format %s) have no fingerprint: they are known by that name and %s. If they change"
+            " and that does not, give them a new name with kvdepot.weights.",
+            name, load_format, f"the commit {commit}" if commit else "nothing else",
+        )  # fmt: skip
+        return ""
+    return _fingerprint_of(path, "weights")
+
+
+def _fingerprint_of(path: Path, what: str) -> str:
+    """Return what tells the weights in a folder from others; empty, with a line in the log, if nothing does.
+
+    It is the same under another path, unless there are files of which the fingerprint says too little.
+    """
+    try:
+        found = fingerprint(path)
+    except OSError as error:
+        logger.warning("%s in %s cannot be read for their fingerprint: %s", what, path, error)
+        return ""
+    if not found.digest:
+        logger.warning("%s in %s have no fingerprint: no file of a known kind is there", what, path)
+    if found.digest and found.coarse:
+        logger.warning(
+            "%s in %s: of %s only even samples are in the fingerprint, as its tensors cannot be told apart. Convert it"
+            " to safetensors, or change kvdepot.weights whenever it changes.",
+            what, path, ", ".join(found.coarse),
+        )  # fmt: skip
+        return f"{found.digest} {path}"
+    return found.digest
+
+
+def _commit(model: Any) -> str:
+    """Return the commit of the hub's snapshot."""
     return str(getattr(model.hf_config, "_commit_hash", None) or "")
 
 
@@ -136,11 +212,7 @@ class RequestIdentity:
     def _adapter(self, adapter: Any) -> bytes:
         name, path = str(adapter.lora_name), str(adapter.lora_path)
         if (name, path) not in self._adapters or getattr(adapter, "load_inplace", False):
-            try:
-                self._adapters[name, path] = fingerprint(Path(path)) if Path(path).exists() else ""
-            except OSError as error:
-                logger.warning("adapter %s in %s cannot be read for its fingerprint: %s", name, path, error)
-                self._adapters[name, path] = ""
+            self._adapters[name, path] = _fingerprint_of(Path(path), f"weights of adapter {name}")
         return msgspec.msgpack.encode(("adapter", name, path, self._adapters[name, path]))
 
 

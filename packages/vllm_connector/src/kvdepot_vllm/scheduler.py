@@ -80,6 +80,7 @@ class SchedulerSide:
         settings: the user's.
         instance: the engine's name, as its workers give it.
         num_workers: how many report each store.
+        model: for the operator.
         on_stored: see `OnStored`.
         clock: seconds, monotonic.
     """
@@ -92,6 +93,7 @@ class SchedulerSide:
         instance: str,
         num_workers: int,
         *,
+        model: str = "",
         on_stored: OnStored | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -114,7 +116,7 @@ class SchedulerSide:
         self._pool: BlockPool | None = None
         self.counters: dict[str, int] = {}
         self._client = SchedulerClient(
-            cache.spec, instance, model=namespace.model, url=settings.url, deadline_seconds=settings.deadline_seconds
+            cache.spec, instance, model=model, url=settings.url, deadline_seconds=settings.deadline_seconds
         )
 
     @property
@@ -236,26 +238,30 @@ class SchedulerSide:
                 self._drop_lease(state)
             return
         state.loaded_at = request.num_preemptions
-        stop_tokens = state.local_tokens + external_tokens
-        first, skip_tokens = divmod(state.local_tokens, self._cache.chunk_tokens)
-        stop, rest = divmod(stop_tokens, self._cache.chunk_tokens)
         try:
-            block_ids = None if rest else self._blocks_to_fill(table, first, stop)
+            load = self._load_job(state, table, external_tokens)
         except Exception:
             logger.exception("request %s cannot be loaded", request.request_id)
-            block_ids = None
+            load = None
+        state.load = load or LoadJob(request.request_id, _NO_CHUNKS, (), 0)
+        state.has_failed = False
+        self._loads.append(state.load)
+        state.span = start_span("kvdepot load", request, tokens=external_tokens)
+
+    def _load_job(self, state: _Request, table: BlockTable, external_tokens: int) -> LoadJob | None:
+        """Return the load of what was offered; None, with a line in the log, if it does not fit."""
+        request_id, stop_tokens = state.request.request_id, state.local_tokens + external_tokens
+        first, skip_tokens = divmod(state.local_tokens, self._cache.chunk_tokens)
+        stop, rest = divmod(stop_tokens, self._cache.chunk_tokens)
+        block_ids = None if rest else self._blocks_to_fill(table, first, stop)
         if block_ids is None or state.lease is None or stop > state.lease.num_chunks:
             logger.error(
                 "request %s: a load of tokens %d to %d does not fit what was found (%d chunks of %d): recomputed",
-                request.request_id, state.local_tokens, stop_tokens,
+                request_id, state.local_tokens, stop_tokens,
                 state.lease.num_chunks if state.lease else 0, self._cache.chunk_tokens,
             )  # fmt: skip
-            state.load = LoadJob(request.request_id, _NO_CHUNKS, (), 0)
-        else:
-            state.load = LoadJob(request.request_id, state.hasher.run(first, stop), block_ids, skip_tokens)
-        state.has_failed = False
-        state.span = start_span("kvdepot load", request, tokens=external_tokens)
-        self._loads.append(state.load)
+            return None
+        return LoadJob(request_id, state.hasher.run(first, stop), block_ids, skip_tokens)
 
     # --- block tables ---------------------------------------------------------------------------------------------
 
@@ -403,12 +409,14 @@ class SchedulerSide:
                 return 0
         self._hash(state, stop)
         number, self._next_job = self._next_job, self._next_job + 1
+        job = StoreJob(number, state.request.request_id, state.hasher.run(first, stop), block_ids)
         blocks = [self._pool.blocks[block_id] for ids in block_ids for block_id in ids]
-        self._pool.touch(blocks)
-        self._num_pinned_blocks += len(blocks)
         span = start_span("kvdepot store", state.request, tokens=(stop - first) * self._cache.chunk_tokens)
-        self._pinned[number] = _PinnedStore(state.request, first, stop - first, covered, blocks, self._clock(), span)
-        self._stores.append(StoreJob(number, state.request.request_id, state.hasher.run(first, stop), block_ids))
+        store = _PinnedStore(state.request, first, stop - first, covered, blocks, self._clock(), span)
+        self._pool.touch(blocks)  # from here on nothing fails: who forgot the store would hold its blocks for ever
+        self._num_pinned_blocks += len(blocks)
+        self._pinned[number] = store
+        self._stores.append(job)
         return stop - first
 
     def _blocks_per_chunk(self, group: EngineGroup) -> int:
@@ -434,7 +442,10 @@ class SchedulerSide:
             store.num_stored = min(store.num_stored, num_stored)
             if store.num_reports >= self._num_workers:
                 del self._pinned[number]
-                self._end_store(store)
+                try:
+                    self._end_store(store)
+                except Exception:
+                    logger.exception("store %d has given its blocks back; what follows was left out", number)
         if invalid_blocks:
             for state in self._requests.values():
                 if state.load is not None and state.load.block_ids:
@@ -489,14 +500,16 @@ class SchedulerSide:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return
-        if state.may_store and not has_failed and state.load is None:
-            computed = min(request.num_computed_tokens - request.num_in_flight_tokens, state.num_computed)
-            self._plan_stores(state, lambda: table, (), num_ready=computed)
-        if state.hints is not None:
-            chunks = min(state.num_stored, MAXIMUM_CHUNKS, state.hasher.num_tokens // self._cache.chunk_tokens)
-            self._late_hints[request.request_id] = state.hasher.run(0, chunks), state.hints
-            self._send_hints(request.request_id)
-        self._forget(state)
+        try:
+            if state.may_store and not has_failed and state.load is None:
+                computed = min(request.num_computed_tokens - request.num_in_flight_tokens, state.num_computed)
+                self._plan_stores(state, lambda: table, (), num_ready=computed)
+            if state.hints is not None:
+                chunks = min(state.num_stored, MAXIMUM_CHUNKS, state.hasher.num_tokens // self._cache.chunk_tokens)
+                self._late_hints[request.request_id] = state.hasher.run(0, chunks), state.hints
+                self._send_hints(request.request_id)
+        finally:
+            self._forget(state)
 
     def _send_hints(self, request_id: str) -> None:
         """Say what an ended request has said of its prefix, once all of it is in the depot."""

@@ -55,32 +55,46 @@ class WorkerSide:
         self.counters: dict[str, float] = {}
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Start the step's retrieves."""
+        """Start the step's retrieves. One that cannot be started has failed, whatever the reason."""
         for job in plan.loads:
-            future = None
-            if self._context is not None and job.key.num_chunks:
-                try:
-                    future = self._context.submit_retrieve(job.request_id, job.key, job.block_ids, job.skip_tokens)
-                except LayoutError as error:
-                    logger.error("load of request %s was refused, it is recomputed: %s", job.request_id, error)
             if job.request_id in self._loads:
                 logger.error("request %s is being loaded already", job.request_id)
-            self._loads[job.request_id] = _Load(job, future)
+            self._loads[job.request_id] = _Load(job, self._submit_load(job))
+
+    def _submit_load(self, job: LoadJob) -> TransferFuture[bool] | None:
+        if self._context is None or not job.key.num_chunks:
+            return None
+        try:
+            return self._context.submit_retrieve(job.request_id, job.key, job.block_ids, job.skip_tokens)
+        except LayoutError as error:
+            logger.error("load of request %s was refused, it is recomputed: %s", job.request_id, error)
+        except Exception:
+            logger.exception("load of request %s failed in kvdepot, it is recomputed", job.request_id)
+        return None
 
     def start_stores(self, plan: StepPlan, ready: ReadyEvent | None = None) -> None:
         """Start the step's stores; their blocks are read once `ready` has happened."""
         for job in plan.stores:
-            self._start_store(job, ready)
+            future = self._submit_store(job, ready)
+            if future is None:
+                self._ended[job.number] = (1, 0)
+            else:
+                self._stores[job.number] = future
 
-    def _start_store(self, job: StoreJob, ready: ReadyEvent | None) -> None:
+    def _submit_store(self, job: StoreJob, ready: ReadyEvent | None) -> TransferFuture[bool] | None:
         if self._context is None:
-            self._ended[job.number] = (1, 0)
-            return
+            return None
         try:
-            self._stores[job.number] = self._context.submit_store(job.request_id, job.key, job.block_ids, ready)
+            return self._context.submit_store(job.request_id, job.key, job.block_ids, ready)
         except LayoutError as error:
             logger.error("store %d of request %s was refused: %s", job.number, job.request_id, error)
-            self._ended[job.number] = (1, 0)
+        except Exception:
+            logger.exception("store %d of request %s failed in kvdepot", job.number, job.request_id)
+        return None
+
+    def drop_stores(self, plan: StepPlan) -> None:
+        """End the step's stores without any."""
+        self._ended.update((job.number, (1, 0)) for job in plan.stores)
 
     def wait_a_little(self) -> None:
         """Let a load come to its end, for at most 2 ms: for steps in which the engine has nothing to compute.

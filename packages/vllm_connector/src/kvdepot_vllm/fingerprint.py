@@ -1,0 +1,114 @@
+"""A digest of weights, fast enough for every start: samples of each tensor instead of all bytes.
+
+Read once when an engine starts, and for each new adapter. A file's directory names its tensors: the header of
+safetensors, and the central directory of the zip archives that `torch.save` writes, which has a checksum of each
+tensor. Whoever changes a whole tensor in place changes the fingerprint. A change within a large tensor may miss all
+samples; one within a pickle written by `torch.save` does not, as its checksum covers it.
+"""
+
+import os
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from blake3 import blake3
+
+_WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+_SETTINGS: Final = frozenset({"adapter_config.json", "quantize_config.json", "hf_quant_config.json"})
+_PICKLES: Final = frozenset({".bin", ".pt", ".pth"})
+_SAMPLES_A_FILE: Final = 64  # spread over the tensors by size, beside one for each
+_SAMPLE_BYTES: Final = 1024
+_WHOLE_BYTES: Final = 32 * 1024  # tensors up to this size are read whole: norms, biases, scales
+_LARGEST_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
+
+Span = tuple[int, int]
+"""Where something begins and ends in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the weights in a folder are.
+
+    Attributes:
+        digest: empty if there are no weights.
+        coarse: files whose tensors could not be told apart. They were sampled evenly, so that a change in place may go
+            unnoticed.
+    """
+
+    digest: str
+    coarse: tuple[str, ...]
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Return the fingerprint of a model's or adapter's files, given its folder or its only file.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = blake3(derive_key_context="kvdepot 2026-11 weights by tensor")
+    inside = [path] if path.is_file() else path.iterdir()
+    files = sorted(file for file in inside if file.suffix in _WEIGHTS or file.name in _SETTINGS)
+    coarse: list[str] = []
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            place, size = stream.fileno(), os.fstat(stream.fileno()).st_size
+            directory = _directory(file, place, size)
+            listing, tensors = directory or (b"", [(0, size)])
+            digest.update(msgspec.msgpack.encode((file.name, size, listing)))
+            for piece in _read(place, [span for tensor in tensors for span in _samples(tensor, size)]):
+                digest.update(piece)
+        if directory is None and size > _WHOLE_BYTES:
+            coarse.append(file.name)
+    has_weights = any(file.suffix in _WEIGHTS for file in files)
+    return Fingerprint(digest.hexdigest()[:32] if has_weights else "", tuple(coarse))
+
+
+def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | None:
+    """Return what a file says of its tensors, and where they lie; None if it does not say or cannot be understood."""
+    if file.suffix == ".safetensors":
+        length = int.from_bytes(os.pread(place, 8, 0), "little")
+        if length > min(size - 8, _LARGEST_HEADER_BYTES):
+            return None
+        header = os.pread(place, length, 8)
+        try:
+            tensors = msgspec.json.decode(header, type=dict[str, Any])
+            tensors.pop("__metadata__", None)
+            found = [tuple(tensor["data_offsets"]) for tensor in tensors.values()]
+            return header, sorted((8 + length + int(start), 8 + length + int(stop)) for start, stop in found)
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError):
+            return None
+    if file.suffix in _PICKLES:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = sorted(archive.infolist(), key=lambda member: member.header_offset)
+        except zipfile.BadZipFile:
+            return None
+        listing = msgspec.msgpack.encode([(member.filename, member.file_size, member.CRC) for member in members])
+        starts = [member.header_offset for member in members]
+        return listing, list(zip(starts, [*starts[1:], size], strict=True))
+    return None
+
+
+def _samples(span: Span, file_size: int) -> Iterator[Span]:
+    """Return what is read of a tensor: all of a small one; of others one piece at least, more of a larger share."""
+    start, stop = span
+    if stop - start <= _WHOLE_BYTES:
+        yield span
+        return
+    rest = stop - start - _SAMPLE_BYTES
+    more = (stop - start) * _SAMPLES_A_FILE // file_size
+    for number in range(more + 1):
+        begin = start + (rest * number // more if more else rest // 2)
+        yield begin, begin + _SAMPLE_BYTES
+
+
+def _read(place: int, spans: list[Span]) -> Iterator[bytes]:
+    """Read spans of a file; all are asked for first, so that a disk or a server works on many at once."""
+    os.posix_fadvise(place, 0, 0, os.POSIX_FADV_RANDOM)
+    for start, stop in spans:
+        os.posix_fadvise(place, start, stop - start, os.POSIX_FADV_WILLNEED)
+    for start, stop in spans:
+        yield os.pread(place, stop - start, start)
