@@ -619,7 +619,7 @@ class ChunkIndex:
         for record in self._entries(node):
             if self._writing_share[record]:
                 self._end_writing(record)
-                self._begin_writing(record, share)
+                self._begin_writing(record, share, extent_size(self.table.extent(record)[1]))
         if self._num_leases[node]:
             self._leased.append(node, share)
         self._need_policy(share, self._tree.rank[node])
@@ -642,11 +642,12 @@ class ChunkIndex:
             small chunks that leave are rarely neighbours. Those have left; who asks again goes on from there. Also
             None if its share has as many unfinished bytes as it may.
         """
-        share, size = self.quotas.share_of(place.label), extent_size(place.num_bytes)
-        if not self.quotas.may_write(share, size):
-            self.num_over_share += 1
-            return None
-        is_owed = self.quotas.is_owed(share, size)
+        share, size, is_owed = self.quotas.share_of(place.label), extent_size(place.num_bytes), False
+        if self.quotas.num_shares > 1:
+            if not self.quotas.may_write(share, size):
+                self.num_over_share += 1
+                return None
+            is_owed = self.quotas.is_owed(share, size)
         node = place.space.nodes.get(place.key)
         if node is None:
             node = self._take_node(place, share)
@@ -669,13 +670,13 @@ class ChunkIndex:
         )  # fmt: skip
         self._link(record, node)
         self._account(node, size)
-        self._begin_writing(record, self._tree.share[node])
+        self._begin_writing(record, self._tree.share[node], size)
         return record
 
-    def _begin_writing(self, record: int, share: int) -> None:
+    def _begin_writing(self, record: int, share: int, size: int) -> None:
         """Count a record as unfinished until `_end_writing`."""
         self._writing_share[record] = share + 1
-        self.quotas.writing_bytes[share] += extent_size(self.table.extent(record)[1])
+        self.quotas.writing_bytes[share] += size
 
     def _end_writing(self, record: int) -> None:
         share, self._writing_share[record] = self._writing_share[record], 0
@@ -687,7 +688,8 @@ class ChunkIndex:
         fresh: list[int] = []
         for place, record in enumerate(records):
             node = self._node_of[record]
-            if not any(self._is_sealed(other) for other in self._entries(node)):
+            is_alone = self._first_entry[node] == record and self._next_entry[record] == NO_RECORD  # as most are
+            if is_alone or not any(self._is_sealed(other) for other in self._entries(node)):
                 fresh.append(node)
             checksum = checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES]
             self.table.seal(record, now, checksum or bytes(OWNER_BYTES))
@@ -1085,7 +1087,7 @@ class ChunkIndex:
             self._update_group(node, record.number)
         else:
             self._tree.holds[node] += 1
-            self._begin_writing(record.number, self._tree.share[node])
+            self._begin_writing(record.number, self._tree.share[node], extent_size(record.num_bytes))
         return True
 
     # --- nodes and entries ----------------------------------------------------------------------------------------

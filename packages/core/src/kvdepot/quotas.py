@@ -119,7 +119,7 @@ class QuotaTable:
 
     def is_owed(self, share: int, num_bytes: int) -> bool:
         """Whether a share stays within its quota with so many more bytes, so that others must make room for them."""
-        return self.num_shares > 1 and self.used_bytes[share] + num_bytes <= self.quota_bytes[share]
+        return self.used_bytes[share] + num_bytes <= self.quota_bytes[share]
 
     def is_above(self, share: int) -> bool:
         """Whether a share has more than its quota."""
