@@ -258,7 +258,7 @@ def test_a_worker_that_leaves_many_unfinished_entries() -> None:
 
 
 def prepare_all(bench: Bench) -> list[m.StorePlan]:
-    """Begin one prompt of as many chunks as there is room for."""
+    """Begin one prompt of as many chunks as one worker may: half of the pool."""
     run, step = prompt(0, NUM_CHUNKS), m.MAXIMUM_STORE_ENTRIES
     return [bench.prepare(run.slice(start, start + step)) for start in range(0, NUM_CHUNKS, step)]
 
@@ -266,7 +266,7 @@ def prepare_all(bench: Bench) -> list[m.StorePlan]:
 @pytest.mark.promise(61)
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_worker_that_leaves_a_long_prompt_unfinished(order: int) -> None:
-    bench = Bench(filled=False)
+    bench = Bench(2 * NUM_CHUNKS, filled=False)
     prepare_all(bench)
     bench.depot.tickets = dict(list(bench.depot.tickets.items())[::order])
     bench.depot.end_session(1)
@@ -277,7 +277,7 @@ def test_a_worker_that_leaves_a_long_prompt_unfinished(order: int) -> None:
 
 @pytest.mark.promise(61)
 def test_stores_of_a_long_prompt_that_are_aborted_one_by_one() -> None:
-    bench = Bench(filled=False)
+    bench = Bench(2 * NUM_CHUNKS, filled=False)
     for plan in prepare_all(bench):
         with CallCounter() as counter:
             bench.ask(m.AbortStore(bench.context, plan.ticket))
@@ -300,7 +300,7 @@ def test_clearing_goes_on_where_there_are_many_holes() -> None:
 
 @pytest.mark.promise(61)
 def test_a_commit_that_many_chunks_have_waited_for() -> None:
-    bench = Bench(filled=False)
+    bench = Bench(2 * NUM_CHUNKS, filled=False)
     first, *others = prepare_all(bench)
     for plan in others:
         bench.ask(m.CommitStore(bench.context, plan.ticket))
@@ -316,7 +316,7 @@ def test_a_commit_that_many_chunks_have_waited_for() -> None:
 
 @pytest.mark.promise(61)
 def test_what_left_before_it_could_be_found_is_not_found() -> None:
-    bench = Bench(filled=False)
+    bench = Bench(2 * NUM_CHUNKS, filled=False)
     first, *others = prepare_all(bench)
     for plan in others:
         bench.ask(m.CommitStore(bench.context, plan.ticket))

@@ -1,6 +1,7 @@
 """The whole cache beside a plain dict: whatever happens, right entries or a miss, and nothing is lost."""
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +11,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
+from kvdepot.eviction import NO_NODE
 from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
+from kvdepot.quotas import QuotaTable
 from kvdepot.server.depot import Depot, Refused
 from kvdepot.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
 
 PAGE = 4096
 NUM_RECORDS = 48
 LEASE_SECONDS = 10.0
+TICKET_SECONDS = 8.0
 FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
 
 SPECS = {
@@ -35,30 +39,50 @@ PROMPTS = [
 ]
 
 
+Entry = tuple[bytes, int, int]  # digest, group, shard
+
+
+@dataclass
+class Orphan:
+    """What a worker was writing when its connection closed."""
+
+    writer: Writer
+    entries: list[Entry]
+    late: list[Entry]
+
+
 @dataclass
 class Worker:
     session: int
     writer: Writer
     context: int
     shards: tuple[int, ...]
-    tickets: dict[int, list[tuple[bytes, int, int]]] = field(default_factory=dict[int, list[tuple[bytes, int, int]]])
+    tickets: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
+    late: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
     leases: dict[int, tuple[str, float]] = field(default_factory=dict[int, tuple[str, float]])
 
 
 class DepotMachine(RuleBasedStateMachine):
     """Entries are named (digest, group, shard)."""
 
-    @initialize(name=st.sampled_from(sorted(SPECS)), policy=st.sampled_from(["lru", "arc"]), pages=st.integers(4, 40))
-    def start(self, name: str, policy: str, pages: int) -> None:
+    @initialize(
+        name=st.sampled_from(sorted(SPECS)),
+        policy=st.sampled_from(["lru", "arc"]),
+        pages=st.one_of(st.integers(6, 12), st.integers(4, 40)),
+        quota=st.sampled_from([0, 0, 2, 4]),
+    )
+    def start(self, name: str, policy: str, pages: int, quota: int) -> None:
         self.groups = SPECS[name]
         self.spec = m.CacheSpec(1, self.groups, name)
         self.memory = bytearray(table_size_bytes(NUM_RECORDS))
-        self.index = ChunkIndex(ExtentAllocator(pages * PAGE), IndexTable(self.memory, NUM_RECORDS), policy)
+        quotas = QuotaTable(pages * PAGE, {"tenant-0": quota * PAGE} if quota else {})
+        self.index = ChunkIndex(ExtentAllocator(pages * PAGE), IndexTable(self.memory, NUM_RECORDS), policy, quotas)
         self.now = 0.0
         self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
-        self.sealed: set[tuple[bytes, int, int]] = set()
-        self.writing: set[tuple[bytes, int, int]] = set()
-        self.quarantined: list[tuple[Writer, list[tuple[bytes, int, int]]]] = []
+        self.depot.ticket_seconds = TICKET_SECONDS
+        self.sealed: set[Entry] = set()
+        self.writing: set[Entry] = set()
+        self.orphans: list[Orphan] = []
         self.evictions = 0
         self.workers: list[Worker] = []
         self.sessions = 0
@@ -102,8 +126,29 @@ class DepotMachine(RuleBasedStateMachine):
     def longest(self, run: KeyRun) -> int:
         return next(length for length in range(run.num_chunks, -1, -1) if self.usable(run, length))
 
-    def in_table(self, state: int) -> set[tuple[bytes, int, int]]:
+    def in_table(self, state: int) -> set[Entry]:
         return {(r.key, r.group, r.shard) for r in self.index.table.records() if r.state == state}
+
+    def learn_late(self) -> None:
+        """Take the depot's word for which stores are over before their workers ended them: no chunk is theirs then."""
+        for worker in self.workers:
+            for ticket in [ticket for ticket in worker.tickets if ticket in self.depot.late_tickets]:
+                worker.late[ticket] = worker.tickets.pop(ticket)
+                self.writing -= set(worker.late[ticket])
+        for orphan in self.orphans:
+            records = [n for q in self.depot.quarantines if q.fence[0] == orphan.writer for n in q.records]
+            late = {self.entry_of(number) for number in records if self.index.node_of(number) == NO_NODE}
+            self.writing -= late & set(orphan.entries)
+            orphan.late += [entry for entry in orphan.entries if entry in late]
+            orphan.entries = [entry for entry in orphan.entries if entry not in late]
+
+    def entry_of(self, record: int) -> Entry:
+        return (self.index.table.key_of(record), *self.index.table.place_of(record))
+
+    @property
+    def late(self) -> Counter[Entry]:
+        of_workers = [entry for worker in self.workers for entries in worker.late.values() for entry in entries]
+        return Counter([*of_workers, *(entry for orphan in self.orphans for entry in orphan.late)])
 
     def learn_evictions(self) -> None:
         """Take the index's word for what left; the invariants check that nothing else changed."""
@@ -137,12 +182,32 @@ class DepotMachine(RuleBasedStateMachine):
         covered = tuple(
             run.num_chunks if group.kind is FULL else data.draw(st.integers(0, run.num_chunks)) for group in self.groups
         )
+        self.begin(worker, run, covered)
+
+    @rule(who=st.integers(0, 9), prompt=st.sampled_from(PROMPTS), length=st.integers(1, 8), ends=st.booleans())
+    def store_and_lease(self, who: int, prompt: KeyRun, length: int, ends: bool) -> None:
+        run = prompt.slice(0, length)
+        for number in (who, who + 1):
+            worker = self.worker(number)
+            if ticket := self.begin(worker, run, (length,) * len(self.groups)):
+                self.commit(number, sorted(worker.tickets).index(ticket))
+        self.lookup(who, prompt, length, "a")
+        if not ends and length < 8:
+            self.begin(self.worker(who), prompt.slice(length, length + 1), (1,) * len(self.groups))
+
+    @rule(who=st.integers(0, 9), ends=st.booleans())
+    def one_tenant_takes_what_it_can(self, who: int, ends: bool) -> None:
+        for prompt in PROMPTS[1::2]:
+            self.store_and_lease(who, prompt, 7, ends)
+
+    def begin(self, worker: Worker, run: KeyRun, covered: tuple[int, ...]) -> int:
         plan = self.ask(
             worker, m.PrepareStore(worker.context, "r", run.tenant, run.digests, run.first_chunk, run.parent, covered)
         )
         assert isinstance(plan, m.StorePlan)
         self.learn_evictions()
-        entries: list[tuple[bytes, int, int]] = [
+        self.learn_late()
+        entries: list[Entry] = [
             (self.digest(run, chunk), group, worker.shards[group])
             for chunk, group, _, _, _, _, _, _ in m.EXTENT.iter_unpack(plan.extents)
         ]
@@ -151,6 +216,7 @@ class DepotMachine(RuleBasedStateMachine):
         self.writing.update(entries)
         if plan.ticket:
             worker.tickets[plan.ticket] = entries
+        return plan.ticket
 
     @rule(who=st.integers(0, 9), which=st.integers(0, 9))
     def commit(self, who: int, which: int) -> None:
@@ -172,6 +238,18 @@ class DepotMachine(RuleBasedStateMachine):
             assert self.ask(worker, m.AbortStore(worker.context, ticket)).count == len(entries)
             assert self.ask(worker, m.AbortStore(worker.context, ticket)).count == 0
             self.writing -= set(entries)
+
+    @rule(who=st.integers(0, 9), which=st.integers(0, 9), commits=st.booleans())
+    def end_late(self, who: int, which: int, commits: bool) -> None:
+        worker = self.worker(who)
+        if worker.late:
+            ticket = sorted(worker.late)[which % len(worker.late)]
+            entries = worker.late.pop(ticket)
+            if commits:
+                assert self.ask(worker, m.CommitStore(worker.context, ticket)).code is ErrorCode.UNKNOWN_TICKET
+                self.refused(worker, m.CommitStore(worker.context, ticket), ErrorCode.UNKNOWN_TICKET)
+            else:
+                assert self.ask(worker, m.AbortStore(worker.context, ticket)).count == len(entries)
 
     @rule(
         who=st.integers(0, 9), prompt=st.sampled_from(PROMPTS), length=st.integers(0, 8), request=st.sampled_from("ab")
@@ -216,6 +294,8 @@ class DepotMachine(RuleBasedStateMachine):
         self.now += seconds
         self.depot.expire()
         self.depot.work()
+        self.learn_late()
+        assert all(ticket.began + TICKET_SECONDS > self.now for ticket in self.depot.tickets.values())
         for worker in self.workers:
             worker.leases = {n: (r, expiry) for n, (r, expiry) in worker.leases.items() if expiry > self.now}
 
@@ -233,17 +313,19 @@ class DepotMachine(RuleBasedStateMachine):
         worker = self.worker(who)
         self.workers.remove(worker)
         self.depot.end_session(worker.session)
-        self.quarantined.append((worker.writer, [entry for entries in worker.tickets.values() for entry in entries]))
+        open_and_late = [
+            [entry for each in entries for entry in each] for entries in (worker.tickets.values(), worker.late.values())
+        ]
+        self.orphans.append(Orphan(worker.writer, *open_and_late))
         self.refused(worker, m.Lookup(worker.context, "r", b""), ErrorCode.UNKNOWN_CONTEXT)
         self.join()
 
     @rule(which=st.integers(0, 9))
     def process_dies(self, which: int) -> None:
-        if not self.quarantined:
-            return
-        writer, entries = self.quarantined.pop(which % len(self.quarantined))
-        self.depot.end_process(writer)
-        self.writing -= set(entries)
+        if self.orphans:
+            orphan = self.orphans.pop(which % len(self.orphans))
+            self.depot.end_process(orphan.writer)
+            self.writing -= set(orphan.entries)
 
     @rule(who=st.integers(0, 9))
     def unregisters(self, who: int) -> None:
@@ -266,7 +348,10 @@ class DepotMachine(RuleBasedStateMachine):
     @invariant()
     def the_table_holds_exactly_what_was_stored(self) -> None:
         assert self.in_table(SEALED) == self.sealed
-        assert self.in_table(WRITING) == self.writing
+        assert self.in_table(WRITING) == self.writing | set(self.late)
+        assert self.index.quotas.writing_bytes[0] <= max(
+            sum(self.index.quotas.quota_bytes) // 16, self.index.quotas.quota_bytes[0]
+        )
         assert self.index.num_entries == len(self.sealed)
 
     @invariant()
@@ -291,7 +376,7 @@ class DepotMachine(RuleBasedStateMachine):
         for prompt in PROMPTS:
             found, _ = again.longest_prefix(space, prompt.digests)
             assert found == self.longest(prompt)
-        assert len(unfinished) <= len(self.writing)
+        assert sorted(unfinished) == [record.number for record in self.index.table.records() if record.state == WRITING]
         for record in unfinished:
             again.discard_entry(record)
         num_entries = again.num_entries
@@ -305,8 +390,8 @@ class DepotMachine(RuleBasedStateMachine):
         for worker in self.workers:
             self.depot.end_session(worker.session)
             self.depot.end_process(worker.writer)
-        for writer, _ in self.quarantined:
-            self.depot.end_process(writer)
+        for orphan in self.orphans:
+            self.depot.end_process(orphan.writer)
         self.depot.clear(None)
         assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.tickets), len(self.depot.quarantines)) == (0, 0, 0)

@@ -431,6 +431,69 @@ def test_each_tenant_is_charged_for_its_own() -> None:
 # --- owners ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("how", ["commits", "aborts", "leaves", "unregisters"])
+@pytest.mark.promise(72)
+def test_a_store_of_a_living_worker_ends_by_time_and_keeps_its_extents(how: str) -> None:
+    bench = Bench(pages=8)
+    slow, quick = bench.worker(), bench.worker()
+    slow.store(prompt(2))
+    plan = slow.prepare(prompt(4).slice(2))
+    bench.now += 4 * LEASE_SECONDS - 1
+    bench.depot.expire()
+    assert bench.depot.status_fields()["num_tickets"] == 1
+    bench.now += 1
+    bench.depot.expire()
+    bench.depot.work()
+    status = bench.depot.status_fields()
+    assert (status["num_tickets"], status["quarantined_bytes"]) == (0, 2 * PAGE)
+    assert quick.store(prompt(8)).num_declined == 2, "its chunks can be stored again, its extents are not given away"
+    assert (quick.lookup(prompt(8)).num_chunks, bench.index.extents.used_bytes) == (6, 8 * PAGE)
+    check_index(bench.index)
+    match how:
+        case "commits":
+            reply = slow.ask(m.CommitStore(slow.context, plan.ticket))
+            assert (reply.code, "ended: after 40 s" in reply.message) == (ErrorCode.UNKNOWN_TICKET, True)
+            assert slow.refusal(m.CommitStore(slow.context, plan.ticket)) is ErrorCode.UNKNOWN_TICKET
+        case "aborts":
+            assert slow.ask(m.AbortStore(slow.context, plan.ticket)) == m.Done(1, 2)
+        case "leaves":
+            bench.depot.end_session(slow.session)
+            assert bench.depot.status_fields()["quarantined_bytes"] == 2 * PAGE
+            bench.depot.end_process(slow.writer)
+        case _:
+            slow.ask(m.Unregister(slow.context))
+    assert (bench.depot.status_fields()["quarantined_bytes"], bench.index.extents.used_bytes) == (0, 6 * PAGE)
+    assert quick.store(prompt(8)).num_declined == 0
+    bench.now += LEASE_SECONDS
+    bench.depot.expire()
+    bench.depot.work()
+    bench.drain()
+
+
+def test_nobody_ends_the_late_store_of_another_context() -> None:
+    bench = Bench()
+    slow, other = bench.worker(), bench.worker()
+    plan = slow.prepare(prompt(2))
+    bench.now += 4 * LEASE_SECONDS
+    bench.depot.expire()
+    bench.depot.work()
+    assert other.refusal(m.CommitStore(other.context, plan.ticket)) is ErrorCode.UNKNOWN_TICKET
+    assert other.ask(m.AbortStore(other.context, plan.ticket)) == m.Done(1, 0)
+    assert bench.depot.status_fields()["quarantined_bytes"] == 2 * PAGE
+
+
+@pytest.mark.promise(72)
+def test_a_worker_that_ends_no_store_has_half_of_the_pool_and_one_store_at_most() -> None:
+    bench = Bench(pages=64)
+    forgetful, other = bench.worker(), bench.worker()
+    plans = [forgetful.prepare(prompt(4, name)) for name in range(16)]
+    assert [bool(plan.ticket) for plan in plans] == [True] * 9 + [False] * 7
+    assert bench.depot.status_fields()["counters"]["stores_without_commit"] == 7
+    assert other.store(prompt(28, 20)).num_declined == 0
+    forgetful.commit(plans[0])
+    assert forgetful.store(prompt(4, 30)).num_declined == 0
+
+
 def test_tickets_and_contexts_belong_to_one_session() -> None:
     bench = Bench()
     owner, thief = bench.worker(), bench.worker()

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from kvdepot import messages as m
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.quotas import QuotaTable
 from kvdepot.server import operations
 from kvdepot.server.depot import MAXIMUM_ROWS
-from tests.core.test_index import PAGE, Bench, Worker, prompt
+from tests.core.test_index import LEASE_SECONDS, PAGE, Bench, Worker, prompt
 from tests.fuzz.depot import check_index, empty_by_eviction
 
 
@@ -64,15 +64,155 @@ def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
     assert stored(worker, "b", range(200)) == 4
 
 
-def test_leased_chunks_are_not_taken_for_a_quota_either() -> None:
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.promise(71)
+def test_leases_of_others_keep_nobody_from_its_quota(policy: str) -> None:
+    bench = Bench(pages=256, num_records=256, policy=policy, quotas={"a": 96})
+    worker = bench.worker()
+    fill(worker, "b", range(256))
+    for name in range(255):
+        worker.lookup(prompt(1, name, "b"))
+    assert fill(worker, "a", range(90)) == 0
+    assert (stored(worker, "a", range(90)), stored(worker, "b", range(256))) == (90, 166)
+    counters = bench.depot.status_fields()["counters"]
+    assert (counters["chunks_evicted"], counters["chunks_evicted_leased"]) == (90, 89), (
+        "what nothing needs leaves first"
+    )
+    bench.now += LEASE_SECONDS
+    bench.depot.expire()
+    bench.depot.work()
+    bench.drain()
+
+
+def test_a_lease_within_its_quota_keeps_what_it_names() -> None:
+    bench = Bench(pages=8, quotas={"a": 4, "b": 4})
+    worker = bench.worker()
+    for tenant in "ab":
+        fill(worker, tenant, range(4))
+        for name in range(4):
+            worker.lookup(prompt(1, name, tenant))
+    assert (fill(worker, "a", range(10, 20)), fill(worker, "nobody", range(4))) == (10, 4)
+    assert (stored(worker, "a", range(4)), stored(worker, "b", range(4))) == (4, 4)
+
+
+def test_a_chunk_that_is_copied_to_a_tier_stays_until_that_is_done() -> None:
+    bench = Bench(pages=3, quotas={"a": 2})
+    worker, index = bench.worker(), bench.index
+    fill(worker, "b", range(3))
+    for name in range(3):
+        worker.lookup(prompt(1, name, "b"))
+    copied = [(record, index.begin_reading(record)) for record in range(2)]
+    fill(worker, "a", range(2))
+    assert (stored(worker, "a", range(2)), stored(worker, "b", range(2))) == (1, 2)
+    for record, node in copied:
+        index.end_reading(record, node)
+    fill(worker, "a", range(2))
+    assert stored(worker, "a", range(2)) == 2
+
+
+def test_a_lease_whose_chunk_has_left_ends_without_a_trace() -> None:
     bench = Bench(pages=4, quotas={"a": 2})
     worker = bench.worker()
     fill(worker, "b", range(4))
-    leases = [worker.lookup(prompt(1, name, "b")).lease for name in range(4)]
-    assert fill(worker, "a", range(2)) == 2
-    for lease in leases:
-        worker.release(lease)
+    leases = [worker.lookup(prompt(1, 0, "b")).lease for _ in range(3)]
+    leases += [worker.lookup(prompt(1, name, "b")).lease for name in range(1, 4)]
     assert fill(worker, "a", range(2)) == 0
+    assert stored(worker, "b", range(4)) == 2
+    assert len(bench.depot.leases) == len(leases)
+    fill(worker, "b", range(10, 12))
+    check_index(bench.index)
+    assert [worker.release(lease) for lease in leases] == [1] * len(leases)
+    check_index(bench.index)
+    bench.drain()
+
+
+def test_what_an_operator_pins_keeps_nobody_from_its_quota() -> None:
+    bench = Bench(pages=8, quotas={"a": 4})
+    worker = bench.worker()
+    worker.store(prompt(4, 1, "b"))
+    worker.store(prompt(8, 1, "b"))
+    pinned = bench.depot.warm(m.Warm("b", prompt(8, 1, "b").digests, 600.0))
+    bench.depot.work()
+    assert pinned.reply == m.Done(1, 8)
+    assert fill(worker, "a", range(4)) == 0
+    assert worker.lookup(prompt(8, 1, "b")).num_chunks == 4
+
+
+@pytest.mark.promise(71)
+def test_unfinished_stores_of_a_share_are_no_more_than_its_quota() -> None:
+    bench = Bench(pages=256, num_records=512, quotas={"a": 96})
+    workers, other = [bench.worker(), bench.worker()], bench.worker()
+    plans = [workers[name % 2].prepare(prompt(1, name, "b")) for name in range(255)]
+    assert sum(plan.num_declined for plan in plans) == 255 - 160
+    assert bench.depot.status_fields()["counters"]["store_entries_over_share"] == 255 - 160
+    assert fill(other, "a", range(90)) == 0
+    assert sum(workers[name % 2].commit(plan) for name, plan in enumerate(plans) if plan.ticket) == 160
+    assert stored(other, "a", range(90)) == 90
+    bench.drain()
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.promise(71)
+def test_unfinished_stores_keep_nobody_from_its_quota_by_what_is_before_them(is_gone: bool) -> None:
+    bench = Bench(pages=16, num_records=32, quotas={"a": 8})
+    worker, other = bench.worker(), bench.worker()
+    plans: list[m.StorePlan] = []
+    for name in range(4):
+        worker.store(prompt(3, name, "b"))
+        plans.append(worker.prepare(prompt(4, name, "b").slice(3)))
+    writing = {bench.index.table.extent(record) for plan in plans for record in records_of(plan)}
+    if is_gone:
+        bench.depot.end_session(worker.session)
+    assert fill(other, "a", range(8)) == 0
+    given = {r.offset for r in bench.index.table.records() if bench.depot.labels[r.label][0] == "a"}
+    assert not given & {offset for offset, _ in writing}, "somebody may still write there"
+    assert stored(other, "a", range(8)) == 8
+    check_index(bench.index)
+    for plan in plans if not is_gone else []:
+        reply = worker.ask(m.CommitStore(worker.context, plan.ticket))
+        assert reply == m.Done(1, 1) or reply.code is ErrorCode.UNKNOWN_TICKET
+    bench.drain()
+
+
+def test_where_quotas_leave_nothing_the_others_may_still_borrow() -> None:
+    bench = Bench(pages=32, quotas={"a": 32})
+    worker = bench.worker()
+    assert worker.prepare(prompt(3, 1, "b")).num_declined == 1
+    bench.depot.end_session(worker.session)
+    bench.depot.end_process(worker.writer)
+    worker = bench.worker()
+    assert fill(worker, "b", range(40)) == 0
+    assert stored(worker, "b", range(40)) == 32
+    assert fill(worker, "a", range(32)) == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.promise(71)
+def test_whatever_others_hold_a_tenant_has_its_quota(policy: str) -> None:
+    rng = random.Random(6)
+    for _ in range(60):
+        bench = Bench(pages=32, num_records=rng.choice([32, 40, 64]), policy=policy, quotas={"a": 8, "b": 8})
+        worker, other = bench.worker(), bench.worker()
+        for number in range(rng.randint(10, 80)):
+            tenant = rng.choice("bc")
+            run = prompt(rng.randint(1, 6), rng.randrange(12), tenant)
+            plan = worker.prepare(run.slice(rng.randrange(run.num_chunks)))
+            if plan.ticket and rng.random() < 0.8:
+                worker.commit(plan)
+            if rng.random() < 0.8:
+                worker.lookup(run)
+            if number % 16 == 15 and rng.random() < 0.3:
+                bench.depot.end_session(worker.session)
+                worker = bench.worker()
+        assert fill(other, "a", range(8)) == 0
+        check_index(bench.index)
+        assert stored(other, "a", range(8)) == 8
+        bench.depot.end_session(worker.session)
+        bench.drain()
+
+
+def records_of(plan: m.StorePlan) -> list[int]:
+    return [record for _, _, _, record, *_ in m.EXTENT.iter_unpack(plan.extents)]
 
 
 def test_quotas_are_as_before_after_a_restart() -> None:

@@ -46,8 +46,7 @@ def check_index(index: ChunkIndex) -> None:
     assert all(end <= start for end, (start, _) in zip(ends, spans[1:], strict=False)), "extents overlap"
     assert sum(sizes) == index.extents.used_bytes
     assert sum(sizes) + sum(size for _, size in index.extents.holes()) == index.extents.ready_bytes
-    of_chunks = {number for number in in_use if index.node_of(number) != NO_NODE}
-    used = sum(extent_size(index.table.extent(number)[1]) for number in of_chunks)
+    used = sum(extent_size(record.num_bytes) for record in records)
     assert used == sum(index.quotas.tenant_bytes) == sum(index.quotas.used_bytes)
     children = Counter[int]()
     linked = 0
@@ -60,9 +59,19 @@ def check_index(index: ChunkIndex) -> None:
                 assert (index._depth[parent], index._space_of[parent]) == (index._depth[node] - 1, space.number)
             linked += len(list(index._entries(node)))
             _check_node(index, space, node)
-    assert linked == len(of_chunks)
+    assert linked == sum(index.node_of(number) != NO_NODE for number in in_use)
+    writing = Counter[int]()
+    for record in records:
+        if record.state != SEALED:
+            writing[index._writing_share[record.number] - 1] += extent_size(record.num_bytes)
+    assert [writing[share] for share in range(index.quotas.num_shares)] == index.quotas.writing_bytes
+    for share in range(index.quotas.num_shares):
+        for node in index._leased.numbers(share):
+            assert index._num_leases[node]
+            assert (tree.share[node], tree.keys[node] is None) == (share, False)
     assert all(tree.num_children[node] == count for node, count in children.items())
-    assert index.num_chunks == sum(len(space.nodes) for space in index.spaces)
+    num_left = sum(key is None and bool(tree.holds[node]) for node, key in enumerate(tree.keys))  # leased all the same
+    assert index.num_chunks == sum(len(space.nodes) for space in index.spaces) + num_left
 
 
 def _check_node(index: ChunkIndex, space: Space, node: int) -> None:
@@ -175,6 +184,7 @@ class Life:
             ExtentAllocator(size), IndexTable(self.memory, NUM_RECORDS), self.policy, QuotaTable(size, self.quotas)
         )
         self.depot = Depot(index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
+        self.depot.ticket_seconds = LEASE_SECONDS  # an input is too short for more
 
     def steps(self) -> list[Callable[[], None]]:
         return [
@@ -216,8 +226,9 @@ class Life:
     def state(self) -> tuple[Any, ...]:
         depot = self.depot
         return (
-            bytes(self.memory), dict(depot.tickets), dict(depot.contexts), list(depot.quarantines),
-            list(depot.labels), leases_of(depot), len(depot.index.spaces), list(depot.index._tree.holds),
+            bytes(self.memory), dict(depot.tickets), dict(depot.late_tickets), dict(depot.contexts),
+            list(depot.quarantines), list(depot.labels), leases_of(depot), len(depot.index.spaces),
+            list(depot.index._tree.holds),
         )  # fmt: skip
 
     # --- what the input can choose from ---------------------------------------------------------------------------
@@ -314,7 +325,7 @@ class Life:
                 assert self.depot.index.table.extent(record) == (offset, num_bytes)
 
     def ticket(self) -> int:
-        tickets, choice = list(self.depot.tickets), self.source.byte()
+        tickets, choice = [*self.depot.tickets, *self.depot.late_tickets], self.source.byte()
         return tickets[choice % len(tickets)] if tickets else choice
 
     def commit(self) -> None:
@@ -417,16 +428,24 @@ class Life:
     def check(self) -> None:
         depot, index = self.depot, self.depot.index
         check_index(index)
+        late = [n for t in depot.late_tickets.values() for n in t.records]
+        assert all(index._node_of[number] == NO_NODE for number in late)
         writing = [n for t in depot.tickets.values() for n in t.records]
-        writing += [n for q in depot.quarantines for n in q.records]
+        assert all(index._node_of[number] != NO_NODE for number in writing)
+        writing += late + [n for q in depot.quarantines for n in q.records]
         assert sorted(writing) == [r.number for r in index.table.records() if r.state == WRITING]
+        for context in depot.contexts.values():
+            tickets = [*depot.tickets.values(), *depot.late_tickets.values()]
+            own = sum(ticket.num_bytes for ticket in tickets if ticket.context == context.number)
+            assert context.writing_bytes == own
         holds = Counter(index._node_of[number] for number in writing)
+        del holds[NO_NODE]
         for lease in leases_of(depot).values():
             assert lease.context in depot.contexts
             assert lease.expiry_seconds > self.now - LEASE_SECONDS
             holds.update(lease.nodes)
         for node in range(len(index._tree.keys)):
-            assert index._tree.holds[node] == holds[node] or index._tree.keys[node] is None
+            assert index._tree.holds[node] == holds[node]
         assert all(ticket.context in depot.contexts for ticket in depot.tickets.values())
         depot.status_fields()
 
@@ -435,7 +454,8 @@ class Life:
             self.depot.end_session(self.sessions[who])
         for quarantine in list(self.depot.quarantines):
             self.depot.end_process(quarantine.fence[0])
-        assert (len(self.depot.leases), len(self.depot.tickets), len(self.depot.quarantines)) == (0, 0, 0)
+        depot = self.depot
+        assert not (len(depot.leases) or depot.tickets or depot.late_tickets or depot.quarantines)
         if len(self.source.data) % 2:
             self.depot.clear(None)
             check_empty(self.depot.index)

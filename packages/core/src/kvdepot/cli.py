@@ -16,7 +16,7 @@ from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.config import HTTP_TOKEN, Demotion, ServerConfig, default_directory, format_size, parse_size
 from kvdepot.curve import generate_keys
-from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError
+from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError, printable
 from kvdepot.eviction import POLICIES
 from kvdepot.http_server import HttpServer, HttpSettings
 from kvdepot.logs import set_up_logs
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         set_up_logs(options.log_level, getattr(options, "log_format", "text"))
         status = options.run(options)
     except KVDepotError as error:
-        print(f"kvdepot: {error}", file=sys.stderr)
+        print(f"kvdepot: {printable(str(error))}", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
         status = 130
@@ -333,7 +333,7 @@ def _status(options: argparse.Namespace) -> int:
     reply = ask_depot(m.Status(), options.url, keys=client_keys(options))
     assert isinstance(reply, m.StatusReply)
     if options.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply.status), indent=2).decode() + "\n")
+        print(json.dumps(_as_dict(reply.status), indent=2))  # in ASCII: names of others have no meaning there
     else:
         print(describe_status(reply.status))
     return 0
@@ -416,7 +416,7 @@ def describe_status(status: m.DepotStatus) -> str:
             + (f", format {context.format}" if context.format else "")
         )
         lines += [f"    {_describe_group(number, group)}" for number, group in enumerate(context.groups)]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _describe_tier(tier: m.TierStatus) -> str:
@@ -524,9 +524,9 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         for finding in findings:
             mark = "" if finding.verdict is Verdict.FINE else f"{finding.verdict.upper()}: "
-            print(f"{finding.subject:13} {mark}{finding.text}")
+            print(printable(f"{finding.subject:13} {mark}{finding.text}"))
             if finding.way_out:
-                print(f"{'':13} -> {finding.way_out}")
+                print(printable(f"{'':13} -> {finding.way_out}"))
     return any(finding.verdict is Verdict.BROKEN for finding in findings)
 
 

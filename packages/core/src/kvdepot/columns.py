@@ -28,7 +28,7 @@ class Links:
     def __init__(self, length: int, num_lists: int) -> None:
         self.sizes = [0] * num_lists
         self._length = length
-        self._list_of = make_column("B", length)  # plus one; 0 for none
+        self._list_of = make_column("B" if num_lists < 256 else "I", length)  # plus one; 0 for none
         # Behind the numbers: what is before the first and after the last of each list.
         self._following = make_column("I", length + num_lists)
         self._preceding = make_column("I", length + num_lists)

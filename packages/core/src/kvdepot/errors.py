@@ -53,11 +53,18 @@ class DepotBusy(KVDepotError):
     """Another server already serves this directory."""
 
 
+def printable(text: str) -> str:
+    """Return text that others chose as one line without a meaning for a terminal: what does not print is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class RemoteError(KVDepotError):
-    """The depot refused a request; `code` says why."""
+    """The depot refused a request; `code` says why. Its text may have names that other clients chose, escaped."""
 
     def __init__(self, code: "ErrorCode", message: str) -> None:
-        super().__init__(f"{code.value}: {message}")
+        super().__init__(f"{code.value}: {printable(message)}")
         self.code = code
 
 

@@ -50,6 +50,7 @@ from kvdepot.children import be_a_child
 from kvdepot.client.connection import ask_depot
 from kvdepot.errors import DepotUnavailable, KVDepotError, RemoteError
 from kvdepot.http_server import HttpSettings
+from kvdepot.logs import set_up_logs
 from kvdepot.metrics import MEDIA_TYPE, render_metrics
 
 logger = logging.getLogger(__name__)
@@ -512,7 +513,7 @@ def main(arguments: Sequence[str]) -> None:
     """Serve one depot: `PARENT_PID LISTENING_FD`, and a line with its URL and the settings at standard input."""
     parent_pid, listener = map(int, arguments)
     be_a_child(parent_pid)
-    logging.basicConfig(level=logging.WARNING, format=f"http {os.getpid()}: %(message)s")
+    set_up_logs("warning", text=f"http {os.getpid()}: %(message)s")
     url, settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, HttpSettings])
     serve(url, settings, socket.socket(fileno=listener))
 

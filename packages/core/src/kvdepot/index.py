@@ -4,8 +4,9 @@ A **node** is a chunk of one space (one `CacheSpec`); it hangs below the chunk b
 layer group x shard: an extent of the pool and a record of the table. A node is **visible**, and can be found, when
 every shard of every full-attention group of it and of all its ancestors is sealed. Only nodes without children, leases
 and unfinished writes leave, so full attention stays prefix-closed: if a chunk is visible, so is everything before it.
-That lets a lookup probe about ten chunks of 512, and a lease hold just the deepest. An entry that is taken out of the
-middle as its bytes are wrong **breaks** its node: what comes after it keeps its mark, and a lookup ends at the break.
+That lets a lookup probe about ten chunks of 512, and a lease hold just the deepest. A lease yields where its share is
+above its quota and one within its own needs room. An entry that is taken out of the middle as its bytes are wrong
+**breaks** its node: what comes after it keeps its mark, and a lookup ends at the break.
 
 A node whose entries are all gone stays as a hole while it has children; they are invisible and may be evicted.
 
@@ -17,13 +18,14 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import islice
 from math import ceil
 from typing import Final
 
 import msgspec
 from blake3 import blake3
 
-from kvdepot.columns import make_column
+from kvdepot.columns import Links, make_column
 from kvdepot.eviction import ENDED, NO_NODE, NORMAL, POLICIES, ChunkTree, GuardedPolicy
 from kvdepot.extents import ExtentAllocator, extent_size
 from kvdepot.histogram import Histogram
@@ -31,7 +33,7 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind, window_chunks
 from kvdepot.messages import EXTENT, CacheSpec
 from kvdepot.protocols import EvictionPolicy
-from kvdepot.quotas import QuotaTable
+from kvdepot.quotas import MAXIMUM_QUOTAS, QuotaTable
 from kvdepot.spread import NUM_PARTS, SpreadMap
 from kvdepot.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, WRITING, IndexTable, Record, Writer
 
@@ -45,6 +47,7 @@ _RANK_STEP: Final = 40  # chunks
 _REVEAL_STEP: Final = 64  # chunks
 _HOLE_STEP: Final = 16
 _LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go is bounded by that, not by the pool
+_MOST_LEASED: Final = 1024  # leased chunks, in search of one without children
 _MOST_WALKED: Final = 8192  # chunks towards the start, for a boundary that windows and states have: two milliseconds
 _SPARE_DEADLINES: Final = 1024
 _DEADLINE_BITS: Final = 10  # of how far a deadline is: so there are some ten thousand different ones at most
@@ -146,6 +149,11 @@ class ChunkIndex:
         self.spaces: list[Space] = []
         self.num_entries = 0  # sealed
         self.num_evicted = 0
+        self.num_leased_evicted = 0  # of these, in spite of a lease
+        self.num_room_steps = 0  # that were done to make room: evictions, and unfinished stores that were ended
+        self.num_over_share = 0  # entries that were declined as their share has enough unfinished ones
+        # Called for who must get room when nothing can leave: ends an unfinished store of a share above its quota.
+        self.end_store: Callable[[], bool] = lambda: False
         self.on_shown: Callable[[int], object] | None = None  # called with each node that can be found from now on
         self.on_hidden: Callable[[int], object] | None = None  # and with each that cannot any more
         # Given what is left to do of something long; may do it later, in steps.
@@ -165,6 +173,9 @@ class ChunkIndex:
         self._tree = ChunkTree.with_room(num_nodes)
         # By share and rank: those that were ever needed, what leaves first before the others.
         self._policies = [{NORMAL: self._policy(number, NORMAL)} for number in range(self.quotas.num_shares)]
+        self._num_leases = make_column("I", num_nodes)  # leases and pins, which are among its holds
+        # Nodes that have some, by share; what was leased last at the end.
+        self._leased = Links(num_nodes, max(MAXIMUM_QUOTAS + 1, self.quotas.num_shares))
         self._deadline = make_column("I", num_nodes)  # the second when what ends there is not worth keeping, or 0
         self._ending: dict[int, int] = {}  # by that second: the first of its nodes
         self._next_ending = make_column("I", num_nodes)
@@ -189,6 +200,8 @@ class ChunkIndex:
         self._next_entry = make_column("I", num_records)  # of a free record: the next one
         self._node_of = make_column("I", num_records)
         self._free_record = NO_RECORD  # the first of those that were given back
+        self._writing_share = make_column("I", num_records)  # plus one: what it counts against until it is sealed
+        self._abandoned: dict[int, int] = {}  # records that belong to no node any more, and their labels
         self._readers: dict[int, int] = {}  # records whose bytes are being copied for a tier
         self._lingering: set[int] = set()  # those that were removed meanwhile: their extents are still in the table
 
@@ -362,6 +375,10 @@ class ChunkIndex:
         """Return the number of the tenant and model of a node."""
         return self._label_of[node]
 
+    def share_of(self, node: int) -> int:
+        """Return the share of the pool that a node counts against."""
+        return self._tree.share[node]
+
     def depth_of(self, node: int) -> int:
         """Return how many chunks are before a node."""
         return self._depth[node]
@@ -389,13 +406,21 @@ class ChunkIndex:
     # --- leases ---------------------------------------------------------------------------------------------------
 
     def pin(self, nodes: Iterable[int]) -> None:
-        """Keep nodes, and so everything before them, until `unpin`."""
+        """Keep nodes, and so everything before them, until `unpin`.
+
+        What their share has above its quota is not kept from others that are within theirs.
+        """
         for node in nodes:
             self._tree.holds[node] += 1
+            self._num_leases[node] += 1
+            self._leased.append(node, self._tree.share[node])
 
     def unpin(self, nodes: Iterable[int]) -> None:
         """Undo one `pin`."""
         for node in nodes:
+            self._num_leases[node] -= 1
+            if not self._num_leases[node]:
+                self._leased.remove(node)
             self._release_hold(node)
 
     def begin_reading(self, record: int) -> int:
@@ -433,7 +458,10 @@ class ChunkIndex:
 
     def _release_hold(self, node: int) -> None:
         self._tree.holds[node] -= 1
-        if self._tree.evictable(node):
+        if self._tree.keys[node] is None:  # it left although it was leased
+            if not self._tree.holds[node]:
+                self._give_node_back(node)
+        elif self._tree.evictable(node):
             if self._first_entry[node] == NO_RECORD:
                 self._drop_holes_later(self._drop_node(node))
             else:
@@ -588,6 +616,12 @@ class ChunkIndex:
         size = sum(extent_size(self.table.extent(record)[1]) for record in self._entries(node))
         self.quotas.move(size, self._tree.share[node], share)
         self._tree.share[node] = share
+        for record in self._entries(node):
+            if self._writing_share[record]:
+                self._end_writing(record)
+                self._begin_writing(record, share, extent_size(self.table.extent(record)[1]))
+        if self._num_leases[node]:
+            self._leased.append(node, share)
         self._need_policy(share, self._tree.rank[node])
         if is_known:
             self._policy_of(node).added(node)
@@ -605,9 +639,15 @@ class ChunkIndex:
 
         Returns:
             its record; None if there is no room and nothing more to evict, or `most_evicted` chunks did not make room:
-            small chunks that leave are rarely neighbours. Those have left; who asks again goes on from there.
+            small chunks that leave are rarely neighbours. Those have left; who asks again goes on from there. Also
+            None if its share has as many unfinished bytes as it may.
         """
-        share = self.quotas.share_of(place.label)
+        share, size, is_owed = self.quotas.share_of(place.label), extent_size(place.num_bytes), False
+        if self.quotas.num_shares > 1:
+            if not self.quotas.may_write(share, size):
+                self.num_over_share += 1
+                return None
+            is_owed = self.quotas.is_owed(share, size)
         node = place.space.nodes.get(place.key)
         if node is None:
             node = self._take_node(place, share)
@@ -615,8 +655,8 @@ class ChunkIndex:
                 return None
         # Held from here on: neither it nor what is before it leaves to make room for it.
         self._tree.holds[node] += 1
-        offset = self._allocate(place.num_bytes, share, most_evicted)
-        record = self._take_record(share) if offset is not None else None
+        offset = self._allocate(place.num_bytes, share, is_owed, most_evicted)
+        record = self._take_record(share, is_owed) if offset is not None else None
         if offset is None or record is None:
             if offset is not None:
                 self.extents.free(offset, place.num_bytes)
@@ -629,20 +669,33 @@ class ChunkIndex:
             layout=place.layout, label=place.label, writer=place.writer, owner=place.owner,
         )  # fmt: skip
         self._link(record, node)
-        self._account(node, extent_size(place.num_bytes))
+        self._account(node, size)
+        self._begin_writing(record, self._tree.share[node], size)
         return record
+
+    def _begin_writing(self, record: int, share: int, size: int) -> None:
+        """Count a record as unfinished until `_end_writing`."""
+        self._writing_share[record] = share + 1
+        self.quotas.writing_bytes[share] += size
+
+    def _end_writing(self, record: int) -> None:
+        share, self._writing_share[record] = self._writing_share[record], 0
+        if share:
+            self.quotas.writing_bytes[share - 1] -= extent_size(self.table.extent(record)[1])
 
     def seal_entries(self, records: Sequence[int], now: int = 0, checksums: bytes = b"") -> None:
         """Say that the bytes of entries are in place; `checksums` are packed, or none."""
         fresh: list[int] = []
         for place, record in enumerate(records):
             node = self._node_of[record]
-            if not any(self._is_sealed(other) for other in self._entries(node)):
+            is_alone = self._first_entry[node] == record and self._next_entry[record] == NO_RECORD  # as most are
+            if is_alone or not any(self._is_sealed(other) for other in self._entries(node)):
                 fresh.append(node)
             checksum = checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES]
             self.table.seal(record, now, checksum or bytes(OWNER_BYTES))
             self._last_use[node] = now
             self.num_entries += 1
+            self._end_writing(record)
             self._update_group(node, record)
             self._tree.holds[node] -= 1
         for node in reversed(fresh):  # deepest first: what leaves first is added first
@@ -656,11 +709,8 @@ class ChunkIndex:
     def discard_entry(self, record: int) -> None:
         """Take back an entry that is not sealed; nothing writes to it any more."""
         node = self._node_of[record]
-        if node == NO_NODE:  # of an earlier server: only its extent was kept
-            offset, num_bytes = self.table.extent(record)
-            self.table.free(record)
-            self.extents.free(offset, num_bytes)
-            self._give_back(record)
+        if node == NO_NODE:  # it was abandoned, or is an earlier server's
+            self.free_abandoned(record)
             return
         self._unlink(record, node)
         self._free_entry(record)
@@ -669,19 +719,22 @@ class ChunkIndex:
     def abandon_entry(self, record: int) -> None:
         """Take an entry that is not sealed off its chunk, which can be stored again from now on.
 
-        Something may still be writing to it: its space is taken until `free_abandoned`.
+        Something may still be writing to it: its space is taken, and counts against its tenant, until `free_abandoned`.
         """
         node = self._node_of[record]
-        self._lingering.add(record)
+        self._abandoned[record] = self._label_of[node]
         self._unlink(record, node)
-        self._account(node, -extent_size(self.table.extent(record)[1]))
         self._node_of[record] = NO_NODE
         self._release_hold(node)
 
     def free_abandoned(self, record: int) -> None:
         """Take back an abandoned entry that nothing writes to any more."""
+        offset, num_bytes = self.table.extent(record)
+        self.quotas.account(self._abandoned.pop(record), self._writing_share[record] - 1, -extent_size(num_bytes))
+        self._end_writing(record)
         self.table.free(record)
-        self._free_lingering(record)
+        self.extents.free(offset, num_bytes)
+        self._give_back(record)
 
     def remove_entry(self, record: int) -> None:
         """Take away a sealed entry, leased or not, because its bytes are wrong.
@@ -716,17 +769,43 @@ class ChunkIndex:
 
     # --- leaving --------------------------------------------------------------------------------------------------
 
-    def evict_one(self, share: int = 0) -> bool:
-        """Evict the next chunk to make room for a share of the pool; False if none can leave."""
+    def evict_one(self, share: int = 0, *, is_owed: bool = False) -> bool:
+        """Evict the next chunk to make room for a share of the pool; False if none can leave.
+
+        A share that `is_owed` room, as it asks within its quota, gets it of those above theirs: first what nothing
+        needs, then what they lease. If they hold all of it by unfinished stores, one of those ends, and who asks again
+        finds what that kept. Only then its own chunks leave.
+        """
         if self.is_restoring:
             return False
         for number in self.quotas.victims(share):
+            if number == share and is_owed:
+                node = self._leased_victim()
+                if node is not None or self.end_store():
+                    self.num_room_steps += 1
+                    if node is not None:
+                        self.num_leased_evicted += 1
+                        self._evict(node)
+                    return True
             for policy in self._policies[number].values():
                 node = policy.victim()
                 if node is not None:
+                    self.num_room_steps += 1
                     self._evict(node)
                     return True
         return False
+
+    def _leased_victim(self) -> int | None:
+        """Return a chunk of a share above its quota that only leases keep, None if none is found."""
+        leased, tree = self._leased, self._tree
+        for share in self.quotas.above():
+            node = NO_NODE
+            for node in islice(leased.numbers(share), _MOST_LEASED):
+                if not tree.num_children[node] and tree.holds[node] == self._num_leases[node]:
+                    return node
+            if node != NO_NODE:
+                leased.begin_with(node, share)  # the next search goes on there
+        return None
 
     def next_victim(self) -> int | None:
         """Return the chunk that would leave next to make room for anybody, without removing it."""
@@ -892,7 +971,7 @@ class ChunkIndex:
                 if record.state == SEALED:
                     by_depth.setdefault(record.depth, []).append(record)
                 else:
-                    self._node_of[record.number] = NO_NODE
+                    self._keep_extent(record)
                     used[record.number] = 1
                     unfinished.append(record.number)
             yield None
@@ -923,6 +1002,14 @@ class ChunkIndex:
             if number % _RESTORE_STEP == 0:
                 yield None
         yield from self._tell_policies(by_last_use)
+
+    def _keep_extent(self, record: Record) -> None:
+        """Take over an unfinished entry as if it had been abandoned: its extent counts against its tenant."""
+        share, size = self.quotas.share_of(record.label), extent_size(record.num_bytes)
+        self._node_of[record.number] = NO_NODE
+        self._abandoned[record.number] = record.label
+        self.quotas.account(record.label, share, size)
+        self._begin_writing(record.number, share, size)
 
     def _tell_policies(self, by_last_use: dict[int, list[Record]]) -> Iterator[None]:
         """Add the nodes of sealed records to their policies, what was used last at the end."""
@@ -992,12 +1079,13 @@ class ChunkIndex:
         """Make a node, evicting others if there are too many holes; None if nothing can leave."""
         tree = self._tree
         if self._free_node == NO_NODE and len(tree.keys) == tree.capacity:
-            above = () if place.parent == NO_NODE else (place.parent,)
-            self.pin(above)
+            if place.parent != NO_NODE:
+                tree.holds[place.parent] += 1
             while self._free_node == NO_NODE and self.evict_one(share):
                 pass
             node = None if self._free_node == NO_NODE else self._new_node(place)
-            self.unpin(above)
+            if place.parent != NO_NODE:
+                self._release_hold(place.parent)
             return node
         return self._new_node(place)
 
@@ -1048,8 +1136,10 @@ class ChunkIndex:
             self._broken.discard(node)
             self._forget_deadline(node)
             self._sealed_groups[node] = 0
-            self._next_free_node[node], self._free_node = self._free_node, node
-            self._num_free_nodes += 1
+            if tree.holds[node]:
+                self._leased.remove(node)  # its number is given back with the last lease
+            else:
+                self._give_node_back(node)
             if parent == NO_NODE:
                 return NO_NODE
             self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
@@ -1061,6 +1151,10 @@ class ChunkIndex:
                 return parent
             node = parent
         return node
+
+    def _give_node_back(self, node: int) -> None:
+        self._next_free_node[node], self._free_node = self._free_node, node
+        self._num_free_nodes += 1
 
     def _is_hole(self, node: int) -> bool:
         return self._first_entry[node] == NO_RECORD
@@ -1153,6 +1247,7 @@ class ChunkIndex:
         """The header changes first: only then may the extent go to somebody else."""
         offset, num_bytes = self.table.extent(record)
         self._account(self._node_of[record], -extent_size(num_bytes))
+        self._end_writing(record)
         self.table.free(record)
         self._node_of[record] = NO_NODE
         if record in self._readers:
@@ -1169,12 +1264,12 @@ class ChunkIndex:
     def _account(self, node: int, num_bytes: int) -> None:
         self.quotas.account(self._label_of[node], self._tree.share[node], num_bytes)
 
-    def _take_record(self, share: int) -> int | None:
+    def _take_record(self, share: int, is_owed: bool) -> int | None:
         while self._free_record == NO_RECORD:
             if self._num_known_records < self.table.num_records:
                 self._num_known_records += 1
                 return self._num_known_records - 1
-            if not self.evict_one(share):
+            if not self.evict_one(share, is_owed=is_owed):
                 return None
         record, self._free_record = self._free_record, self._next_entry[self._free_record]
         return record
@@ -1182,12 +1277,12 @@ class ChunkIndex:
     def _give_back(self, record: int) -> None:
         self._next_entry[record], self._free_record = self._free_record, record
 
-    def _allocate(self, num_bytes: int, share: int, most_evicted: int) -> int | None:
+    def _allocate(self, num_bytes: int, share: int, is_owed: bool, most_evicted: int) -> int | None:
         if extent_size(num_bytes) > self.extents.ready_bytes:
             return None
         offset = self.extents.allocate(num_bytes)
         for _ in range(most_evicted):
-            if offset is not None or not self.evict_one(share):
+            if offset is not None or not self.evict_one(share, is_owed=is_owed):
                 break
             offset = self.extents.allocate(num_bytes)
         return offset

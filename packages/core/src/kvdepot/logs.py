@@ -1,11 +1,28 @@
-"""Log lines: plain text, or one JSON object a line for what collects logs."""
+"""Log lines: plain text, or one JSON object a line for what collects logs.
+
+Whatever a record says of names that clients chose, it is one line, and nothing in it has a meaning for a terminal.
+"""
 
 import json
 import logging
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
+
+from kvdepot.errors import printable
 
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class TextFormatter(logging.Formatter):
+    """One line a record, escaped. The lines of an exception follow indented: none of them looks like a record."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name that logging calls)
+        """Return the line of a record."""
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """Return the lines of an exception."""
+        return "\n".join(f"  {printable(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class JsonFormatter(logging.Formatter):
@@ -24,8 +41,8 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def set_up_logs(level: str, log_format: str = "text") -> None:
-    """Log to standard error from this level on."""
+def set_up_logs(level: str, log_format: str = "text", text: str = _TEXT) -> None:
+    """Log to standard error from this level on; `text` is how a line is made where it is no JSON."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler])

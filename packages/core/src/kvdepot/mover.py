@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from kvdepot.children import be_a_child
 from kvdepot.errors import KVDepotError
+from kvdepot.logs import set_up_logs
 from kvdepot.messages import RegisterKVCache
 from kvdepot.pool import PoolMemory
 
@@ -140,7 +141,7 @@ def run_mover(arguments: Sequence[str], open_device: Callable[[Setup, PoolMemory
     """
     parent_pid, pool_fd, socket_fd = map(int, arguments)
     be_a_child(parent_pid)
-    logging.basicConfig(level=logging.WARNING, format=f"mover {os.getpid()}: %(message)s")
+    set_up_logs("warning", text=f"mover {os.getpid()}: %(message)s")
     depot = _Depot(socket.socket(fileno=socket_fd))
     setup = depot.receive()
     if not isinstance(setup, Setup):

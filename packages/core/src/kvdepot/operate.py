@@ -13,7 +13,7 @@ from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.config import format_size, parse_number, parse_size
 from kvdepot.curve import ClientKeys, load_pair, load_public
-from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.errors import ConfigError, KVDepotError, printable
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 
@@ -209,11 +209,12 @@ def _find(options: argparse.Namespace) -> int:
         for here in prefix["found"]:
             held = ", held" if here["is_held"] else ""
             more = f", {here['num_children']} continue it" if here["num_children"] else ""
-            print(
+            line = (
                 f"{number}: {here['num_chunks']:,} of {prefix['num_chunks']:,} chunks ({here['num_tokens']:,} tokens),"
                 f" tenant {here['tenant']}, model {here['model'] or '?'}, {here['dtype']}, idle"
                 f" {here['idle_seconds']:.0f} s{held}{more}"
             )
+            print(printable(line))
     return 0
 
 

@@ -4,6 +4,11 @@ A quota is what a tenant can keep against all others; space that nobody else nee
 needed, those above their quota give it, the one that is above it most first; if nobody is, whoever asks makes its own
 room. So no tenant can evict what another keeps within its quota, and two that both want more than theirs evict only
 themselves. Tenants without a quota share what the quotas leave.
+
+What a tenant has within its quota it can always have, whatever others hold. Leases and pins of a share above its quota
+yield to a share that asks within its own (`ChunkIndex.evict_one`). Unfinished entries cannot yield, as a living process
+may write to them: a share has at most its quota of them. The share without a quota may have a sixteenth of the pool,
+even where the quotas leave less.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +20,7 @@ from kvdepot.spread import SpreadMap
 
 MAXIMUM_QUOTAS: Final = 1024  # that a depot has had at the same time or one after the other
 _SPARE: Final = 64  # entries of a heap
+_LEAST_WRITING: Final = 1 / 16  # of the pool, that those without a quota may be writing
 
 
 class QuotaTable:
@@ -41,6 +47,8 @@ class QuotaTable:
         self._share_by_name = {name: number for number, name in enumerate(quotas, start=1)}
         self.quota_bytes = [rest, *quotas.values()]
         self.used_bytes = [0] * len(self.quota_bytes)
+        self.writing_bytes = [0] * len(self.quota_bytes)  # of these, what is unfinished
+        self._least_writing_bytes = int(capacity_bytes * _LEAST_WRITING)
         self._excess = [0.0] * len(self.quota_bytes)  # by share: what its entry in the heap says, 0 for none
         self._heap: list[tuple[float, int]] = []  # excess, negative, and share
         self._names = [""]  # of tenants
@@ -74,6 +82,7 @@ class QuotaTable:
     def forget_usage(self) -> None:
         """Count from nothing again."""
         self.used_bytes[:] = [0] * self.num_shares
+        self.writing_bytes[:] = [0] * self.num_shares
         self._excess[:] = [0.0] * self.num_shares
         self._heap.clear()
         self.tenant_bytes[:] = [0] * len(self.tenant_bytes)
@@ -103,6 +112,19 @@ class QuotaTable:
         used, quota = self.used_bytes[share], self.quota_bytes[share]
         return used / max(1, quota) if used > quota else 0.0
 
+    def may_write(self, share: int, num_bytes: int) -> bool:
+        """Whether a share may have so many more bytes of unfinished entries."""
+        most = self.quota_bytes[share] if share else max(self.quota_bytes[0], self._least_writing_bytes)
+        return self.writing_bytes[share] + num_bytes <= most
+
+    def is_owed(self, share: int, num_bytes: int) -> bool:
+        """Whether a share stays within its quota with so many more bytes, so that others must make room for them."""
+        return self.used_bytes[share] + num_bytes <= self.quota_bytes[share]
+
+    def is_above(self, share: int) -> bool:
+        """Whether a share has more than its quota."""
+        return self.used_bytes[share] > self.quota_bytes[share]
+
     def set_quota(self, name: str, num_bytes: int) -> None:
         """Give a tenant a quota, or change it. New chunks count against it at once; the caller moves the others.
 
@@ -122,6 +144,7 @@ class QuotaTable:
             share = self.num_shares
             self.quota_bytes.append(0)
             self.used_bytes.append(0)
+            self.writing_bytes.append(0)
             self._excess.append(0.0)
         self._without.pop(name, None)
         self.quota_bytes[share] = num_bytes
@@ -175,24 +198,28 @@ class QuotaTable:
     def victims(self, share: int) -> Iterator[int]:
         """Return the shares that make room for `share`, in order; ask again after each chunk that left."""
         if self.num_shares > 1:
-            heap, passed = self._heap, list[tuple[float, int]]()
-            try:
-                while heap:
-                    negative, number = heap[0]
-                    if -negative != self._excess[number] or passed[-1:] == heap[:1]:
-                        heappop(heap)
-                        continue
-                    excess = self._excess[number] = self._excess_of(number)
-                    if not excess:
-                        heappop(heap)
-                    elif excess != -negative:
-                        heapreplace(heap, (-excess, number))
-                    else:
-                        passed.append(heappop(heap))
-                        yield number
-            finally:
-                for entry in passed:
-                    heappush(heap, entry)
+            yield from self.above()
             if self._excess_of(share):
                 return
         yield share
+
+    def above(self) -> Iterator[int]:
+        """Return the shares above their quota, the one that is above it most first; ask again after each change."""
+        heap, passed = self._heap, list[tuple[float, int]]()
+        try:
+            while heap:
+                negative, number = heap[0]
+                if -negative != self._excess[number] or passed[-1:] == heap[:1]:
+                    heappop(heap)
+                    continue
+                excess = self._excess[number] = self._excess_of(number)
+                if not excess:
+                    heappop(heap)
+                elif excess != -negative:
+                    heapreplace(heap, (-excess, number))
+                else:
+                    passed.append(heappop(heap))
+                    yield number
+        finally:
+            for entry in passed:
+                heappush(heap, entry)

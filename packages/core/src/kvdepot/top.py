@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvdepot import messages as m
 from kvdepot.config import format_size
-from kvdepot.errors import DepotUnavailable
+from kvdepot.errors import DepotUnavailable, printable
 
 _SHADES: Final = " ░▒▓█"
 _MAP_WIDTH: Final = 48
@@ -40,7 +40,7 @@ def run_top(ask: Callable[[], m.DepotStatus], *, interval_seconds: float = 1.0, 
             try:
                 status = ask()
             except DepotUnavailable as error:
-                live.update(Text(f"{error}", style="red"), refresh=True)
+                live.update(Text(printable(str(error)), style="red"), refresh=True)
             else:
                 now = time.monotonic()
                 same = status.epoch == before.epoch
@@ -159,7 +159,7 @@ def _table(*titles: str) -> Table:
 
 def _plain(text: str) -> Text:
     """Return text that others chose, without a meaning for the terminal."""
-    return Text("".join(character if character.isprintable() else "?" for character in text))
+    return Text(printable(text))
 
 
 def _share(part: int, whole: int) -> str:

@@ -8,6 +8,7 @@ import ctypes
 import grp
 import os
 import socket
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ PRIVATE_UMASK: Final = 0o177  # sockets are bound under it, and opened to a grou
 
 _PEER_CREDENTIALS: Final = struct.Struct("iII")
 _SO_PEERGROUPS: Final = 59  # Linux 4.13
+_LONGEST_SOCKET_PATH: Final = 107  # bytes; the kernel's
 _MAXIMUM_GROUPS: Final = 65_536  # the kernel's
 
 
@@ -53,9 +55,13 @@ class Access:
         everybody may pass is left as it is, one that was shared in another way is refused.
 
         Raises:
-            ConfigError: it cannot be opened to the group.
+            ConfigError: it cannot be made, or opened to the group.
         """
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            why = "it is there and no directory" if isinstance(error, FileExistsError) else _reason(error)
+            raise ConfigError(f"cannot make the directory {directory}: {why}; choose another --dir") from error
         if self.group is None:
             return
         status = directory.stat()
@@ -103,6 +109,47 @@ class Access:
         if self.group == gid or self.group in _supplementary_groups(connection):
             return None
         return f"user {uid} is no member of group {self.group}"
+
+
+def make_room(path: Path) -> None:
+    """Remove the socket that an earlier server has left at a path.
+
+    Raises:
+        ConfigError: no socket can be made there, or something else is there, which stays.
+    """
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > _LONGEST_SOCKET_PATH:
+        raise ConfigError(
+            f"{path} has {num_bytes} bytes, a socket's path at most {_LONGEST_SOCKET_PATH}: choose a shorter one"
+        )
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"{path} is there and no socket: move it away, or choose another place for the socket")
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"cannot make a socket at {path}: {_reason(error)}") from error
+
+
+def open_lock(path: Path) -> int:
+    """Open the file that a server locks, made if it is not there.
+
+    Raises:
+        ConfigError: it cannot be opened, or is no file.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot open {path}: {_reason(error)}; choose another --dir") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ConfigError(f"{path} is no file: move it away, or choose another --dir")
+    return fd
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain, islice
 from typing import Any, Final
 
 import msgspec.structs
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _OBSERVED_AT_ONCE: Final = 2048  # chunks, of which an eighth is sampled at most
 _DONE_AT_ONCE: Final = 64  # steps of some microseconds
+_MOST_LOOKED_AT: Final = 1024  # unfinished stores, in search of one that can end
+_TICKET_LEASES: Final = 4  # times that a lease lives: so long a store may take
 _RANKED_AT_ONCE: Final = 2  # steps of a hint that its request does itself: the end of the prefix is what leaves first
 _PATIENT_SECONDS: Final = 60.0  # that an operator's request may wait for tiers
 
@@ -105,6 +108,7 @@ class Context:
     registration: m.RegisterKVCache | None = None  # None: a scheduler
     groups: tuple[GroupOnWorker, ...] = ()
     token_seconds: float = 0.0  # that computing a token takes, as a scheduler said last
+    writing_bytes: int = 0  # of its stores that it has not ended
     status: m.ContextStatus | None = None  # as it was last
 
     @property
@@ -190,6 +194,7 @@ class Quarantine:
     fence: Fence
     records: list[int]
     num_bytes: int
+    num_abandoned: int = 0  # of the records: they belong to no chunk any more
 
 
 class Depot:
@@ -211,7 +216,11 @@ class Depot:
         self.counters: Counter[str] = Counter()
         self.contexts: dict[int, Context] = {}
         self._workers: dict[int, Workers] = {}  # by space
-        self.tickets: dict[int, Ticket] = {}
+        self.ticket_seconds = _TICKET_LEASES * lease_seconds
+        self.tickets: dict[int, Ticket] = {}  # the oldest first
+        # Stores that are over before their context has ended them: it may still be writing, to what belongs to no
+        # chunk any more.
+        self.late_tickets: dict[int, Ticket] = {}
         self.shadow = ShadowIndex(index.extents.capacity_bytes)
         self.store_seconds = Histogram(0.0001)  # from plan to commit
         self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
@@ -226,9 +235,10 @@ class Depot:
         self.movers: MoverTable | None = None
         self._soon: deque[Iterator[int]] = deque()  # what must not wait for what takes long
         self.index.go_on = self._soon.append
+        self.index.end_store = self._end_store
         # What takes long: of each kind one after the other, and one step of each kind after the other.
         self._chores: dict[Chore, deque[Iterator[int]]] = {}
-        self._is_expiring = False  # leases whose time is over are among what must not wait
+        self._is_expiring = False  # leases and stores whose time is over are among what must not wait
         self.accepts_stores = True  # not while an earlier table is being read back, nor while draining
         self.is_draining = False  # an operator asked for it
         self.on_names_changed: Callable[[], None] = lambda: None
@@ -352,9 +362,10 @@ class Depot:
 
     def _take_tickets(self, context: int) -> tuple[list[int], int]:
         """End the tickets of a context; return their records and what these have of the pool."""
-        tickets = [ticket for ticket in self.tickets.values() if ticket.context == context]
+        every = chain(self.late_tickets.values(), self.tickets.values())
+        tickets = [ticket for ticket in every if ticket.context == context]
         for ticket in tickets:
-            del self.tickets[ticket.number]
+            self._drop_ticket(ticket)
         return [record for ticket in tickets for record in ticket.records], sum(each.num_bytes for each in tickets)
 
     def _check_version(self, version: int) -> None:
@@ -614,6 +625,9 @@ class Depot:
         writes = self._mover_of(context) if is_moved else context.writer
         if not self.accepts_stores or self.is_draining or writes is None:
             return self._declined(0, sum(request.covered))
+        if context.writing_bytes > index.extents.capacity_bytes // 2:
+            self.counters["stores_without_commit"] += 1
+            return self._declined(0, sum(request.covered))
         parent = NO_NODE
         if request.first_chunk:
             above = index.node(space, request.parent, request.first_chunk - 1)
@@ -625,7 +639,7 @@ class Depot:
         records: list[int] = []
         extents: list[bytes] = []
         num_present = num_declined = num_bytes = 0
-        full, most_evicted = False, index.num_evicted + MOST_EVICTED
+        full, most_steps = False, index.num_room_steps + MOST_EVICTED
         for chunk in range(num_chunks):
             key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
             depth = request.first_chunk + chunk
@@ -642,7 +656,7 @@ class Depot:
                     space, key, parent, depth, number, group.shard, group.chunk_size_bytes, group.layout, label,
                     writes, context.owner,
                 )  # fmt: skip
-                record = None if full else index.begin_entry(place, most_evicted - index.num_evicted)
+                record = None if full else index.begin_entry(place, most_steps - index.num_room_steps)
                 if record is None:
                     full = True
                     num_declined += 1
@@ -668,6 +682,7 @@ class Depot:
             packed if is_moved else b"",
         )  # fmt: skip
         self.tickets[ticket.number] = ticket
+        context.writing_bytes += num_bytes
         return m.StorePlan(self.epoch, ticket.number, packed, num_present, num_declined)
 
     def _declined(self, num_present: int, num_declined: int) -> m.StorePlan:
@@ -676,6 +691,11 @@ class Depot:
 
     def _commit_store(self, session: int, writer: Writer, request: m.CommitStore) -> m.Reply:
         context = self._context(session, request.context)
+        late = self.late_tickets.get(request.ticket)
+        if late is not None and late.context == context.number:
+            self._abort(late)
+            why = f"after {self.ticket_seconds:g} s, or as a tenant within its quota needed the room before"
+            return m.ErrorReply(self.epoch, ErrorCode.UNKNOWN_TICKET, f"ticket {late.number} ended: {why}")
         ticket = self._ticket(context, request.ticket)
         if ticket.is_moving:
             raise Refused(ErrorCode.UNKNOWN_TICKET, f"ticket {request.ticket} is still being written")
@@ -683,7 +703,7 @@ class Depot:
             raise Refused(
                 ErrorCode.MALFORMED, f"checksums of {len(request.checksums)} bytes for {len(ticket.records)} entries"
             )
-        del self.tickets[ticket.number]
+        self._drop_ticket(ticket)
         self.index.seal_entries(ticket.records, int(self._clock()), request.checksums)
         self.counters["entries_stored"] += len(ticket.records)
         self.store_seconds.add(self._clock() - ticket.began)
@@ -702,17 +722,63 @@ class Depot:
 
     def _abort_store(self, session: int, writer: Writer, request: m.AbortStore) -> m.Reply:
         context = self._context(session, request.context)
-        ticket = self.tickets.get(request.ticket)
+        ticket = self.tickets.get(request.ticket) or self.late_tickets.get(request.ticket)
         if ticket is None or ticket.context != context.number:
             return m.Done(self.epoch, 0)
-        ticket.is_aborted = True
-        if not ticket.is_moving:
-            self._discard(ticket)
+        self._abort(ticket)
         return m.Done(self.epoch, len(ticket.records))
 
-    def _discard(self, ticket: Ticket) -> None:
+    def _abort(self, ticket: Ticket) -> None:
+        """Take back what its context writes no more: now, or once its mover has ended the copy."""
+        ticket.is_aborted = True
+        if not ticket.is_moving:
+            self._drop_ticket(ticket)
+            self.discard_records(ticket.records)
+
+    def _drop_ticket(self, ticket: Ticket) -> None:
+        if self.tickets.pop(ticket.number, None) is None:
+            del self.late_tickets[ticket.number]
+        context = self.contexts.get(ticket.context)
+        if context is not None:
+            context.writing_bytes -= ticket.num_bytes
+
+    def _end_late(self, ticket: Ticket) -> None:
+        """End a store that its context has not ended; to its extents it may still write."""
         del self.tickets[ticket.number]
-        self.discard_records(ticket.records)
+        self.late_tickets[ticket.number] = ticket
+        for record in reversed(ticket.records):
+            self.index.abandon_entry(record)
+        self.counters["stores_late"] += 1
+
+    def _ending_late(self, now: float) -> Iterator[int]:
+        while self._has_late(now):
+            self._end_late(next(iter(self.tickets.values())))
+            yield 1
+
+    def _has_late(self, now: float) -> bool:
+        ticket = next(iter(self.tickets.values()), None)
+        return ticket is not None and ticket.began + self.ticket_seconds <= now
+
+    def _end_store(self) -> bool:
+        """Let no unfinished store of a share above its quota keep what is before it; False if none does.
+
+        One store, or some entries in quarantine, at a time.
+        """
+        index, quotas = self.index, self.index.quotas
+        for ticket in islice(self.tickets.values(), _MOST_LOOKED_AT):
+            node = index.node_of(ticket.records[0])
+            if index.parent_of(node) != NO_NODE and quotas.is_above(index.share_of(node)):
+                self._end_late(ticket)
+                return True
+        for quarantine in self.quarantines:
+            if quarantine.num_abandoned < len(quarantine.records):
+                first = quarantine.num_abandoned
+                quarantine.num_abandoned += m.MAXIMUM_STORE_ENTRIES
+                for record in quarantine.records[first : quarantine.num_abandoned]:
+                    if index.node_of(record) != NO_NODE:
+                        index.abandon_entry(record)
+                return True
+        return False
 
     def discard_records(self, records: Sequence[int]) -> None:
         """Take back unfinished entries that nobody writes any more: at once, or soon if they are many."""
@@ -802,8 +868,8 @@ class Depot:
         def on_end(outcome: m.MoveOutcome, why: str) -> None:
             if ticket is not None:
                 ticket.is_moving = False
-                if ticket.is_aborted and ticket.number in self.tickets:
-                    self._discard(ticket)
+                if ticket.is_aborted and (ticket.number in self.tickets or ticket.number in self.late_tickets):
+                    self._abort(ticket)
             deferred.send(m.Moved(self.epoch, outcome, why, movers.is_settled(context.number)))
 
         if ticket is not None:
@@ -883,7 +949,7 @@ class Depot:
         """End what has lived too long."""
         now = self._clock()
         self.index.now = int(now)
-        if not self._is_expiring and self.leases.has_expired(now):
+        if not self._is_expiring and (self.leases.has_expired(now) or self._has_late(now)):
             self._is_expiring = True
             self._soon.append(self._expiring(now))
         if self.index.has_ended(now):
@@ -894,6 +960,7 @@ class Depot:
     def _expiring(self, now: float) -> Iterator[int]:
         try:
             yield from self.leases.expire(now)
+            yield from self._ending_late(now)
         finally:
             self._is_expiring = False
 
@@ -1138,7 +1205,7 @@ class Depot:
             "pool_size_bytes": index.extents.capacity_bytes,
             "pool_ready_bytes": index.extents.ready_bytes,
             "pool_used_bytes": index.extents.used_bytes,
-            "quarantined_bytes": sum(quarantine.num_bytes for quarantine in self.quarantines),
+            "quarantined_bytes": sum(each.num_bytes for each in [*self.quarantines, *self.late_tickets.values()]),
             "num_leases": len(self.leases),
             "num_pins": len(self.pins),
             "draining": self.is_draining,
@@ -1152,6 +1219,8 @@ class Depot:
                 **(self.tiering.counters if self.tiering else {}),
                 **(self.movers.counters if self.movers else {}),
                 "chunks_evicted": index.num_evicted,
+                "chunks_evicted_leased": index.num_leased_evicted,
+                "store_entries_over_share": index.num_over_share,
                 "policy_errors": index.num_policy_errors,
                 "leases_expired": self.leases.num_expired,
             },

@@ -36,7 +36,7 @@ from kvdepot.names import Names
 from kvdepot.pool import allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.quotas import QuotaTable
 from kvdepot.server import operations
-from kvdepot.server.access import PRIVATE_UMASK, Access
+from kvdepot.server.access import PRIVATE_UMASK, Access, make_room, open_lock
 from kvdepot.server.depot import Chore, Deferred, Depot, Refused
 from kvdepot.server.events import EventPublisher, check_endpoint
 from kvdepot.server.movers import MoverTable
@@ -93,6 +93,8 @@ class DepotServer:
         self._lock = self._take_lock()
         with contextlib.ExitStack() as undo:  # a start that fails leaves nothing behind
             undo.callback(os.close, self._lock)
+            for path in (config.directory / SESSION_SOCKET, *map(_path_of, self._local_endpoints())):
+                make_room(path)
             size = resolve_pool_size(config)
             entries = config.max_entries or min(max(size // _BYTES_PER_ENTRY, _MINIMUM_ENTRIES), _MAXIMUM_ENTRIES)
             quotas = QuotaTable(size, config.quotas)
@@ -125,7 +127,6 @@ class DepotServer:
             self._router = self._bind()
             self._remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
             self._events = self._open_events()
-            (config.directory / SESSION_SOCKET).unlink(missing_ok=True)
             self._sessions = SessionTable(
                 config.directory / SESSION_SOCKET,
                 self._access,
@@ -188,7 +189,7 @@ class DepotServer:
         )  # fmt: skip
 
     def _take_lock(self) -> int:
-        fd = os.open(self.config.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_lock(self.config.directory / "lock")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -205,7 +206,6 @@ class DepotServer:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.MAXMSGSIZE, m.MAXIMUM_FRAME_BYTES)
-        (self.config.directory / CONTROL_SOCKET).unlink(missing_ok=True)
         umask = os.umask(PRIVATE_UMASK)
         try:
             for endpoint in self._local_endpoints():
@@ -213,7 +213,7 @@ class DepotServer:
                     router.bind(endpoint)
                 except zmq.ZMQError as error:
                     raise ConfigError(f"cannot listen on {endpoint}: {error}") from error
-                self._access.open_socket(Path(endpoint.removeprefix("ipc://")))
+                self._access.open_socket(_path_of(endpoint))
         finally:
             os.umask(umask)
         return router
@@ -575,6 +575,10 @@ def raise_descriptor_limit() -> None:
     wanted = _MAXIMUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAXIMUM_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _path_of(endpoint: str) -> Path:
+    return Path(endpoint.removeprefix("ipc://"))
 
 
 def _load_keys(config: ServerConfig) -> ServerKeys | None:

@@ -645,7 +645,7 @@ class Tiering:
         flights: list[_Flight] = []
         keys: list[bytes] = []
         tenant, model = self._labels_of(promotion.label)
-        most_evicted = index.num_evicted + MOST_EVICTED
+        most_steps = index.num_room_steps + MOST_EVICTED
         for _ in range(_QUESTIONS_A_STEP):
             if not promotion.wanted or len(flights) == _ENTRIES_A_STEP:
                 break
@@ -671,7 +671,7 @@ class Tiering:
                     space, digest, NO_NODE if parent is None else parent, chunk, place.group, place.shard,
                     place.num_bytes, place.layout, promotion.label, writer,
                 ),
-                most_evicted - index.num_evicted,
+                most_steps - index.num_room_steps,
             )  # fmt: skip
             if begun is None:
                 self.counters["promotions_without_room"] += 1

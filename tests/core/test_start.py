@@ -1,0 +1,73 @@
+"""A depot that cannot start says why in one line, ends, and leaves what it found as it was."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+OCCUPY: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: path.write_text("somebody's"),
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+}
+
+
+def serve(directory: Path, *arguments: str) -> tuple[int, str]:
+    pool = directory.parent / "pool"
+    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(directory), "--pool-size", "1MiB"]
+    command += ["--pool-dir", str(pool), "--log-level", "warning", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert not pool.exists(), "no pool is made for a depot that cannot be"
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "where", "directory", "why"),
+    [
+        ("a file", "depot", "depot", "depot: it is there and no directory"),
+        ("a file", "file", "file/depot", "depot: Not a directory"),
+        ("a file", "other", "d" * 300, "File name too long"),
+        ("a file", "other", "d" * 110, "bytes, a socket's path at most 107"),
+        ("a file", "depot/control.sock", "depot", "control.sock is there and no socket"),
+        ("a folder", "depot/control.sock", "depot", "control.sock is there and no socket"),
+        ("a pipe", "depot/session.sock", "depot", "session.sock is there and no socket"),
+        ("a folder", "depot/lock", "depot", "lock: Is a directory"),
+        ("a pipe", "depot/lock", "depot", "lock is no file"),
+    ],
+)
+def test_a_directory_that_cannot_be_one_ends_the_start_in_one_line(
+    what: str, where: str, directory: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / where).parent.mkdir(exist_ok=True)
+    OCCUPY[what](tmp_path / where)
+    mode = (tmp_path / where).stat().st_mode
+    code, text = serve(tmp_path / directory)
+    assert (code, text.count("\n")) == (1, 1)
+    assert text.startswith("kvdepot: ")
+    assert why in text
+    assert (tmp_path / where).stat().st_mode == mode
+
+
+def test_a_file_at_the_path_of_a_further_socket_stays(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("somebody's")
+    code, text = serve(tmp_path / "depot", "--listen", f"ipc://{tmp_path / 'notes'}")
+    assert (code, text.count("\n")) == (1, 1)
+    assert "notes is there and no socket" in text
+    assert (tmp_path / "notes").read_text() == "somebody's"
+
+
+def test_a_socket_that_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "depot").mkdir()
+    for name in ("control.sock", "session.sock"):
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(tmp_path / "depot" / name))
+    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(tmp_path / "depot"), "--pool-size", "1MiB"]
+    with subprocess.Popen([*command, "--ephemeral"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        if any("serving" in line for line in process.stderr):
+            process.terminate()
+        assert process.wait(30) == 0
