@@ -259,13 +259,15 @@ def test_another_protocol_version_is_refused_in_one_line_that_names_both(peer: P
     with pytest.raises(RemoteError, match=r"protocol 99, this server 2 to 2") as caught:
         peer.ask(registration(version=99))
     assert caught.value.code is ErrorCode.VERSION_MISMATCH
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(1.0)
-        connection.connect(str(depot.directory / SESSION_SOCKET))
-        connection.sendall(m.encode_session(m.OpenSession(99, "future")))
-        reply = m.decode_session_reply(connection.recv(4096)[4:])
+    for version in (1, 99):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(1.0)
+            connection.connect(str(depot.directory / SESSION_SOCKET))
+            connection.sendall(m.encode_session(m.OpenSession(version, "another")))
+            reply = m.decode_session_reply(connection.recv(4096)[4:])
         assert isinstance(reply, m.ErrorReply)
         assert reply.code is ErrorCode.VERSION_MISMATCH
+        assert f"protocol {version}, this server 2 to 2" in reply.message
 
 
 def test_what_was_not_prepared_cannot_be_committed(peer: Peer, bystander: Peer) -> None:

@@ -83,7 +83,6 @@ class ConnectionTable:
         end_owner: Callable[[bytes], None],
         handle: Callable[[Connection, memoryview], None],
     ) -> None:
-        self.num_shed = 0
         self._bound: list[Path] = []
         self._access = access
         self._is_owner = is_owner
@@ -169,7 +168,6 @@ class ConnectionTable:
             self._update(connection)
         while self._unread_bytes > MAXIMUM_UNREAD_BYTES:
             greediest = max(self._connections.values(), key=lambda each: len(each.unread))
-            self.num_shed += 1
             self._warn("closed a connection that left %d bytes of replies unread", len(greediest.unread))
             self._break(greediest)
 
