@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import select
+import signal
 import socket
 import threading
 import time
@@ -23,13 +24,14 @@ from kvdepot.errors import DepotUnavailable, ErrorCode
 from kvdepot.extents import ExtentAllocator
 from kvdepot.index import ChunkIndex
 from kvdepot.server import connections as module
+from kvdepot.server import zeromq
 from kvdepot.server.access import Access
 from kvdepot.server.connections import SILENCE_SECONDS, ConnectionTable
 from kvdepot.server.connections import Connection as Served
 from kvdepot.server.depot import MAXIMUM_CONTEXTS, Deferred, Depot, Refused
 from kvdepot.server.events import EventPublisher
 from kvdepot.server.loop import DepotServer
-from kvdepot.server.zeromq import MessageReader
+from kvdepot.server.zeromq import Listeners, MessageReader
 from kvdepot.table import IndexTable, Writer
 from kvdepot.testing.processes import DepotProcess, wait_until
 from tests.core.test_protocol import SPEC, Peer, RawSocket, frame, prompt, registration
@@ -211,6 +213,29 @@ def test_frames_come_whole_and_in_order_however_they_are_cut(seed: int, table: T
         while len(received) < 6 * len(frames):
             received += client.recv(4096)
         assert received == framed(b"ok") * len(frames)
+
+
+@pytest.mark.promise(60)
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_comes_nothing_stays_when_the_peer_is_gone(seed: int, table: Table) -> None:
+    rng = random.Random(seed)
+    table.answer = lambda _data: rng.choice((b"ok", bytes(300_000), None))
+    for _ in range(100):
+        frames = [framed(rng.randbytes(rng.choice((0, 5, 70_000)))) for _ in range(rng.randrange(5))]
+        data = bytearray(m.encode_greeting(rng.choice((TOKEN, b"", b"?" * 16))) + b"".join(frames))
+        for _ in range(rng.randrange(3)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        with table.connect() as client:
+            client.setblocking(False)
+            with suppress(BlockingIOError):
+                client.send(data[: rng.randrange(len(data) + 1)])
+            table.serve_all()
+        table.serve_all()
+    for answer in table.waiting:
+        answer()
+    assert len(table.table) == 0
+    assert (table.table._held_bytes, table.table._unread_bytes, len(table.table._unfinished)) == (0, 0, 0)
+    assert not table.table._of_owner
 
 
 @pytest.mark.promise(67)
@@ -458,6 +483,47 @@ def test_a_subscriber_that_asks_in_very_many_frames_is_dropped_in_steps() -> Non
         context.destroy(linger=0)
 
 
+@pytest.mark.promise(66)
+def test_zeromq_listens_only_while_the_reserve_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched = [False]
+
+    def is_touched(_fd: int) -> bool:
+        return touched[0]
+
+    monkeypatch.setattr(zeromq, "is_reserve_touched", is_touched)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        router = context.socket(zmq.ROUTER)
+        router.bind("tcp://127.0.0.1:*")
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        listeners = Listeners([(router, endpoint)])
+
+        def is_listening() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2]))).close()
+            except ConnectionError:
+                return False
+            return True
+
+        friend = context.socket(zmq.DEALER)
+        friend.connect(endpoint)
+        friend.send(b"before")
+        assert router.recv_multipart()[1] == b"before"
+        listeners.leave_reserve(0)
+        assert is_listening()
+        touched[0] = True
+        listeners.leave_reserve(0)
+        wait_until(lambda: not is_listening())
+        listeners.listen_again(0)
+        friend.send(b"meanwhile")
+        assert router.recv_multipart()[1] == b"meanwhile", "who is connected is served"
+        assert not is_listening()
+        touched[0] = False
+        wait_until(lambda: listeners.listen_again(0) or is_listening())
+    finally:
+        context.destroy(linger=0)
+
+
 # --- other releases -------------------------------------------------------------------------------------------------
 
 
@@ -494,4 +560,26 @@ def test_a_session_that_breaks_the_framing_is_over_and_its_engine_comes_back(dep
     assert isinstance(channel.call(m.Lookup(link.context, "r", b"x" * 32), 1.0), m.LookupReply)
     channel.close()
     raw.close()
+    peer.close()
+
+
+# --- the client's side ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(4)
+def test_requests_to_a_depot_that_hangs_never_wait_and_are_served_when_it_goes_on(depot: DepotProcess) -> None:
+    peer = Peer(depot)
+    request = m.Lookup(peer.context, "r", bytes(32 * 65_536))
+    depot.signal(signal.SIGSTOP)
+    sequences: list[int] = []
+    began = time.monotonic()
+    with pytest.raises(DepotUnavailable, match="has not taken"):
+        while time.monotonic() < began + 10:
+            sequences.append(peer.channel.submit(request))
+    assert len(sequences) > 5
+    assert peer.channel.num_owed == 1, "something is to be sent by whoever tidies up"
+    depot.signal(signal.SIGCONT)
+    for sequence in sequences:
+        assert isinstance(peer.channel.wait(sequence, 10.0), m.LookupReply)
+    assert peer.channel.num_owed == 0
     peer.close()

@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false
 """TCP with CURVE: listed keys are served, everybody else gets nothing and costs nothing."""
 
 import os
@@ -155,6 +156,19 @@ def test_a_frame_that_no_request_needs_ends_the_connection(remote: RemoteDepot, 
     assert isinstance(channel.call(m.Hello(m.PROTOCOL_VERSION), 2.0), m.HelloReply)
     with pytest.raises(DepotUnavailable):
         channel.call(m.Lookup(1, "r", bytes(32 * 4096)), 0.5)
+    channel.close()
+
+
+def test_a_message_of_several_frames_is_refused(remote: RemoteDepot, engine: Peer) -> None:
+    channel = RemoteChannel(remote.url, remote.listed)
+    hello = bytes(m.encode_frame(7, m.Hello(m.PROTOCOL_VERSION)))
+    for frames in ([hello, b""], [b""] * 10_000, [hello] * 1000):
+        channel._socket.send_multipart(frames)
+        assert channel._socket.poll(5000)
+        reply = m.decode_reply(channel._socket.recv())
+        assert isinstance(reply, m.ErrorReply)
+        assert reply.code is ErrorCode.MALFORMED
+    assert isinstance(channel.call(m.Hello(m.PROTOCOL_VERSION), 2.0), m.HelloReply)
     channel.close()
 
 

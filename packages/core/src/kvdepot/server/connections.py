@@ -36,7 +36,7 @@ MAXIMUM_HELD_BYTES: Final = 64 << 20  # of requests that wait for an answer or t
 MAXIMUM_HELD_BY_ONE_BYTES: Final = 16 << 20
 MAXIMUM_UNREAD_BYTES: Final = 64 << 20  # of replies, in total
 
-_WAITING_BYTES: Final = 2048  # that a request which waits takes beside its frame
+_WAITING_BYTES: Final = 4096  # that a request which waits takes beside its frame: 3.4 KiB, measured
 _READ_BYTES: Final = 64 << 10  # at once; a smaller frame needs no room to be set aside
 _EVENTS: Final = 64
 _BACKLOG: Final = 1024
