@@ -4,7 +4,8 @@ It is a socket of its own, as CURVE holds for whole sockets and as a TCP peer ch
 here is never taken for a session. ZMQ's I/O thread asks about every key that knows ours (ZAP, RFC 27) and the server's
 loop answers: `serve` whenever `zap` is readable. A peer that is not let in gets no message and leaves nothing: ZMQ
 tells a key that is not listed so (ERROR 400, whereupon it stops asking), hangs up on anything else, and closes what has
-not finished its handshake after two seconds. While few descriptors are left nobody listens.
+not finished its handshake after two seconds. While few descriptors are left nobody listens
+(`kvdepot.server.zeromq`).
 """
 
 import logging

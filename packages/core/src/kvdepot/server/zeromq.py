@@ -2,10 +2,12 @@
 
 ZeroMQ accepts connections in a thread of its own, until no descriptor is left (and on a Unix socket ends the process
 then), and hands over messages whole, however many frames a peer gave them. So `Listeners` stops listening while the
-reserve of descriptors is touched, and `MessageReader` drops in steps what has too many frames.
+reserve of descriptors is touched, which ends the connections there; ZeroMQ makes its clients connect again.
+`MessageReader` drops in steps what has too many frames.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,26 +19,32 @@ logger = logging.getLogger(__name__)
 
 LOOK_MILLISECONDS: Final = 50  # how often to look at the descriptors at least
 
+_SECONDS_BETWEEN_WARNINGS: Final = 10.0
 _TAKEN_AT_ONCE: Final = 256  # frames
 
 
 class Listeners:
-    """Where sockets of ZeroMQ listen, each with its endpoint; who is connected stays connected in any case."""
+    """Where sockets of ZeroMQ listen, each with its endpoint."""
 
     def __init__(self, bound: "Sequence[tuple[zmq.Socket[bytes], str]]") -> None:
-        self._bound = dict.fromkeys(bound, True)
+        self._bound = dict.fromkeys(bound, True)  # whether it listens there
+        self._warned_at = float("-inf")
 
     def __bool__(self) -> bool:
         return bool(self._bound)
 
     def leave_reserve(self, fd: int) -> None:
-        """Stop listening if the reserve of descriptors is touched; `fd` is any descriptor."""
-        if any(self._bound.values()) and is_reserve_touched(fd):
-            logger.warning("few descriptors are left: nobody new is served at %s", ", ".join(e for _, e in self._bound))
-            for (bound, endpoint), is_listening in self._bound.items():
-                if is_listening:
-                    bound.unbind(endpoint)
-                    self._bound[bound, endpoint] = False
+        """Stop listening and end the connections there if the reserve is touched; `fd` is any descriptor."""
+        if not any(self._bound.values()) or not is_reserve_touched(fd):
+            return
+        if time.monotonic() >= self._warned_at + _SECONDS_BETWEEN_WARNINGS:
+            self._warned_at = time.monotonic()
+            endpoints = ", ".join(endpoint for _, endpoint in self._bound)
+            logger.warning("few descriptors are left: ended the connections at %s, which may come back", endpoints)
+        for (bound, endpoint), is_listening in self._bound.items():
+            if is_listening:
+                bound.unbind(endpoint)
+                self._bound[bound, endpoint] = False
 
     def listen_again(self, fd: int) -> None:
         """Listen again where that was given up, if the reserve is not touched any more."""
@@ -48,7 +56,7 @@ class Listeners:
                     bound.setsockopt(zmq.IPV6, int("[" in endpoint))
                     bound.bind(endpoint)
                 except zmq.ZMQError as error:
-                    logger.warning("cannot listen on %s again yet: %s", endpoint, error)
+                    logger.debug("cannot listen on %s again yet: %s", endpoint, error)
                 else:
                     self._bound[bound, endpoint] = True
 
