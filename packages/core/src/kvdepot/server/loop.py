@@ -359,15 +359,16 @@ class DepotServer:
         session = self._sessions.find(connection.owner) if connection.owner else None
         kind, reply = self._answer(frame, session, _WHY_NO_SESSION)
         if isinstance(reply, Deferred):
-            num_bytes = len(frame)
+            deferred, num_bytes = reply, len(frame)
             self._connections.hold(connection, num_bytes)
 
             def send(late: m.Reply) -> None:
+                deferred.on_reply = None  # one request, one reply
                 self._connections.release(connection, num_bytes)
                 self._connections.send(connection, m.encode_frame(sequence, late))
                 self._latencies[kind].add(time.monotonic() - began)
 
-            reply.on_reply = send
+            deferred.on_reply = send
         else:
             self._connections.send(connection, m.encode_frame(sequence, reply))
             self._latencies[kind].add(time.monotonic() - began)
