@@ -10,7 +10,6 @@ import gc
 import random
 import socket
 import sys
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,7 +18,6 @@ from types import FrameType, FunctionType, ModuleType
 from typing import Any, Self, cast
 
 import pytest
-import zmq
 
 from kvdepot import messages as m
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
@@ -101,7 +99,7 @@ class Bench:
 
     def register(self) -> int:
         details = (m.GroupDetail((PAGE,), 8),)
-        request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", SPEC, details)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, details)
         return self.ask(request).context
 
     def ask(self, request: m.Request, session: int = 1) -> Any:
@@ -667,7 +665,9 @@ def test_a_large_chunk_among_small_ones_that_leave_in_any_order() -> None:
         bench.ask(m.EndRequest(bench.context, "r"))
     spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "large")
     details = (m.GroupDetail((page,), 8),)
-    bench.context = bench.ask(m.RegisterKVCache(1, "other", 0, 1, "none", "none", "model", spec, details)).context
+    bench.context = bench.ask(
+        m.RegisterKVCache(m.PROTOCOL_VERSION, "other", 0, 1, "none", "none", "model", spec, details)
+    ).context
     run, num_stored, num_requests = prompt(0, 8), 0, 0
     while num_stored < run.num_chunks:
         before = bench.index.num_evicted
@@ -688,7 +688,9 @@ def test_larger_requests_are_refused() -> None:
     bench = Bench(filled=False)
     spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),) * 2, "bytes")
     details = (m.GroupDetail((PAGE,), 8),) * 2
-    context = bench.ask(m.RegisterKVCache(1, "other", 0, 1, "none", "none", "model", spec, details)).context
+    context = bench.ask(
+        m.RegisterKVCache(m.PROTOCOL_VERSION, "other", 0, 1, "none", "none", "model", spec, details)
+    ).context
     for most in (m.MAXIMUM_STORE_ENTRIES, m.MAXIMUM_RETRIEVE_ENTRIES):
         run = prompt(0, most)
         request: m.Request
@@ -719,7 +721,9 @@ def test_a_chunk_of_many_groups_can_be_stored() -> None:
     num_groups = m.MAXIMUM_STORE_ENTRIES + 8
     spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),) * num_groups, "bytes")
     details = (m.GroupDetail((PAGE,), 8),) * num_groups
-    context = bench.ask(m.RegisterKVCache(1, "other", 0, 1, "none", "none", "model", spec, details)).context
+    context = bench.ask(
+        m.RegisterKVCache(m.PROTOCOL_VERSION, "other", 0, 1, "none", "none", "model", spec, details)
+    ).context
     plan = bench.ask(m.PrepareStore(context, "r", "", prompt(0, 1).digests, 0, b"", (1,) * num_groups))
     assert bench.ask(m.CommitStore(context, plan.ticket)).count == num_groups
 
@@ -746,7 +750,9 @@ def test_a_thousand_workers_of_one_cache() -> None:
 
     def register(shard: int, page: int = PAGE) -> m.RegisterKVCache:
         details = (m.GroupDetail((page,), 8, shard),) * num_groups
-        return m.RegisterKVCache(1, f"engine {shard}", 0, 1, "none", "none", f"model {shard}", spec, details)
+        return m.RegisterKVCache(
+            m.PROTOCOL_VERSION, f"engine {shard}", 0, 1, "none", "none", f"model {shard}", spec, details
+        )
 
     for shard in range(num_workers):
         assert bench.depot._places(space) == ([], "")
@@ -775,7 +781,7 @@ def test_a_thousand_workers_of_one_cache() -> None:
 @pytest.mark.parametrize("kind", [GroupKind.FULL_ATTENTION, GroupKind.RECURRENT])
 def test_a_lookup_of_many_chunks_that_nobody_has(bench: Bench, kind: GroupKind) -> None:
     spec = m.CacheSpec(1, (m.GroupShape(kind, 1),), "bytes")
-    context = bench.ask(m.RegisterScheduler(1, "engine", "model", spec)).context
+    context = bench.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", spec)).context
     lookup = m.Lookup(context, "r", prompt(99, 16_384).digests, "a")
     with CallCounter() as counter:
         bench.ask(lookup)
@@ -788,7 +794,9 @@ def test_a_lookup_of_many_chunks_that_nobody_has(bench: Bench, kind: GroupKind) 
 def test_a_boundary_of_states_is_looked_for_so_far_and_no_further(num_new: int, expected: int) -> None:
     bench = Bench(filled=False)
     spec = m.CacheSpec(1, (m.GroupShape(GroupKind.RECURRENT, 1),), "bytes")
-    request = m.RegisterKVCache(1, "other", 0, 1, "none", "none", "m", spec, (m.GroupDetail((PAGE,), 8),))
+    request = m.RegisterKVCache(
+        m.PROTOCOL_VERSION, "other", 0, 1, "none", "none", "m", spec, (m.GroupDetail((PAGE,), 8),)
+    )
     context = bench.ask(request).context
     run = prompt(0, 10 + num_new)
     plan = bench.ask(m.PrepareStore(context, "r", "", run.slice(0, 10).digests, 0, b"", (10,)))
@@ -939,8 +947,9 @@ def test_a_prefix_is_warmed_in_many_caches_step_by_step() -> None:
     bench, num_caches = Bench(filled=False), 1000
     queue = put_tier_below(bench)
     specs = [m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), f"{n}") for n in range(num_caches)]
-    for spec in specs:
-        bench.ask(m.RegisterKVCache(1, "e", 0, 1, "none", "none", "model", spec, (m.GroupDetail((PAGE,), 8),)))
+    detail = m.GroupDetail((PAGE,), 8)
+    for session, spec in enumerate(specs, 2):
+        bench.ask(m.RegisterKVCache(m.PROTOCOL_VERSION, "e", 0, 1, "none", "none", "model", spec, (detail,)), session)
     run = prompt(0, 8)
     bench.store(run)
     bench.turn_until(lambda: not queue.queued_write_bytes and not queue.has_results)
@@ -970,7 +979,9 @@ def test_the_name_of_a_new_tenant_is_all_that_its_first_store_writes(tmp_path: P
     with closing(make_server(tmp_path)) as server:
         depot, file = server._depot, server.config.pool_path / NAMES_FILE
         depot.restore_labels(known)
-        request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", SPEC, (m.GroupDetail((PAGE,), 8),))
+        request = m.RegisterKVCache(
+            m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, (m.GroupDetail((PAGE,), 8),)
+        )
         registered = depot.handle(1, Writer(1, 1), request)
         assert isinstance(registered, m.Registered)
         before = file.stat()
@@ -987,27 +998,14 @@ def test_the_name_of_a_new_tenant_is_all_that_its_first_store_writes(tmp_path: P
 @pytest.mark.promise(61)
 def test_requests_that_wait_are_left_for_the_next_turn_when_the_time_is_over(tmp_path: Path) -> None:
     server = make_server(tmp_path)
-    config = server.config
-    zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    asker = zmq_context.socket(zmq.DEALER)
-    asker.connect(f"ipc://{config.directory / CONTROL_SOCKET}")
-    try:
-        for sequence in range(10):
-            asker.send(m.encode_frame(sequence, m.Hello(m.PROTOCOL_VERSION, "test")))
-        num_answers = 0
-
-        def has_one_more() -> bool:
-            server._serve_messages(server._router, lambda _id: None, time.monotonic())
-            return bool(asker.poll(20))
-
-        while num_answers < 10:
-            wait_until(has_one_more)
-            assert m.sequence_of(asker.recv()) == num_answers
-            assert not asker.poll(0), "one request at a time, when the time is over"
-            num_answers += 1
-    finally:
-        zmq_context.destroy(linger=0)
-        server.close()
+    with closing(server), socket.socket(socket.AF_UNIX) as asker:
+        asker.connect(str(server.config.directory / CONTROL_SOCKET))
+        hello = m.encode_frame(1, m.Hello(m.PROTOCOL_VERSION, "test"))
+        asker.sendall(m.encode_greeting(b"") + 10 * (m.LENGTH.pack(len(hello)) + hello))
+        latencies = server._latencies[m.Hello]
+        for number in range(1, 11):
+            wait_until(lambda number=number: server._connections.serve(0.0) or sum(latencies.counts) == number)
+            assert sum(latencies.counts) == number, "one request at a time, when the time is over"
 
 
 @pytest.mark.promise(61)
@@ -1064,7 +1062,7 @@ def test_who_registers_while_a_thousand_left_unfinished_stores(bench: Bench) -> 
     for number in range(1000):
         bench.depot.quarantine((Writer(number + 2, 1), b""), [], 0)
     details = (m.GroupDetail((PAGE,), 8),)
-    request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", SPEC, details)
+    request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, details)
     with CallCounter() as counter:
         bench.ask(request)
     assert counter.count <= REQUEST_CALLS
@@ -1091,7 +1089,9 @@ def test_of_very_many_caches_those_are_named_that_have_the_most_of_a_prefix(benc
     details = (m.GroupDetail((PAGE,), 8),)
     for number in range(MAXIMUM_ROWS + 50):
         spec = m.CacheSpec(64, (m.GroupShape(GroupKind.FULL_ATTENTION, 64),), "bytes", f"{number}")
-        request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", f"model {number}", spec, details)
+        request = m.RegisterKVCache(
+            m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", f"model {number}", spec, details
+        )
         bench.context = bench.ask(request, session=number + 2).context
         run = prompt(0, 2 if number % 2 else 1)
         request = m.PrepareStore(

@@ -95,7 +95,9 @@ class DepotMachine(RuleBasedStateMachine):
         rank = self.sessions % 2
         shards = tuple(rank if group.num_shards > 1 else 0 for group in self.groups)
         details = tuple(m.GroupDetail((PAGE * (2 if g else 1),), 8, shard=s) for g, s in enumerate(shards))
-        request = m.RegisterKVCache(1, f"engine-{self.sessions}", rank, 2, "none", "none", "model", self.spec, details)
+        request = m.RegisterKVCache(
+            m.PROTOCOL_VERSION, f"engine-{self.sessions}", rank, 2, "none", "none", "model", self.spec, details
+        )
         reply = self.depot.handle(self.sessions, writer, request)
         assert isinstance(reply, m.Registered)
         self.workers.append(Worker(self.sessions, writer, reply.context, shards))

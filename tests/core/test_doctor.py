@@ -1,14 +1,17 @@
 """The doctor finds what stands in the way, says what to do, and leaves a sound machine alone."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvdepot import messages as m
 from kvdepot.config import ServerConfig
-from kvdepot.doctor import Facts, Verdict, diagnose, read_facts
+from kvdepot.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, Verdict, diagnose, read_facts
 from kvdepot.registry import BackendStatus
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.testing.processes import DepotProcess, wait_until
+from tests.core.test_protocol import SPEC, Peer, prompt
 
 GIB = 1 << 30
 CPU = BackendStatus("cpu", "kvdepot-cpu 0.1.0", "cpu", ("compiled_copy",), None)
@@ -50,6 +53,19 @@ def test_each_trouble_is_named(change: dict[str, object], subject: str, words: s
     found = troubles(replace(SOUND, **change))  # type: ignore[arg-type]
     assert list(found) == [subject]
     assert found[subject].startswith(words)
+
+
+def test_it_says_how_many_engines_the_descriptors_are_enough_for(depot: DepotProcess) -> None:
+    (text,) = [
+        finding.text for finding in diagnose(replace(SOUND, descriptors=4096)) if finding.subject == "descriptors"
+    ]
+    assert text.startswith("a process may have 4096, enough for 377 engines of one worker: each takes 10")
+    before = len(os.listdir(f"/proc/{depot.pid}/fd"))
+    scheduler = Peer(depot, m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPEC))
+    wait_until(lambda: len(os.listdir(f"/proc/{depot.pid}/fd")) <= before + 2)  # that which registered is closed
+    scheduler.find(prompt(1))
+    assert len(os.listdir(f"/proc/{depot.pid}/fd")) <= before + DESCRIPTORS_OF_SCHEDULER
+    scheduler.close()
 
 
 def test_this_machine_is_looked_at(depot: DepotProcess) -> None:

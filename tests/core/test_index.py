@@ -117,7 +117,7 @@ class Bench:
         shards = [shard if group.num_shards > 1 else 0 for group in self.groups]
         details = tuple(m.GroupDetail((page,), 8, shard=own) for own in shards)
         name = name or f"engine-{self.sessions}"
-        request = m.RegisterKVCache(1, name, shard, 2, "none", "none", "model", self.spec, details)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, shard, 2, "none", "none", "model", self.spec, details)
         reply = self.depot.handle(self.sessions, writer, request)
         assert isinstance(reply, m.Registered)
         return Worker(self, self.sessions, writer, reply.context, shard)
@@ -942,7 +942,7 @@ def test_the_number_of_different_caches_is_bounded_and_known_ones_still_register
     worker = bench.worker()
 
     def register(dtype: str) -> m.RegisterScheduler:
-        return m.RegisterScheduler(1, "engine", "model", m.CacheSpec(1, PLAIN, dtype))
+        return m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", m.CacheSpec(1, PLAIN, dtype))
 
     assert isinstance(worker.ask(register("other")), m.Registered)
     assert worker.refusal(register("one too many")) is ErrorCode.BAD_LAYOUT

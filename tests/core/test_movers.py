@@ -45,7 +45,9 @@ def offer(device: str, **fields: Any) -> m.MoverOffer:
 
 def registration(device: str, **fields: Any) -> m.RegisterKVCache:
     detail = m.GroupDetail((4096,), 8)
-    made = m.RegisterKVCache(1, "engine", 0, 1, "none", "moved", "model", SPEC, (detail,), offer(device))
+    made = m.RegisterKVCache(
+        m.PROTOCOL_VERSION, "engine", 0, 1, "none", "moved", "model", SPEC, (detail,), offer(device)
+    )
     return msgspec.structs.replace(made, **fields)
 
 

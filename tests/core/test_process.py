@@ -140,8 +140,8 @@ def test_a_pickle_that_would_run_code_is_just_a_malformed_frame(depot: DepotProc
     # protocol 0: call os.mkdir with the path
     payload = f"cos\nmkdir\n(V{marker}\ntR.".encode()
     raw = RawSocket(depot)
-    for frames in ([payload], [bytes(8) + payload], [bytes(8) + b"\xc4" + bytes([len(payload)]) + payload]):
-        assert raw.error(frames).code is ErrorCode.MALFORMED
+    for data in (payload, bytes(8) + payload, bytes(8) + b"\xc4" + bytes([len(payload)]) + payload):
+        assert raw.error(data).code is ErrorCode.MALFORMED
     raw.close()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(1.0)

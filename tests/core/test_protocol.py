@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-import zmq
 
 from kvdepot import messages as m
 from kvdepot.client.connection import Connection, ask_depot, open_session
@@ -15,6 +14,7 @@ from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET
 from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
+from kvdepot.server.connections import SILENCE_SECONDS
 from kvdepot.testing.processes import DepotProcess, wait_until
 
 FULL = GroupKind.FULL_ATTENTION
@@ -96,22 +96,46 @@ def bystander(depot: DepotProcess) -> Iterator[Peer]:
 
 
 class RawSocket:
-    def __init__(self, depot: DepotProcess) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(f"ipc://{depot.directory / CONTROL_SOCKET}")
+    """A connection to the control socket that says what it likes; an operator's, unless it has a session's token."""
 
-    def error(self, frames: list[bytes]) -> m.ErrorReply:
-        self.socket.send_multipart(frames)
-        assert self.socket.poll(1000), "no reply within a second"
-        reply = m.decode_reply(self.socket.recv())
+    def __init__(self, depot: DepotProcess, token: bytes = b"") -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(1.0)
+        self.socket.connect(str(depot.directory / CONTROL_SOCKET))
+        self.socket.sendall(m.encode_greeting(token))
+
+    def send(self, frame: bytes | bytearray) -> None:
+        self.socket.sendall(m.LENGTH.pack(len(frame)) + frame)
+
+    def receive(self) -> bytes:
+        """The next frame from the depot, within a second."""
+        (length,) = m.LENGTH.unpack(self._exactly(m.LENGTH.size))
+        return self._exactly(length)
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            more = self.socket.recv(num_bytes - len(data))
+            assert more, "the depot closed the connection"
+            data += more
+        return data
+
+    def is_closed(self) -> bool:
+        """Whether the depot closes this connection within some seconds, having said nothing more."""
+        self.socket.settimeout(3 * SILENCE_SECONDS)
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def error(self, frame: bytes) -> m.ErrorReply:
+        self.send(frame)
+        reply = m.decode_reply(self.receive())
         assert isinstance(reply, m.ErrorReply)
         return reply
 
     def close(self) -> None:
         self.socket.close()
-        self.context.term()
 
 
 @pytest.fixture
@@ -126,33 +150,31 @@ def frame(value: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("frames", "code"),
+    ("data", "code"),
     [
-        ([b""], ErrorCode.MALFORMED),
-        ([b"abc"], ErrorCode.MALFORMED),
-        ([bytes(8)], ErrorCode.MALFORMED),
-        ([bytes(8) + b"\xc1\xff"], ErrorCode.MALFORMED),
-        ([bytes(8) + b"\x91" * 100_000], ErrorCode.MALFORMED),
-        ([frame(["hello", 1]), b"another"], ErrorCode.MALFORMED),
-        ([frame(["lookup", 1, "r", b""]), b"", b""], ErrorCode.MALFORMED),
-        ([frame(["make_coffee", 1])], ErrorCode.UNKNOWN_OPERATION),
-        ([frame({"type": "hello"})], ErrorCode.MALFORMED),
-        ([bytes(8) + b"\x92\x81\x80\x01\x01"], ErrorCode.MALFORMED),  # a map by which maps are found
-        ([bytes(8) + b"\x92\xa6lookup\x81\x80\x01"], ErrorCode.MALFORMED),
-        ([frame(["hello", "one"])], ErrorCode.MALFORMED),
-        ([frame(["hello", -1])], ErrorCode.MALFORMED),
-        ([frame(["hello", 999, "future"])], ErrorCode.VERSION_MISMATCH),
-        ([frame(["lookup", 1, "r", b"x" * 32])], ErrorCode.UNKNOWN_SESSION),
-        ([frame(["lookup", 1, "r" * 5000, b""])], ErrorCode.MALFORMED),
-        ([frame(["lookup", 1, "r", b"x" * (65_537 * 32)])], ErrorCode.MALFORMED),
-        ([frame(["release", 1, list(range(5000))])], ErrorCode.MALFORMED),
+        (b"", ErrorCode.MALFORMED),
+        (b"abc", ErrorCode.MALFORMED),
+        (bytes(8), ErrorCode.MALFORMED),
+        (bytes(8) + b"\xc1\xff", ErrorCode.MALFORMED),
+        (bytes(8) + b"\x91" * 100_000, ErrorCode.MALFORMED),
+        (frame(["make_coffee", 1]), ErrorCode.UNKNOWN_OPERATION),
+        (frame({"type": "hello"}), ErrorCode.MALFORMED),
+        (bytes(8) + b"\x92\x81\x80\x01\x01", ErrorCode.MALFORMED),  # a map by which maps are found
+        (bytes(8) + b"\x92\xa6lookup\x81\x80\x01", ErrorCode.MALFORMED),
+        (frame(["hello", "one"]), ErrorCode.MALFORMED),
+        (frame(["hello", -1]), ErrorCode.MALFORMED),
+        (frame(["hello", 999, "future"]), ErrorCode.VERSION_MISMATCH),
+        (frame(["lookup", 1, "r", b"x" * 32]), ErrorCode.UNKNOWN_SESSION),
+        (frame(["lookup", 1, "r" * 5000, b""]), ErrorCode.MALFORMED),
+        (frame(["lookup", 1, "r", b"x" * (65_537 * 32)]), ErrorCode.MALFORMED),
+        (frame(["release", 1, list(range(5000))]), ErrorCode.MALFORMED),
     ],
 )  # fmt: skip
 @pytest.mark.promise(2, 4)
 def test_a_bad_frame_gets_a_typed_error(
-    frames: list[bytes], code: ErrorCode, raw: RawSocket, depot: DepotProcess, bystander: Peer
+    data: bytes, code: ErrorCode, raw: RawSocket, depot: DepotProcess, bystander: Peer
 ) -> None:
-    reply = raw.error(frames)
+    reply = raw.error(data)
     assert reply.code == code
     assert reply.message
     assert reply.epoch == depot.status().epoch
@@ -160,13 +182,12 @@ def test_a_bad_frame_gets_a_typed_error(
 
 @pytest.mark.promise(2)
 def test_an_unknown_operation_is_named_in_the_error(raw: RawSocket) -> None:
-    assert "make_coffee" in raw.error([frame(["make_coffee"])]).message
+    assert "make_coffee" in raw.error(frame(["make_coffee"])).message
 
 
 def test_an_error_carries_the_sequence_number_of_its_request(raw: RawSocket) -> None:
-    raw.socket.send(frame(["make_coffee"]))
-    assert raw.socket.poll(1000)
-    assert m.sequence_of(raw.socket.recv()) == 7
+    raw.send(frame(["make_coffee"]))
+    assert m.sequence_of(raw.receive()) == 7
 
 
 @pytest.mark.promise(2, 60)
@@ -176,14 +197,12 @@ def test_random_frames_hurt_nobody(raw: RawSocket, depot: DepotProcess, bystande
         m.OPERATIONS - {"clear", "drain", "set_log_level"}
     )  # which anybody may ask, and which would do what it says
     for _ in range(10_000):
-        count = rng.randrange(1, 4)
-        frames = [rng.randbytes(rng.randrange(60)) for _ in range(count)]
+        data = rng.randbytes(rng.randrange(60))
         if rng.random() < 0.5:
             fields = [rng.choice([0, 1, -1, 2**63, "x", b"y" * 31, None, [1], 1.5]) for _ in range(rng.randrange(8))]
-            frames = [frame([rng.choice(tags), *fields])]
-        raw.socket.send_multipart(frames)
-        assert raw.socket.poll(2000), f"no reply to {frames}"
-        m.decode_reply(raw.socket.recv())
+            data = frame([rng.choice(tags), *fields])
+        raw.send(data)
+        m.decode_reply(raw.receive())
     assert depot.status().num_entries == 3
     assert depot.status().counters.get("requests_failed", 0) == 0
 
@@ -237,16 +256,18 @@ def test_other_pages_under_the_same_spec_are_refused(peer: Peer, bystander: Peer
 
 @pytest.mark.promise(7)
 def test_another_protocol_version_is_refused_in_one_line_that_names_both(peer: Peer, depot: DepotProcess) -> None:
-    with pytest.raises(RemoteError, match=r"protocol 99, this server 1 to 1") as caught:
+    with pytest.raises(RemoteError, match=r"protocol 99, this server 2 to 2") as caught:
         peer.ask(registration(version=99))
     assert caught.value.code is ErrorCode.VERSION_MISMATCH
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(1.0)
-        connection.connect(str(depot.directory / SESSION_SOCKET))
-        connection.sendall(m.encode_session(m.OpenSession(99, "future")))
-        reply = m.decode_session_reply(connection.recv(4096)[4:])
+    for version in (1, 99):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(1.0)
+            connection.connect(str(depot.directory / SESSION_SOCKET))
+            connection.sendall(m.encode_session(m.OpenSession(version, "another")))
+            reply = m.decode_session_reply(connection.recv(4096)[4:])
         assert isinstance(reply, m.ErrorReply)
         assert reply.code is ErrorCode.VERSION_MISMATCH
+        assert f"protocol {version}, this server 2 to 2" in reply.message
 
 
 def test_what_was_not_prepared_cannot_be_committed(peer: Peer, bystander: Peer) -> None:

@@ -69,7 +69,7 @@ class Successor:
         self.steps = self.index.restore([spec], 1)
         self.num_steps = 0
         details = (m.GroupDetail((PAGE,), 8),)
-        self.register = m.RegisterKVCache(1, "new", 0, 2, "none", "none", "model", spec, details)
+        self.register = m.RegisterKVCache(m.PROTOCOL_VERSION, "new", 0, 2, "none", "none", "model", spec, details)
         self.context = self.ask(self.register).context
 
     def ask(self, request: m.Request) -> Any:
@@ -259,7 +259,7 @@ def test_a_worker_that_is_back_by_the_time_that_its_entries_are_looked_at_is_not
 
     def register(server: DepotServer, name: str) -> int:
         details = (m.GroupDetail((PAGE,), 8),)
-        request = m.RegisterKVCache(1, name, 0, 1, "none", "none", "model", spec, details)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, 0, 1, "none", "none", "model", spec, details)
         reply = server._depot.handle(1, writer, request)
         assert isinstance(reply, m.Registered)
         return reply.context

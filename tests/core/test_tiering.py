@@ -93,7 +93,7 @@ class Bench:
         details = tuple(
             m.GroupDetail((PAGE,), 8, shard=shard if group.num_shards > 1 else 0) for group in self.spec.groups
         )
-        request = m.RegisterKVCache(1, "engine", shard, 2, "none", "none", model, self.spec, details)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", shard, 2, "none", "none", model, self.spec, details)
         return self.ask(request, session).context
 
     def ask(self, request: m.Request, session: int = 1) -> Any:
@@ -413,7 +413,7 @@ def test_a_tier_that_is_removed_is_closed_when_its_calls_have_ended(
 def test_what_was_retrieved_counts_as_time_saved(make: Maker) -> None:
     bench = make(SHARDED)
     bench.store(prompt(4))
-    bench.ask(m.RegisterScheduler(1, "engine", "model", bench.spec))
+    bench.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec))
     assert bench.lookup(prompt(4), token_seconds=0.5) == 4
     before = bench.depot.saved_seconds
     run = prompt(4).slice(1, 4)
@@ -723,7 +723,7 @@ def test_a_lookup_whose_tenant_finds_no_name_gets_what_the_pool_has(make: Maker,
 def test_a_lookup_that_can_ask_nobody_takes_no_name(make: Maker) -> None:
     bench = make()
     bench.ask(m.Unregister(bench.contexts[0]))
-    scheduler = bench.ask(m.RegisterScheduler(1, "engine", "model", bench.spec)).context
+    scheduler = bench.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec)).context
     assert bench.ask(m.Lookup(scheduler, "r", prompt(4).digests, "new", 5.0)).num_chunks == 0
     assert bench.depot.labels == []
 
@@ -737,7 +737,7 @@ def test_other_layouts_and_other_models_are_misses(make: Maker) -> None:
     assert bench.lookup(prompt(4)) == 0
     bench.ask(m.Unregister(bench.contexts[0]))
     details = (m.GroupDetail((PAGE // 2,), 8),)
-    request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", bench.spec, details)
+    request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", bench.spec, details)
     bench.contexts = [bench.ask(request).context]
     assert bench.lookup(prompt(4)) == 0
 
@@ -747,7 +747,7 @@ def test_without_a_worker_nobody_knows_what_to_make_room_for(make: Maker) -> Non
     bench.store(prompt(4))
     bench.forget()
     bench.ask(m.Unregister(bench.contexts[1]))
-    scheduler = bench.ask(m.RegisterScheduler(1, "engine", "model", bench.spec)).context
+    scheduler = bench.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec)).context
     reply = bench.ask(m.Lookup(scheduler, "r", prompt(4).digests, prompt(4).tenant, 1.0))
     assert isinstance(reply, m.LookupReply)
     assert reply.num_chunks == 0

@@ -1,4 +1,4 @@
-"""`kvdepot`, as the release after this one may be: it speaks protocol 2, and every reply has a field more."""
+"""`kvdepot`, as the release after this one may be: it speaks protocol 3, and every reply has a field more."""
 
 import sys
 from typing import Any
@@ -27,7 +27,7 @@ def _encode_session(message: Any) -> bytes:
 
 
 if __name__ == "__main__":
-    m.PROTOCOL_VERSION = 2  # type: ignore[misc]
+    m.PROTOCOL_VERSION = 3  # type: ignore[misc]
     m.encode_frame = _encode_frame  # type: ignore[assignment]
     m.encode_session = _encode_session
     sys.exit(main())

@@ -145,7 +145,10 @@ def test_the_next_release_of_the_server_serves_this_one() -> None:
     with DepotProcess(module="tests.cpu.next_release") as depot:
         reply = ask_depot(m.Hello(m.PROTOCOL_VERSION, "test"), depot.url, 20)
         assert isinstance(reply, m.HelloReply)
-        assert (reply.protocol_version, reply.minimum_protocol_version) == (2, 1)
+        assert (reply.protocol_version, reply.minimum_protocol_version) == (
+            m.PROTOCOL_VERSION + 1,
+            m.MINIMUM_PROTOCOL_VERSION,
+        )
         engines = [Engine(depot, "one"), Engine(depot, "two")]
         try:
             assert engines[0].ask("store 1 5") == ["True", "5"]

@@ -52,6 +52,7 @@ from tests.fuzz.movers import OFFER, REGISTRATION, live_with_movers
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 _SEQUENCE: Final = bytes(range(8))
+_VERSION: Final = m.PROTOCOL_VERSION
 _POOL_ID: Final = bytes(range(16))
 _CRC: Final = 116  # within a record
 _NUM_RECORDS: Final = 32
@@ -94,11 +95,11 @@ def session(data: bytes) -> None:
 def _request_seeds() -> list[bytes]:
     run, spec, detail = PROMPTS[0], SPECS[2], m.GroupDetail((4096, 8), 8, hidden_dims=(2, 4), dtype="f", shape=(1, 2))
     requests: list[m.Request] = [
-        m.Hello(1, "client"), m.Status(), m.Clear(), m.Clear("tenant"), m.Unregister(1), m.EndRequest(1, "r"),
-        m.RegisterKVCache(1, "engine", 0, 1, "cpu", "memcpy", "model", spec, (detail,) * 3),
-        m.RegisterKVCache(1, "engine", 0, 1, "cuda", "ipc", "model", spec, (detail,) * 3, OFFER, "why"),
+        m.Hello(_VERSION, "client"), m.Status(), m.Clear(), m.Clear("tenant"), m.Unregister(1), m.EndRequest(1, "r"),
+        m.RegisterKVCache(_VERSION, "engine", 0, 1, "cpu", "memcpy", "model", spec, (detail,) * 3),
+        m.RegisterKVCache(_VERSION, "engine", 0, 1, "cuda", "ipc", "model", spec, (detail,) * 3, OFFER, "why"),
         m.Move(1, 2, True, (bytes(64), b"", bytes(8)), (0, 8, 6), (1, 0, 0), 1.0), m.Move(1, 0),
-        m.RegisterScheduler(1, "engine", "model", SPECS[0]), m.Lookup(1, "r", run.digests), m.Release(1, (1, 2)),
+        m.RegisterScheduler(_VERSION, "engine", "model", SPECS[0]), m.Lookup(1, "r", run.digests), m.Release(1, (1, 2)),
         m.PrepareStore(1, "r", "tenant", run.digests, 0, run.parent, (8,)), m.CommitStore(1, 2, bytes(32)),
         m.AbortStore(1, 2), m.PrepareRetrieve(1, "r", run.digests, 3, (8, 1, 0)), m.ReportCorrupt(1, ((1, 258),)),
     ]  # fmt: skip
@@ -139,7 +140,8 @@ def _answer_seeds() -> list[bytes]:
 
 def _session_seeds() -> list[bytes]:
     messages = (
-        m.OpenSession(1, "client"), m.SessionOpened(1, bytes(16), 1, 1, "0.1"), m.ErrorReply(1, ErrorCode.DRAINING, ""),
+        m.OpenSession(_VERSION, "client"), m.SessionOpened(1, bytes(16), 1, 1, "0.1"),
+        m.ErrorReply(1, ErrorCode.DRAINING, ""),
     )  # fmt: skip
     return [m.encode_session(message)[4:] for message in messages]
 

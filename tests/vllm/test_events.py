@@ -64,7 +64,7 @@ def replayed(endpoint: str) -> tuple[list[bytes], bytes]:
 
 
 def test_vllm_s_decoder_reads_a_depot_s_events(depot: DepotProcess, run_code: RunCode) -> None:
-    request = m.RegisterKVCache(1, "engine", 0, 1, "none", "none", "model", SPEC, (DETAIL,))
+    request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, (DETAIL,))
     connection = Connection(depot.url, "test", request, maps_pool=False)
     link = connection.wait_until_open(20)
     channel = connection.channel(link)

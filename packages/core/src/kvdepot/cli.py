@@ -263,7 +263,8 @@ def _quota(text: str) -> tuple[str, int]:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from kvdepot.server.loop import DepotServer, map_large_blocks, raise_descriptor_limit
+    from kvdepot.server.descriptors import raise_descriptor_limit
+    from kvdepot.server.loop import DepotServer, map_large_blocks
 
     if not 0 < options.promote_seconds <= 60:
         raise ConfigError(f"--promote-seconds {options.promote_seconds:g}: above 0, at most 60")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvdepot.errors import ConfigError
 
-CONTROL_SOCKET = "control.sock"  # ZMQ ROUTER: messages
+CONTROL_SOCKET = "control.sock"  # Unix stream: requests and replies
 SESSION_SOCKET = "session.sock"  # Unix stream: descriptors, and news of death
 HTTP_TOKEN = "http.token"  # file: the bearer token where none was given
 

@@ -20,9 +20,13 @@ from kvdepot.client.connection import ask_depot
 from kvdepot.config import ServerConfig, available_memory_bytes, format_size
 from kvdepot.errors import KVDepotError
 from kvdepot.registry import BackendStatus, list_backends
+from kvdepot.server.descriptors import reserve_of
 
 KERNEL_POPULATE: Final = (5, 14)  # MADV_POPULATE_WRITE
 LEAST_DESCRIPTORS: Final = 4096
+DESCRIPTORS_OF_SCHEDULER: Final = 3  # its session, its process, its connection
+DESCRIPTORS_OF_WORKER: Final = 7  # its session, its process, two connections and one for a while, its mover (two)
+DESCRIPTORS_OF_DEPOT: Final = 64  # its files, and what its tiers have open
 _PACKAGES: Final = ("kvdepot", "kvdepot-cpu", "kvdepot-cuda", "kvdepot-hpu", "kvdepot-vllm", "vllm", "torch", "pyzmq")
 
 
@@ -157,14 +161,19 @@ def _judge_kernel(facts: Facts) -> list[Finding]:
 
 
 def _judge_limits(facts: Facts) -> list[Finding]:
-    findings: list[Finding] = []
-    if facts.descriptors < LEAST_DESCRIPTORS:
-        findings.append(
-            Finding(
-                Verdict.SLOWER, "descriptors", f"a process may have {facts.descriptors}: two a worker or scheduler",
-                "ulimit -Hn 65536, LimitNOFILE=65536 in a systemd unit",
-            )
-        )  # fmt: skip
+    per_engine = DESCRIPTORS_OF_SCHEDULER + DESCRIPTORS_OF_WORKER
+    own = DESCRIPTORS_OF_DEPOT + reserve_of(facts.descriptors)
+    text = (
+        f"a process may have {facts.descriptors}, enough for {max(0, facts.descriptors - own) // per_engine} engines of"
+        f" one worker: each takes {per_engine}, each further worker {DESCRIPTORS_OF_WORKER}, the depot {own}"
+    )
+    is_enough = facts.descriptors >= LEAST_DESCRIPTORS
+    findings = [
+        Finding(
+            Verdict.FINE if is_enough else Verdict.SLOWER, "descriptors", text,
+            "" if is_enough else "ulimit -Hn 65536, LimitNOFILE=65536 in a systemd unit",
+        )
+    ]  # fmt: skip
     if facts.locked_memory_bytes is not None and any(
         b.name == "cuda" and not b.why_unavailable for b in facts.backends
     ):

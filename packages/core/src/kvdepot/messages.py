@@ -1,9 +1,10 @@
 """Messages between processes, and how they lie in a frame.
 
-A frame on the control socket is 8 bytes of sequence number (little-endian, chosen by the client, echoed in the reply)
-and one msgpack array whose first item is the message's tag. Every request gets exactly one reply with the same number;
-every reply names the server's epoch. Fields are only ever added at the end, with a default: an older peer ignores what
-it does not know. What becomes of each message when either side dies is in `docs/wire.md`.
+A frame is 8 bytes of sequence number (little-endian, chosen by the client, echoed in the reply) and one msgpack array
+whose first item is the message's tag. Every request gets exactly one reply with the same number; every reply names the
+server's epoch. On the control socket a frame has its length before it, and before the first comes a greeting, which
+says whose connection it is. Fields are only ever added at the end, with a default: an older peer ignores what it does
+not know. What becomes of each message when either side dies is in `docs/wire.md`.
 
 KV bytes never travel here. Extents do, as packed `EXTENT` records, no object for each block.
 """
@@ -18,8 +19,8 @@ from msgspec import Meta, Struct
 from kvdepot.errors import ErrorCode
 from kvdepot.layout import CacheLayout, GroupKind
 
-PROTOCOL_VERSION: Final = 1
-MINIMUM_PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+MINIMUM_PROTOCOL_VERSION: Final = 2  # before, the control socket spoke ZeroMQ
 MAXIMUM_FRAME_BYTES: Final = 4 << 20
 MAXIMUM_CHUNKS: Final = 65_536  # of one lookup: 4 million tokens in chunks of 64
 # Entries, of all groups together, of one request (one chunk may have more), which take the server about as long as:
@@ -666,7 +667,7 @@ class OpenSession(Struct, array_like=True, tag="open_session", frozen=True):
 class SessionOpened(Struct, array_like=True, tag="session_opened", frozen=True):
     """Comes with the descriptors of the pool and of the index table (read only).
 
-    `token` begins the ZMQ routing id of every control socket of this session.
+    `token` greets the depot on every connection of this session to the control socket.
     """
 
     epoch: int
@@ -682,6 +683,11 @@ MOVER_NOTE: Final = b"m"
 """A byte from the server with a descriptor: the pidfd of a mover that was started for a context of this session."""
 
 # --- frames ---------------------------------------------------------------------------------------------------------
+
+LENGTH: Final = struct.Struct("<I")
+"""Stands before a greeting and before each frame on the control socket."""
+
+TOKEN_BYTES: Final = 16
 
 _SEQUENCE = struct.Struct("<Q")
 _encoder = msgspec.msgpack.Encoder()
@@ -706,6 +712,11 @@ class FrameError(Exception):
         self.code = code
 
 
+def encode_greeting(token: bytes) -> bytes:
+    """Return what begins a connection to the control socket: the token of a session, or nothing for an operator."""
+    return LENGTH.pack(len(token)) + token
+
+
 def encode_frame(sequence: int, message: Request | Reply) -> bytearray:
     """Return the frame of a request or a reply."""
     frame = bytearray(_SEQUENCE.size)
@@ -714,12 +725,12 @@ def encode_frame(sequence: int, message: Request | Reply) -> bytearray:
     return frame
 
 
-def sequence_of(frame: bytes) -> int:
+def sequence_of(frame: bytes | memoryview) -> int:
     """Return the sequence number of a frame, 0 when it has none."""
     return _SEQUENCE.unpack_from(frame)[0] if len(frame) >= _SEQUENCE.size else 0
 
 
-def decode_request(frame: bytes) -> Request:
+def decode_request(frame: bytes | memoryview) -> Request:
     """Return the request in a frame.
 
     Raises:
@@ -748,7 +759,7 @@ def _tag_of(body: memoryview) -> str | None:
         return None
 
 
-def decode_reply(frame: bytes) -> Reply:
+def decode_reply(frame: bytes | memoryview) -> Reply:
     """Return the reply in a frame that a server sent.
 
     Raises:

@@ -7,11 +7,10 @@ deadline, or several that wait for an eighth of it, make the link suspended: the
 socket, and when the server answers quickly the link is used again. So a hung server costs one deadline, a slow one a
 bounded wait, a dead one less.
 
-Requests go over **channels**, one ZMQ socket for each thread that calls.
+Requests go over **channels**, one connection to the control socket for each thread that calls.
 """
 
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ import random
 import select
 import signal
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -26,8 +26,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
-
-import zmq
 
 from kvdepot import messages as m
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, directory_of_url, is_tcp
@@ -48,16 +46,21 @@ _LAST_PROBE_SECONDS: Final = 1.0
 _FIRST_TIDY_SECONDS: Final = 0.005
 _LAST_TIDY_SECONDS: Final = 0.5
 _MOVER_GRACE_SECONDS: Final = 10.0
+_READ_BYTES: Final = 64 << 10
+_MOST_REPLY_BYTES: Final = 64 << 20
+_MOST_UNSENT_BYTES: Final = 16 << 20  # that a channel keeps for a depot that does not take them now
+_ZEROMQ: Final = b"\xff" + bytes(7)  # how a depot before protocol 2 begins; no reply does
+_TIMEVAL: Final = struct.Struct("ll")
 
 
 class Link:
     """One registered session with one life of the server. Immutable but for `suspended`."""
 
-    def __init__(self, opened: m.SessionOpened, endpoint: str, mapping: PoolMapping | None) -> None:
+    def __init__(self, opened: m.SessionOpened, control: Path, mapping: PoolMapping | None) -> None:
         self.epoch = opened.epoch
         self.token = opened.token
         self.server_version = opened.server_version
-        self.endpoint = endpoint
+        self.control = control
         self.mapping = mapping
         self.context = 0  # as registered
         self.registration: m.RegisterKVCache | m.RegisterScheduler | None = None
@@ -69,7 +72,6 @@ class Link:
         self.lost_fd, lost_writer = os.pipe()  # readable once the link is lost; open as long as anybody has the link
         weakref.finalize(self, os.close, self.lost_fd)
         self.mark_lost = weakref.finalize(self, os.close, lost_writer)  # wakes everybody who waits for an answer
-        self._numbers = itertools.count(1)
 
     def add_mover(self, pidfd: int) -> None:
         """The depot started a mover for this session; the descriptor is owned by the link from now on."""
@@ -102,10 +104,6 @@ class Link:
         if not all(mover.wait(_MOVER_GRACE_SECONDS) for mover in self._movers):
             logger.error("a mover of the depot does not die: it has the device's memory open")
 
-    def channel_id(self) -> bytes:
-        """Return a routing id for one more channel."""
-        return self.token + next(self._numbers).to_bytes(4, "little")
-
 
 class _Process:
     """A process that is known by its pidfd, which is closed when nobody has this object any more."""
@@ -137,25 +135,26 @@ class _Process:
 
 
 class Channel:
-    """Requests and replies of one thread over one link. Not to be used by two threads at a time."""
+    """Requests and replies of one thread over one link. Not to be used by two threads at a time.
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", link: Link, keys: ClientKeys | None = None) -> None:
+    It connects with the first request. A connection that is lost does not come back: its link will be lost, too.
+
+    Args:
+        link: with the depot.
+        connect_seconds: how long connecting may wait for a depot with very many connections.
+    """
+
+    def __init__(self, link: Link, connect_seconds: float = 0.0) -> None:
         self.link = link
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
-        if link.token:
-            self._socket.setsockopt(zmq.ROUTING_ID, link.channel_id())
-        if keys is not None:
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
-        self._socket.setsockopt(zmq.IPV6, int(link.endpoint.startswith("tcp://[")))
-        self._socket.connect(link.endpoint)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(link.lost_fd, zmq.POLLIN)
+        self._connect_seconds = connect_seconds
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._close = weakref.finalize(self, self._socket.close)
+        self._is_connected = False
+        self._poller = select.poll()
+        self._poller.register(link.lost_fd, select.POLLIN)
         self._sequence = 0
+        self._unsent = bytearray()
+        self._received = bytearray()
         self._replies: dict[int, m.Reply] = {}
         self._ignored: dict[int, Callable[[m.Reply], None] | None] = {}
         self._num_owed = 0
@@ -166,11 +165,20 @@ class Channel:
         Raises:
             DepotUnavailable: it cannot be sent.
         """
+        frame = m.encode_frame(self._sequence + 1, request)
+        data = m.LENGTH.pack(len(frame)) + frame
+        if not self._is_connected:
+            self._connect()
+            data = m.encode_greeting(self.link.token) + data
+        if self._unsent:
+            self._flush()
+        if len(self._unsent) + len(data) > _MOST_UNSENT_BYTES:
+            raise DepotUnavailable(f"the depot has not taken {len(self._unsent)} bytes of requests yet")
+        num_sent = 0 if self._unsent else self._send(data)
+        if num_sent < len(data):
+            self._unsent += memoryview(data)[num_sent:]
+            self._poller.modify(self._socket, select.POLLIN | select.POLLOUT)
         self._sequence += 1
-        try:
-            self._socket.send(m.encode_frame(self._sequence, request), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise DepotUnavailable(f"the depot takes no messages: {error}") from error
         return self._sequence
 
     def post(self, request: m.Request) -> None:
@@ -184,6 +192,7 @@ class Channel:
 
         Raises:
             RemoteError: the depot refused the request.
+            DepotUnavailable: the connection was lost.
         """
         if sequence not in self._replies:
             self.drain()
@@ -200,9 +209,9 @@ class Channel:
         end = time.monotonic() + deadline_seconds
         while sequence not in self._replies:
             rest = end - time.monotonic()
-            ready = [polled for polled, _ in self._poller.poll(max(0, int(rest * 1000)))]
-            if self._socket in ready:
-                self._receive()
+            ready = self._poller.poll(max(0, int(rest * 1000)))
+            if any(fd != self.link.lost_fd for fd, _ in ready):
+                self.drain()
             elif ready:
                 raise DepotUnavailable("the connection to the depot was lost")
             elif rest <= 0:
@@ -231,25 +240,86 @@ class Channel:
 
     @property
     def num_owed(self) -> int:
-        """Abandoned requests whose reply will have to be given back when it comes."""
-        return self._num_owed if self.link.mark_lost.alive else 0
+        """Abandoned requests whose reply will have to be given back when it comes, and one if requests are unsent."""
+        return self._num_owed + bool(self._unsent) if self.link.mark_lost.alive else 0
 
     def drain(self) -> None:
-        """Take in what has come.
+        """Send what waits to be sent and take in what has come. Never waits.
 
         Raises:
-            DepotUnavailable: the channel is closed, or what came is no reply.
+            DepotUnavailable: the connection was lost, or what came is no reply.
         """
-        while self._receive():
+        if self._unsent:
+            self._flush()
+        while self._is_connected and self._receive():
             pass
 
-    def _receive(self) -> bool:
+    def _connect(self) -> None:
         try:
-            frame = self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
+            if self._connect_seconds:
+                seconds = math.floor(self._connect_seconds)
+                microseconds = int((self._connect_seconds - seconds) * 1e6)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(seconds, microseconds))
+            else:
+                self._socket.setblocking(False)
+            self._socket.connect(str(self.link.control))
+            self._socket.setblocking(False)
+        except OSError as error:
+            raise DepotUnavailable(f"cannot connect to it: {error}") from error
+        self._is_connected = True
+        self._poller.register(self._socket, select.POLLIN)
+
+    def _send(self, data: bytes | memoryview) -> int:
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise DepotUnavailable(f"the connection to the depot was lost: {error}") from error
+
+    def _flush(self) -> None:
+        with memoryview(self._unsent) as unsent:
+            num_sent = self._send(unsent)
+        del self._unsent[:num_sent]
+        if not self._unsent:
+            self._poller.modify(self._socket, select.POLLIN)
+
+    def _receive(self) -> bool:
+        """Take in what one reading gives; return whether there may be more."""
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
             return False
-        except zmq.ZMQError as error:
-            raise DepotUnavailable(f"the channel is closed: {error}") from error
+        except OSError as error:
+            raise DepotUnavailable(f"the connection to the depot was lost: {error}") from error
+        if not data:
+            raise DepotUnavailable("the depot closed the connection")
+        if data.startswith(_ZEROMQ):
+            raise DepotUnavailable(
+                f"it is of a release before protocol {m.PROTOCOL_VERSION}: install the same version of kvdepot on both"
+                " sides"
+            )
+        self._received += data
+        while (frame := self._take_frame()) is not None:
+            self._accept(frame)  # which may send and receive, too
+        return len(data) == _READ_BYTES
+
+    def _take_frame(self) -> bytes | None:
+        received = self._received
+        if len(received) < m.LENGTH.size:
+            return None
+        (length,) = m.LENGTH.unpack_from(received)
+        if length > _MOST_REPLY_BYTES:
+            raise DepotUnavailable(f"the depot speaks another language: a reply of {length} bytes")
+        end = m.LENGTH.size + length
+        if len(received) < end:
+            return None
+        with memoryview(received) as view:
+            frame = bytes(view[m.LENGTH.size : end])
+        del received[:end]
+        return frame
+
+    def _accept(self, frame: bytes) -> None:
         sequence = m.sequence_of(frame)
         try:
             reply = m.decode_reply(frame)
@@ -262,7 +332,6 @@ class Channel:
                 on_reply(reply)
         else:
             self._replies[sequence] = reply
-        return True
 
     def _take(self, sequence: int) -> m.Reply | None:
         reply = self._replies.pop(sequence, None)
@@ -271,8 +340,10 @@ class Channel:
         return reply
 
     def close(self) -> None:
-        """Close the socket. Twice is harmless."""
-        self._socket.close(0)
+        """Close the connection. Twice is harmless."""
+        if self._is_connected and self._close.alive:
+            self._poller.unregister(self._socket)
+        self._close()
 
 
 class Connection:
@@ -316,7 +387,6 @@ class Connection:
         self._on_tidy = on_tidy
         self._is_renewing = False
         self._tidy_seconds = 0.0  # until the next try, 0 if there is nothing to do
-        self._zmq = zmq.Context()
         self._link: Link | None = None
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -345,7 +415,7 @@ class Connection:
 
     def channel(self, link: Link) -> Channel:
         """Return a new channel over a link, for the calling thread."""
-        return Channel(self._zmq, link)
+        return Channel(link)
 
     def suspend(self, link: Link) -> None:
         """A call over this link ran into its deadline: use it again only once the server answers a ping."""
@@ -388,7 +458,6 @@ class Connection:
         self._thread.join(self.deadline_seconds + 1)
         self._wake_reader.close()
         self._wake_writer.close()
-        self._zmq.destroy(linger=0)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -438,7 +507,7 @@ class Connection:
         try:
             connection.settimeout(self.deadline_seconds)
             opened, mapping = open_session(connection, self.directory / SESSION_SOCKET, self._name, self._maps_pool)
-            link = Link(opened, f"ipc://{self.directory / CONTROL_SOCKET}", mapping)
+            link = Link(opened, self.directory / CONTROL_SOCKET, mapping)
             channel = self.channel(link)
             try:
                 link.registration = self._registration
@@ -568,23 +637,18 @@ def ask_depot(
             if keys is None
             else "keys are for a depot at tcp://HOST:PORT: leave --curve-secret and --curve-server out, or give --url"
         )
-    endpoint = url if url is not None and is_tcp(url) else f"ipc://{_control_socket(url)}"
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = Link(m.SessionOpened(0, b"", 0, 0, ""), endpoint, None)
-    try:
-        channel = Channel(context, link, keys)
-    except zmq.ZMQError as error:
-        context.destroy(linger=0)
-        raise ConfigError(f"cannot connect to {endpoint}: {error}; give tcp://HOST:PORT or a directory") from error
+    if url is not None and keys is not None:
+        from kvdepot.client.remote import ask_remote  # with ZeroMQ, which only this needs
+
+        return ask_remote(request, url, deadline_seconds, keys)
+    link = Link(m.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)
+    channel = Channel(link, connect_seconds=deadline_seconds)
     try:
         return channel.call(request, deadline_seconds)
     except DepotUnavailable as error:
-        causes = "" if keys is None else "; is it there, is --curve-server its key, does its --curve-clients list ours?"
-        place = f"at {endpoint}" if keys is not None else f"in {directory_of_url(url)}"
-        raise DepotUnavailable(f"the depot {place} does not answer: {error}{causes}") from error
+        raise DepotUnavailable(f"the depot in {directory_of_url(url)} does not answer: {error}") from error
     finally:
         channel.close()
-        context.term()
 
 
 def _control_socket(url: str | None) -> Path:

@@ -275,6 +275,8 @@ class SchedulerClient:
                 channel.post(request)
             except DepotUnavailable as error:
                 logger.warning("%s", error)
+            if channel.num_owed:
+                self._connection.tidy_soon()
 
 
 def _lease_of(reply: m.LookupReply, link: Link) -> Lease:

@@ -43,6 +43,7 @@ _PATIENT_SECONDS: Final = 60.0  # that an operator's request may wait for tiers
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
 MAXIMUM_SPACES: Final = 4096  # different caches; kept as long as the pool
+MAXIMUM_CONTEXTS: Final = 64  # of one session
 MAXIMUM_EVENTS: Final = 20  # that operators see
 MAXIMUM_ROWS: Final = 1024  # names with counters of their own
 _OTHERS: Final = "(others)"
@@ -215,6 +216,7 @@ class Depot:
         self.leases = LeaseTable(index, lease_seconds)
         self.counters: Counter[str] = Counter()
         self.contexts: dict[int, Context] = {}
+        self._num_contexts: Counter[int] = Counter()  # by session
         self._workers: dict[int, Workers] = {}  # by space
         self.ticket_seconds = _TICKET_LEASES * lease_seconds
         self.tickets: dict[int, Ticket] = {}  # the oldest first
@@ -280,6 +282,7 @@ class Depot:
 
     def _register_kv_cache(self, session: int, writer: Writer, request: m.RegisterKVCache) -> m.Reply:
         self._check_version(request.protocol_version)
+        self._check_room(session)
         spec = request.spec
         self._check_spec(spec)
         if len(request.details) != len(spec.groups):
@@ -309,6 +312,7 @@ class Depot:
         fence = context.fence
         self._lift_quarantine(lambda quarantine: quarantine.fence == fence)
         self.contexts[context.number] = context
+        self._num_contexts[session] += 1
         context.status = _registered_status(context)
         self._workers.setdefault(space.number, Workers(space)).add(context)
         logger.info(
@@ -330,10 +334,12 @@ class Depot:
 
     def _register_scheduler(self, session: int, writer: Writer, request: m.RegisterScheduler) -> m.Reply:
         self._check_version(request.protocol_version)
+        self._check_room(session)
         self._check_spec(request.spec)
         space = self._space(request.spec)
         context = Context(self._number(), session, writer, request.instance, request.model, space)
         self.contexts[context.number] = context
+        self._num_contexts[session] += 1
         context.status = _registered_status(context)
         logger.info(
             "registered scheduler of %s (model %s) as context %d", request.instance, request.model, context.number
@@ -353,6 +359,9 @@ class Depot:
     def _forget(self, context: Context) -> Writer | None:
         """End a context, its leases and its mover; return the mover if it is not dead yet."""
         del self.contexts[context.number]
+        self._num_contexts[context.session] -= 1
+        if not self._num_contexts[context.session]:
+            del self._num_contexts[context.session]
         if context.registration is None:
             self._token_seconds.pop(context.instance, None)
         else:
@@ -367,6 +376,10 @@ class Depot:
         for ticket in tickets:
             self._drop_ticket(ticket)
         return [record for ticket in tickets for record in ticket.records], sum(each.num_bytes for each in tickets)
+
+    def _check_room(self, session: int) -> None:
+        if self._num_contexts[session] >= MAXIMUM_CONTEXTS:
+            raise Refused(ErrorCode.OUT_OF_RANGE, f"a session has {MAXIMUM_CONTEXTS} contexts at most: unregister one")
 
     def _check_version(self, version: int) -> None:
         reason = m.check_protocol_version(version)

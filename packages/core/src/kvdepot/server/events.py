@@ -23,6 +23,7 @@ from kvdepot.config import is_loopback
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import NO_NODE
 from kvdepot.index import ChunkIndex
+from kvdepot.server.zeromq import MessageReader
 
 MEDIUM: Final = "CPU"  # vLLM's word for host memory
 END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -31,6 +32,8 @@ _KEPT_BATCHES: Final = 10_000
 _KEPT_BYTES: Final = 32 << 20
 _LARGEST_BATCH: Final = 4096  # chunks, after which another batch begins
 _QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # for one subscriber, until it misses some: all of a replay and its end
+_MOST_QUESTIONS: Final = 16  # of one subscriber that were not read yet
+_HANDSHAKE_MILLISECONDS: Final = 2000
 _REPLAY_STEP: Final = 64
 _MOST_WAITING: Final = 1024  # subscribers that wait for batches to be sent again
 
@@ -94,7 +97,14 @@ class EventPublisher:
         if replay_endpoint is not None:
             self.replay = _listen(context, zmq.ROUTER, replay_endpoint, "--events-replay")
             self.replay_endpoint = self.replay.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._questions = MessageReader(self.replay, most_frames=3)
         index.on_shown, index.on_hidden = self._on_shown, self._on_hidden
+
+    @property
+    def bound(self) -> "list[tuple[zmq.Socket[bytes], str]]":
+        """The sockets, and where they listen."""
+        replay = [] if self.replay is None else [(self.replay, self.replay_endpoint)]
+        return [(self._publisher, self.endpoint), *replay]
 
     def _on_shown(self, node: int) -> None:
         index = self._index
@@ -143,10 +153,10 @@ class EventPublisher:
         """
         assert self.replay is not None
         try:
-            frames = self.replay.recv_multipart(zmq.NOBLOCK)
+            frames = self._questions.take()
         except zmq.Again:
             return None
-        if len(frames) != 3 or len(frames[2]) != 8:
+        if frames is None or len(frames) != 3 or len(frames[2]) != 8:
             return None
         if frames[0] in self._asked or len(self._asked) < _MOST_WAITING:
             self._asked[frames[0]] = int.from_bytes(frames[2], "big")
@@ -191,6 +201,8 @@ def _listen(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str,
     listener = context.socket(kind)
     listener.setsockopt(zmq.LINGER, 0)
     listener.setsockopt(zmq.MAXMSGSIZE, 64)  # of what comes in
+    listener.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
+    listener.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
     listener.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # of who connects from now on: before `bind`
     try:
         listener.bind(endpoint)

@@ -1,19 +1,18 @@
 """The server's loop: one thread, one poll, one reply for each request.
 
-A plain loop over a ZMQ ROUTER (on two cores 25,000 round trips a second with four clients, where asyncio made 14,000).
+A plain loop over Unix sockets: neither asyncio nor ZeroMQ's thread of its own was as fast (`docs/performance.md`).
 Whatever a handler raises becomes a typed error reply; nothing a peer sends ends the loop.
 """
 
 import contextlib
 import ctypes
 import fcntl
-import functools
 import gc
 import logging
 import math
 import os
-import resource
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -28,7 +27,7 @@ import zmq
 from kvdepot import messages as m
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig, format_size, resolve_pool_size
 from kvdepot.curve import ServerKeys, load_allowed, load_pair
-from kvdepot.errors import ConfigError, DepotBusy, ErrorCode
+from kvdepot.errors import DepotBusy, ErrorCode
 from kvdepot.extents import ExtentAllocator
 from kvdepot.histogram import Histogram
 from kvdepot.index import ChunkIndex
@@ -36,7 +35,8 @@ from kvdepot.names import Names
 from kvdepot.pool import allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.quotas import QuotaTable
 from kvdepot.server import operations
-from kvdepot.server.access import PRIVATE_UMASK, Access, make_room, open_lock
+from kvdepot.server.access import Access, make_room, open_lock
+from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.depot import Chore, Deferred, Depot, Refused
 from kvdepot.server.events import EventPublisher, check_endpoint
 from kvdepot.server.movers import MoverTable
@@ -46,6 +46,7 @@ from kvdepot.server.restoring import take_over
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.server.watch import SHORTEST_SECONDS, CollectionWatch, TurnWatch
+from kvdepot.server.zeromq import LOOK_MILLISECONDS, Listeners
 from kvdepot.table import Writer, table_size_bytes
 from kvdepot.tiers.queue import TierQueue
 
@@ -64,13 +65,10 @@ _CHORE_SECONDS: Final = 0.0006  # of each kind, tiers and reading back for examp
 _SWITCH_SECONDS: Final = 0.001
 _FREEZE_GROWTH: Final = 1.25
 _FREEZE_LEAST: Final = 2_500  # chunks
-_MAXIMUM_DESCRIPTORS: Final = 65_536
 _M_MMAP_THRESHOLD: Final = -3  # of mallopt
 _M_TRIM_THRESHOLD: Final = -1
 _LARGE_BLOCK_BYTES: Final = 256 << 10
 _KEPT_BYTES: Final = 1 << 20
-
-FindSession = Callable[[bytes], Session | None]
 
 
 class DepotServer:
@@ -93,16 +91,14 @@ class DepotServer:
         self._lock = self._take_lock()
         with contextlib.ExitStack() as undo:  # a start that fails leaves nothing behind
             undo.callback(os.close, self._lock)
-            for path in (config.directory / SESSION_SOCKET, *map(_path_of, self._local_endpoints())):
-                make_room(path)
             size = resolve_pool_size(config)
             entries = config.max_entries or min(max(size // _BYTES_PER_ENTRY, _MINIMUM_ENTRIES), _MAXIMUM_ENTRIES)
             quotas = QuotaTable(size, config.quotas)
-            server = (
-                f"process {os.getpid()}, as its own PID namespace numbers it, with --dir {config.directory.absolute()}"
-            )
+            server = f"the depot of --dir {config.directory.absolute()} (process {os.getpid()} of its PID namespace)"
             self._files = open_pool(config.pool_path, size, entries, server=server, fresh=config.fresh)
             undo.callback(self._files.close, remove=self._files.is_new)
+            for path in (config.directory / SESSION_SOCKET, *self._control_paths()):
+                make_room(path)  # now that no living depot has them
             ready = allocate_first(self._files.pool_fd, size) if self._files.is_new else size
             extents = ExtentAllocator(size, ready)
             self._depot = Depot(
@@ -122,16 +118,25 @@ class DepotServer:
             undo.callback(self._wake_writer.close)
             self._ready_bytes = extents.ready_bytes
             self._allocation_error: OSError | None = None
+            self._connections = ConnectionTable(
+                self._control_paths(),
+                self._access,
+                is_owner=lambda token: self._sessions.find(token) is not None,
+                end_owner=lambda token: self._sessions.end(token),
+                handle=self._serve,
+            )
+            undo.callback(self._connections.close)
             self._context = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
-            self._router = self._bind()
             self._remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
             self._events = self._open_events()
+            remote = [] if self._remote is None else [(self._remote.router, each) for each in self._remote.endpoints]
+            self._listeners = Listeners([*remote, *([] if self._events is None else self._events.bound)])
             self._sessions = SessionTable(
                 config.directory / SESSION_SOCKET,
                 self._access,
                 welcome=self._welcome,
-                on_end=self._depot.end_session,
+                on_end=self._end_session,
                 on_death=self._depot.end_process,
                 is_awaited=lambda writer: any(q.fence[0] == writer for q in self._depot.quarantines),
                 is_mapping=lambda writer: is_locked(self._files.pool_fd, writer.start_time),
@@ -202,40 +207,14 @@ class DepotServer:
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         return fd
 
-    def _bind(self) -> zmq.Socket[bytes]:
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, m.MAXIMUM_FRAME_BYTES)
-        umask = os.umask(PRIVATE_UMASK)
-        try:
-            for endpoint in self._local_endpoints():
-                try:
-                    router.bind(endpoint)
-                except zmq.ZMQError as error:
-                    raise ConfigError(f"cannot listen on {endpoint}: {error}") from error
-                self._access.open_socket(_path_of(endpoint))
-        finally:
-            os.umask(umask)
-        return router
-
-    def _local_endpoints(self) -> list[str]:
+    def _control_paths(self) -> list[Path]:
         config = self.config
-        control = f"ipc://{config.directory / CONTROL_SOCKET}"
-        return [control, *(endpoint for endpoint in config.listen if endpoint not in config.tcp_endpoints)]
+        further = [endpoint for endpoint in config.listen if endpoint not in config.tcp_endpoints]
+        return [config.directory / CONTROL_SOCKET, *(Path(endpoint.removeprefix("ipc://")) for endpoint in further)]
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until told to stop."""
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        if self._remote is not None:
-            poller.register(self._remote.router, zmq.POLLIN)
-            poller.register(self._remote.zap, zmq.POLLIN)
-            logger.info("listening for listed keys on %s", ", ".join(self._remote.endpoints))
-        if self._events is not None and self._events.replay is not None:
-            poller.register(self._events.replay, zmq.POLLIN)
-        poller.register(self._sessions.fileno(), zmq.POLLIN)
-        poller.register(self._movers.fileno(), zmq.POLLIN)
-        poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        poller = self._make_poller()
         if self._files.is_new:
             allocate_in_background(
                 self._files.pool_fd, self._ready_bytes, self._files.size_bytes, self._on_allocated, self._on_failure
@@ -252,18 +231,15 @@ class DepotServer:
         self._watch.open()
         if self._restoring is not None:
             gc.disable()  # what is read back is no garbage, and looking through a million objects takes 0.1 s
-        idle_milliseconds = 0
+        idle_milliseconds, any_fd = 0, self._wake_reader.fileno()
         try:
             while not self._is_over():
-                events = dict(poller.poll(idle_milliseconds))
+                events: Mapping[object, int] = dict(poller.poll(idle_milliseconds))
                 began = self._watch.begin()
-                until = began + _MESSAGE_SECONDS
-                if self._router in events:
-                    self._serve_messages(self._router, self._sessions.find, until)
-                if self._remote is not None and self._remote.zap in events:
-                    self._remote.serve()
-                if self._remote is not None and self._remote.router in events:
-                    self._serve_messages(self._remote.router, _no_session, until)
+                if self._connections.fileno() in events or self._connections.has_work:
+                    self._connections.serve(began + _MESSAGE_SECONDS)
+                if self._remote is not None:
+                    self._serve_remote(self._remote, events)
                 if self._sessions.fileno() in events:
                     self._sessions.serve(_after(_CHORE_SECONDS))
                 if self._movers.fileno() in events:
@@ -279,9 +255,12 @@ class DepotServer:
                     next_sweep = began + _TURN_MILLISECONDS / 1000
                     self._depot.expire()
                     self._files.advance()
+                    self._connections.sweep(_after(_CHORE_SECONDS))
                     self._sessions.expire_handshakes(_after(_CHORE_SECONDS))
                     self._sessions.find_dead(_after(_CHORE_SECONDS))
+                    self._listeners.listen_again(any_fd)
                     self._spare_collections()
+                self._listeners.leave_reserve(any_fd)
                 self._serve_tiers()
                 if self._events is not None:
                     self._serve_events(self._events, events)
@@ -293,6 +272,21 @@ class DepotServer:
             collections.close()
             self._watch.close()
             self.close()
+
+    def _make_poller(self) -> "zmq.Poller | select.poll":
+        """Return what the loop sleeps in: ZeroMQ's only where there are sockets of ZeroMQ, as it is slower."""
+        sockets: list[zmq.Socket[bytes]] = []
+        if self._remote is not None:
+            sockets += [self._remote.router, self._remote.zap]
+            logger.info("listening for listed keys on %s", ", ".join(self._remote.endpoints))
+        if self._events is not None and self._events.replay is not None:
+            sockets.append(self._events.replay)
+        poller = zmq.Poller() if sockets else select.poll()
+        for each in sockets:
+            poller.register(each, select.POLLIN)
+        for each in (self._connections, self._sessions, self._movers, self._wake_reader):
+            poller.register(each.fileno(), select.POLLIN)
+        return poller
 
     def _serve_events(self, publisher: EventPublisher, events: Mapping[object, int]) -> None:
         publisher.flush()
@@ -319,13 +313,14 @@ class DepotServer:
 
     def _idle_milliseconds(self) -> int:
         """Return how long the loop may sleep if nothing comes."""
-        if self._restoring is not None or self._depot.has_work:
+        if self._restoring is not None or self._depot.has_work or self._connections.has_work:
             return 0
         tiers_due = None if self._depot.tiering is None else self._depot.tiering.next_deadline()
         due = [each for each in (tiers_due, self._movers.next_deadline()) if each is not None]
+        longest = LOOK_MILLISECONDS if self._listeners else _TURN_MILLISECONDS
         if not due:
-            return _TURN_MILLISECONDS
-        return max(0, min(_TURN_MILLISECONDS, math.ceil((min(due) - time.monotonic()) * 1000)))
+            return longest
+        return max(0, min(longest, math.ceil((min(due) - time.monotonic()) * 1000)))
 
     def stop(self) -> None:
         """Ask the loop to end, from any thread or a signal handler: no new stores, those under way may finish."""
@@ -342,11 +337,11 @@ class DepotServer:
     def close(self) -> None:
         """Close sockets and files; an ephemeral pool is removed, any other waits for the next server."""
         self._movers.close()
+        self._connections.close()
         self._sessions.close()
         if self._depot.tiering is not None:
             self._depot.tiering.close(_DRAIN_SECONDS)
         self._context.destroy(linger=0)
-        (self.config.directory / CONTROL_SOCKET).unlink(missing_ok=True)
         self._files.close(remove=self.config.ephemeral)
         self._wake_reader.close()
         self._wake_writer.close()
@@ -360,48 +355,37 @@ class DepotServer:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def _serve_messages(self, router: zmq.Socket[bytes], find_session: FindSession, until: float) -> None:
-        """Answer what has come, one request at least; what is left when the time is over, the next poll tells again."""
-        receive = router.recv_multipart
-        began = time.monotonic()  # one reading of the clock a message: what one begins, the one before has ended
-        while True:
-            try:
-                frames = receive(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            routing_id, *parts = frames
-            sequence = m.sequence_of(parts[0]) if parts else 0
-            kind, reply = self._answer(routing_id, parts, find_session)
-            if isinstance(reply, Deferred):
-                reply.on_reply = functools.partial(self._send_late, router, routing_id, sequence, kind, began)
-            else:
-                _send(router, routing_id, sequence, reply)
-            ended = time.monotonic()
-            if not isinstance(reply, Deferred):
-                self._latencies[kind].add(ended - began)
-            began = ended
-            if ended >= until:
-                return
+    def _serve(self, connection: Connection, frame: memoryview) -> None:
+        """Answer a request that came over a Unix socket, now or later."""
+        began = time.monotonic()
+        sequence = m.sequence_of(frame)
+        session = self._sessions.find(connection.owner) if connection.owner else None
+        kind, reply = self._answer(frame, session, _WHY_NO_SESSION)
+        if isinstance(reply, Deferred):
+            deferred, num_bytes = reply, len(frame)
+            self._connections.hold(connection, num_bytes)
 
-    def _send_late(
-        self, router: "zmq.Socket[bytes]", routing_id: bytes, sequence: int, kind: type, began: float, reply: m.Reply
-    ) -> None:
-        _send(router, routing_id, sequence, reply)
-        self._latencies[kind].add(time.monotonic() - began)
+            def send(late: m.Reply) -> None:
+                deferred.on_reply = None  # one request, one reply
+                self._connections.release(connection, num_bytes)
+                self._connections.send(connection, m.encode_frame(sequence, late))
+                self._latencies[kind].add(time.monotonic() - began)
+
+            deferred.on_reply = send
+        else:
+            self._connections.send(connection, m.encode_frame(sequence, reply))
+            self._latencies[kind].add(time.monotonic() - began)
 
     def _answer(
-        self, routing_id: bytes, parts: list[bytes], find_session: FindSession
+        self, frame: bytes | memoryview, session: Session | None, why_no_session: str
     ) -> tuple[type, m.Reply | Deferred]:
         """Return the kind of a request, `ErrorReply` if it is none or refused, and its reply."""
         try:
-            if len(parts) != 1:
-                raise Refused(ErrorCode.MALFORMED, f"a message has one frame, not {len(parts)}")
-            request = m.decode_request(parts[0])
+            request = m.decode_request(frame)
             if isinstance(request, _OPEN_TO_ALL):
                 return type(request), self._answer_anybody(request)
-            session = find_session(routing_id)
             if session is None:
-                raise Refused(ErrorCode.UNKNOWN_SESSION, "no open session: connect to the session socket first")
+                raise Refused(ErrorCode.UNKNOWN_SESSION, why_no_session)
             return type(request), self._depot.handle(session.number, session.writer, request)
         except (Refused, m.FrameError) as error:
             self._depot.counters["requests_refused"] += 1
@@ -410,6 +394,46 @@ class DepotServer:
             logger.exception("a request failed")
             self._depot.counters["requests_failed"] += 1
             return m.ErrorReply, m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+    def _serve_remote(self, remote: RemoteSocket, events: Mapping[object, int]) -> None:
+        if remote.zap in events:
+            remote.answer_keys()
+        if remote.router in events:
+            self._serve_operators(remote, time.monotonic() + _MESSAGE_SECONDS)
+
+    def _serve_operators(self, remote: RemoteSocket, until: float) -> None:
+        """Answer requests that came over TCP, now or later, one at least, until the time `until`."""
+        began = time.monotonic()
+        while True:
+            try:
+                message = remote.take()
+            except zmq.Again:
+                return
+            if message is not None:
+                self._serve_operator(remote, message, began)
+            began = time.monotonic()
+            if began >= until:
+                return
+
+    def _serve_operator(self, remote: RemoteSocket, message: list[bytes], began: float) -> None:
+        routing_id, *parts = message
+        frame = parts[0] if len(parts) == 1 else b""  # which is malformed, as it has no sequence number
+        sequence = m.sequence_of(parts[0]) if parts else 0
+        kind, reply = self._answer(frame, None, _WHY_NOT_OVER_TCP)
+
+        def send(reply: m.Reply) -> None:
+            remote.send(routing_id, m.encode_frame(sequence, reply))
+            self._latencies[kind].add(time.monotonic() - began)
+
+        if isinstance(reply, Deferred):
+            reply.on_reply = send
+        else:
+            send(reply)
+
+    def _end_session(self, session: Session) -> None:
+        assert session.token is not None
+        self._connections.close_owner(session.token)
+        self._depot.end_session(session.number)
 
     def _answer_anybody(self, request: m.OperatorRequest) -> m.Reply | Deferred:
         match request:
@@ -477,7 +501,10 @@ class DepotServer:
                 "store": self._depot.store_seconds.status(),
                 "loop_turn": self._watch.turns.status(),
             },
-            endpoints=[*self._local_endpoints(), *(self._remote.endpoints if self._remote is not None else ())],
+            endpoints=[
+                *(f"ipc://{path}" for path in self._control_paths()),
+                *(self._remote.endpoints if self._remote is not None else ()),
+            ],
             event_endpoints=[] if self._events is None else [self._events.endpoint, self._events.replay_endpoint],
             **fields,
         )
@@ -569,18 +596,6 @@ def map_large_blocks() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def raise_descriptor_limit() -> None:
-    """Allow this process as many descriptors as it may have: a session takes two, a stranger on TCP one for a while."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAXIMUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAXIMUM_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _path_of(endpoint: str) -> Path:
-    return Path(endpoint.removeprefix("ipc://"))
-
-
 def _load_keys(config: ServerConfig) -> ServerKeys | None:
     if config.curve_secret is None or config.curve_clients is None:
         return None
@@ -589,32 +604,17 @@ def _load_keys(config: ServerConfig) -> ServerKeys | None:
     )
 
 
-def _send(router: "zmq.Socket[bytes]", routing_id: bytes, sequence: int, reply: m.Reply) -> None:
-    try:
-        router.send_multipart((routing_id, m.encode_frame(sequence, reply)), zmq.NOBLOCK)
-    except zmq.ZMQError as error:
-        logger.debug("a reply found nobody: %s", error)
-
-
 def _after(seconds: float) -> Callable[[], bool]:
     """Return what says whether so much time has passed."""
     until = time.monotonic() + seconds
     return lambda: time.monotonic() >= until
 
 
-def _no_session(routing_id: bytes) -> None:
-    """Look a session up for whoever came by TCP: its routing id is its own choice, so it proves nothing.
-
-    Raises:
-        Refused: always.
-    """
-    raise Refused(
-        ErrorCode.UNKNOWN_SESSION,
-        "over TCP only operators' requests (status, clear, warm and the like) are served: a session hands over the"
-        " pool's memory, so engines attach on the depot's machine, by its directory",
-    )
-
-
+_WHY_NO_SESSION: Final = "no open session: connect to the session socket first"
+_WHY_NOT_OVER_TCP: Final = (
+    "over TCP only operators' requests (status, clear, warm and the like) are served: a session hands over the pool's"
+    " memory, so engines attach on the depot's machine, by its directory"
+)
 _OPEN_TO_ALL: Final = (
     m.Hello, m.Status, m.Clear, m.Warm, m.Unpin, m.Find, m.SetQuota, m.AddTier, m.RemoveTier, m.Drain, m.SetLogLevel,
     m.Configuration,

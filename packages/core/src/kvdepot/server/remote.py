@@ -4,7 +4,8 @@ It is a socket of its own, as CURVE holds for whole sockets and as a TCP peer ch
 here is never taken for a session. ZMQ's I/O thread asks about every key that knows ours (ZAP, RFC 27) and the server's
 loop answers: `serve` whenever `zap` is readable. A peer that is not let in gets no message and leaves nothing: ZMQ
 tells a key that is not listed so (ERROR 400, whereupon it stops asking), hangs up on anything else, and closes what has
-not finished its handshake after two seconds.
+not finished its handshake after two seconds. While few descriptors are left nobody listens
+(`kvdepot.server.zeromq`).
 """
 
 import logging
@@ -16,6 +17,7 @@ import zmq
 
 from kvdepot.curve import ServerKeys
 from kvdepot.errors import ConfigError
+from kvdepot.server.zeromq import MessageReader
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ MAXIMUM_FRAME_BYTES: Final = 64 << 10  # what is served here is smaller; it boun
 
 _HANDSHAKE_MILLISECONDS: Final = 2000
 _HEARTBEAT_MILLISECONDS: Final = 10_000  # a client whose machine went away is noticed
+_MOST_QUEUED: Final = 16  # messages of one client, each way: a larger question is one frame of 64 KiB
 _ANSWERS_PER_TURN: Final = 64
 _SECONDS_BETWEEN_WARNINGS: Final = 10.0
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
@@ -48,6 +51,8 @@ class RemoteSocket:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, MAXIMUM_FRAME_BYTES),
+            (zmq.RCVHWM, _MOST_QUEUED),
+            (zmq.SNDHWM, _MOST_QUEUED),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS),
             (zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS),
             (zmq.CURVE_SERVER, 1),
@@ -66,9 +71,21 @@ class RemoteSocket:
                     " and a port that nobody uses ('*' finds one)"
                 ) from error
             self.endpoints.append(self.router.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._reader = MessageReader(self.router, most_frames=2)
 
-    def serve(self) -> None:
-        """Answer who may connect; never waits."""
+    def take(self) -> list[bytes] | None:
+        """Return a routing id and the frames after it; see `MessageReader.take`."""
+        return self._reader.take()
+
+    def send(self, routing_id: bytes, frame: bytes | bytearray) -> None:
+        """Send a reply; it is lost if nobody is there or too many wait."""
+        try:
+            self.router.send_multipart((routing_id, frame), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("a reply found nobody: %s", error)
+
+    def answer_keys(self) -> None:
+        """Say which keys may connect, as far as that was asked; never waits."""
         for _ in range(_ANSWERS_PER_TURN):
             try:
                 question = self.zap.recv_multipart(zmq.NOBLOCK)

@@ -1,14 +1,14 @@
 """Sessions: who is connected, and who is dead.
 
-A client opens the session socket, says its protocol version and gets the descriptors of pool and table and a token; the
-token begins the routing id of its control sockets, so a message is known to come from that process. Bytes sent later
-are pings and are echoed. When the connection closes, the session is over; but a killed process lives on for up to
-150 ms after its connection closed (measured), so what it may still be writing is freed by its pidfd. A process of
-another PID namespace that a later server has to wait for is known by the lock on the pool that its mapping keeps.
+A client opens the session socket, says its protocol version and gets the descriptors of pool and table and a token. The
+token greets the depot on each of its connections to the control socket, so a message is known to come from that
+process. Bytes sent later are pings and are echoed. When the connection closes, the session is over; but a killed
+process lives on for up to 150 ms after its connection closed (measured), so what it may still be writing is freed by
+its pidfd. A process of another PID namespace that a later server has to wait for is known by the lock on the pool that
+its mapping keeps.
 """
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
@@ -23,11 +23,11 @@ from typing import Final
 from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
 from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
+from kvdepot.server.descriptors import EXHAUSTED, is_reserve_touched
 from kvdepot.table import Writer
 
 logger = logging.getLogger(__name__)
 
-TOKEN_BYTES: Final = 16
 HANDSHAKE_SECONDS: Final = 5.0
 MAXIMUM_SESSIONS: Final = 4096
 
@@ -35,7 +35,6 @@ _SO_PEERPIDFD: Final = 77  # Linux 6.5
 _MAXIMUM_OPEN_BYTES: Final = 4096
 _SECONDS_BETWEEN_COMPLAINTS: Final = 10.0
 _FIRST_LOCK: Final = 1 << 61  # behind the end of any pool
-_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass(slots=True)
@@ -83,7 +82,7 @@ class SessionTable:
         path: Path,
         access: Access,
         welcome: Callable[[bytes, Writer], tuple[m.SessionOpened, list[int]]],
-        on_end: Callable[[int], None],
+        on_end: Callable[[Session], None],
         on_death: Callable[[Writer], None],
         is_awaited: Callable[[Writer], bool],
         is_mapping: Callable[[Writer], bool],
@@ -99,7 +98,8 @@ class SessionTable:
         self._epoch = epoch
         self._sessions: dict[int, Session] = {}  # by descriptor of the connection
         self._by_token: dict[bytes, Session] = {}
-        self._dying: dict[int, Writer] = {}  # by pidfd
+        self._dying: dict[int, Writer] = {}  # by pidfd, each process once
+        self._watched: set[Writer] = set()  # the same
         self._unnumbered: set[Writer] = set()  # that are asked for again and again
         self._next = 1
         self._complained_at = float("-inf")
@@ -111,6 +111,7 @@ class SessionTable:
             os.umask(umask)
         access.open_socket(path)
         self._listener.listen(128)
+        self._is_listening = True
         self._epoll = select.epoll()
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
@@ -121,9 +122,15 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._by_token)
 
-    def find(self, routing_id: bytes) -> Session | None:
-        """Return the session whose control socket has this routing id."""
-        return self._by_token.get(routing_id[:TOKEN_BYTES])
+    def find(self, token: bytes) -> Session | None:
+        """Return the session that was given a token, if it is open."""
+        return self._by_token.get(token)
+
+    def end(self, token: bytes) -> None:
+        """End the session that was given a token, if it is open."""
+        session = self._by_token.get(token)
+        if session is not None:
+            self._end(session)
 
     def hand_over(self, number: int, fd: int) -> bool:
         """Send a session a mover's pidfd; False if it cannot take it."""
@@ -153,7 +160,12 @@ class SessionTable:
                 return
 
     def expire_handshakes(self, is_over: Callable[[], bool]) -> None:
-        """Close connections that never said what they want, one at least, until `is_over`."""
+        """Close connections that never said what they want, one at least, until `is_over`; listen again if that was
+        given up and there is room.
+        """
+        if not self._is_listening and not is_reserve_touched(self._epoll.fileno()):
+            self._is_listening = True
+            self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
         now = time.monotonic()
         for session in [
             s for s in self._sessions.values() if s.token is None and s.opened_at + HANDSHAKE_SECONDS < now
@@ -183,7 +195,7 @@ class SessionTable:
         except OverflowError:
             return False  # of a table that no server wrote
         except OSError as error:
-            return error.errno in _EXHAUSTED  # then nobody can tell either
+            return error.errno in EXHAUSTED  # then nobody can tell either
         try:
             is_another = process_start_time(writer.pid) != writer.start_time
         except OSError:
@@ -207,14 +219,15 @@ class SessionTable:
         self._epoll.close()
 
     def _accept(self) -> None:
+        if is_reserve_touched(self._epoll.fileno()):
+            self._stop_listening("no descriptor is left for another session: new ones wait")
+            return
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return
         except OSError as error:
-            if time.monotonic() >= self._complained_at + _SECONDS_BETWEEN_COMPLAINTS:
-                self._complained_at = time.monotonic()
-                logger.warning("cannot accept a connection: %s", error)
+            self._stop_listening(f"cannot accept a connection: {error}")
             return
         connection.setblocking(False)
         pid, _, _ = peer_credentials(connection)
@@ -237,6 +250,13 @@ class SessionTable:
         self._next += 1
         self._sessions[connection.fileno()] = session
         self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+
+    def _stop_listening(self, why: str) -> None:
+        self._is_listening = False
+        self._epoll.modify(self._listener.fileno(), 0)
+        if time.monotonic() >= self._complained_at + _SECONDS_BETWEEN_COMPLAINTS:
+            self._complained_at = time.monotonic()
+            logger.warning("%s", why)
 
     def _read(self, session: Session) -> None:
         try:
@@ -273,7 +293,7 @@ class SessionTable:
             logger.warning("%s (process %d)", reason, session.writer.pid)
             self._refuse(session, ErrorCode.VERSION_MISMATCH, reason)
             return
-        token = b"s" + secrets.token_bytes(TOKEN_BYTES - 1)
+        token = secrets.token_bytes(m.TOKEN_BYTES)
         descriptors: list[int] = []
         try:
             opened, descriptors = self._welcome(token, session.writer)
@@ -301,7 +321,7 @@ class SessionTable:
         session.socket.close()
         if session.token is not None:
             del self._by_token[session.token]
-            self._on_end(session.number)
+            self._on_end(session)
         if session.pidfd is None:
             # Its process was gone before it could be watched, or the kernel is too old to watch it.
             if not self.await_death(session.writer):
@@ -312,6 +332,11 @@ class SessionTable:
             os.close(session.pidfd)
 
     def _watch(self, pidfd: int, writer: Writer) -> None:
+        """Wait for a death; the pidfd is closed here, at once if that process is waited for already."""
+        if writer in self._watched:
+            os.close(pidfd)
+            return
+        self._watched.add(writer)
         self._dying[pidfd] = writer
         self._epoll.register(pidfd, select.EPOLLIN)
 
@@ -319,6 +344,7 @@ class SessionTable:
         self._epoll.unregister(pidfd)
         os.close(pidfd)
         writer = self._dying.pop(pidfd)
+        self._watched.discard(writer)
         logger.info("process %d is dead", writer.pid)
         self._on_death(writer)
 
@@ -342,5 +368,5 @@ def _peer_pidfd(connection: socket.socket, pid: int) -> int | None:
 
 def _raise_if_exhausted(error: Exception) -> None:
     """Raise an error again that says nothing about the process that was looked for."""
-    if isinstance(error, OSError) and error.errno in _EXHAUSTED:
+    if isinstance(error, OSError) and error.errno in EXHAUSTED:
         raise error

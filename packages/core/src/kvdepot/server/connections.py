@@ -1,0 +1,486 @@
+"""Connections of the control socket: whole frames come in, whole frames go out, and nobody holds up anybody else.
+
+A connection begins with a greeting that names its owner: the token of a session, or nothing for an operator. After that
+every frame is a request. The server's loop calls `serve` when `fileno` is readable. A turn serves one frame of each
+connection at a time, in rotation, until its time is over.
+
+Every bound is kept by not reading, so the kernel makes the sender wait: a connection is not read while a reply to it is
+unread, while too many bytes of its requests wait for an answer, or while all connections together hold too much. New
+connections wait in the kernel's queue while the reserve of descriptors is touched. A connection is closed when it
+breaks the framing, when a frame does not come whole in time, when a connection without a session falls silent, and,
+should unread replies of all together become too many, when it has the most of them. Its session ends with it, so that
+an engine never takes a lost connection for a depot that is there.
+"""
+
+import logging
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvdepot import messages as m
+from kvdepot.errors import ConfigError
+from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
+from kvdepot.server.descriptors import is_reserve_touched
+
+logger = logging.getLogger(__name__)
+
+SILENCE_SECONDS: Final = 5.0  # for a greeting, for the rest of a frame, and between an operator's requests
+MAXIMUM_OF_OWNER: Final = 64  # connections of one session
+MAXIMUM_HELD_BYTES: Final = 64 << 20  # of requests that wait for an answer or the rest of their frame, in total
+MAXIMUM_HELD_BY_ONE_BYTES: Final = 16 << 20
+MAXIMUM_UNREAD_BYTES: Final = 64 << 20  # of replies, in total
+
+_WAITING_BYTES: Final = 4096  # that a request which waits takes beside its frame: 3.4 KiB, measured
+_READ_BYTES: Final = 64 << 10  # at once; a smaller frame needs no room to be set aside
+_EVENTS: Final = 64
+_BACKLOG: Final = 1024
+_SECONDS_BETWEEN_WARNINGS: Final = 10.0
+_LENGTH_BYTES: Final = m.LENGTH.size
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One connection. Only `owner` is for others than its table."""
+
+    socket: socket.socket
+    owner: bytes | None = None  # None before the greeting, b"" for an operator
+    is_open: bool = True
+    received: bytearray = field(default_factory=bytearray)  # what is no whole frame yet, or comes after one
+    unread: bytearray = field(default_factory=bytearray)  # of replies that the kernel did not take
+    held_bytes: int = 0  # of its requests that wait for an answer
+    set_aside_bytes: int = 0  # for the frame that is coming
+    events: int = select.EPOLLIN
+    is_queued: bool = False
+    is_parked: bool = False  # not read before others hold less
+    wanted_bytes: int = 0  # for which there has to be room then
+
+
+class ConnectionTable:
+    """Everything that is connected to the control sockets; one epoll set, polled by the server's loop.
+
+    Args:
+        paths: of the sockets to listen on.
+        access: who may connect.
+        is_owner: whether a token is that of an open session.
+        end_owner: ends the session of a token, which calls `close_owner`.
+        handle: serves one frame, which is valid during the call, by `send`, now or after `hold`.
+
+    Raises:
+        ConfigError: there is no listening on a path.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        access: Access,
+        is_owner: Callable[[bytes], bool],
+        end_owner: Callable[[bytes], None],
+        handle: Callable[[Connection, memoryview], None],
+    ) -> None:
+        self._bound: list[Path] = []
+        self._access = access
+        self._is_owner = is_owner
+        self._end_owner = end_owner
+        self._handle = handle
+        self._listeners: dict[int, socket.socket] = {}  # by descriptor
+        self._is_listening = True
+        self._connections: dict[int, Connection] = {}
+        self._of_owner: dict[bytes, set[Connection]] = {}
+        self._unfinished: dict[Connection, float] = {}  # who has to say something, and until when: the first one first
+        self._queue: deque[Connection] = deque()  # who may have a frame, in the order of their turns
+        self._parked: deque[Connection] = deque()
+        self._held_bytes = 0
+        self._unread_bytes = 0
+        self._buffer = bytearray(_READ_BYTES)
+        self._view = memoryview(self._buffer)
+        self._warned_at = float("-inf")
+        self._epoll = select.epoll()
+        try:
+            for path in paths:
+                self._listen(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when there is something to do."""
+        return self._epoll.fileno()
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to do that `fileno` does not tell of."""
+        return bool(self._queue) or self._can_unpark()
+
+    def serve(self, until: float) -> None:
+        """Serve frames, one at least if there is one, until the time `until`; never waits."""
+        queue = self._queue
+        while True:
+            for fd, events in self._epoll.poll(0, _EVENTS):
+                connection = self._connections.get(fd)
+                if connection is None:
+                    self._accept(self._listeners[fd])
+                elif events & select.EPOLLHUP and not connection.events & select.EPOLLIN:
+                    self._close(connection)  # nobody reads what it is still to be sent
+                elif not connection.is_queued:
+                    connection.is_queued = True
+                    queue.append(connection)
+            if self._can_unpark():
+                self._unpark(self._parked.popleft())
+            if not queue:
+                return
+            for _ in range(len(queue)):
+                connection = queue.popleft()
+                connection.is_queued = False
+                if connection.is_open:
+                    self._attend(connection)
+                if time.monotonic() >= until:
+                    return
+
+    def send(self, connection: Connection, frame: bytes | bytearray) -> None:
+        """Send a reply. It is lost if the connection is closed; never waits."""
+        if not connection.is_open:
+            return
+        data = m.LENGTH.pack(len(frame)) + frame
+        if connection.unread:
+            connection.unread += data
+            self._unread_bytes += len(data)
+        else:
+            try:
+                sent = connection.socket.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self._close(connection)
+                return
+            if sent == len(data):
+                return
+            connection.unread += memoryview(data)[sent:]
+            self._unread_bytes += len(data) - sent
+            self._update(connection)
+        while self._unread_bytes > MAXIMUM_UNREAD_BYTES:
+            greediest = max(self._connections.values(), key=lambda each: len(each.unread))
+            self._warn("closed a connection that left %d bytes of replies unread", len(greediest.unread))
+            self._break(greediest)
+
+    def hold(self, connection: Connection, num_bytes: int) -> None:
+        """Count a request whose answer comes later, until `release` is called with the same numbers."""
+        connection.held_bytes += num_bytes + _WAITING_BYTES
+        self._held_bytes += num_bytes + _WAITING_BYTES
+        self._update(connection)
+
+    def release(self, connection: Connection, num_bytes: int) -> None:
+        """A request that was held has its answer."""
+        connection.held_bytes -= num_bytes + _WAITING_BYTES
+        self._held_bytes -= num_bytes + _WAITING_BYTES
+        self._update(connection)
+
+    def close_owner(self, owner: bytes) -> None:
+        """Close the connections of a session that is over."""
+        for connection in list(self._of_owner.get(owner, ())):
+            self._close(connection)
+
+    def sweep(self, is_over: Callable[[], bool]) -> None:
+        """Close who has been silent for too long, one at least, until `is_over`, and listen again if there is room."""
+        now = time.monotonic()
+        while self._unfinished:
+            connection, due = next(iter(self._unfinished.items()))
+            if due > now:
+                break
+            if connection.held_bytes or (not connection.unread and _has_more(connection.socket)):
+                self._expect(connection)  # it has spoken: the depot is slow
+            else:
+                self._break(connection)
+            if is_over():
+                break
+        if not self._is_listening:
+            self._set_listening(not self._is_crowded())
+
+    def close(self) -> None:
+        """Close every connection and remove the sockets. Twice is harmless."""
+        for listener in self._listeners.values():
+            listener.close()
+        self._listeners.clear()
+        for connection in list(self._connections.values()):
+            connection.is_open = False
+            connection.socket.close()
+        self._connections.clear()
+        for path in self._bound:
+            path.unlink(missing_ok=True)
+        self._epoll.close()
+
+    # --- accepting ------------------------------------------------------------------------------------------------
+
+    def _listen(self, path: Path) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._listeners[listener.fileno()] = listener
+        umask = os.umask(PRIVATE_UMASK)
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {path}: {error}") from error
+        finally:
+            os.umask(umask)
+        self._bound.append(path)
+        self._access.open_socket(path)
+        listener.listen(_BACKLOG)
+        self._epoll.register(listener.fileno(), select.EPOLLIN)
+
+    def _is_crowded(self) -> bool:
+        return is_reserve_touched(self._epoll.fileno())
+
+    def _set_listening(self, is_listening: bool) -> None:
+        if is_listening != self._is_listening:
+            self._is_listening = is_listening
+            for fd in self._listeners:
+                self._epoll.modify(fd, select.EPOLLIN if is_listening else 0)
+
+    def _accept(self, listener: socket.socket) -> None:
+        if self._is_crowded():
+            self._warn("%d connections leave no descriptor for another: new ones wait", len(self._connections))
+            self._set_listening(False)
+            return
+        try:
+            accepted, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._warn("cannot accept a connection: %s", error)
+            self._set_listening(False)
+            return
+        reason = self._access.why_not(accepted)
+        if reason is not None:
+            self._warn("refused a connection of process %d: %s", peer_credentials(accepted)[0], reason)
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        connection = Connection(accepted)
+        self._connections[accepted.fileno()] = connection
+        self._unfinished[connection] = time.monotonic() + SILENCE_SECONDS
+        self._epoll.register(accepted.fileno(), connection.events)
+
+    def _warn(self, text: str, *values: object) -> None:
+        if time.monotonic() >= self._warned_at + _SECONDS_BETWEEN_WARNINGS:
+            self._warned_at = time.monotonic()
+            logger.warning(text, *values)
+
+    # --- one connection's turn ------------------------------------------------------------------------------------
+
+    def _attend(self, connection: Connection) -> None:
+        """Send what waits to be sent, or take in what has come and serve one frame."""
+        if connection.unread and not self._flush(connection):
+            return
+        if not self._may_read(connection):
+            return
+        try:
+            frame = self._next_frame(connection)
+        except ConnectionAbortedError as error:
+            self._warn("closed a connection: %s", error)
+            self._break(connection)
+            return
+        except OSError:
+            self._close(connection)
+            return
+        if frame is None:
+            return
+        if connection.owner:
+            self._unfinished.pop(connection, None)
+        else:
+            self._expect(connection)
+        self._handle(connection, frame)
+        if len(connection.received) >= _LENGTH_BYTES:
+            self._requeue(connection)
+
+    def _next_frame(self, connection: Connection) -> memoryview | None:
+        """Return the next frame if it is here whole, reading once at most.
+
+        Raises:
+            OSError: the connection is over, or what came is no frame.
+        """
+        received = connection.received
+        frame = self._take(connection) if received else None
+        if frame is not None or not connection.is_open or connection.is_parked:
+            return frame
+        try:
+            num_read = connection.socket.recv_into(self._buffer)
+        except BlockingIOError:
+            return None
+        if not num_read:
+            raise ConnectionResetError
+        if (
+            not received
+            and connection.owner is not None
+            and num_read >= _LENGTH_BYTES
+            and m.LENGTH.unpack_from(self._buffer)[0] == num_read - _LENGTH_BYTES
+        ):
+            return self._view[_LENGTH_BYTES:num_read]  # the usual case: one frame, and no copy
+        received += self._view[:num_read]
+        return self._take(connection)
+
+    def _take(self, connection: Connection) -> memoryview | None:
+        """Return the first frame of what was received, after the greeting, if it is whole."""
+        if connection.owner is None and not self._greet(connection):
+            return None
+        received = connection.received
+        if len(received) < _LENGTH_BYTES:
+            return None
+        end = _LENGTH_BYTES + m.LENGTH.unpack_from(received)[0]
+        if end > _LENGTH_BYTES + m.MAXIMUM_FRAME_BYTES:
+            raise ConnectionAbortedError("a frame is too long")
+        if len(received) >= end:
+            with memoryview(received) as view:
+                frame = memoryview(bytes(view[_LENGTH_BYTES:end]))
+            del received[:end]
+            self._give_back_set_aside(connection)
+            return frame
+        if not connection.set_aside_bytes:
+            if end > _READ_BYTES:
+                if self._held_bytes + end >= MAXIMUM_HELD_BYTES:
+                    self._park(connection, end)
+                    return None
+                connection.set_aside_bytes = end
+                self._held_bytes += end
+            self._expect(connection)
+        return None
+
+    def _greet(self, connection: Connection) -> bool:
+        """Take in whose connection it is, if that is here; False if it is not.
+
+        Raises:
+            OSError: it is no greeting, or its session has too many connections.
+        """
+        received = connection.received
+        if len(received) < _LENGTH_BYTES:
+            return False
+        length = m.LENGTH.unpack_from(received)[0]
+        if length not in (0, m.TOKEN_BYTES):
+            raise ConnectionAbortedError("no greeting")
+        if len(received) < _LENGTH_BYTES + length:
+            return False
+        owner = bytes(received[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        del received[: _LENGTH_BYTES + length]
+        if not owner or not self._is_owner(owner):
+            connection.owner = b""
+            return True
+        siblings = self._of_owner.setdefault(owner, set())
+        if len(siblings) >= MAXIMUM_OF_OWNER:
+            self._end_owner(owner)
+            raise ConnectionAbortedError(f"a session may have {MAXIMUM_OF_OWNER}")
+        siblings.add(connection)
+        connection.owner = owner
+        self._unfinished.pop(connection, None)
+        return True
+
+    def _flush(self, connection: Connection) -> bool:
+        """Send what the kernel takes; return whether it was everything."""
+        try:
+            sent = connection.socket.send(memoryview(connection.unread)[:_READ_BYTES])
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._close(connection)
+            return False
+        del connection.unread[:sent]
+        self._unread_bytes -= sent
+        self._update(connection)
+        return not connection.unread
+
+    # --- who is read ----------------------------------------------------------------------------------------------
+
+    def _may_read(self, connection: Connection) -> bool:
+        """Whether to take in more of a connection. One that holds nothing waits for others only if they hold twice as
+        much as they may.
+        """
+        if not _is_readable(connection):
+            return False
+        if self._held_bytes < (MAXIMUM_HELD_BYTES if connection.held_bytes else 2 * MAXIMUM_HELD_BYTES):
+            return True
+        self._park(connection)
+        return False
+
+    def _park(self, connection: Connection, wanted_bytes: int = 0) -> None:
+        """Do not read a connection until others hold less, and there is room for what it wants."""
+        connection.wanted_bytes = wanted_bytes
+        connection.is_parked = True
+        self._parked.append(connection)
+        self._unfinished.pop(connection, None)
+        self._update(connection)
+
+    def _can_unpark(self) -> bool:
+        return bool(self._parked) and self._held_bytes + self._parked[0].wanted_bytes < MAXIMUM_HELD_BYTES
+
+    def _unpark(self, connection: Connection) -> None:
+        connection.is_parked = False
+        if connection.is_open:
+            self._expect(connection)
+            self._update(connection)
+            self._requeue(connection)
+
+    def _give_back_set_aside(self, connection: Connection) -> None:
+        if connection.set_aside_bytes:
+            num_bytes, connection.set_aside_bytes = connection.set_aside_bytes, 0
+            self._held_bytes -= num_bytes
+
+    def _expect(self, connection: Connection) -> None:
+        """Give a connection from now on `SILENCE_SECONDS` for its next frame."""
+        self._unfinished.pop(connection, None)
+        self._unfinished[connection] = time.monotonic() + SILENCE_SECONDS
+
+    def _requeue(self, connection: Connection) -> None:
+        if connection.is_open and not connection.is_queued:
+            connection.is_queued = True
+            self._queue.append(connection)
+
+    def _update(self, connection: Connection) -> None:
+        """Tell the kernel what to wake for, after what a connection holds has changed."""
+        if not connection.is_open:
+            return
+        may_read = _is_readable(connection)
+        events = (select.EPOLLIN if may_read else 0) | (select.EPOLLOUT if connection.unread else 0)
+        if events != connection.events:
+            connection.events = events
+            self._epoll.modify(connection.socket.fileno(), events)
+            if may_read and connection.received:
+                self._requeue(connection)
+
+    def _break(self, connection: Connection) -> None:
+        """Close a connection that its peer did not close, and end its session."""
+        owner = connection.owner
+        self._close(connection)
+        if owner:
+            self._end_owner(owner)
+
+    def _close(self, connection: Connection) -> None:
+        if not connection.is_open:
+            return
+        connection.is_open = False
+        del self._connections[connection.socket.fileno()]
+        connection.socket.close()
+        self._unfinished.pop(connection, None)
+        self._unread_bytes -= len(connection.unread)
+        connection.unread, connection.received = bytearray(), bytearray()
+        self._give_back_set_aside(connection)
+        if connection.owner:
+            siblings = self._of_owner[connection.owner]
+            siblings.discard(connection)
+            if not siblings:
+                del self._of_owner[connection.owner]
+
+
+def _is_readable(connection: Connection) -> bool:
+    return not (connection.unread or connection.is_parked or connection.held_bytes >= MAXIMUM_HELD_BY_ONE_BYTES)
+
+
+def _has_more(connection: socket.socket) -> bool:
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
