@@ -256,6 +256,8 @@ class Soak:
         with contextlib.suppress(RemoteError):  # what a tier that is left alone keeps is counted
             ask_depot(m.Clear(), self._depot.url, _HANG_SECONDS)
         cleared = self._depot.status()
+        with contextlib.suppress(AssertionError):  # the depot sees a moment later that a command has hung up
+            wait_until(lambda: _resources(self._depot.pid)[0] <= self._fresh_descriptors, 5, "descriptors to be closed")
         descriptors, memory = _resources(self._depot.pid)
         must_be_zero = {
             "wrong_bytes": self._counts["wrong_bytes"],

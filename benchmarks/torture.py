@@ -1,0 +1,85 @@
+"""Runs `kvdepot soak` over a disk tier on a small file system that fills up and turns read-only: needs root and ext4.
+
+    python benchmarks/torture.py --seconds 600 --seed 1
+
+The soak kills and stops engines and depots, and damages files of the tier. This script makes the file system in a
+file, mounts it, and gives it phases: full, read-only, and neither. The last phase is a good one: the audit finds
+a depot at rest then. Ends with the soak's exit status and prints what the soak prints.
+"""
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_IMAGE_BYTES = 400 << 20  # somewhat more than the soak's tier may take
+_LAST_GOOD_SECONDS = 45.0  # for the breaker to close, and for writes that wait
+_STEP_BYTES = 1 << 20
+
+
+def fill(folder: Path) -> None:
+    """Take what is left of the file system."""
+    with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while file.write(bytes(_STEP_BYTES)) == _STEP_BYTES:
+            pass
+
+
+def remount(folder: Path, mode: str) -> bool:
+    """Remount the file system; False if files that are open for writing forbid it."""
+    return subprocess.run(["mount", "-o", f"remount,{mode}", folder], check=False, capture_output=True).returncode == 0
+
+
+def disturb(folder: Path, until: float, seed: int, is_over: threading.Event, counts: dict[str, int]) -> None:
+    """Give the file system one phase after the other."""
+    rng = random.Random(seed)
+    while time.monotonic() < until and not is_over.is_set():
+        phase = rng.choice(("full", "read-only", "good"))
+        if phase == "full":
+            fill(folder)
+        if phase == "read-only" and not remount(folder, "ro"):
+            phase = "still writable"
+        counts[phase] = counts.get(phase, 0) + 1
+        is_over.wait(rng.uniform(1, 12))
+        remount(folder, "rw")
+        (folder / "filler").unlink(missing_ok=True)
+
+
+def main() -> int:
+    """Run the soak over such a file system."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--verify", default="all")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvdepot-torture-") as place:
+        image, folder = Path(place) / "image", Path(place) / "mount"
+        folder.mkdir()
+        with image.open("wb") as file:
+            file.truncate(_IMAGE_BYTES)
+        subprocess.run(["mkfs.ext4", "-q", image], check=True)
+        subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+        counts: dict[str, int] = {}
+        is_over = threading.Event()
+        until = time.monotonic() + options.seconds - _LAST_GOOD_SECONDS
+        thread = threading.Thread(target=disturb, args=(folder, until, options.seed, is_over, counts))
+        command = [sys.executable, "-m", "kvdepot", "soak", "--seconds", str(options.seconds), "--seed"]
+        command += [str(options.seed), "--engines", str(options.engines), "--verify", options.verify]
+        try:
+            thread.start()
+            status = subprocess.run([*command, "--disk", folder / "tier", "--json"], check=False).returncode
+        finally:
+            is_over.set()
+            thread.join()
+            subprocess.run(["umount", "--lazy", folder], check=True)
+    print("phases of the file system:", counts)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
