@@ -288,8 +288,8 @@ class Cache:
         self, setting: Setting, url: str, mode: str, *, page_bytes: int, num_layers: int, num_blocks: int,
         block_outermost: bool, **options: Any,
     ) -> None:  # fmt: skip
+        from kvdepot.backends import CacheGroup
         from kvdepot.errors import BackendUnavailable, ConfigError
-        from kvdepot.protocols import CacheGroup
         from kvdepot_cuda.context import CudaTransferContext
 
         if setting.is_fake and mode != "direct":
@@ -404,7 +404,7 @@ class Cache:
 @contextlib.contextmanager
 def cache(setting: Setting, mode: str, pool_bytes: int, **options: Any):
     """Yield a connected cache on a depot of its own, once it is settled."""
-    from kvdepot.testing.processes import DepotProcess, wait_until
+    from kvdepot.lab.processes import DepotProcess, wait_until
 
     with DepotProcess(pool_size=str(pool_bytes)) as depot:
         wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120)

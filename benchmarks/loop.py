@@ -35,13 +35,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot import SchedulerClient
-from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.config import HTTP_TOKEN
-from kvdepot.eviction import POLICIES
+from kvdepot.index.eviction import POLICIES
+from kvdepot.lab.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
-from kvdepot.testing.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 
 FOLDER = "LOOP_FOLDER"
 NOTES = Path("/dev/shm")  # a disk may keep who writes to it waiting, and then no stop would be seen
@@ -77,7 +77,7 @@ def loop_core() -> int:
 
 def serve() -> None:
     """Be a depot that counts its turns in the ledger, and lists the longer ones."""
-    from kvdepot import cli
+    from kvdepot.ops import cli
     from kvdepot.server.watch import TurnWatch
 
     folder = Path(os.environ[FOLDER])

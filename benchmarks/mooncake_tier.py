@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kvdepot.bench import describe_machine
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.bench import describe_machine
+from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier import clear, make_key, run
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.queue import TierQueue

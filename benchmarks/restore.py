@@ -9,12 +9,12 @@ import hashlib
 import statistics
 import time
 
-from kvdepot.eviction import NO_NODE
-from kvdepot.extents import ExtentAllocator
-from kvdepot.index import ChunkIndex, EntryPlace
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.index import ChunkIndex, EntryPlace
 from kvdepot.layout import GroupKind
-from kvdepot.messages import CacheSpec, GroupShape
-from kvdepot.table import IndexTable, Writer
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.wire.messages import CacheSpec, GroupShape
 
 _SPEC = CacheSpec(16, (GroupShape(GroupKind.FULL_ATTENTION, 16),), "bfloat16", "")
 _PROMPT_CHUNKS = 64

@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 from kvdepot import SchedulerClient
 from kvdepot.config import ServerConfig
-from kvdepot.protocols import Extents, Tier, TierPool
-from kvdepot.testing.filler import IndexFiller, filler_spec, prompt_key
+from kvdepot.lab.filler import IndexFiller, filler_spec, prompt_key
+from kvdepot.tiers.base import Extents, Tier, TierPool
 from kvdepot.tiers.url import TierUrl, open_tier
 
 CHUNK_TOKENS = 1
@@ -49,7 +49,7 @@ def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
         directory=Path(directory), pool_directory=Path(pool_directory), pool_size_bytes=64 << 20,
         tiers=("memory://?capacity=32MiB",),
     )  # fmt: skip
-    with patch("kvdepot.server.opening.open_tier", open_slow_tier):
+    with patch("kvdepot.tiers.opening.open_tier", open_slow_tier):
         server = loop.DepotServer(config)
     server.run()
 

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
 
 
 @pytest.fixture

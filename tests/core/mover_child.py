@@ -7,9 +7,9 @@ first, `babbles` answers nonsense, `refuses` every copy, `late` is not ready bef
 import os
 import sys
 
-from kvdepot.messages import EXTENT
-from kvdepot.mover import Copy, CopyNow, CopyRefused, MoverError, Setup, run_mover
-from kvdepot.pool import PoolMemory
+from kvdepot.movers.protocol import Copy, CopyNow, CopyRefused, MoverError, Setup, run_mover
+from kvdepot.pool.files import PoolMemory
+from kvdepot.wire.messages import EXTENT
 
 
 def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:

@@ -19,27 +19,28 @@ from typing import Any, Self, cast
 
 import pytest
 
-from kvdepot import messages as m
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
 from kvdepot.errors import ErrorCode
-from kvdepot.eviction import ENDED, POLICIES
-from kvdepot.extents import ExtentAllocator
-from kvdepot.index import MOST_EVICTED, ChunkIndex
+from kvdepot.index.eviction import ENDED, POLICIES
+from kvdepot.index.index import MOST_EVICTED, ChunkIndex
+from kvdepot.index.pins import Pin
+from kvdepot.index.quotas import MAXIMUM_QUOTAS
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
-from kvdepot.pins import Pin
-from kvdepot.pool import NAMES_FILE
-from kvdepot.quotas import MAXIMUM_QUOTAS
-from kvdepot.server import operations, tiering
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.files import NAMES_FILE
+from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.server import operations
 from kvdepot.server.depot import MAXIMUM_LABELS, MAXIMUM_ROWS, Chore, Deferred, Depot, Refused
 from kvdepot.server.loop import DepotServer
-from kvdepot.server.tiering import Tiering, TieringSettings
-from kvdepot.shadow import ShadowIndex
-from kvdepot.table import IndexTable, Writer
-from kvdepot.testing.processes import wait_until
+from kvdepot.server.shadow import ShadowIndex
 from kvdepot.testing.tier import make_pool
+from kvdepot.tiers import tiering
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import messages as m
 from tests.fuzz.depot import ranks_of
 
 STEP_CALLS = 3000

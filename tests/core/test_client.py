@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvdepot import SchedulerClient
-from kvdepot import messages as m
 from kvdepot.client.connection import Connection
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 from tests.core.test_protocol import SPEC, Peer, prompt
 
 DEADLINE = 0.5

@@ -11,9 +11,9 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
 from kvdepot.layout import GroupKind
+from kvdepot.wire import messages as m
 
 FRAMES = Path(__file__).with_name("frames")
 SEQUENCE = 7

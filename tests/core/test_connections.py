@@ -17,23 +17,23 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from kvdepot import messages as m
 from kvdepot.client.connection import Connection, ask_depot
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
 from kvdepot.errors import DepotUnavailable, ErrorCode
-from kvdepot.extents import ExtentAllocator
-from kvdepot.index import ChunkIndex
+from kvdepot.index.index import ChunkIndex
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.operators import zeromq
+from kvdepot.operators.events import EventPublisher
+from kvdepot.operators.zeromq import Listeners, MessageReader
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.server import connections as module
-from kvdepot.server import zeromq
 from kvdepot.server.access import Access
 from kvdepot.server.connections import SILENCE_SECONDS, ConnectionTable
 from kvdepot.server.connections import Connection as Served
 from kvdepot.server.depot import MAXIMUM_CONTEXTS, Deferred, Depot, Refused
-from kvdepot.server.events import EventPublisher
 from kvdepot.server.loop import DepotServer
-from kvdepot.server.zeromq import Listeners, MessageReader
-from kvdepot.table import IndexTable, Writer
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 from tests.core.test_protocol import SPEC, Peer, RawSocket, frame, prompt, registration
 
 TOKEN = bytes(range(m.TOKEN_BYTES))

@@ -7,8 +7,8 @@ import zmq
 from zmq.utils import z85
 
 from kvdepot.config import ServerConfig
-from kvdepot.curve import KeyPair, generate_keys, load_allowed, load_pair, load_public
 from kvdepot.errors import ConfigError
+from kvdepot.wire.curve import KeyPair, generate_keys, load_allowed, load_pair, load_public
 
 
 def test_a_pair_is_a_public_file_and_a_secret_one_that_only_its_user_reads(tmp_path: Path) -> None:

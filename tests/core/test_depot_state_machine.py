@@ -9,16 +9,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
-from kvdepot.eviction import NO_NODE
-from kvdepot.extents import ExtentAllocator, extent_size
-from kvdepot.index import ChunkIndex
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.quotas import QuotaTable
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
-from kvdepot.quotas import QuotaTable
+from kvdepot.pool.extents import ExtentAllocator, extent_size
+from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
 from kvdepot.server.depot import Depot, Refused
-from kvdepot.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
+from kvdepot.wire import messages as m
 
 PAGE = 4096
 NUM_RECORDS = 48

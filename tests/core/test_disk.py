@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.protocols import Tier, TierPool
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier import (
     EXTENT_BYTES,
     Damage,
@@ -32,8 +31,9 @@ from kvdepot.testing.tier import (
     read,
     write,
 )
-from kvdepot.tiers import disk
-from kvdepot.tiers.disk import DiskTier
+from kvdepot.tiers.base import Tier, TierPool
+from kvdepot.tiers.disk import tier as disk
+from kvdepot.tiers.disk.tier import DiskTier
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.seal import why_broken

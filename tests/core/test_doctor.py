@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot import messages as m
+from kvdepot.backends import BackendStatus
 from kvdepot.config import ServerConfig
-from kvdepot.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, Verdict, diagnose, read_facts
-from kvdepot.registry import BackendStatus
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.ops.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, Verdict, diagnose, read_facts
+from kvdepot.wire import messages as m
 from tests.core.test_protocol import SPEC, Peer, prompt
 
 GIB = 1 << 30

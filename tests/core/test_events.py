@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import zmq
 
-from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError
-from kvdepot.server.events import END, BlockRemoved, EventPublisher, check_endpoint
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.operators.events import END, BlockRemoved, EventPublisher, check_endpoint
+from kvdepot.wire import messages as m
 from tests.core.test_index import HYBRID, PLAIN, SHARDED, Bench
 from tests.core.test_index import prompt as chunks
 from tests.core.test_protocol import Peer, prompt, registration

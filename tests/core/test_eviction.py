@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.eviction import NO_NODE, POLICIES, AdaptiveReplacement, ChunkTree
-from kvdepot.protocols import EvictionPolicy
+from kvdepot.index.eviction import NO_NODE, POLICIES, AdaptiveReplacement, ChunkTree, EvictionPolicy
 
 
 class Forest:

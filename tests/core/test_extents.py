@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvdepot.extents import ExtentAllocator, extent_size
+from kvdepot.pool.extents import ExtentAllocator, extent_size
 
 PAGE = 4096
 CAPACITY = 64 * PAGE

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from kvdepot import messages as m
-from kvdepot.eviction import ENDED, NORMAL, POLICIES
+from kvdepot.index.eviction import ENDED, NORMAL, POLICIES
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.server.depot import Deferred
+from kvdepot.wire import messages as m
 from tests.core.test_index import PAGE, Bench, Worker, prompt
 from tests.fuzz.depot import ranks_of
 

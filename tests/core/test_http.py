@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import ConfigError
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 from tests.core.test_protocol import Peer, prompt, registration
 
 pytest.importorskip("uvicorn", reason="pip install 'kvdepot[http]'")
@@ -37,8 +37,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from kvdepot.http import Connection, create_app
-from kvdepot.http_server import HttpServer, HttpSettings
+from kvdepot.ops.http_app import Connection, create_app
+from kvdepot.ops.http_process import HttpServer, HttpSettings
 
 TOKEN = "a token that nobody guesses"
 _FRAMEWORKS = {"starlette", "uvicorn", "anyio", "prometheus_client"}

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
-from kvdepot.extents import ExtentAllocator, extent_size
-from kvdepot.index import ChunkIndex
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.quotas import QuotaTable
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
-from kvdepot.quotas import QuotaTable
+from kvdepot.pool.extents import ExtentAllocator, extent_size
+from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.server.depot import Deferred, Depot, Refused
-from kvdepot.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer, table_size_bytes
+from kvdepot.wire import messages as m
 from tests.fuzz.depot import check_index
 
 PAGE = 4096
@@ -342,7 +342,7 @@ def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
 @pytest.mark.promise(23)
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.index._SPARE_NODES", 0)  # twice as many chunks as records then
+    monkeypatch.setattr("kvdepot.index.index._SPARE_NODES", 0)  # twice as many chunks as records then
     bench = Bench(num_records=8, policy=policy)
     worker = bench.worker()
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvdepot.leases import LeaseTable
+from kvdepot.index.leases import LeaseTable
 
 
 class Pins:

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvdepot import messages as m
-from kvdepot.cli import main
 from kvdepot.client.connection import Connection
 from kvdepot.errors import RemoteError, printable
-from kvdepot.logs import TextFormatter
-from kvdepot.metrics import render_metrics
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.operators.metrics import render_metrics
+from kvdepot.ops.cli import main
+from kvdepot.processes.logs import TextFormatter
+from kvdepot.wire import messages as m
 from tests.core.test_protocol import DETAIL, SPEC, prompt
 
 FORGED = "x\n2026-01-01 00:00:00,000 INFO kvdepot: all is well\r\x1b]0;title\x07\x1b[2J\x9b31m\u202e\u2028y"

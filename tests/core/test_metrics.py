@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvdepot import messages as m
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.wire import messages as m
 from tests.core.test_protocol import Peer, prompt, registration
 
 pytest.importorskip("prometheus_client", reason="pip install 'kvdepot[http]'")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvdepot.metrics import render_metrics
+from kvdepot.operators.metrics import render_metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 NAME = re.compile(r"\bkvdepot_[a-z_]+")

@@ -16,20 +16,20 @@ from typing import Any
 import msgspec.structs
 import pytest
 
-from kvdepot import messages as m
-from kvdepot import registry
+from kvdepot import backends as registry
 from kvdepot.errors import ErrorCode
-from kvdepot.extents import ExtentAllocator
-from kvdepot.index import ChunkIndex
+from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import Namespace, hash_prefix
+from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
-from kvdepot.mover import Ready, Setup, encode
-from kvdepot.server import movers
+from kvdepot.movers import table as movers
+from kvdepot.movers.protocol import Ready, Setup, encode
+from kvdepot.movers.table import MoverState, MoverTable
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.processes.identity import process_start_time
 from kvdepot.server.depot import Deferred, Depot, Refused
-from kvdepot.server.movers import MoverState, MoverTable
-from kvdepot.server.sessions import process_start_time
-from kvdepot.table import IndexTable, Writer
-from kvdepot.testing.processes import wait_until
+from kvdepot.wire import messages as m
 
 POOL_BYTES = 1 << 20
 SESSION = 7

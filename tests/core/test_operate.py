@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot import messages as m
-from kvdepot.cli import main
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.ops.cli import main
+from kvdepot.wire import messages as m
 from tests.core.test_protocol import Peer, prompt, registration
 
 Run = Callable[..., tuple[int, str, str]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.keys import Namespace, hash_prefix
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
 from tests.core.test_protocol import Peer, prompt, registration
 
 pytest.importorskip("uvicorn", reason="pip install 'kvdepot[http]'")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.eviction import NO_NODE, NORMAL, POLICIES, ChunkTree, LeastRecentlyUsed
+from kvdepot.index.eviction import NO_NODE, NORMAL, POLICIES, ChunkTree, LeastRecentlyUsed
 from tests.core.test_index import PAGE, Bench, prompt
 from tests.fuzz.depot import check_index
 

@@ -8,11 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvdepot import messages as m
 from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.layout import GroupKind
-from kvdepot.names import Names, NamesFile, decode_names
-from kvdepot.pool import PoolFiles, is_locked, open_pool, open_with_lock
+from kvdepot.pool.files import PoolFiles, is_locked, open_pool, open_with_lock
+from kvdepot.pool.names import Names, NamesFile, decode_names
+from kvdepot.wire import messages as m
 
 NUMBER = (1 << 61) + 5
 

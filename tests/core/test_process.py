@@ -18,16 +18,16 @@ import pytest
 
 import kvdepot
 from kvdepot import SchedulerClient
-from kvdepot import messages as m
 from kvdepot.client.connection import open_session
 from kvdepot.config import SESSION_SOCKET, ServerConfig
 from kvdepot.errors import ErrorCode
 from kvdepot.keys import KeyRun
-from kvdepot.names import MAGIC, Names, decode_names, encode_names
-from kvdepot.pool import NAMES_FILE, TABLE_FILE
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.pool.files import NAMES_FILE, TABLE_FILE
+from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
+from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
 from kvdepot.server.loop import DepotServer
-from kvdepot.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 from tests.core.test_protocol import SPEC, Peer, RawSocket, prompt
 
 HEAVY = ("torch", "numpy", "vllm", "habana", "libcuda", "libcudart", "libze_loader", "libhl")
@@ -53,7 +53,7 @@ def test_the_server_opens_no_device_and_loads_no_engine(busy: DepotProcess) -> N
     assert [path for path in devices if not path.startswith(("/dev/null", "/dev/shm/"))] == []
     mapped = Path(f"/proc/{busy.pid}/maps").read_text()
     assert [name for name in HEAVY if name in mapped] == []
-    code = "import sys, kvdepot.server.loop, kvdepot.cli; print(*sys.modules)"
+    code = "import sys, kvdepot.server.loop, kvdepot.ops.cli; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"torch", "numpy", "vllm", "habana_frameworks"} & set(loaded) == set()
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvdepot import messages as m
 from kvdepot.client.connection import Connection, ask_depot, open_session
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET
 from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.server.connections import SILENCE_SECONDS
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 
 FULL = GroupKind.FULL_ATTENTION
 SPEC = m.CacheSpec(64, (m.GroupShape(FULL, 16),), "bytes", "test")

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from kvdepot import messages as m
 from kvdepot.errors import ConfigError, ErrorCode
-from kvdepot.quotas import QuotaTable
+from kvdepot.index.quotas import QuotaTable
 from kvdepot.server import operations
 from kvdepot.server.depot import MAXIMUM_ROWS
+from kvdepot.wire import messages as m
 from tests.core.test_index import LEASE_SECONDS, PAGE, Bench, Worker, prompt
 from tests.fuzz.depot import check_index, empty_by_eviction
 

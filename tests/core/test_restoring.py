@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from kvdepot import messages as m
 from kvdepot.config import Demotion, ServerConfig
-from kvdepot.extents import ExtentAllocator
-from kvdepot.index import ChunkIndex
+from kvdepot.index.index import ChunkIndex
 from kvdepot.layout import GroupKind
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer
+from kvdepot.processes.identity import process_start_time
 from kvdepot.server.depot import Depot
 from kvdepot.server.loop import DepotServer
-from kvdepot.server.sessions import process_start_time
-from kvdepot.server.tiering import Tiering, TieringSettings
-from kvdepot.table import SEALED, WRITING, IndexTable, Writer
 from kvdepot.testing.tier import make_pool
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import messages as m
 from tests.core.test_index import PAGE, SHARDED, Bench, prompt
 from tests.fuzz.depot import check_empty, check_index
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot import messages as m
-from kvdepot.cli import _parser, main
 from kvdepot.client.connection import ask_depot
 from kvdepot.errors import ConfigError
-from kvdepot.logs import JsonFormatter
-from kvdepot.settings import with_settings
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.ops.cli import _parser, main
+from kvdepot.ops.settings import with_settings
+from kvdepot.processes.logs import JsonFormatter
+from kvdepot.wire import messages as m
 
 
 def parsed(flags: list[str], environment: dict[str, str], file: Path | None = None) -> dict[str, object]:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import pytest
 from blake3 import blake3
 
-from kvdepot.eviction import NO_NODE
-from kvdepot.extents import ExtentAllocator
-from kvdepot.histogram import NUM_BUCKETS, Histogram
-from kvdepot.index import ChunkIndex, EntryPlace
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.index import ChunkIndex, EntryPlace
 from kvdepot.layout import GroupKind
-from kvdepot.messages import CacheSpec, GroupShape
-from kvdepot.shadow import SCALES, ShadowIndex
-from kvdepot.table import IndexTable, Writer
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.server.shadow import SCALES, ShadowIndex
+from kvdepot.wire.histogram import NUM_BUCKETS, Histogram
+from kvdepot.wire.messages import CacheSpec, GroupShape
 
 CHUNK = 4096
 SPEC = CacheSpec(1, (GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")

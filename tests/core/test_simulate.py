@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError, TraceError
-from kvdepot.eviction import POLICIES
-from kvdepot.simulate import BELADY, BYTES_PER_TOKEN, UNLIMITED, SimulationRow, parse_pool_sizes, simulate
-from kvdepot.trace import BLOCK_TOKENS, TraceRequest, read_trace
+from kvdepot.index.eviction import POLICIES
+from kvdepot.lab.simulate import BELADY, BYTES_PER_TOKEN, UNLIMITED, SimulationRow, parse_pool_sizes, simulate
+from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
 
 BYTES = 8  # a token: one chunk is one extent
 CHUNK = BLOCK_TOKENS * BYTES

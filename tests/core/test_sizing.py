@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.sizing import read_model_config, size_model
+from kvdepot.ops.sizing import read_model_config, size_model
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,

@@ -12,8 +12,8 @@ import pytest
 
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET
 from kvdepot.errors import ConfigError
+from kvdepot.lab.processes import DepotProcess
 from kvdepot.server.access import Access
-from kvdepot.testing.processes import DepotProcess
 from tests.core.test_protocol import Peer, prompt
 
 GROUP, STRANGER = 54_321, 54_322

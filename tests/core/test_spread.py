@@ -6,9 +6,9 @@ import random
 import sys
 from collections import OrderedDict
 
-from kvdepot.columns import Links, make_column
-from kvdepot.index import KeyMap
-from kvdepot.spread import LruSizes, SpreadMap
+from kvdepot.index.columns import Links, make_column
+from kvdepot.index.index import KeyMap
+from kvdepot.pool.spread import LruSizes, SpreadMap
 
 
 def test_it_agrees_with_a_dictionary() -> None:

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvdepot import messages as m
 from kvdepot.client.transfers import count_valid_chunks
 from kvdepot.errors import PoolError
-from kvdepot.table import (
+from kvdepot.pool.table import (
     FREE,
     RECORD_BYTES,
     SEALED,
@@ -22,6 +21,7 @@ from kvdepot.table import (
     Writer,
     table_size_bytes,
 )
+from kvdepot.wire import messages as m
 
 POOL_ID = bytes(range(16))
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
 from kvdepot.client.remote import RemoteChannel
-from kvdepot.curve import ClientKeys, KeyPair, generate_keys, load_pair
 from kvdepot.errors import ConfigError, DepotUnavailable, ErrorCode, RemoteError
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
+from kvdepot.wire.curve import ClientKeys, KeyPair, generate_keys, load_pair
 from tests.core.test_protocol import Peer, frame, prompt, registration
 
 CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)

@@ -9,13 +9,13 @@ from types import FrameType
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.protocols import Extents
-from kvdepot.server.opening import TierOpener
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier import EXTENT_BYTES, contains, extents_of, fill, make_key, make_pool, read, write
+from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import label_of
 from kvdepot.tiers.memory import MemoryTier
+from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
 
 STEP_CALLS = 3000

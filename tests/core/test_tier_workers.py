@@ -11,7 +11,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier import EXTENT_BYTES, extents_of, make_key, make_pool
 from kvdepot.tiers.jobs import Call, Job, Operation
 from kvdepot.tiers.memory import MemoryTier

@@ -11,26 +11,26 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvdepot import messages as m
 from kvdepot.config import Demotion
 from kvdepot.errors import ErrorCode
-from kvdepot.extents import ExtentAllocator
-from kvdepot.index import ChunkIndex
+from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
-from kvdepot.protocols import Extents
-from kvdepot.server import operations, tiering
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.spread import SpreadMap
+from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
+from kvdepot.server import operations
 from kvdepot.server.depot import Deferred, Depot, Refused
-from kvdepot.server.tiering import Tiering, TieringSettings
-from kvdepot.spread import SpreadMap
-from kvdepot.table import SEALED, IndexTable, Writer, table_size_bytes
-from kvdepot.testing.processes import wait_until
 from kvdepot.testing.tier import FaultyTier, make_pool
-from kvdepot.tiers import seal
+from kvdepot.tiers import seal, tiering
+from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Operation, Part
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.seal import checksum_of
+from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import messages as m
 
 PAGE = 4096
 NUM_RECORDS = 256

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.protocols import Extents, Tier, TierPool
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier import (
     EXTENT_BYTES,
     FaultyBench,
@@ -20,6 +19,7 @@ from kvdepot.testing.tier import (
     run,
     write,
 )
+from kvdepot.tiers.base import Extents, Tier, TierPool
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import ERRORS_TO_OPEN, TierQueue

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvdepot import messages as m
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.wire import messages as m
 from tests.core.test_protocol import Peer, prompt, registration
 
 pytest.importorskip("rich", reason="pip install 'kvdepot[cli]'")
 
 from rich.console import Console
 
-from kvdepot.top import draw, pool_map
+from kvdepot.ops.top import draw, pool_map
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.errors import TraceError
-from kvdepot.trace import MAXIMUM_LINE_BYTES, TraceRequest, read_trace
+from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, TraceRequest, read_trace
 
 
 def line(**changes: object) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvdepot.lab.processes import wait_until
 from kvdepot.server import watch
 from kvdepot.server.watch import SLOW_TURN_SECONDS, CollectionWatch, TurnWatch
-from kvdepot.testing.processes import wait_until
 
 
 @pytest.fixture

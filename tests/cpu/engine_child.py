@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvdepot import SchedulerClient
-from kvdepot import messages as m
-from kvdepot.protocols import CacheGroup
+from kvdepot.backends import CacheGroup
 from kvdepot.testing.backend import GroupPlan, prompt
+from kvdepot.wire import messages as m
 from kvdepot_cpu.context import CpuTransferContext
 
 NUM_BLOCKS, NUM_LAYERS, PAGE = 256, 4, 16384

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
 
 CHUNK = 4 * 4 * 16384  # bytes
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from kvdepot import messages as m
-from kvdepot.cli import main
+from kvdepot.ops.cli import main
+from kvdepot.wire import messages as m
 
 _MORE = "a field of a later release"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":

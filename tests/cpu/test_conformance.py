@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvdepot.protocols import CacheGroup
+from kvdepot.backends import CacheGroup
 from kvdepot.testing.backend import BackendSuite, GroupPlan, WorkerPlan
 from kvdepot_cpu.context import CpuTransferContext
 from kvdepot_cpu.kernels import copy as kernels

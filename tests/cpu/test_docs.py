@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.cli import _parser  # pyright: ignore[reportPrivateUsage]
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.ops.cli import _parser  # pyright: ignore[reportPrivateUsage]
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdepot import messages as m
+from kvdepot.backends import CacheGroup
 from kvdepot.client.connection import ask_depot
 from kvdepot.client.transfers import CopyBatch
-from kvdepot.protocols import CacheGroup
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import prompt
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 from kvdepot_cpu.context import CpuTransferContext
 from kvdepot_cpu.kernels.copy import PageCopier
 from tests.cpu.engines import CHUNK, Engine

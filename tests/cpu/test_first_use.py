@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdepot.protocols import CacheGroup
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.backends import CacheGroup
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot_cpu.context import CpuTransferContext
 
 

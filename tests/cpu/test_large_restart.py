@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
+from kvdepot.backends import CacheGroup
 from kvdepot.keys import Namespace, hash_prefix
-from kvdepot.protocols import CacheGroup
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot_cpu.context import CpuTransferContext
 
 _LAYERS, _BLOCKS, _PAGE = 8, 128, 65536  # 64 MiB, of which each prompt has its own copy in the pool

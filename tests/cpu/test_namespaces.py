@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvdepot.testing.processes import DepotProcess, child_of, wait_until
+from kvdepot.lab.processes import DepotProcess, child_of, wait_until
 from tests.cpu.engines import CHUNK, Engine
 
 _SERVER = ["unshare", "--fork", "--pid", "--ipc", "--mount-proc"]

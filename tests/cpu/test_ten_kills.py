@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvdepot.demo import make_conversations
-from kvdepot.engine_model import GEOMETRY_8B, Geometry, RequestReport
-from kvdepot.fleet import Fleet, Prompt
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.demo import make_conversations
+from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry, RequestReport
+from kvdepot.lab.fleet import Fleet, Prompt
+from kvdepot.lab.processes import wait_until
 
 _GEOMETRY = Geometry("8B GQA, 2 of 32 layers", 2, GEOMETRY_8B.num_kv_heads, GEOMETRY_8B.head_dim)
 _CONVERSATIONS = make_conversations(16)

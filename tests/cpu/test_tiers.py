@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot import messages as m
 from kvdepot.client.connection import ask_depot
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import prompt
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 from tests.cpu.engines import CHUNK, Engine
 
 DEADLINE_SECONDS = 1.0  # of lookups that wait for tiers

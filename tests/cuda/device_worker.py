@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot.protocols import CacheGroup
+from kvdepot.backends import CacheGroup
+from kvdepot.lab.processes import wait_until
 from kvdepot.testing.backend import WorkerPlan
-from kvdepot.testing.processes import wait_until
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import Direction, Driver, OpenDriver
 from kvdepot_cuda.nvidia import CudaDriver

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot.protocols import CacheGroup
+from kvdepot.backends import CacheGroup
 from kvdepot.testing.backend import WorkerPlan
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver

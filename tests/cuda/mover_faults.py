@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from kvdepot import messages as m
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import Cache, Worker, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN, EngineProcess
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 
 WAIT_SECONDS = 30.0
 

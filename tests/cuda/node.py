@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvdepot.lab.processes import remove_tree, wait_until
 from kvdepot.testing.backend import WorkerPlan
-from kvdepot.testing.processes import remove_tree, wait_until
 from kvdepot_cuda.testing import FakeDriver, holders
 from tests.cuda.fake_worker import FakeWorker
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot import cli
+from kvdepot.ops import cli
 from kvdepot_cuda.bench import FAKE, BenchPlan, Row, bench_copies, describe_tuning, tune
 from kvdepot_cuda.driver import Direction
 from kvdepot_cuda.gather import KernelUse
@@ -133,7 +133,7 @@ def test_the_command_finds_the_bench_and_says_that_no_gpu_is_behind_it(capsys: p
 
 def test_without_a_device_the_command_says_what_is_missing() -> None:
     code = "from kvdepot_cuda import bench; bench.why_unavailable = lambda: 'no driver is installed';" \
-           "from kvdepot.cli import main; main(['bench', 'cuda'])"  # fmt: skip
+           "from kvdepot.ops.cli import main; main(['bench', 'cuda'])"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "bench cuda: no driver is installed" in done.stderr

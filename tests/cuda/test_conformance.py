@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import BackendSuite, WorkerPlan
-from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.testing import FakeDriver
 from tests.cuda.fake_worker import FakeWorker
 from tests.cuda.node import FakeDevice, fake_device

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN
 from kvdepot.testing.faults import FaultSuite
-from kvdepot.testing.processes import DepotProcess
 from kvdepot_cuda.gather import GatherImage, KernelUnavailable
 from kvdepot_cuda.testing import FakeDriver, fake_gather
 from tests.cuda.device_worker import DeviceWorker

@@ -6,8 +6,8 @@ import mmap
 
 import pytest
 
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
-from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.testing import FakeDriver
 from tests.cuda.fake_worker import NUM_PIECES, PIECE_BYTES, POOL_BYTES, FakeWorker
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvdepot.errors import ConfigError
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, BackendSuite, Cache, MakeCache, WorkerPlan, prompt
-from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.gather import Gather, GatherImage, KernelUnavailable, KernelUse, compile_gather

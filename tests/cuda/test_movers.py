@@ -16,13 +16,13 @@ from typing import Any, cast
 
 import pytest
 
-from kvdepot import messages as m
 from kvdepot.client.connection import Channel
-from kvdepot.client.moves import await_mover
 from kvdepot.errors import BackendUnavailable
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.movers.client import await_mover
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, WorkerPlan, prompt
 from kvdepot.testing.engine import EngineProcess
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 from kvdepot_cuda.gather import GatherImage, KernelUse
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from tests.cuda.fake_worker import NUM_PIECES, FakeWorker

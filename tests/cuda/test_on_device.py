@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, BackendSuite, Cache, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN
 from kvdepot.testing.faults import FaultSuite
-from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.availability import why_unavailable
 from tests.cuda.device_worker import DeviceWorker
 from tests.cuda.mover_faults import MoverFaultSuite, wait_for_mover

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
-from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from tests.cuda.fake_worker import FakeWorker
 

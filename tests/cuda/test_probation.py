@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from kvdepot import messages as m
-from kvdepot.client.moves import MoveFailed
-from kvdepot.client.moves import move as real_move
 from kvdepot.client.transfers import CopyBatch
-from kvdepot.pool import PoolMapping, PoolMemory
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.movers.client import MoveFailed
+from kvdepot.movers.client import move as real_move
+from kvdepot.pool.files import PoolMapping, PoolMemory
 from kvdepot.testing.backend import PLANS, Cache, prompt
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 from kvdepot_cuda import context, probation
 from kvdepot_cuda.copy import CopyEngine
 from kvdepot_cuda.driver import DriverError

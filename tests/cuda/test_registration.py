@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdepot.pool import PoolMemory
-from kvdepot.runs import Addresses
+from kvdepot.copying.runs import Addresses
+from kvdepot.pool.files import PoolMemory
 from kvdepot.testing.backend import MakeCache, prompt
 from kvdepot_cuda import registration
 from kvdepot_cuda.driver import DriverError

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvdepot.backends import NO_BLOCK
 from kvdepot.client.transfers import CopyBatch
+from kvdepot.copying.runs import BatchRuns, Runs, merge, split
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout
-from kvdepot.messages import EXTENT
-from kvdepot.pool import PoolMapping
-from kvdepot.protocols import NO_BLOCK
-from kvdepot.runs import BatchRuns, Runs, merge, split
+from kvdepot.pool.files import PoolMapping
+from kvdepot.wire.messages import EXTENT
 from kvdepot_cuda.mover import CheckedRuns
 
 PAGE = 8

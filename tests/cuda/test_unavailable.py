@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvdepot import get_backend, list_backends
+from kvdepot.backends import CacheGroup, Capability
 from kvdepot.errors import BackendUnavailable, ConfigError, LayoutError
-from kvdepot.protocols import CacheGroup, Capability
 from kvdepot_cuda import availability, backend
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError

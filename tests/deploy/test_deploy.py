@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from kvdepot.cli import _parser  # pyright: ignore[reportPrivateUsage]
 from kvdepot.client.connection import ask_depot
-from kvdepot.http import create_app
-from kvdepot.http_server import HttpSettings
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.ops.cli import _parser  # pyright: ignore[reportPrivateUsage]
+from kvdepot.ops.http_app import create_app
+from kvdepot.ops.http_process import HttpSettings
 from tests.core.test_http import status_of_app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

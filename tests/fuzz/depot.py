@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvdepot import messages as m
-from kvdepot.eviction import NO_NODE
-from kvdepot.extents import ExtentAllocator, extent_size
-from kvdepot.index import ChunkIndex, Space
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.index import ChunkIndex, Space
+from kvdepot.index.leases import Lease
+from kvdepot.index.quotas import QuotaTable
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind
-from kvdepot.leases import Lease
-from kvdepot.quotas import QuotaTable
+from kvdepot.pool.extents import ExtentAllocator, extent_size
+from kvdepot.pool.table import NO_RECORD, SEALED, WRITING, IndexTable, Writer, table_size_bytes
 from kvdepot.server.depot import Deferred, Depot, Refused
-from kvdepot.table import NO_RECORD, SEALED, WRITING, IndexTable, Writer, table_size_bytes
+from kvdepot.wire import messages as m
 
 PAGE = 4096
 NUM_RECORDS = 24

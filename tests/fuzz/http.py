@@ -3,10 +3,10 @@
 import asyncio
 from typing import Any, Final
 
-from kvdepot import messages as m
 from kvdepot.errors import ErrorCode, RemoteError
-from kvdepot.http import create_app
-from kvdepot.http_server import HttpSettings
+from kvdepot.ops.http_app import create_app
+from kvdepot.ops.http_process import HttpSettings
+from kvdepot.wire import messages as m
 
 _TOKEN: Final = "a token that nobody guesses"
 _PATHS: Final = (

@@ -18,14 +18,12 @@ from typing import Final
 
 import msgspec
 
-from kvdepot import messages as m
-from kvdepot.cli import _quota
 from kvdepot.config import directory_of_url, parse_size
 from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
-from kvdepot.extents import ExtentAllocator
-from kvdepot.index import ChunkIndex
+from kvdepot.index.index import ChunkIndex
+from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, _requests
 from kvdepot.layout import GroupKind
-from kvdepot.mover import (
+from kvdepot.movers.protocol import (
     MAXIMUM_ANSWER_BYTES,
     Copied,
     Failed,
@@ -36,17 +34,12 @@ from kvdepot.mover import (
     encode,
     take_answers,
 )
-from kvdepot.names import MAGIC, Names, decode_names, encode_names
+from kvdepot.ops.cli import _quota
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
+from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
 from kvdepot.server.depot import Depot
-from kvdepot.table import (
-    HEADER_PAGE_BYTES,
-    RECORD_BYTES,
-    SEALED,
-    WRITING,
-    IndexTable,
-    table_size_bytes,
-)
-from kvdepot.trace import MAXIMUM_LINE_BYTES, _requests
+from kvdepot.wire import messages as m
 from tests.fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, check_empty, check_index, live
 from tests.fuzz.movers import OFFER, REGISTRATION, live_with_movers
 

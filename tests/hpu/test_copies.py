@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from kvdepot.backends import CacheGroup
+from kvdepot.copying.staged.arrays import byte_view, page_layout_of
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind
-from kvdepot.protocols import CacheGroup
-from kvdepot.staged.arrays import byte_view, page_layout_of
 from kvdepot.testing.device import FakeDevice
 from kvdepot_hpu.arrays import tensors_of, without_pad_block
 from kvdepot_hpu.context import HpuTransferContext

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from kvdepot.client.transfers import WorkerTransfers
+from kvdepot.copying.staged import copy as kernels
+from kvdepot.copying.staged import moves
+from kvdepot.copying.staged.copy import StagedCopier
 from kvdepot.errors import LayoutError
-from kvdepot.staged import copy as kernels
-from kvdepot.staged import moves
-from kvdepot.staged.copy import StagedCopier
+from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
 from kvdepot.testing.device import FakeDevice
-from kvdepot.testing.processes import DepotProcess
 from tests.hpu.workers import HpuBench, HpuWorker
 from tests.staged.bench import NUM_BLOCKS, Bench, round_trip
 from tests.staged.suite import moves_right_bytes

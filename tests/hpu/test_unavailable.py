@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvdepot import get_backend, list_backends
+from kvdepot.backends import CacheGroup
 from kvdepot.errors import BackendUnavailable
-from kvdepot.protocols import CacheGroup
 from kvdepot.testing.device import FakeDevice
 from kvdepot_hpu import backend
 

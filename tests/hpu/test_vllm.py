@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from kvdepot.errors import LayoutError
+from kvdepot.lab.processes import DepotProcess
 from kvdepot.layout import GroupKind
 from kvdepot.testing.backend import prompt
 from kvdepot.testing.device import FakeDevice
-from kvdepot.testing.processes import DepotProcess
 from kvdepot_hpu.arrays import without_pad_block
 from kvdepot_hpu.context import HpuTransferContext
 from kvdepot_vllm.groups import EngineCache, EngineGroup, worker_groups

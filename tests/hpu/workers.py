@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvdepot.protocols import CacheGroup
+from kvdepot.backends import CacheGroup
 from kvdepot.testing.backend import STATE, GroupPlan, WorkerPlan
 from kvdepot_hpu.arrays import without_pad_block
 from kvdepot_hpu.bridge import load_bridge

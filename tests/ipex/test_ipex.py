@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvdepot.protocols import CacheGroup
+from kvdepot.backends import CacheGroup
+from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
-from kvdepot.testing.processes import DepotProcess
 from kvdepot_cpu.context import CpuTransferContext
 
 

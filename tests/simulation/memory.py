@@ -5,8 +5,8 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvdepot.names import MAGIC, Names, decode_names, encode_names
-from kvdepot.table import IndexTable, table_size_bytes
+from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
+from kvdepot.pool.table import IndexTable, table_size_bytes
 
 PAGE = 4096
 NUM_RECORDS = 24

@@ -5,9 +5,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvdepot.index import ChunkIndex
+from kvdepot.index.index import ChunkIndex
+from kvdepot.pool.table import IndexTable
 from kvdepot.server.depot import Depot
-from kvdepot.table import IndexTable
 from tests.simulation.history import replay, run_seed, shrink, story
 from tests.simulation.world import Setup, World
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.protocols import Extents, TierPool, TierUsage
 from kvdepot.tiers import queue as queue_module
+from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.jobs import Call, Operation
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.queue import TierQueue

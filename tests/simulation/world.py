@@ -11,23 +11,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvdepot import messages as m
 from kvdepot.client.transfers import count_valid_chunks
 from kvdepot.config import Demotion
 from kvdepot.errors import ErrorCode
-from kvdepot.extents import ExtentAllocator
-from kvdepot.index import ChunkIndex, digest_of
+from kvdepot.index.index import ChunkIndex, digest_of
+from kvdepot.index.quotas import QuotaTable
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
-from kvdepot.names import Names
-from kvdepot.quotas import QuotaTable
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.names import Names
+from kvdepot.pool.table import SEALED, TableReader, Writer
 from kvdepot.server import operations
 from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.server.restoring import take_over
-from kvdepot.server.tiering import Tiering, TieringSettings
-from kvdepot.table import SEALED, TableReader, Writer
 from kvdepot.tiers.jobs import Operation
 from kvdepot.tiers.keys import label_of, place_of, tier_key
+from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import messages as m
 from tests.fuzz.depot import check_empty, check_index
 from tests.simulation.memory import (
     NUM_RECORDS,

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.client.transfers import CopyBatch
+from kvdepot.copying.staged.arrays import page_layout_of
+from kvdepot.copying.staged.bridge import Bridge
+from kvdepot.copying.staged.copy import StagedCopier
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup
-from kvdepot.messages import EXTENT
-from kvdepot.pool import PoolMapping
-from kvdepot.staged.arrays import page_layout_of
-from kvdepot.staged.bridge import Bridge
-from kvdepot.staged.copy import StagedCopier
+from kvdepot.pool.files import PoolMapping
+from kvdepot.wire.messages import EXTENT
 
 BLOCK_TOKENS = 16
 BLOCKS_PER_CHUNK = 2

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.testing.faults import FaultSuite, Spawn
-from kvdepot.testing.processes import DepotProcess
 from tests.nursery import Fork, Nursery
 
 

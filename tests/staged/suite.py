@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdepot.staged.moves import Move
+from kvdepot.copying.staged.moves import Move
 from kvdepot.testing.device import FakeDevice
 from tests.staged.bench import BLOCK_TOKENS, NUM_BLOCKS, Bench, Pool, round_trip, torch
 

@@ -10,10 +10,10 @@ import sys
 from mmap import mmap
 from typing import Any
 
-from kvdepot.protocols import TierPool
 from kvdepot.testing.tier import EXTENT_BYTES, NUM_EXTENTS, Damage, extents_of, fill, make_key, read, write
-from kvdepot.tiers.mooncake import open_tier, parse_options
-from kvdepot.tiers.mooncake_child import object_name
+from kvdepot.tiers.base import TierPool
+from kvdepot.tiers.mooncake.child import object_name
+from kvdepot.tiers.mooncake.tier import open_tier, parse_options
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.processes import wait_until
 
 
 def free_port() -> int:

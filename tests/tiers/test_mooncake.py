@@ -19,8 +19,7 @@ from typing import Any, Final, cast
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.protocols import TierPool
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import (
     EXTENT_BYTES,
     Damage,
@@ -34,8 +33,9 @@ from kvdepot.testing.tier import (
     read,
     write,
 )
+from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.jobs import Job, Operation
-from kvdepot.tiers.mooncake import MooncakeTier, MooncakeUnavailable, open_tier, parse_options
+from kvdepot.tiers.mooncake.tier import MooncakeTier, MooncakeUnavailable, open_tier, parse_options
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.url import open_tier as open_any_tier

@@ -12,9 +12,9 @@ import pytest
 from obstore.store import S3Store
 
 from kvdepot.errors import ConfigError
-from kvdepot.protocols import Tier, TierPool
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier import Damage, TierSuite, content, extents_of, fill, make_key, make_pool
+from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.object import ObjectTier, copy, object_name
 from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier

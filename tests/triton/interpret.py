@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, prompt
-from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot_cuda.gather import GatherImage
 from kvdepot_cuda.kernels import gather
 from kvdepot_cuda.testing import FakeDriver

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import pytest
 
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
 from tests.nursery import Nursery
 from tests.vllm.engines import ENVIRONMENT, Engine
 

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any, ClassVar, Self
 
-from kvdepot.messages import DepotStatus
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire.messages import DepotStatus
 from tests.nursery import Fork, Nursery
 
 Prompt = list[int]

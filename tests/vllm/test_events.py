@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvdepot import messages as m
 from kvdepot.client.connection import Connection, ask_depot
 from kvdepot.keys import Namespace, hash_prefix
+from kvdepot.lab.processes import DepotProcess
 from kvdepot.layout import GroupKind
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.wire import messages as m
 from tests.vllm.conftest import RunCode
 
 SPEC = m.CacheSpec(64, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),), "bytes", "test")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
 from tests.vllm.conftest import MakeModel
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "vllm"

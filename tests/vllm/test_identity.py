@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvdepot.keys import PrefixHasher
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
 from kvdepot_vllm.fingerprint import fingerprint
 from kvdepot_vllm.identity import RequestIdentity, engine_namespace
 from kvdepot_vllm.settings import Settings

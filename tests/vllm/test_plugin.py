@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot_vllm.settings import Settings
 from tests.vllm.conftest import MakeModel
 from tests.vllm.engines import Engine, cached, connector, prompts, tokens, wait_until_stored

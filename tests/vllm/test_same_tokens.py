@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
 from tests.vllm.conftest import MakeModel
 from tests.vllm.engines import Engine, cached, connector, prompts, tokens
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvdepot.backends import NO_BLOCK
 from kvdepot.client.scheduler import Lease
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
-from kvdepot.protocols import NO_BLOCK
 from kvdepot_vllm import scheduler
 from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache, EngineGroup

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
 from tests.vllm.conftest import MakeModel
 from tests.vllm.engines import Engine, cached, connector, prompts, tokens
 

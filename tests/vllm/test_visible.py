@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kvdepot.testing.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess
 from tests.vllm.conftest import MakeModel
 from tests.vllm.engines import Engine, connector, prompts
 

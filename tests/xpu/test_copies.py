@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from kvdepot.backends import CacheGroup
 from kvdepot.errors import LayoutError
-from kvdepot.protocols import CacheGroup
+from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import prompt
 from kvdepot.testing.device import FakeDevice
-from kvdepot.testing.processes import DepotProcess
 from kvdepot.testing.xpu_kernels import FakeKernels
 from kvdepot_cpu.xpu.context import XpuTransferContext
 from tests.staged.bench import NUM_BLOCKS, round_trip, torch

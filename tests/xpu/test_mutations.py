@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from kvdepot.client.transfers import WorkerTransfers
+from kvdepot.copying.runs import Runs
+from kvdepot.copying.staged import copy, moves
+from kvdepot.copying.staged.copy import StagedCopier
 from kvdepot.errors import LayoutError
-from kvdepot.runs import Runs
-from kvdepot.staged import copy, moves
-from kvdepot.staged.copy import StagedCopier
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
 from kvdepot.testing.device import FakeDevice
-from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot.testing.xpu_kernels import FakeKernels
 from kvdepot_cpu.xpu import registered
 from kvdepot_cpu.xpu.context import Path, XpuTransferContext

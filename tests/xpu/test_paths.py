@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.errors import BackendUnavailable, ConfigError
-from kvdepot.staged.bridge import Bridge
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
 from kvdepot.testing.device import FakeDevice
-from kvdepot.testing.processes import DepotProcess, wait_until
 from kvdepot.testing.xpu_kernels import FakeKernels
 from kvdepot_cpu.xpu.context import Path
 from kvdepot_cpu.xpu.kernels import Kernels

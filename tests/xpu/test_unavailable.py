@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvdepot import get_backend, list_backends
+from kvdepot.backends import CacheGroup
 from kvdepot.errors import BackendUnavailable
-from kvdepot.protocols import CacheGroup
 from kvdepot_cpu.xpu import backend
 from tests.staged.bench import torch
 

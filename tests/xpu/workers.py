@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from kvdepot.protocols import CacheGroup
-from kvdepot.staged.bridge import Bridge
+from kvdepot.backends import CacheGroup
+from kvdepot.copying.staged.bridge import Bridge
+from kvdepot.lab.processes import wait_until
 from kvdepot.testing.backend import GroupPlan, WorkerPlan
-from kvdepot.testing.processes import wait_until
 from kvdepot_cpu.xpu.context import XpuTransferContext
 from tests.staged.bench import Bench, torch
 

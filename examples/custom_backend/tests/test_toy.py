@@ -10,8 +10,8 @@ import pytest
 from worker import ToyWorker
 
 from kvdepot import get_backend, list_backends
+from kvdepot.backends import CacheGroup
 from kvdepot.errors import LayoutError
-from kvdepot.protocols import CacheGroup
 from kvdepot.testing.backend import BackendSuite, WorkerPlan
 from kvdepot.testing.faults import FaultSuite
 

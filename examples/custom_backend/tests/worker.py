@@ -4,8 +4,7 @@ from typing import Any
 
 from kvdepot_toy import device
 
-from kvdepot.protocols import CacheGroup
-from kvdepot.registry import get_backend
+from kvdepot.backends import CacheGroup, get_backend
 from kvdepot.testing.backend import WorkerPlan
 
 

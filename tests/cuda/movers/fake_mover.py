@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvdepot.mover import run_mover
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.processes import wait_until
+from kvdepot.movers.protocol import run_mover
 from kvdepot_cuda.gather import GatherImage, KernelUnavailable
 from kvdepot_cuda.mover import open_mover
 from kvdepot_cuda.testing import FakeDriver, fake_gather

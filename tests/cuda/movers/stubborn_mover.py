@@ -7,8 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
-from kvdepot.mover import Copy, CopyNow, Setup, run_mover
-from kvdepot.pool import PoolMemory
+from kvdepot.movers.protocol import Copy, CopyNow, Setup, run_mover
+from kvdepot.pool.files import PoolMemory
 
 PR_SET_PDEATHSIG = 1
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvdepot import messages as m
+from kvdepot.backends import CacheGroup
 from kvdepot.client.transfers import CopyBatch, WorkerTransfers, detail_of, layer_group_of
+from kvdepot.copying.runs import BatchRuns, merge
 from kvdepot.errors import LayoutError
 from kvdepot.layout import CacheLayout, GroupKind, PageLayout, default_chunk_tokens
-from kvdepot.protocols import CacheGroup
-from kvdepot.runs import BatchRuns, merge
+from kvdepot.wire import messages as m
 from kvdepot_toy import device
 
 

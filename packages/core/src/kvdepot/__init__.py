@@ -7,6 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvdepot.backends import CacheGroup as CacheGroup
+    from kvdepot.backends import get_backend as get_backend
+    from kvdepot.backends import list_backends as list_backends
     from kvdepot.client.scheduler import Lease as Lease
     from kvdepot.client.scheduler import SchedulerClient as SchedulerClient
     from kvdepot.errors import KVDepotError as KVDepotError
@@ -14,21 +17,18 @@ if TYPE_CHECKING:
     from kvdepot.keys import Namespace as Namespace
     from kvdepot.keys import PrefixHasher as PrefixHasher
     from kvdepot.keys import hash_prefix as hash_prefix
-    from kvdepot.protocols import CacheGroup as CacheGroup
-    from kvdepot.registry import get_backend as get_backend
-    from kvdepot.registry import list_backends as list_backends
 
 _HOMES = {
-    "CacheGroup": "kvdepot.protocols",
+    "CacheGroup": "kvdepot.backends",
     "KVDepotError": "kvdepot.errors",
     "KeyRun": "kvdepot.keys",
     "Lease": "kvdepot.client.scheduler",
     "Namespace": "kvdepot.keys",
     "PrefixHasher": "kvdepot.keys",
     "SchedulerClient": "kvdepot.client.scheduler",
-    "get_backend": "kvdepot.registry",
+    "get_backend": "kvdepot.backends",
     "hash_prefix": "kvdepot.keys",
-    "list_backends": "kvdepot.registry",
+    "list_backends": "kvdepot.backends",
 }
 
 __all__ = [

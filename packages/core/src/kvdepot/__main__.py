@@ -1,5 +1,5 @@
 """`python -m kvdepot`."""
 
-from kvdepot.cli import main
+from kvdepot.ops.cli import main
 
 main()

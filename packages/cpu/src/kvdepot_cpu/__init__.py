@@ -7,15 +7,15 @@ import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvdepot.backends import CacheGroup, Capability
 from kvdepot.errors import BackendUnavailable
-from kvdepot.protocols import CacheGroup, Capability
 
 if TYPE_CHECKING:
     from kvdepot_cpu.context import CpuTransferContext
 
 
 class CpuBackend:
-    """See `kvdepot.protocols.Backend`."""
+    """See `kvdepot.backends.Backend`."""
 
     name = "cpu"
     device_type = "cpu"

@@ -8,10 +8,10 @@ released. The protocol with the depot is in `kvdepot.client.transfers`; what is 
 import os
 from collections.abc import Sequence
 
-from kvdepot import messages as m
+from kvdepot.backends import CacheGroup
 from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers, detail_of, layer_group_of
 from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
-from kvdepot.protocols import CacheGroup
+from kvdepot.wire import messages as m
 from kvdepot_cpu.arrays import page_layout_of
 from kvdepot_cpu.kernels.copy import PageCopier
 

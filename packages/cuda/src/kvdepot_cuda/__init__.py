@@ -7,8 +7,8 @@ Written against the driver's documentation and tested over a driver without a de
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvdepot.backends import CacheGroup, Capability
 from kvdepot.errors import BackendUnavailable
-from kvdepot.protocols import CacheGroup, Capability
 from kvdepot_cuda.availability import why_unavailable
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CudaBackend:
-    """See `kvdepot.protocols.Backend`."""
+    """See `kvdepot.backends.Backend`."""
 
     name = "cuda"
     device_type = "cuda"

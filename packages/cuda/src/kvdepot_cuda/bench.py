@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.config import format_size, parse_size
+from kvdepot.copying.runs import Addresses, Runs, merge
 from kvdepot.errors import BackendUnavailable, KVDepotError
-from kvdepot.runs import Addresses, Runs, merge
 from kvdepot_cuda.availability import why_unavailable
 from kvdepot_cuda.copy import BATCH_RUNS
 from kvdepot_cuda.driver import Direction, Driver, DriverError
@@ -333,7 +333,7 @@ class _WrongBytes(KVDepotError):
 
 
 class CudaBench:
-    """See `kvdepot.protocols.DeviceBench`."""
+    """See `kvdepot.backends.DeviceBench`."""
 
     help = "ways to copy pages to and from a GPU"
 

@@ -3,7 +3,7 @@
 In mode `direct` the worker's own process registers the depot's pool with its device and copies on two streams of low
 priority, one for stores and one for retrieves. In mode `ipc` it hands the depot handles of its memory, and a process
 of the depot, its mover, copies on streams of its own. The protocol with the depot is in `kvdepot.client.transfers` and,
-for movers, `kvdepot.client.moves`; the copies of both are in `kvdepot_cuda.copy`. `auto` is `ipc` until that turns out
+for movers, `kvdepot.movers.client`; the copies of both are in `kvdepot_cuda.copy`. `auto` is `ipc` until that turns out
 to be impossible, or slower (`probation`), and then `direct`: the worker registers again, with the reason.
 
 Order: a store reads its blocks after `ready`, or, if none is given, after what the engine's stream has at the time of
@@ -22,14 +22,14 @@ from typing import Any, Final, TypeVar
 
 import msgspec.structs
 
-from kvdepot import messages as m
+from kvdepot.backends import CacheGroup, ReadyEvent
 from kvdepot.client.connection import Channel, Link
-from kvdepot.client.moves import MoverUnavailable, await_mover, move
 from kvdepot.client.transfers import BATCH_BYTES, CopyBatch, WorkerTransfers, detail_of, layer_group_of
 from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable, ErrorCode, RemoteError
 from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
-from kvdepot.pool import PoolMapping
-from kvdepot.protocols import CacheGroup, ReadyEvent
+from kvdepot.movers.client import MoverUnavailable, await_mover, move
+from kvdepot.pool.files import PoolMapping
+from kvdepot.wire import messages as m
 from kvdepot_cuda.arrays import ordinal_of, page_layout_of
 from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
@@ -270,7 +270,7 @@ class CudaTransferContext(WorkerTransfers):
                 self._fall_back(probation.why_slower)
 
     def _move(self, lane: int, channel: Channel, batch: CopyBatch) -> bool:
-        """See `kvdepot.client.moves.move`."""
+        """See `kvdepot.movers.client.move`."""
         try:
             settled = self._with_mover(lambda: move(channel, lane, batch, self._deadline_seconds))
         except DepotUnavailable:

@@ -21,12 +21,12 @@ from typing import Final
 
 import numpy as np
 
+from kvdepot.backends import ReadyEvent
 from kvdepot.client.transfers import CopyBatch
+from kvdepot.copying.runs import EXTENT_DTYPE, BatchRuns, Runs, merge, split
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
-from kvdepot.pool import PoolMemory
-from kvdepot.protocols import ReadyEvent
-from kvdepot.runs import EXTENT_DTYPE, BatchRuns, Runs, merge, split
+from kvdepot.pool.files import PoolMemory
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
+from kvdepot.copying.runs import Addresses
 from kvdepot.errors import DeviceError
-from kvdepot.runs import Addresses
 
 MAXIMUM_REGISTERED_BYTES: Final = 64 << 30  # of one call: drivers from 580 on refuse 512 GiB
 PERMANENT: Final = frozenset({

@@ -1,7 +1,7 @@
 """A worker's KV cache, named so that a mover can open it: which allocations, and where the pages lie in them."""
 
 from kvdepot.layout import CacheLayout, LayerGroup, PageLayout
-from kvdepot.messages import MAXIMUM_ALLOCATIONS, MoverOffer, PagePlace, RegisterKVCache
+from kvdepot.wire.messages import MAXIMUM_ALLOCATIONS, MoverOffer, PagePlace, RegisterKVCache
 from kvdepot_cuda.driver import Driver, DriverError
 from kvdepot_cuda.gather import KernelUse
 

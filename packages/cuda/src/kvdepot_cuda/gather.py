@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot.copying.runs import Addresses
 from kvdepot.errors import ConfigError, KVDepotError
-from kvdepot.runs import Addresses
 from kvdepot_cuda.driver import Direction, Driver
 
 KERNEL_RUNS: Final = 16

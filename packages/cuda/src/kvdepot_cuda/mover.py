@@ -1,8 +1,8 @@
 """The mover of CUDA workers, `python -m kvdepot_cuda.mover`: opens a worker's IPC handles and copies for it.
 
-Started by the depot, one for each worker (`kvdepot.mover`). It needs cuda-bindings and numpy, not torch, and sees only
-the worker's device, which it finds by its UUID. The pool is registered with the device from the first copy on, in the
-background; copies are those of `kvdepot_cuda.copy`, by its kernel where the worker wants that and Triton is here.
+The depot starts one for each worker (`kvdepot.movers.protocol`). It needs cuda-bindings and numpy, not torch, and sees
+only the worker's device, which it finds by its UUID. The pool is registered with the device from the first copy on, in
+the background. `kvdepot_cuda.copy` makes the copies, with its kernel if the worker asks for that and Triton is here.
 
 What a worker says about its memory is believed as far as the driver confirms it: every page has to lie in the
 allocation that was opened, and every run is compared with the opened ranges and with the pool before the first copy.
@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.client.transfers import CopyBatch
+from kvdepot.copying.runs import EXTENT_DTYPE, BatchRuns, Runs
 from kvdepot.errors import ConfigError, LayoutError
 from kvdepot.layout import CacheLayout
-from kvdepot.messages import RegisterKVCache
-from kvdepot.mover import Copy, CopyNow, CopyRefused, MoverError, Setup, run_mover
-from kvdepot.pool import PoolMemory
-from kvdepot.runs import EXTENT_DTYPE, BatchRuns, Runs
+from kvdepot.movers.protocol import Copy, CopyNow, CopyRefused, MoverError, Setup, run_mover
+from kvdepot.pool.files import PoolMemory
+from kvdepot.wire.messages import RegisterKVCache
 from kvdepot_cuda.copy import PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
 from kvdepot_cuda.export import last_byte_of, layout_of

@@ -18,7 +18,7 @@ from uuid import UUID
 
 import numpy as np
 
-from kvdepot.runs import Addresses
+from kvdepot.copying.runs import Addresses
 from kvdepot_cuda.driver import Direction, DriverError
 
 _BATCH_COPY_VERSION: Final = 12080  # the signature that has `failIdx`; drivers of CUDA 13 still offer it

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from kvdepot.client.transfers import CopyBatch
-from kvdepot.runs import EXTENT_DTYPE
+from kvdepot.copying.runs import EXTENT_DTYPE
 from kvdepot_cuda.copy import CopyEngine
 from kvdepot_cuda.driver import DriverError
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.config import format_size
-from kvdepot.pool import PoolMemory
-from kvdepot.runs import Addresses
+from kvdepot.copying.runs import Addresses
+from kvdepot.pool.files import PoolMemory
 from kvdepot_cuda.driver import Driver, DriverError
 
 logger = logging.getLogger(__name__)

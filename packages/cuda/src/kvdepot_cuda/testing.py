@@ -34,7 +34,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.runs import Addresses
+from kvdepot.copying.runs import Addresses
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, DriverError
 from kvdepot_cuda.gather import GatherImage
 

@@ -2,14 +2,14 @@
 
 from typing import Any
 
+from kvdepot.backends import CacheGroup
+from kvdepot.copying.staged import arrays
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind
-from kvdepot.protocols import CacheGroup
-from kvdepot.staged import arrays
 
 
 def tensors_of(group: CacheGroup) -> list[Any]:
-    """Return the tensors of a group one by one, as `kvdepot.staged.arrays.tensors_of`.
+    """Return the tensors of a group one by one, as `kvdepot.copying.staged.arrays.tensors_of`.
 
     vllm-gaudi hands over a `TensorTuple((keys, values))` for each layer, and one tensor for latent attention.
 

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from kvdepot.staged.bridge import Bridge
+from kvdepot.copying.staged.bridge import Bridge
 
 
 def load_bridge() -> Bridge:

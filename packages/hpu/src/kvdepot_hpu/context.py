@@ -1,6 +1,6 @@
 """`HpuTransferContext`: a worker whose KV cache lies in the memory of a Gaudi.
 
-Nothing of a Gaudi can be opened in another process, so the worker copies: `kvdepot.staged` stages blocks in host memory
+No other process can open a Gaudi's memory, so the worker copies: `kvdepot.copying.staged` stages blocks in host memory
 and moves them on to the depot's pool. The protocol with the depot is in `kvdepot.client.transfers`.
 """
 
@@ -8,13 +8,13 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from kvdepot import messages as m
+from kvdepot.backends import BlockIds, CacheGroup, ReadyEvent, TransferFuture
 from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers, detail_of, layer_group_of
+from kvdepot.copying.staged.arrays import page_layout_of
+from kvdepot.copying.staged.copy import STAGING_BYTES, StagedCopier
 from kvdepot.keys import KeyRun
 from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
-from kvdepot.protocols import BlockIds, CacheGroup, ReadyEvent, TransferFuture
-from kvdepot.staged.arrays import page_layout_of
-from kvdepot.staged.copy import STAGING_BYTES, StagedCopier
+from kvdepot.wire import messages as m
 from kvdepot_hpu.arrays import tensors_of
 from kvdepot_hpu.bridge import load_bridge
 

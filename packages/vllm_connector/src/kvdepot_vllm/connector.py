@@ -38,9 +38,9 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvdepot.backends import get_backend
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.layout import GroupKind
-from kvdepot.registry import get_backend
 from kvdepot_vllm import gaudi
 from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, wished_layout, worker_groups

@@ -7,10 +7,10 @@ from typing import Any, Final, cast
 
 from blake3 import blake3
 
+from kvdepot.backends import CacheGroup
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind, default_chunk_tokens
-from kvdepot.messages import CacheSpec, GroupShape
-from kvdepot.protocols import CacheGroup
+from kvdepot.wire.messages import CacheSpec, GroupShape
 from kvdepot_vllm.settings import ASK_VLLM, LEAVE_IT_TO_VLLM
 
 BLOCK_OUTERMOST: Final = "BLNHC"  # in memory: block, layer, token, head, content

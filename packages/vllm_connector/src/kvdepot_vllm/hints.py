@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvdepot.messages import MAXIMUM_PRIORITY, MAXIMUM_TTL_SECONDS
+from kvdepot.wire.messages import MAXIMUM_PRIORITY, MAXIMUM_TTL_SECONDS
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """See `kvdepot.messages.Hint`, which carries them to the depot when the request has ended."""
+    """See `kvdepot.wire.messages.Hint`, which carries them to the depot when the request has ended."""
 
     session_ended: bool = False
     priority: int = 0

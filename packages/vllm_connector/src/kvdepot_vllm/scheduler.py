@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, cast
 
+from kvdepot.backends import NO_BLOCK
 from kvdepot.client.scheduler import MISS, Lease, PendingLookup, SchedulerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
-from kvdepot.messages import MAXIMUM_CHUNKS
-from kvdepot.protocols import NO_BLOCK
+from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob, Step, StepPlan, StoreJob, WorkerReport
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 from kvdepot_vllm.hints import Hints

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvdepot.backends import ReadyEvent, TransferContext, TransferFuture
 from kvdepot.errors import LayoutError
-from kvdepot.protocols import ReadyEvent, TransferContext, TransferFuture
 from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob, WorkerReport
 
 logger = logging.getLogger(__name__)

@@ -27,11 +27,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
-from kvdepot import messages as m
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, directory_of_url, is_tcp
-from kvdepot.curve import ClientKeys
 from kvdepot.errors import ConfigError, DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
-from kvdepot.pool import PoolMapping
+from kvdepot.pool.files import PoolMapping
+from kvdepot.wire import messages as m
+from kvdepot.wire.curve import ClientKeys
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 import zmq
 
-from kvdepot import messages as m
-from kvdepot.curve import ClientKeys
 from kvdepot.errors import ConfigError, DepotTimeout, DepotUnavailable, RemoteError
+from kvdepot.wire import messages as m
+from kvdepot.wire.curve import ClientKeys
 
 
 class RemoteChannel:

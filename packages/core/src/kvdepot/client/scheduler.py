@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from kvdepot import messages as m
 from kvdepot.client.connection import Channel, Connection, Link
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.keys import KeyRun
+from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 

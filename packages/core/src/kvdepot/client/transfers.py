@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvdepot import messages as m
+from kvdepot.backends import BlockIds, CacheGroup, ReadyEvent, TransferFuture
 from kvdepot.client.connection import Channel, Connection, Link
 from kvdepot.errors import (
     DepotTimeout,
@@ -29,9 +29,9 @@ from kvdepot.errors import (
 )
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, check_block_ids
-from kvdepot.pool import PoolMapping, PoolMemory
-from kvdepot.protocols import BlockIds, CacheGroup, ReadyEvent, TransferFuture
-from kvdepot.table import TableReader
+from kvdepot.pool.files import PoolMapping, PoolMemory
+from kvdepot.pool.table import TableReader
+from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvdepot import messages as m
 from kvdepot.errors import ConfigError
+from kvdepot.processes.descriptors import is_reserve_touched
 from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
-from kvdepot.server.descriptors import is_reserve_touched
+from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 

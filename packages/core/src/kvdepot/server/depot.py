@@ -15,21 +15,21 @@ from typing import Any, Final
 
 import msgspec.structs
 
-from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
-from kvdepot.eviction import NO_NODE
-from kvdepot.histogram import Histogram
-from kvdepot.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space, digest_of, pack_extent
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space, digest_of, pack_extent
+from kvdepot.index.leases import LeaseTable
+from kvdepot.index.pins import Pin, PinTable
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
-from kvdepot.leases import LeaseTable
-from kvdepot.mover import Copy
-from kvdepot.pins import Pin, PinTable
-from kvdepot.server.movers import MoveRefused, MoverTable
-from kvdepot.server.tiering import ShardPlace, Tiering
-from kvdepot.shadow import ShadowIndex
-from kvdepot.spread import SpreadMap
-from kvdepot.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
+from kvdepot.movers.protocol import Copy
+from kvdepot.movers.table import MoveRefused, MoverTable
+from kvdepot.pool.spread import SpreadMap
+from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
+from kvdepot.server.shadow import ShadowIndex
+from kvdepot.tiers.tiering import ShardPlace, Tiering
+from kvdepot.wire import messages as m
+from kvdepot.wire.histogram import Histogram
 
 logger = logging.getLogger(__name__)
 

@@ -24,31 +24,31 @@ from typing import Final
 
 import zmq
 
-from kvdepot import messages as m
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig, format_size, resolve_pool_size
-from kvdepot.curve import ServerKeys, load_allowed, load_pair
 from kvdepot.errors import DepotBusy, ErrorCode
-from kvdepot.extents import ExtentAllocator
-from kvdepot.histogram import Histogram
-from kvdepot.index import ChunkIndex
-from kvdepot.names import Names
-from kvdepot.pool import allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
-from kvdepot.quotas import QuotaTable
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.quotas import QuotaTable
+from kvdepot.movers.table import MoverTable
+from kvdepot.operators.events import EventPublisher, check_endpoint
+from kvdepot.operators.remote import RemoteSocket
+from kvdepot.operators.zeromq import LOOK_MILLISECONDS, Listeners
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.files import allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
+from kvdepot.pool.names import Names
+from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server import operations
 from kvdepot.server.access import Access, make_room, open_lock
 from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.depot import Chore, Deferred, Depot, Refused
-from kvdepot.server.events import EventPublisher, check_endpoint
-from kvdepot.server.movers import MoverTable
-from kvdepot.server.opening import TierOpener
-from kvdepot.server.remote import RemoteSocket
 from kvdepot.server.restoring import take_over
 from kvdepot.server.sessions import Session, SessionTable
-from kvdepot.server.tiering import Tiering, TieringSettings
 from kvdepot.server.watch import SHORTEST_SECONDS, CollectionWatch, TurnWatch
-from kvdepot.server.zeromq import LOOK_MILLISECONDS, Listeners
-from kvdepot.table import Writer, table_size_bytes
+from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import messages as m
+from kvdepot.wire.curve import ServerKeys, load_allowed, load_pair
+from kvdepot.wire.histogram import Histogram
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot import messages as m
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.server.depot import MAXIMUM_ROWS, Deferred, Depot, Refused
-from kvdepot.server.opening import TierOpener
-from kvdepot.server.tiering import Tiering
+from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tiering import Tiering
 from kvdepot.tiers.url import TierUrl
+from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from kvdepot.pool.table import Writer
 from kvdepot.server.depot import Depot, Fence
-from kvdepot.table import Writer
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvdepot import messages as m
 from kvdepot.errors import ErrorCode
+from kvdepot.pool.table import Writer
+from kvdepot.processes.descriptors import EXHAUSTED, is_reserve_touched, raise_if_exhausted
+from kvdepot.processes.identity import process_start_time
 from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
-from kvdepot.server.descriptors import EXHAUSTED, is_reserve_touched
-from kvdepot.table import Writer
+from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +49,6 @@ class Session:
     opened_at: float
     token: bytes | None = None  # None until the handshake is done
     received: bytearray | None = None  # of the handshake
-
-
-def process_start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if it is not there.
-
-    Raises:
-        OSError: this process has no descriptor left to look.
-    """
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[19])
-    except (OSError, IndexError, ValueError) as error:
-        _raise_if_exhausted(error)
-        return 0
 
 
 class SessionTable:
@@ -358,15 +346,9 @@ def _peer_pidfd(connection: socket.socket, pid: int) -> int | None:
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
-        _raise_if_exhausted(error)
+        raise_if_exhausted(error)
     try:
         return os.pidfd_open(pid)
     except OSError as error:
-        _raise_if_exhausted(error)
+        raise_if_exhausted(error)
         return None
-
-
-def _raise_if_exhausted(error: Exception) -> None:
-    """Raise an error again that says nothing about the process that was looked for."""
-    if isinstance(error, OSError) and error.errno in EXHAUSTED:
-        raise error

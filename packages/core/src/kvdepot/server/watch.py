@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from kvdepot.histogram import Histogram
+from kvdepot.wire.histogram import Histogram
 
 SLOW_TURN_SECONDS: Final = 0.005
 SHORTEST_SECONDS: Final = 0.000016  # of a histogram's first bucket

@@ -4,6 +4,6 @@
 - `kvdepot.testing.faults`: the fault suite, with engines that are killed and stopped (`kvdepot.testing.engine`).
 - `kvdepot.testing.device`: a pretend accelerator that shows forgotten waits and new shapes; needs torch.
 - `kvdepot.testing.xpu_kernels`: pretend operators of vllm_xpu_kernels on it.
-- `kvdepot.testing.pattern`: bytes that follow from a key, the oracle of every test that moves data.
-- `kvdepot.testing.processes`: depots and engines as real processes that can be killed.
+- `kvdepot.lab.pattern`: bytes that follow from a key, the oracle of every test that moves data.
+- `kvdepot.lab.processes`: depots and engines as real processes that can be killed.
 """

@@ -23,15 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvdepot.backends import NO_BLOCK, TransferContext
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import LayoutError
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.lab.pattern import PagePattern
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
-from kvdepot.messages import CacheSpec
-from kvdepot.pool import POOL_FILE
-from kvdepot.protocols import NO_BLOCK, TransferContext
-from kvdepot.testing.pattern import PagePattern
-from kvdepot.testing.processes import DepotProcess, wait_until
+from kvdepot.pool.files import POOL_FILE
+from kvdepot.wire.messages import CacheSpec
 
 FULL: Final = GroupKind.FULL_ATTENTION
 WINDOW: Final = GroupKind.SLIDING_WINDOW

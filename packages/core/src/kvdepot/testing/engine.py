@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfers import CopyBatch
-from kvdepot.messages import EXTENT
 from kvdepot.testing.backend import PLANS, Cache, Worker, WorkerPlan, prompt
+from kvdepot.wire.messages import EXTENT
 
 PLAN: Final = PLANS["one group"]
 _WAIT_SECONDS: Final = 60.0

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import pytest
 
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import Cache, Worker, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN, EngineProcess
-from kvdepot.testing.processes import DepotProcess, wait_until
 
 _WAIT_SECONDS: Final = 30.0
 _CHUNK_BYTES: Final = PLAN.chunk_size_bytes(0)

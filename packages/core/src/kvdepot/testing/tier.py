@@ -16,8 +16,8 @@ from typing import Final
 import pytest
 
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.protocols import Extents, Tier, TierPool, TierUsage
-from kvdepot.testing.processes import wait_until
+from kvdepot.lab.processes import wait_until
+from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import label_of, place_of, tier_key
 from kvdepot.tiers.queue import ERRORS_TO_OPEN, TierQueue

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvdepot.protocols import Extents
+from kvdepot.tiers.base import Extents
 
 
 class Operation(IntEnum):

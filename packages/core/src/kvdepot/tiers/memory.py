@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from kvdepot.config import parse_size
-from kvdepot.protocols import Extents, TierPool, TierUsage
-from kvdepot.spread import LruSizes, SpreadMap
+from kvdepot.pool.spread import LruSizes, SpreadMap
+from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.url import TierUrl
 

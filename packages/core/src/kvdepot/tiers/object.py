@@ -39,7 +39,7 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
 from kvdepot.errors import ConfigError
-from kvdepot.protocols import Extents, TierPool, TierUsage
+from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import LABEL_BYTES
 from kvdepot.tiers.queue import PATIENCE
 from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken

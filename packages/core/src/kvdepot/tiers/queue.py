@@ -21,12 +21,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvdepot.messages import TierStatus
-from kvdepot.protocols import Extents, Tier, TierPool
+from kvdepot.tiers.base import Extents, Tier, TierPool
 from kvdepot.tiers.jobs import Call, Job, Operation, Part
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.url import DEFAULT_THREADS
 from kvdepot.tiers.workers import Workers
+from kvdepot.wire.messages import TierStatus
 
 logger = logging.getLogger(__name__)
 

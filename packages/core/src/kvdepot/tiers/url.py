@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvdepot.config import parse_number, parse_size
 from kvdepot.errors import ConfigError
-from kvdepot.protocols import Tier, TierPool
+from kvdepot.tiers.base import Tier, TierPool
 
 ENTRY_POINT_GROUP: Final = "kvdepot.tiers"
 KNOWN_TIERS: Final = {

@@ -15,8 +15,8 @@ from typing import Final
 import numpy as np
 
 from kvdepot.client.transfers import CopyBatch
+from kvdepot.copying.runs import Addresses, BatchRuns
 from kvdepot.layout import CacheLayout
-from kvdepot.runs import Addresses, BatchRuns
 
 _BYTES_WORTH_A_THREAD: Final = 8 << 20
 _BYTES_WORTH_STREAMING: Final = 1 << 20  # less than this stays in the caches for whoever comes next

@@ -9,8 +9,8 @@ import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvdepot.backends import CacheGroup, Capability
 from kvdepot.errors import BackendUnavailable
-from kvdepot.protocols import CacheGroup, Capability
 
 if TYPE_CHECKING:
     from kvdepot_cpu.xpu.context import XpuTransferContext
@@ -19,7 +19,7 @@ _WAY_OUT = "engines with their KV cache in host memory use kvdepot[cpu]"
 
 
 class XpuBackend:
-    """See `kvdepot.protocols.Backend`."""
+    """See `kvdepot.backends.Backend`."""
 
     name = "xpu"
     device_type = "xpu"

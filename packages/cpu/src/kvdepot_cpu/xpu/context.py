@@ -14,16 +14,16 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvdepot import messages as m
+from kvdepot.backends import CacheGroup, ReadyEvent
 from kvdepot.client.connection import Link
 from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers, detail_of, layer_group_of
+from kvdepot.copying.staged.arrays import page_layout_of, tensors_of
+from kvdepot.copying.staged.bridge import Bridge
+from kvdepot.copying.staged.copy import StagedCopier
 from kvdepot.errors import BackendUnavailable, ConfigError, LayoutError
 from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
-from kvdepot.pool import PoolMapping
-from kvdepot.protocols import CacheGroup, ReadyEvent
-from kvdepot.staged.arrays import page_layout_of, tensors_of
-from kvdepot.staged.bridge import Bridge
-from kvdepot.staged.copy import StagedCopier
+from kvdepot.pool.files import PoolMapping
+from kvdepot.wire import messages as m
 from kvdepot_cpu.xpu.kernels import Kernels, NoKernels
 from kvdepot_cpu.xpu.registered import RegisteredCopier
 

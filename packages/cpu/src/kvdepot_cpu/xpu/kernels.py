@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.runs import Addresses
+from kvdepot.copying.runs import Addresses
 
 _PACKAGE: Final = "vllm_xpu_kernels"
 WAY_OUT: Final = "install the version of vllm_xpu_kernels that fits torch, of August 2026 or newer"

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.client.transfers import CopyBatch
+from kvdepot.copying.runs import Addresses, BatchRuns, Runs, merge, split
+from kvdepot.copying.staged.bridge import Bridge
+from kvdepot.copying.staged.copy import StagedCopier
 from kvdepot.layout import CacheLayout
-from kvdepot.pool import PoolMapping
-from kvdepot.runs import Addresses, BatchRuns, Runs, merge, split
-from kvdepot.staged.bridge import Bridge
-from kvdepot.staged.copy import StagedCopier
+from kvdepot.pool.files import PoolMapping
 from kvdepot_cpu.xpu.kernels import ADDRESS_MASK, WAY_OUT, Kernels, NoKernels
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The toolkit of backend authors: which bytes a batch moves, and how to stage them."""

@@ -1,0 +1,162 @@
+"""Which bytes a batch of a worker moves: arithmetic on columns of numbers, no Python object for a block.
+
+For backends whose copies are given by addresses. A **run** is `(address on the device, offset in the pool, bytes)`.
+Neighbours that continue each other on both sides become one, since drivers merge nothing and each run costs them
+something. No run crosses the end of a device allocation, which a driver may refuse even if another one begins there;
+and none crosses the end of a piece of the pool, as far as it is registered piece by piece. Needs numpy, which backends
+bring; neither server nor client loads it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.client.transfers import CopyBatch
+from kvdepot.layout import CacheLayout, PageLayout
+from kvdepot.wire.messages import EXTENT
+
+Addresses = npt.NDArray[np.uint64]
+EXTENT_DTYPE: Final = np.dtype(
+    [
+        ("chunk", "<u4"), ("group", "<u2"), ("zero", "<u2"), ("record", "<u4"), ("zero2", "<u4"),
+        ("header", "<u8"), ("offset", "<u8"), ("num_bytes", "<u8"),
+    ]
+)  # fmt: skip
+assert EXTENT_DTYPE.itemsize == EXTENT.size
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs as columns, `(num_runs,)` each."""
+
+    blocks: Addresses  # addresses on the device
+    offsets: Addresses  # in the pool
+    sizes: Addresses  # bytes, none is 0
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def where(self, chosen: npt.NDArray[Any] | slice) -> "Runs":
+        """Return some of the runs."""
+        return Runs(self.blocks[chosen], self.offsets[chosen], self.sizes[chosen])
+
+
+class BatchRuns:
+    """Turns batches of one cache into runs.
+
+    `starts` are the addresses, in order, at which an allocation of the cache may begin: those of the tensors that begin
+    within no other one.
+    """
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self.starts = _starts_of([page for group in layout.groups for page in group.pages])
+        self._groups = [
+            _GroupAddresses.of(group.pages, group.blocks_per_chunk(layout.chunk_tokens)) for group in layout.groups
+        ]
+
+    def of(self, batch: CopyBatch) -> Runs:
+        """Return a run for every page of the batch, in the order of its extents."""
+        records = np.frombuffer(batch.extents, EXTENT_DTYPE)
+        parts: list[Runs] = []
+        for number, group in enumerate(self._groups):
+            mine = records[records["group"] == number]
+            if len(mine):
+                chunks = mine["chunk"].astype(np.int64)
+                places = np.arange(group.blocks_per_chunk)
+                rows = (chunks - batch.first_covered[number])[:, None] * group.blocks_per_chunk
+                ids = np.asarray(batch.block_ids[number], np.int64)[rows + places]
+                wanted = (chunks > 0)[:, None] | (places >= batch.skip_blocks[number])
+                wanted &= ids >= 0  # not NO_BLOCK
+                parts.append(group.runs(ids.astype(np.uint64), mine["offset"].astype(np.uint64), wanted))
+        empty = np.empty(0, np.uint64)
+        return Runs(
+            np.concatenate([empty, *(part.blocks for part in parts)]),
+            np.concatenate([empty, *(part.offsets for part in parts)]),
+            np.concatenate([empty, *(part.sizes for part in parts)]),
+        )
+
+
+def merge(runs: Runs, starts: Addresses | None = None) -> Runs:
+    """Make one run of those that follow each other and continue each other on the device and in the pool.
+
+    Args:
+        runs: in the order in which they may follow each other.
+        starts: addresses on the device, in order, at which no run continues another; None for none.
+    """
+    if len(runs) < 2:
+        return runs
+    block_ends, offset_ends = runs.blocks + runs.sizes, runs.offsets + runs.sizes
+    breaks = (runs.blocks[1:] != block_ends[:-1]) | (runs.offsets[1:] != offset_ends[:-1])
+    if starts is not None and len(starts):
+        continuing = np.flatnonzero(~breaks)
+        blocks = runs.blocks[continuing + 1]
+        breaks[continuing] = starts[np.maximum(np.searchsorted(starts, blocks, "right"), 1) - 1] == blocks
+    firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return Runs(runs.blocks[firsts], runs.offsets[firsts], np.add.reduceat(runs.sizes, firsts))
+
+
+def split(runs: Runs, piece_bytes: int) -> Runs:
+    """Cut runs where a piece of the pool ends: pieces begin at multiples of `piece_bytes`."""
+    piece = np.uint64(piece_bytes)
+    first = runs.offsets // piece
+    counts = (runs.offsets + runs.sizes - np.uint64(1)) // piece - first + np.uint64(1)
+    if not len(runs) or int(counts.max()) == 1:
+        return runs
+    repeats = counts.astype(np.int64)
+    whole = np.repeat(np.arange(len(runs)), repeats)
+    nth = (np.arange(len(whole)) - np.repeat(np.cumsum(repeats) - repeats, repeats)).astype(np.uint64)
+    piece_starts = (first[whole] + nth) * piece
+    starts = np.maximum(runs.offsets[whole], piece_starts)
+    ends = np.minimum((runs.offsets + runs.sizes)[whole], piece_starts + piece)
+    return Runs(runs.blocks[whole] + (starts - runs.offsets[whole]), starts, ends - starts)
+
+
+def _starts_of(pages: Sequence[PageLayout]) -> Addresses:
+    """Return where pages begin that lie within no other one, in order: bytes of one tensor are of one allocation."""
+    starts: list[int] = []
+    end = 0
+    for page in sorted(pages, key=lambda page: page.address):
+        if not starts or page.address >= end:
+            starts.append(page.address)
+        end = max(end, page.address + (page.num_blocks - 1) * page.stride_bytes + page.page_size_bytes)
+    return np.array(starts, np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupAddresses:
+    """The pages of one layer group, as columns of numbers."""
+
+    blocks_per_chunk: int
+    addresses: Addresses  # (num_pages,), of block 0
+    strides: Addresses
+    page_sizes: Addresses
+    run_offsets: Addresses  # of each page's bytes within an extent
+
+    @classmethod
+    def of(cls, pages: Sequence[PageLayout], blocks_per_chunk: int) -> "_GroupAddresses":
+        sizes = np.array([page.page_size_bytes for page in pages], np.uint64)
+        return cls(
+            blocks_per_chunk,
+            np.array([page.address for page in pages], np.uint64),
+            np.array([page.stride_bytes for page in pages], np.uint64),
+            sizes,
+            (np.cumsum(sizes) - sizes) * np.uint64(blocks_per_chunk),
+        )
+
+    def runs(self, ids: Addresses, extents: Addresses, wanted: npt.NDArray[np.bool_]) -> Runs:
+        """Return one run a page.
+
+        Args:
+            ids: block ids, `(num_chunks, blocks_per_chunk)`.
+            extents: offsets in the pool, `(num_chunks,)`.
+            wanted: which of `ids` to copy.
+        """
+        places = np.arange(self.blocks_per_chunk, dtype=np.uint64)
+        blocks = self.addresses[:, None] + ids[:, None, :] * self.strides[:, None]
+        offsets = extents[:, None, None] + self.run_offsets[:, None] + places * self.page_sizes[:, None]
+        shape: Any = blocks.shape
+        chosen = np.broadcast_to(wanted[:, None, :], shape)
+        return Runs(blocks[chosen], offsets[chosen], np.broadcast_to(self.page_sizes[:, None], shape)[chosen])

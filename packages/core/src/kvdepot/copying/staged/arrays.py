@@ -1,0 +1,77 @@
+"""The tensors of an engine's KV cache on a device, as pages and as bytes."""
+
+from typing import Any, cast
+
+from kvdepot.backends import CacheGroup
+from kvdepot.errors import LayoutError
+from kvdepot.layout import PageLayout, strided_pages
+
+
+def tensors_of(group: CacheGroup) -> list[Any]:
+    """Return the tensors of a group one by one: keys and values of the first layer, of the second, and so on.
+
+    A layer is one tensor, or a tuple of two. Views whose dimensions within a block lie in another order than in memory,
+    as vLLM hands them out, are turned to the order in memory.
+
+    Raises:
+        LayoutError: not one or two tensors a layer, or some layers have one and some two.
+    """
+    found: list[Any] = []
+    num_pairs = 0
+    for number, layer in enumerate(group.tensors):
+        if not isinstance(layer, tuple):
+            found.append(layer)
+            continue
+        pair = cast("tuple[Any, ...]", layer)
+        if len(pair) != 2:
+            raise LayoutError(f"layer {number} has {len(pair)} tensors: keys and values are two")
+        found += pair
+        num_pairs += 1
+    if num_pairs not in (0, len(group.tensors)):
+        raise LayoutError(
+            f"{num_pairs} of {len(group.tensors)} layers have keys and values apart: all of a group or none"
+        )
+    return [_in_memory_order(tensor) for tensor in found]
+
+
+def _in_memory_order(tensor: Any) -> Any:
+    if not hasattr(tensor, "permute"):
+        return tensor  # refused when its place is looked for
+    places = sorted(zip(tensor.stride()[1:], tensor.shape[1:], range(1, tensor.dim()), strict=True), reverse=True)
+    order = [dimension for _, size, dimension in places if size != 1]
+    if order == sorted(order):
+        return tensor
+    return tensor.permute(0, *(dimension for dimension in range(1, tensor.dim()) if dimension not in order), *order)
+
+
+def page_layout_of(tensor: Any, device_type: str) -> PageLayout:
+    """Return how the blocks of `tensor`, `(num_blocks, ...)` on a device, lie.
+
+    Without an address: what `data_ptr()` says may be virtual, and nothing here is computed with it.
+
+    Raises:
+        LayoutError: not on such a device, no blocks, or the bytes of one are not contiguous.
+    """
+    found = str(getattr(getattr(tensor, "device", None), "type", type(tensor).__name__))
+    if found != device_type:
+        raise LayoutError(
+            f"a tensor on {found}: the {device_type} backend copies memory of that device, use the backend of {found}"
+        )
+    itemsize = int(tensor.element_size())
+    shape = tuple(int(size) for size in tensor.shape)
+    return strided_pages(0, shape, tuple(int(step) * itemsize for step in tensor.stride()), itemsize)
+
+
+def byte_view(tensor: Any, int8: Any) -> Any:
+    """Return `tensor` as `(num_blocks, page_size_bytes)` int8: the same memory, never a copy.
+
+    Bytes, since devices lack gathers and scatters for some types (fp8), and a copy must not round or quieten.
+
+    Raises:
+        LayoutError: the device's library cannot view it so.
+    """
+    try:
+        flat = tensor.view(int(tensor.shape[0]), -1)
+        return flat.view(int8)
+    except RuntimeError as error:
+        raise LayoutError(f"a cache of shape {tuple(tensor.shape)} cannot be seen as bytes: {error}") from error

@@ -1,0 +1,324 @@
+"""Blocks between a device's memory and the pool: gathered and scattered on the device, staged in host memory.
+
+A move out: block ids to the device, `index_select` of every page into one buffer, one copy to a staging slot, an event;
+then, once the event has happened, the slot's bytes go to the extents. A move in is the same backwards, with
+`index_copy_`. Two slots a direction take turns, so that the host copies one while the device fills the other. The
+device touches the staging slots alone, never the pool.
+
+Where the device compiles each new shape (a Gaudi, for seconds) everything on it has one of the shapes that `warm_up`
+has run. Waiting and launching are apart: `Bridge.launch` starts what was put off and waits for nothing (a Gaudi's
+mark_step), an event waits and may launch nothing. So every hand-over is: work, launch, event, wait.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.client.transfers import CopyBatch
+from kvdepot.copying.staged.arrays import byte_view
+from kvdepot.copying.staged.bridge import Bridge
+from kvdepot.copying.staged.moves import Bytes, GroupShape, Ids, Move, moves
+from kvdepot.errors import LayoutError
+from kvdepot.layout import CacheLayout
+
+logger = logging.getLogger(__name__)
+
+STAGING_BYTES: Final = 64 << 20  # of one of the four slots, at most, unless one block is larger
+_NUM_SLOTS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One staging buffer with the ids of the blocks in it; the device's once the work is issued, until the event."""
+
+    bytes_on_host: Bytes
+    ids_on_host: Ids
+    event: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The buffers of one direction in one shape."""
+
+    ids: Any  # (num_blocks,) int64 on the device
+    gathered: Any  # (num_blocks * block_size_bytes,) int8 on the device
+    pages: tuple[Any, ...]  # of `gathered`: (num_blocks, page_size_bytes) each
+    staged: tuple[Any, ...]  # a slot's: like `gathered`, on the host
+    staged_ids: tuple[Any, ...]
+
+
+class _Direction:
+    """Stores or retrieves: a stream, a buffer on the device, two staging slots."""
+
+    def __init__(self, bridge: Bridge, shapes: Sequence[GroupShape]) -> None:
+        torch = bridge.torch
+        num_bytes = max(shape.largest * shape.block_size_bytes for shape in shapes)
+        num_ids = max(shape.largest for shape in shapes)
+        self.stream = bridge.module.Stream()
+        self._shapes = shapes
+        self._ids: Any = torch.zeros(num_ids, dtype=torch.int64, device=bridge.device_type)
+        self._gathered: Any = torch.zeros(num_bytes, dtype=torch.int8, device=bridge.device_type)
+        bridge.launch()
+        buffers = [bridge.host_buffer(num_bytes) for _ in range(_NUM_SLOTS)]
+        self._staged = [buffer for buffer, _ in buffers]
+        self._staged_ids = [bridge.host_buffer(num_ids * 8)[0].view(torch.int64) for _ in range(_NUM_SLOTS)]
+        self.is_pinned = all(pinned for _, pinned in buffers)
+        self.slots: tuple[_Slot, ...] = tuple(
+            _Slot(buffer.numpy().view(np.uint8), ids_on_host.numpy(), bridge.module.Event())
+            for buffer, ids_on_host in zip(self._staged, self._staged_ids, strict=True)
+        )
+        self.views: dict[tuple[int, int], _Views] = {  # kept: on a Gaudi a view is part of a graph
+            (number, bucket): self._make_views(number, bucket)
+            for number, shape in enumerate(shapes)
+            for bucket in shape.buckets
+        }
+
+    def views_of(self, move: Move) -> _Views:
+        """Return the buffers in the shape of a move."""
+        if not self._shapes[move.group].buckets:
+            return self._make_views(move.group, move.bucket)
+        return self.views[move.group, move.bucket]
+
+    def _make_views(self, group: int, num_blocks: int) -> _Views:
+        pages: list[Any] = []
+        start = 0
+        for size in self._shapes[group].page_sizes_bytes:
+            pages.append(self._gathered[start : start + num_blocks * size].view(num_blocks, size))
+            start += num_blocks * size
+        return _Views(
+            self._ids[:num_blocks], self._gathered[:start], tuple(pages), tuple(each[:start] for each in self._staged),
+            tuple(each[:num_blocks] for each in self._staged_ids),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+        self.views.clear()
+        self.slots = ()
+        self._ids = self._gathered = None
+        self._staged, self._staged_ids = [], []
+
+
+class StagedCopier:
+    """The `Copier` of a device.
+
+    Construct it before the engine computes, on its stream: it compiles every shape, where that is needed, and checks
+    that what is written through the byte views arrives in the engine's tensors; block 0 of each has its bytes again
+    afterwards.
+
+    Args:
+        bridge: the device.
+        layout: where the blocks are.
+        tensors: of each group, in the order of the layout's pages; kept alive.
+        max_blocks: how many blocks are moved at once, at most.
+        staging_bytes: of a staging slot, at most; there are four, and two buffers of that size on the device.
+        follows: have each batch wait on the device for what the stream of this call has by then; else whoever submits
+            has waited for the engine.
+        needs_pinned: make each copy between host and device wait where the staging memory could not be pinned.
+
+    Raises:
+        LayoutError: the tensors cannot be seen as bytes.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        layout: CacheLayout,
+        tensors: Sequence[Sequence[Any]],
+        *,
+        max_blocks: int,
+        staging_bytes: int = STAGING_BYTES,
+        follows: bool = True,
+        needs_pinned: bool = False,
+    ) -> None:
+        self._bridge = bridge
+        self._follows = follows
+        self._shapes = [
+            GroupShape.of(group, layout.chunk_tokens, staging_bytes, max_blocks, in_buckets=bridge.compiles_shapes)
+            for group in layout.groups
+        ]
+        self._pages = [[byte_view(tensor, bridge.torch.int8) for tensor in group] for group in tensors]
+        self._compute = bridge.module.current_stream()  # what the engine's work runs on
+        self._issuing = threading.Lock()  # lazy mode accumulates for the process: a move is issued in one piece
+        self._stores, self._retrieves = (_Direction(bridge, self._shapes) for _ in range(2))
+        bridge.launch()
+        self.is_pinned: Final = self._stores.is_pinned and self._retrieves.is_pinned
+        self._is_late = self.is_pinned or not needs_pinned  # copies between host and device return before they are done
+        for direction in (self._stores, self._retrieves):
+            direction.stream.wait_stream(self._compute)  # what made the cache and the buffers
+        for number, group in enumerate(tensors):
+            self._check(number, group)
+        self.warm_up()
+
+    def store(self, batch: CopyBatch) -> None:
+        """See `Copier`."""
+        self._run(batch, self._stores, self._store_in_turns)
+
+    def retrieve(self, batch: CopyBatch) -> None:
+        """See `Copier`."""
+        self._run(batch, self._retrieves, self._retrieve_in_turns)
+
+    def close(self) -> None:
+        """See `Copier`."""
+        self._pages = []
+        self._stores.close()
+        self._retrieves.close()
+
+    def warm_up(self) -> None:
+        """Run every bucket once in both directions; block 0 of every tensor is read and written with what it holds."""
+        for number, shape in enumerate(self._shapes):
+            for bucket in shape.buckets:
+                move = Move(number, bucket, np.zeros(bucket, np.int64), ())
+                self._write_rows(move, self._read_rows(move))
+
+    # --- a batch --------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, batch: CopyBatch, direction: _Direction, work: Callable[[CopyBatch, _Direction, Bytes], None]
+    ) -> None:
+        self._follow_compute(direction)
+        pool: Bytes = np.frombuffer(batch.mapping.pool, np.uint8)
+        try:
+            work(batch, direction, pool)
+        except BaseException:
+            # The caller may give blocks and extents away: nothing may be under way behind its back.
+            with contextlib.suppress(RuntimeError), self._issue(direction):
+                self._bridge.launch()
+                direction.stream.synchronize()
+            raise
+
+    def _store_in_turns(self, batch: CopyBatch, direction: _Direction, pool: Bytes) -> None:
+        before: tuple[Move, _Slot] | None = None
+        for number, move in enumerate(moves(batch, self._shapes)):
+            slot = self._gather(direction, move, number % _NUM_SLOTS)
+            if before is not None:
+                self._unload(*before, pool)
+            before = move, slot
+        if before is not None:
+            self._unload(*before, pool)
+
+    def _unload(self, move: Move, slot: _Slot, pool: Bytes) -> None:
+        self._wait_until_staged(slot)
+        move.to_pool(self._shapes[move.group], slot.bytes_on_host, pool)
+
+    def _retrieve_in_turns(self, batch: CopyBatch, direction: _Direction, pool: Bytes) -> None:
+        used = 0
+        for number, move in enumerate(moves(batch, self._shapes)):
+            slot = direction.slots[number % _NUM_SLOTS]
+            if number >= _NUM_SLOTS:
+                self._wait_until_free(slot)
+            shape = self._shapes[move.group]
+            move.from_pool(shape, slot.bytes_on_host, pool)
+            move.pad(shape, slot.bytes_on_host)
+            self._scatter(direction, move, number % _NUM_SLOTS)
+            used = min(number + 1, _NUM_SLOTS)
+        for slot in direction.slots[:used]:
+            self._wait_until_written(slot)
+
+    # --- the device -----------------------------------------------------------------------------------------------
+
+    def _follow_compute(self, direction: _Direction) -> None:
+        """Have the direction's stream wait for what the engine has launched: it may still write or read the blocks."""
+        if self._follows:
+            direction.stream.wait_stream(self._compute)
+
+    def _gather(self, direction: _Direction, move: Move, number: int) -> _Slot:
+        """Issue the copy of blocks to a slot."""
+        views, slot = self._prepare(direction, move, number)
+        index_select = self._bridge.torch.index_select
+        with self._issue(direction):
+            views.ids.copy_(views.staged_ids[number], non_blocking=self._is_late)
+            for page, rows in zip(self._pages[move.group], views.pages, strict=True):
+                index_select(page, 0, views.ids, out=rows)
+            self._bridge.launch()  # so that the copy is no part of the compiled graph
+            views.staged[number].copy_(views.gathered, non_blocking=self._is_late)
+            self._launch_store()
+            slot.event.record(direction.stream)
+        return slot
+
+    def _scatter(self, direction: _Direction, move: Move, number: int) -> _Slot:
+        """Issue the copy of a slot to blocks."""
+        views, slot = self._prepare(direction, move, number)
+        with self._issue(direction):
+            views.ids.copy_(views.staged_ids[number], non_blocking=self._is_late)
+            views.gathered.copy_(views.staged[number], non_blocking=self._is_late)
+            self._bridge.launch()
+            for page, rows in zip(self._pages[move.group], views.pages, strict=True):
+                page.index_copy_(0, views.ids, rows)
+            self._launch_retrieve()
+            slot.event.record(direction.stream)
+        return slot
+
+    def _prepare(self, direction: _Direction, move: Move, number: int) -> tuple[_Views, _Slot]:
+        slot = direction.slots[number]
+        count = len(move.block_ids)
+        slot.ids_on_host[:count] = move.block_ids
+        slot.ids_on_host[count : move.bucket] = move.block_ids[-1]  # a gather's padding may be any block
+        return direction.views_of(move), slot
+
+    @contextlib.contextmanager
+    def _issue(self, direction: _Direction) -> Generator[None]:
+        with self._issuing, self._bridge.issuing(direction.stream):
+            yield
+
+    # Each step below is one that a device needs and no CPU does; the tests of the backends leave them out in turn.
+
+    def _launch_store(self) -> None:
+        self._bridge.launch()
+
+    def _launch_retrieve(self) -> None:
+        self._bridge.launch()
+
+    def _wait_until_staged(self, slot: _Slot) -> None:
+        slot.event.synchronize()
+
+    def _wait_until_free(self, slot: _Slot) -> None:
+        slot.event.synchronize()
+
+    def _wait_until_written(self, slot: _Slot) -> None:
+        slot.event.synchronize()
+
+    # --- warming up and checking ----------------------------------------------------------------------------------
+
+    def _read_rows(self, move: Move) -> Bytes:
+        self._follow_compute(self._stores)
+        slot = self._gather(self._stores, move, 0)
+        self._wait_until_staged(slot)
+        return slot.bytes_on_host[: move.bucket * self._shapes[move.group].block_size_bytes].copy()
+
+    def _write_rows(self, move: Move, rows: Bytes) -> None:
+        self._follow_compute(self._retrieves)
+        self._retrieves.slots[0].bytes_on_host[: len(rows)] = rows
+        self._wait_until_written(self._scatter(self._retrieves, move, 0))
+
+    def _check(self, number: int, tensors: Sequence[Any]) -> None:
+        """See that the byte views are the engine's tensors, both ways: a view may be a private copy."""
+        move = Move(number, 1, np.zeros(1, np.int64), ())
+        saved = self._first_blocks(tensors)
+        arrives = np.array_equal(self._read_rows(move), saved)
+        if arrives:
+            try:
+                self._write_rows(move, ~saved)
+                arrives = np.array_equal(self._first_blocks(tensors), ~saved)
+            finally:
+                self._write_rows(move, saved)
+            arrives = arrives and np.array_equal(self._first_blocks(tensors), saved)
+        if not arrives:
+            raise LayoutError(
+                f"group {number}: bytes copied through the int8 views do not arrive in the engine's tensors: torch for"
+                f" {self._bridge.device_type} copies where it should view, or waits for less than it says; please"
+                " report it with the versions of torch and of the device's software"
+            )
+
+    def _first_blocks(self, tensors: Sequence[Any]) -> Bytes:
+        """Return the bytes of block 0 of each tensor, past the byte view."""
+        return np.concatenate([self._first_block(tensor) for tensor in tensors])
+
+    def _first_block(self, tensor: Any) -> Bytes:
+        with self._issuing:
+            block = tensor[:1].to("cpu")
+        return block.contiguous().view(self._bridge.torch.uint8).numpy().reshape(-1)

@@ -1,0 +1,1 @@
+"""Which chunks are here, who may have them, which one leaves next."""

@@ -1,0 +1,343 @@
+"""Eviction policies: which chunk leaves when room is needed.
+
+Chunks form trees by prefix, and a parent outlives its children, so only leaves ever leave. Both policies act as if each
+use touched the whole prefix from its deepest chunk to the root: an ancestor is never colder than its descendants.
+"""
+
+import heapq
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, Protocol
+
+from kvdepot.index.columns import Links, make_column
+from kvdepot.pool.spread import SpreadMap
+
+logger = logging.getLogger(__name__)
+
+NO_NODE: Final = 0xFFFFFFFF
+
+# Of one search for a victim: a store may need many, and takes a few milliseconds at the most, whatever the index holds.
+_MOST_LOOKED_AT: Final = 4096  # leaves that leases keep
+_MOST_MENDED: Final = 16
+_MOST_TURNED: Final = 4096
+_MOST_TOUCHED: Final = 512  # chunks of a prefix, by one use
+
+# Ranks: what has a lower one leaves first, whatever the policy; clients' hints change them.
+ENDED: Final = 0  # its client said that nobody will ask for it again
+NORMAL: Final = 1  # priority 0; above it one for each higher priority
+
+
+class EvictionPolicy(Protocol):
+    """Chooses which chunk leaves next. Nodes are small integers of the index; a parent outlives its children.
+
+    The index tells it what happens; `victim` only proposes nodes for which `evictable` is true.
+    """
+
+    def added(self, node: int) -> None:
+        """A chunk is complete and may be found from now on."""
+        ...
+
+    def used(self, node: int) -> None:
+        """A prefix that ends with this chunk was used: it and its ancestors, deepest first."""
+        ...
+
+    def unpinned(self, node: int) -> None:
+        """A node became evictable again: its last lease ended or its last child left."""
+        ...
+
+    def removed(self, node: int) -> None:
+        """A chunk left, evicted or cleared. The number may come again for another chunk."""
+        ...
+
+    def victim(self) -> int | None:
+        """Return the next chunk to evict without removing it, None if nothing can be."""
+        ...
+
+
+@dataclass(slots=True)
+class ChunkTree:
+    """What policies see of the index: columns by node number, of which there are `capacity` at most."""
+
+    capacity: int
+    keys: list[bytes | None]  # of the numbers given out so far; None: not in use
+    parent: "memoryview[int]"
+    num_children: "memoryview[int]"
+    holds: "memoryview[int]"  # leases and unfinished writes
+    share: "memoryview[int]"  # of the pool, which the chunk counts against
+    rank: "memoryview[int]"
+
+    @classmethod
+    def with_room(cls, capacity: int) -> "ChunkTree":
+        """Return one without chunks."""
+        parent, num_children, holds, share = (make_column("I", capacity) for _ in range(4))
+        return cls(capacity, [], parent, num_children, holds, share, make_column("B", capacity))
+
+    def evictable(self, node: int) -> bool:
+        """Whether nothing needs the chunk."""
+        return not self.num_children[node] and not self.holds[node] and self.keys[node] is not None
+
+    def of_share(self, number: int, rank: int) -> "ShareTree":
+        """Return the same columns as the policy of one rank of one share sees them."""
+        columns = self.keys, self.parent, self.num_children, self.holds, self.share, self.rank
+        return ShareTree(self.capacity, *columns, number, rank)
+
+
+@dataclass(slots=True)
+class ShareTree(ChunkTree):
+    """A tree of which only the chunks of one rank of one share can leave: node numbers go from one to another."""
+
+    number: int = 0
+    own_rank: int = NORMAL
+
+    def evictable(self, node: int) -> bool:
+        """Whether it is of this share and rank and nothing needs it."""
+        return self.share[node] == self.number and self.rank[node] == self.own_rank and ChunkTree.evictable(self, node)
+
+
+class LeastRecentlyUsed:
+    """The leaf that was used longest ago leaves first.
+
+    A use is one store into a column, however long the prefix: a chunk that becomes a leaf inherits the last use of the
+    child that left, which is what touching every ancestor would have done. Leaves wait in a heap, each once, with a key
+    that may be out of date (too old); it is put right when it comes to the top. When very many in a row are, as after
+    nearly everything was used again, only some are put right at a time, and the coldest of those leaves.
+    """
+
+    def __init__(self, tree: ChunkTree) -> None:
+        self._tree = tree
+        self._last_use = make_column("Q", tree.capacity)
+        self._queued = make_column("B", tree.capacity)
+        self._heap: list[int] = []  # last use << 32 | node
+        self._tick = 0
+
+    def _now(self, node: int) -> None:
+        self._tick += 1
+        self._last_use[node] = self._tick
+
+    def added(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._now(node)
+        self._queue(node)
+
+    def used(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._now(node)
+
+    def unpinned(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._queue(node)
+
+    def removed(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        parent = self._tree.parent[node]
+        if parent != NO_NODE:
+            self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
+        self._last_use[node] = 0  # the number may go to a chunk that leaves unfinished, never `added`
+        if self._heap and self._heap[0] & NO_NODE == node:
+            heapq.heappop(self._heap)  # the victim: those of a long prompt would be many to pass over later
+            self._queued[node] = 0
+
+    def victim(self) -> int | None:
+        """See `EvictionPolicy`."""
+        heap, last_use, evictable = self._heap, self._last_use, self._tree.evictable
+        coldest, num_mended = NO_NODE, 0
+        for _ in range(_MOST_LOOKED_AT):
+            if not heap or num_mended == _MOST_MENDED:
+                break
+            node = heap[0] & NO_NODE
+            if not evictable(node):
+                heapq.heappop(heap)
+                self._queued[node] = 0
+            elif heap[0] >> 32 < last_use[node]:
+                heapq.heapreplace(heap, last_use[node] << 32 | node)
+                num_mended += 1
+                if coldest == NO_NODE or last_use[node] < last_use[coldest]:
+                    coldest = node
+            else:
+                return node
+        return None if coldest == NO_NODE else coldest
+
+    def _queue(self, node: int) -> None:
+        if not self._queued[node] and self._tree.evictable(node):
+            self._queued[node] = 1
+            heapq.heappush(self._heap, self._last_use[node] << 32 | node)
+
+
+_ONCE: Final = 0
+_AGAIN: Final = 1
+_SPARE: Final = 2
+
+
+class _Ghosts:
+    """Keys of what was seen once and of what was seen again, which left last."""
+
+    def __init__(self, capacity: int) -> None:
+        self._slot_of: SpreadMap[bytes, int] = SpreadMap()
+        self._keys: list[bytes] = []  # by slot
+        self._slots = Links(capacity, 3)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many there are of either kind."""
+        return self._slots.sizes[_ONCE], self._slots.sizes[_AGAIN]
+
+    def add(self, key: bytes, which: int) -> None:
+        """Remember a key."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            slot = self._slots.first(_SPARE)
+        if slot is None:
+            slot = len(self._keys)
+            self._keys.append(key)
+        self._keys[slot] = key
+        self._slot_of[key] = slot
+        self._slots.append(slot, which)
+
+    def take(self, key: bytes) -> int | None:
+        """Forget a key; return of which kind it was, None if it is not known."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return None
+        which = self._slots.list_of(slot)
+        self._forget(slot)
+        return which
+
+    def trim(self, most: int) -> None:
+        """Forget those that left first, until there are so many of either kind."""
+        for which in (_ONCE, _AGAIN):
+            while self._slots.sizes[which] > most:
+                slot = self._slots.first(which)
+                assert slot is not None
+                self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        del self._slot_of[self._keys[slot]]
+        self._keys[slot] = b""
+        self._slots.append(slot, _SPARE)
+
+
+class AdaptiveReplacement:
+    """ARC: balances chunks seen once against chunks seen again, by what it would have hit of what it evicted.
+
+    Megiddo and Modha, FAST 2003. Ghosts are remembered by key. A node that cannot leave when it is the coldest of its
+    list (it has children or leases, so something below it is warmer) moves to the warm end. A use moves the whole
+    prefix, chunk by chunk; of a very long one what is at its end, as that has to leave first.
+    """
+
+    def __init__(self, tree: ChunkTree) -> None:
+        self._tree = tree
+        self._nodes = Links(tree.capacity, 2)
+        self._ghosts = _Ghosts(2 * (tree.capacity + 1))
+        self._target_once = 0.0
+
+    def added(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        key = self._tree.keys[node]
+        assert key is not None
+        capacity = sum(self._nodes.sizes) + 1
+        num_once, num_again = self._ghosts.sizes
+        seen = self._ghosts.take(key)
+        if seen == _ONCE:
+            self._target_once = min(capacity, self._target_once + max(1.0, num_again / num_once))
+        elif seen == _AGAIN:
+            self._target_once = max(0.0, self._target_once - max(1.0, num_once / num_again))
+        self._nodes.append(node, _ONCE if seen is None else _AGAIN)
+
+    def used(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        parent, nodes = self._tree.parent, self._nodes
+        for _ in range(_MOST_TOUCHED):
+            if node == NO_NODE:
+                break
+            if nodes.list_of(node) is not None:
+                nodes.append(node, _AGAIN)
+            node = parent[node]
+
+    def unpinned(self, node: int) -> None:
+        """See `EvictionPolicy`; the lists hold pinned nodes too."""
+
+    def removed(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        key = self._tree.keys[node]
+        assert key is not None
+        capacity = sum(self._nodes.sizes)
+        seen = self._nodes.list_of(node)
+        if seen is not None:
+            self._nodes.remove(node)
+            self._ghosts.add(key, seen)
+        self._ghosts.trim(capacity)
+
+    def victim(self) -> int | None:
+        """See `EvictionPolicy`."""
+        nodes, evictable = self._nodes, self._tree.evictable
+        num_once, num_again = nodes.sizes
+        for which in (_AGAIN, _ONCE) if num_once <= self._target_once and num_again else (_ONCE, _AGAIN):
+            node = NO_NODE
+            for node in islice(nodes.numbers(which), _MOST_TURNED):
+                if evictable(node):
+                    nodes.begin_with(node, which)
+                    return node
+            if node != NO_NODE:
+                nodes.begin_with(node, which)  # the next search goes on there
+        return None
+
+
+class GuardedPolicy:
+    """A policy whose mistakes cost no more than the store that needed it: nothing that it raises reaches the index."""
+
+    def __init__(self, policy: EvictionPolicy, tree: ChunkTree) -> None:
+        self.num_errors = 0
+        self._policy = policy
+        self._tree = tree
+
+    def added(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._tell(self._policy.added, node)
+
+    def used(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._tell(self._policy.used, node)
+
+    def unpinned(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._tell(self._policy.unpinned, node)
+
+    def removed(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._tell(self._policy.removed, node)
+
+    def victim(self) -> int | None:
+        """See `EvictionPolicy`; what cannot leave is not proposed."""
+        try:
+            node = self._policy.victim()
+        except Exception:
+            self._note()
+            return None
+        if node is not None and not (0 <= node < len(self._tree.keys) and self._tree.evictable(node)):
+            self.num_errors += 1
+            logger.error("%s would evict node %d, which is in use", type(self._policy).__name__, node)
+            return None
+        return node
+
+    def _tell(self, listener: Callable[[int], None], node: int) -> None:
+        try:
+            listener(node)
+        except Exception:
+            self._note()
+
+    def _note(self) -> None:
+        self.num_errors += 1
+        logger.exception("the eviction policy %s failed", type(self._policy).__name__)
+
+
+class PolicyFactory(Protocol):
+    """Makes a policy for a tree."""
+
+    def __call__(self, tree: ChunkTree, /) -> EvictionPolicy:
+        """Return a new policy."""
+        ...
+
+
+POLICIES: Final[dict[str, PolicyFactory]] = {"lru": LeastRecentlyUsed, "arc": AdaptiveReplacement}

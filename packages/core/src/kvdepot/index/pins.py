@@ -1,0 +1,57 @@
+"""Pins: prefixes that operators keep in the pool, and until when. As many as they ask for: all is done in steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from kvdepot.index.index import ChunkIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The nodes that keep a prefix."""
+
+    tenant: str
+    nodes: tuple[int, ...]
+
+
+class PinTable:
+    """Every pin; one that was ended leaves a number in the order of expiry until its time."""
+
+    def __init__(self, index: ChunkIndex) -> None:
+        self._index = index
+        self._pins: dict[int, Pin] = {}
+        self._by_expiry: list[tuple[float, int]] = []  # heap
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, pin: Pin, expiry_seconds: float) -> None:
+        """Pin until a time of the server's monotonic clock."""
+        self._index.pin(pin.nodes)
+        self._pins[self._next] = pin
+        heappush(self._by_expiry, (expiry_seconds, self._next))
+        self._next += 1
+
+    def has_expired(self, now: float) -> bool:
+        """Whether `expire` has something to do."""
+        return bool(self._by_expiry) and self._by_expiry[0][0] <= now
+
+    def expire(self, now: float) -> Iterator[int]:
+        """End the pins whose time is over; yields how many at each step."""
+        while self.has_expired(now):
+            yield self._end(heappop(self._by_expiry)[1], None)
+
+    def end(self, tenant: str | None) -> Iterator[int]:
+        """End the pins that a tenant (None: any) has now; yields how many at each step."""
+        for number in list(self._pins):
+            yield self._end(number, tenant)
+
+    def _end(self, number: int, tenant: str | None) -> int:
+        pin = self._pins.get(number)
+        if pin is None or tenant not in (None, pin.tenant):
+            return 0
+        del self._pins[number]
+        self._index.unpin(pin.nodes)
+        return 1

@@ -1,0 +1,225 @@
+"""Which tenant makes room: quotas of the pool's bytes.
+
+A quota is what a tenant can keep against all others; space that nobody else needs may be borrowed on top. When room is
+needed, those above their quota give it, the one that is above it most first; if nobody is, whoever asks makes its own
+room. So no tenant can evict what another keeps within its quota, and two that both want more than theirs evict only
+themselves. Tenants without a quota share what the quotas leave.
+
+What a tenant has within its quota it can always have, whatever others hold. Leases and pins of a share above its quota
+yield to a share that asks within its own (`ChunkIndex.evict_one`). Unfinished entries cannot yield, as a living process
+may write to them: a share has at most its quota of them. The share without a quota may have a sixteenth of the pool,
+even where the quotas leave less.
+"""
+
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Final
+
+from kvdepot.errors import ConfigError
+from kvdepot.pool.spread import SpreadMap
+
+MAXIMUM_QUOTAS: Final = 1024  # that a depot has had at the same time or one after the other
+_SPARE: Final = 64  # entries of a heap
+_LEAST_WRITING: Final = 1 / 16  # of the pool, that those without a quota may be writing
+
+
+class QuotaTable:
+    """Shares of the pool: number 0 for tenants without a quota, then one for each quota.
+
+    Bytes are counted by share and by tenant. Shares above their quota wait in a heap, the one most above it first; an
+    entry may say too much, which is put right when it comes to the top, or nothing any more.
+
+    Args:
+        capacity_bytes: of the pool.
+        quotas: bytes by tenant.
+
+    Raises:
+        ConfigError: the quotas are more than the pool.
+    """
+
+    def __init__(self, capacity_bytes: int, quotas: Mapping[str, int] | None = None) -> None:
+        quotas = quotas or {}
+        rest = capacity_bytes - sum(quotas.values())
+        if rest < 0 or any(quota <= 0 for quota in quotas.values()):
+            raise ConfigError(
+                f"quotas of {sum(quotas.values())} bytes in a pool of {capacity_bytes}: at most all of it"
+            )
+        self._share_by_name = {name: number for number, name in enumerate(quotas, start=1)}
+        self.quota_bytes = [rest, *quotas.values()]
+        self.used_bytes = [0] * len(self.quota_bytes)
+        self.writing_bytes = [0] * len(self.quota_bytes)  # of these, what is unfinished
+        self._least_writing_bytes = int(capacity_bytes * _LEAST_WRITING)
+        self._excess = [0.0] * len(self.quota_bytes)  # by share: what its entry in the heap says, 0 for none
+        self._heap: list[tuple[float, int]] = []  # excess, negative, and share
+        self._names = [""]  # of tenants
+        self._shares = [self._share_by_name.get("", 0)]  # by tenant
+        self.tenant_bytes = [0]  # by tenant
+        self._tenants = SpreadMap[str, int]()  # by name
+        self._tenants[""] = 0
+        self._tenant_of: list[int] = []  # by label
+        self._without: dict[str, int] = {}  # shares of tenants that have no quota any more
+
+    @property
+    def num_shares(self) -> int:
+        """How many there are."""
+        return len(self.quota_bytes)
+
+    def add_label(self, number: int, tenant: str) -> None:
+        """Learn whose label it is; numbers come one after the other."""
+        self._tenant_of.extend([0] * (number + 1 - len(self._tenant_of)))
+        if tenant not in self._tenants:
+            self._tenants[tenant] = len(self._names)
+            self._names.append(tenant)
+            self._shares.append(self._share_by_name.get(tenant, 0))
+            self.tenant_bytes.append(0)
+        self._tenant_of[number] = self._tenants[tenant]
+
+    def account(self, label: int, share: int, num_bytes: int) -> None:
+        """Count bytes of a label, which may be negative, against a share."""
+        self.tenant_bytes[self._tenant_of[label] if label < len(self._tenant_of) else 0] += num_bytes
+        self._add(share, num_bytes)
+
+    def forget_usage(self) -> None:
+        """Count from nothing again."""
+        self.used_bytes[:] = [0] * self.num_shares
+        self.writing_bytes[:] = [0] * self.num_shares
+        self._excess[:] = [0.0] * self.num_shares
+        self._heap.clear()
+        self.tenant_bytes[:] = [0] * len(self.tenant_bytes)
+
+    def move(self, num_bytes: int, source: int, target: int) -> None:
+        """Count bytes against another share than before."""
+        self._add(source, -num_bytes)
+        self._add(target, num_bytes)
+
+    def _add(self, share: int, num_bytes: int) -> None:
+        self.used_bytes[share] += num_bytes
+        if self.used_bytes[share] > self.quota_bytes[share]:
+            self._note(share)
+
+    def _note(self, share: int) -> None:
+        """Have a share wait for no later than its turn."""
+        excess = self._excess_of(share)
+        if excess > self._excess[share]:
+            self._excess[share] = excess
+            heappush(self._heap, (-excess, share))
+            if len(self._heap) > 2 * self.num_shares + _SPARE:
+                self._heap[:] = [(-each, number) for number, each in enumerate(self._excess) if each]
+                heapify(self._heap)
+
+    def _excess_of(self, share: int) -> float:
+        """Return what a share has for each byte of its quota, 0 if it is within it."""
+        used, quota = self.used_bytes[share], self.quota_bytes[share]
+        return used / max(1, quota) if used > quota else 0.0
+
+    def may_write(self, share: int, num_bytes: int) -> bool:
+        """Whether a share may have so many more bytes of unfinished entries."""
+        most = self.quota_bytes[share] if share else max(self.quota_bytes[0], self._least_writing_bytes)
+        return self.writing_bytes[share] + num_bytes <= most
+
+    def is_owed(self, share: int, num_bytes: int) -> bool:
+        """Whether a share stays within its quota with so many more bytes, so that others must make room for them."""
+        return self.used_bytes[share] + num_bytes <= self.quota_bytes[share]
+
+    def is_above(self, share: int) -> bool:
+        """Whether a share has more than its quota."""
+        return self.used_bytes[share] > self.quota_bytes[share]
+
+    def set_quota(self, name: str, num_bytes: int) -> None:
+        """Give a tenant a quota, or change it. New chunks count against it at once; the caller moves the others.
+
+        Raises:
+            ConfigError: the quotas would be more than the pool, or there are too many; nothing has changed.
+        """
+        share = self._share_by_name.get(name) or self._without.get(name)
+        more = num_bytes - (self.quota_bytes[share] if share else 0)
+        if num_bytes <= 0 or more > self.quota_bytes[0]:
+            raise ConfigError(
+                f"a quota of {num_bytes} bytes for {name!r}: the quotas of others leave"
+                f" {num_bytes - more + self.quota_bytes[0]} of the pool"
+            )
+        if share is None:
+            if self.num_shares > MAXIMUM_QUOTAS:
+                raise ConfigError(f"more than {MAXIMUM_QUOTAS} tenants with a quota: {name!r} is one too many")
+            share = self.num_shares
+            self.quota_bytes.append(0)
+            self.used_bytes.append(0)
+            self.writing_bytes.append(0)
+            self._excess.append(0.0)
+        self._without.pop(name, None)
+        self.quota_bytes[share] = num_bytes
+        self.quota_bytes[0] -= more
+        self._share_by_name[name] = share
+        self._assign(name, share)
+        self._note(share)
+        self._note(0)
+
+    def end_quota(self, name: str) -> bool:
+        """Let a tenant share what quotas leave, from the next chunk on; False if it does so already.
+
+        Its quota is given back by `forget_quota`, once the caller has moved its chunks.
+        """
+        share = self._share_by_name.pop(name, None)
+        if share is None:
+            return False
+        self._without[name] = share
+        self._assign(name, 0)
+        return True
+
+    def by_name(self) -> dict[str, int]:
+        """Return the quotas in bytes by tenant."""
+        return {name: self.quota_bytes[share] for name, share in self._share_by_name.items()}
+
+    def first_tenants(self, count: int) -> Iterator[tuple[str, int]]:
+        """Return name and used bytes of those that came first, at most so many."""
+        return zip(self._names[1 : count + 1], self.tenant_bytes[1 : count + 1], strict=True)
+
+    def usage(self) -> dict[str, tuple[int, int]]:
+        """Return quota and used bytes by tenant."""
+        return {name: (self.quota_bytes[share], self.used_bytes[share]) for name, share in self._share_by_name.items()}
+
+    def forget_quota(self, name: str) -> None:
+        """Give back the quota of a tenant whose quota has ended."""
+        share = self._without.get(name)
+        if share is not None:
+            self.quota_bytes[0] += self.quota_bytes[share]
+            self.quota_bytes[share] = 0
+            self._note(share)
+
+    def _assign(self, name: str, share: int) -> None:
+        tenant = self._tenants.get(name)
+        if tenant is not None:
+            self._shares[tenant] = share
+
+    def share_of(self, label: int) -> int:
+        """Return the share of a label's tenant."""
+        return self._shares[self._tenant_of[label]] if label < len(self._tenant_of) else 0
+
+    def victims(self, share: int) -> Iterator[int]:
+        """Return the shares that make room for `share`, in order; ask again after each chunk that left."""
+        if self.num_shares > 1:
+            yield from self.above()
+            if self._excess_of(share):
+                return
+        yield share
+
+    def above(self) -> Iterator[int]:
+        """Return the shares above their quota, the one that is above it most first; ask again after each change."""
+        heap, passed = self._heap, list[tuple[float, int]]()
+        try:
+            while heap:
+                negative, number = heap[0]
+                if -negative != self._excess[number] or passed[-1:] == heap[:1]:
+                    heappop(heap)
+                    continue
+                excess = self._excess[number] = self._excess_of(number)
+                if not excess:
+                    heappop(heap)
+                elif excess != -negative:
+                    heapreplace(heap, (-excess, number))
+                else:
+                    passed.append(heappop(heap))
+                    yield number
+        finally:
+            for entry in passed:
+                heappush(heap, entry)

@@ -1,0 +1,1 @@
+"""Engines without a model, and what is measured and shown with them."""

@@ -1,0 +1,300 @@
+"""A small engine: a paged KV cache of a real model's geometry, without the model.
+
+It does what an inference engine does around its forward pass: finds the prefix that is still in its own cache, asks
+the depot for more, retrieves, "computes" the rest (writes the bytes that follow from the keys), stores. So every byte
+that came from the depot can be verified. Used by the demo, the replay and the benchmarks; needs numpy (`kvdepot[cpu]`).
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from kvdepot.backends import CacheGroup, get_backend
+from kvdepot.client.scheduler import Lease, SchedulerClient
+from kvdepot.errors import BackendUnavailable, ConfigError
+from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, PrefixHasher
+from kvdepot.layout import default_chunk_tokens
+
+CACHE_ALIGNMENT_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The KV cache of a model with grouped-query attention."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    element_bytes: int = 2
+    block_tokens: int = 16
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer, keys and values."""
+        return self.block_tokens * 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes of one block of all layers."""
+        return self.page_size_bytes * self.num_layers
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token."""
+        return self.block_size_bytes // self.block_tokens
+
+
+GEOMETRY_8B: Final = Geometry("8B GQA", num_layers=32, num_kv_heads=8, head_dim=128)
+
+
+class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one request; tokens are whole chunks but for `prompt_tokens`."""
+
+    prompt_tokens: int
+    device_tokens: int = 0  # found in the engine's own cache
+    own_tokens: int = 0  # retrieved, stored earlier by this engine
+    shared_tokens: int = 0  # retrieved, stored by another engine
+    computed_tokens: int = 0
+    lookup_seconds: float = 0.0
+    retrieve_seconds: float = 0.0
+    retrieved_bytes: int = 0
+    store_seconds: float = 0.0
+    stored_bytes: int = 0
+    verified_bytes: int = 0
+    wrong_bytes: int = 0
+
+
+class EngineModel:
+    """One engine with one worker.
+
+    Args:
+        instance: its name.
+        geometry: of its model.
+        num_blocks: blocks of its cache.
+        namespace: identity of its model.
+        url: the depot.
+        chunk_tokens: None for the default.
+        copy_threads: as in `CpuTransferContext`.
+
+    Raises:
+        BackendUnavailable: the CPU backend is not installed.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        geometry: Geometry,
+        num_blocks: int,
+        namespace: Namespace,
+        *,
+        url: str | None = None,
+        chunk_tokens: int | None = None,
+        copy_threads: int | None = None,
+    ) -> None:
+        backend = get_backend("cpu")
+        try:
+            import numpy as np
+
+            from kvdepot.lab.pattern import PagePattern
+        except ImportError as error:
+            raise BackendUnavailable(
+                f"the built-in engine needs the CPU backend: pip install 'kvdepot[cpu]' ({error})"
+            ) from error
+
+        self.geometry = geometry
+        self.chunk_tokens = chunk_tokens or default_chunk_tokens([geometry.block_tokens])
+        self.blocks_per_chunk = self.chunk_tokens // geometry.block_tokens
+        self._namespace = namespace
+        words = geometry.page_size_bytes // 8
+        flat = np.empty(geometry.num_layers * num_blocks * words + CACHE_ALIGNMENT_BYTES // 8, np.uint64)
+        skip = -flat.ctypes.data % CACHE_ALIGNMENT_BYTES // 8
+        self.cache: Any = flat[skip : skip + geometry.num_layers * num_blocks * words].reshape(
+            geometry.num_layers, num_blocks, words
+        )
+        self.cache.fill(0)  # the first touch of memory is slow and not what is measured
+        self._pattern = PagePattern(geometry.page_size_bytes)
+        self.blocks = BlockTable(num_blocks // self.blocks_per_chunk, self.blocks_per_chunk)
+        self._stored: set[bytes] = set()
+        groups = [
+            CacheGroup(
+                list(self.cache), geometry.block_tokens, hidden_dims=(geometry.num_kv_heads * geometry.head_dim,) * 2,
+                attention_backend="model",
+            )
+        ]  # fmt: skip
+        self.context: Any = backend.create_context(
+            groups, instance, dtype=geometry.dtype, model=geometry.name, chunk_tokens=self.chunk_tokens, url=url,
+            format="model", copy_threads=copy_threads,
+        )  # fmt: skip
+        self.scheduler = SchedulerClient(self.context.spec, instance, model=geometry.name, url=url)
+
+    def wait_until_connected(self, timeout_seconds: float = 10.0) -> None:
+        """Wait for the depot.
+
+        Raises:
+            DepotUnavailable: none within `timeout_seconds`.
+        """
+        self.context.wait_until_connected(timeout_seconds)
+        self.scheduler.wait_until_connected(timeout_seconds)
+
+    def serve(self, request_id: str, tokens: Sequence[int]) -> RequestReport:
+        """Serve one request: afterwards the whole chunks of `tokens` are in the engine's cache and in the depot.
+
+        Raises:
+            ConfigError: the prompt does not fit into the engine's cache.
+        """
+        hasher = PrefixHasher(self._namespace, self.chunk_tokens)
+        hasher.extend(tokens)
+        key = hasher.run()
+        chunks = [key.digests[start : start + DIGEST_BYTES] for start in range(0, len(key.digests), DIGEST_BYTES)]
+        local = self.blocks.pin_prefix(chunks)
+        started = time.perf_counter()
+        lease = self.scheduler.lookup(request_id, key)
+        lookup_seconds = time.perf_counter() - started
+        try:
+            self.blocks.pin_new(chunks, local)
+            return self._fill(request_id, key, chunks, local, lease, len(tokens), lookup_seconds)
+        finally:
+            self.scheduler.end_request(request_id)
+            self.blocks.unpin(chunks)
+
+    def abandon(self, request_id: str, tokens: Sequence[int]) -> RequestReport:
+        """Look a prompt up and give the request up, without a word to the depot but what the lookup itself says."""
+        hasher = PrefixHasher(self._namespace, self.chunk_tokens)
+        hasher.extend(tokens)
+        started = time.perf_counter()
+        pending = self.scheduler.submit_lookup(request_id, hasher.run())
+        pending.query()
+        pending.cancel()
+        self.scheduler.end_request(request_id)
+        return RequestReport(prompt_tokens=0, lookup_seconds=time.perf_counter() - started)
+
+    def _fill(
+        self, request_id: str, key: KeyRun, chunks: list[bytes], local: int, lease: Lease, num_tokens: int,
+        lookup_seconds: float,
+    ) -> RequestReport:  # fmt: skip
+        retrieved = 0
+        retrieve_seconds = retrieved_bytes = verified = wrong = 0
+        if lease.num_chunks > local:
+            run = key.slice(local, lease.num_chunks)
+            started = time.perf_counter()
+            future = self.context.submit_retrieve(request_id, run, [self.blocks.of(chunks[local : lease.num_chunks])])
+            future.result()
+            retrieve_seconds = time.perf_counter() - started
+            retrieved, retrieved_bytes = future.num_chunks, future.num_bytes
+            for chunk in chunks[local : local + retrieved]:
+                wrong += self.count_wrong_bytes(chunk)
+                verified += self.geometry.bytes_per_token * self.chunk_tokens
+        own = sum(chunk in self._stored for chunk in chunks[local : local + retrieved])
+        for chunk in chunks[local + retrieved :]:
+            self.compute(chunk)
+        started = time.perf_counter()
+        store = self.context.submit_store(request_id, key, [self.blocks.of(chunks)])
+        store.result()
+        store_seconds = time.perf_counter() - started
+        self._stored.update(chunks[local + retrieved :])
+        tokens = self.chunk_tokens
+        return RequestReport(
+            prompt_tokens=num_tokens,
+            device_tokens=local * tokens,
+            own_tokens=own * tokens,
+            shared_tokens=(retrieved - own) * tokens,
+            computed_tokens=num_tokens - (local + retrieved) * tokens,
+            lookup_seconds=lookup_seconds,
+            retrieve_seconds=retrieve_seconds,
+            retrieved_bytes=retrieved_bytes,
+            store_seconds=store_seconds,
+            stored_bytes=store.num_bytes,
+            verified_bytes=verified,
+            wrong_bytes=wrong,
+        )
+
+    def compute(self, chunk: bytes) -> None:
+        """Write into the chunk's blocks what a forward pass would have: here the bytes that follow from its key."""
+        blocks = self.blocks.of([chunk])
+        seeds = self._pattern.seeds(chunk, self.geometry.num_layers, self.blocks_per_chunk)
+        for layer in range(self.geometry.num_layers):
+            for place, block in enumerate(blocks):
+                self._pattern.write(self.cache[layer, block], seeds[layer, place])
+
+    def count_wrong_bytes(self, chunk: bytes) -> int:
+        """Return how many bytes of the chunk's blocks are not what follows from its key."""
+        blocks = self.blocks.of([chunk])
+        seeds = self._pattern.seeds(chunk, self.geometry.num_layers, self.blocks_per_chunk)
+        return sum(
+            self._pattern.count_wrong_bytes(self.cache[layer, block], seeds[layer, place])
+            for layer in range(self.geometry.num_layers)
+            for place, block in enumerate(blocks)
+        )
+
+    def close(self) -> None:
+        """Leave the depot."""
+        self.context.close()
+        self.scheduler.close()
+
+
+class BlockTable:
+    """Which blocks hold which chunk; chunks that no request uses stay until their blocks are needed, oldest first."""
+
+    def __init__(self, num_slots: int, blocks_per_chunk: int) -> None:
+        self._blocks_per_chunk = blocks_per_chunk
+        self._free = list(range(num_slots))
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # by chunk, least recently used first
+        self._pins: dict[bytes, int] = {}
+
+    def pin_prefix(self, chunks: Sequence[bytes]) -> int:
+        """Pin the leading chunks that are here; return how many."""
+        count = 0
+        for chunk in chunks:
+            if chunk not in self._slots:
+                break
+            self._pin(chunk)
+            count += 1
+        return count
+
+    def pin_new(self, chunks: Sequence[bytes], start: int) -> None:
+        """Give blocks to chunks from `start` on, and pin them.
+
+        Raises:
+            ConfigError: too few blocks; the pins of the chunks before stay.
+        """
+        for chunk in chunks[start:]:
+            if chunk not in self._slots:
+                self._slots[chunk] = self._take(len(chunks))
+            self._pin(chunk)
+
+    def unpin(self, chunks: Sequence[bytes]) -> None:
+        """Undo the pins of a request; deeper chunks leave first."""
+        for chunk in reversed(chunks):
+            count = self._pins.get(chunk, 0)
+            if count > 1:
+                self._pins[chunk] = count - 1
+            elif count:
+                del self._pins[chunk]
+                self._slots.move_to_end(chunk)
+
+    def forget(self) -> None:
+        """Drop every chunk that no request uses."""
+        for chunk in [chunk for chunk in self._slots if chunk not in self._pins]:
+            self._free.append(self._slots.pop(chunk))
+
+    def of(self, chunks: Sequence[bytes]) -> list[int]:
+        """Return the blocks of chunks, in token order."""
+        step = self._blocks_per_chunk
+        return [slot * step + place for slot in (self._slots[chunk] for chunk in chunks) for place in range(step)]
+
+    def _pin(self, chunk: bytes) -> None:
+        self._pins[chunk] = self._pins.get(chunk, 0) + 1
+
+    def _take(self, needed: int) -> int:
+        if self._free:
+            return self._free.pop()
+        for chunk in self._slots:
+            if chunk not in self._pins:
+                return self._slots.pop(chunk)
+        raise ConfigError(f"the engine's cache is too small for a prompt of {needed} chunks")

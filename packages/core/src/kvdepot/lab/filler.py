@@ -1,0 +1,65 @@
+"""Entries without bytes: what fills an index when the index is what is looked at."""
+
+from kvdepot.client.connection import Channel, Connection
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.wire import messages as m
+
+ENTRY_BYTES = 4096
+"""What an entry takes of the pool, unless said otherwise."""
+
+_PATIENT_SECONDS = 30.0
+
+
+def filler_spec(chunk_tokens: int) -> m.CacheSpec:
+    """Return the spec of what a filler stores: one group of full attention."""
+    return m.CacheSpec(chunk_tokens, (m.GroupShape(GroupKind.FULL_ATTENTION, chunk_tokens),), "bytes", "filler")
+
+
+def prompt_key(prompt: int, num_chunks: int, tenant: str = "default") -> KeyRun:
+    """Return the key of a tenant's prompt; its digests are what a real one of `num_chunks` chunks has."""
+    run = hash_prefix(Namespace(f"prompt {prompt}"), 1, range(num_chunks))
+    return KeyRun(run.digests, 0, run.parent, tenant)
+
+
+class IndexFiller:
+    """A worker that stores without moving a byte; it stays registered until `close`.
+
+    Args:
+        url: of the depot.
+        chunk_tokens: tokens of a chunk.
+        entry_bytes: what each entry takes of the pool.
+    """
+
+    def __init__(self, url: str, *, chunk_tokens: int = 64, entry_bytes: int = ENTRY_BYTES) -> None:
+        spec, details = filler_spec(chunk_tokens), (m.GroupDetail((entry_bytes,), 1),)
+        registration = m.RegisterKVCache(m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "filler", spec, details)
+        self._connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=_PATIENT_SECONDS)
+        self._link = self._connection.wait_until_open(_PATIENT_SECONDS)
+        self._channel: Channel = self._connection.channel(self._link)
+
+    def prepare(self, key: KeyRun) -> m.StorePlan:
+        """Ask for space for at most `MAXIMUM_STORE_ENTRIES` chunks."""
+        request = m.PrepareStore(
+            self._link.context, "fill", key.tenant, key.digests, key.first_chunk, key.parent, (key.num_chunks,)
+        )
+        plan = self._channel.call(request, _PATIENT_SECONDS)
+        assert isinstance(plan, m.StorePlan)
+        return plan
+
+    def store(self, key: KeyRun, *, whole: bool = True) -> None:
+        """Store a prompt; if it need not be `whole`, what is declined is left out.
+
+        Raises:
+            AssertionError: something of it was declined.
+        """
+        for start in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
+            plan = self.prepare(key.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, key.num_chunks)))
+            assert not (whole and plan.num_declined), "the pool is too small"
+            if plan.ticket:
+                self._channel.call(m.CommitStore(self._link.context, plan.ticket), _PATIENT_SECONDS)
+
+    def close(self) -> None:
+        """Leave the depot."""
+        self._channel.close()
+        self._connection.close()

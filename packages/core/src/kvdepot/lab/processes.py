@@ -1,0 +1,174 @@
+"""Depots as real processes that can be stopped, killed and started again, and ways to wait for something."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from kvdepot.client.connection import ask_depot
+from kvdepot.errors import DepotUnavailable
+from kvdepot.wire import messages as m
+
+_PATIENCE_SECONDS: Final = 120.0
+
+
+def wait_until(condition: Callable[[], object], timeout_seconds: float = 30.0, what: str = "") -> None:
+    """Wait for `condition` to become true.
+
+    Raises:
+        AssertionError: it is not within `timeout_seconds`.
+    """
+    end = time.monotonic() + timeout_seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {timeout_seconds} s: {what or condition}")
+        time.sleep(0.005)
+
+
+class DepotProcess:
+    """A depot in a process of its own, by default in a new directory, with a pool that goes with it.
+
+    Args:
+        arguments: further flags of `kvdepot serve`.
+        pool_size: as in `--pool-size`.
+        directory: where; None for a temporary one.
+        prefix: a command that runs the server as its last argument, `unshare` for example; it has one child.
+        module: what is run.
+        new_session: a session of its own, and with Linux's autogroups a share of the cores: beside vLLM on a busy
+            machine a depot in that of its tests stood in the run queue for half a minute at a time. It outlives tests
+            that are killed.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        pool_size: str = "64MiB",
+        directory: Path | None = None,
+        log_level: str = "warning",
+        prefix: Sequence[str] = (),
+        module: str = "kvdepot",
+        new_session: bool = False,
+    ) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="kvdepot-") if directory is None else None
+        self.directory = Path(self._temporary.name) if self._temporary else directory or Path()
+        self.url = str(self.directory)
+        self.pool_directory = Path(tempfile.mkdtemp(prefix="kvdepot-pool-", dir="/dev/shm"))
+        self._has_prefix = bool(prefix)
+        self._new_session = new_session
+        self._arguments = [
+            *prefix, sys.executable, "-m", module, "serve", "--dir", self.url, "--pool-size", pool_size,
+            "--pool-dir", str(self.pool_directory), "--log-level", log_level, *arguments,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        assert self._process is not None
+        return child_of(self._process.pid) if self._has_prefix else self._process.pid
+
+    def start(self, timeout_seconds: float = 20.0) -> None:
+        """Start the server and wait until it answers."""
+        self._process = subprocess.Popen(
+            self._arguments, stdin=subprocess.DEVNULL, start_new_session=self._new_session,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        )  # fmt: skip
+        end = time.monotonic() + timeout_seconds
+        while True:
+            if self._process.poll() is not None:
+                raise AssertionError(f"the server ended with {self._process.returncode}")
+            try:
+                ask_depot(m.Hello(m.PROTOCOL_VERSION, "test"), self.url, 1.0)
+            except DepotUnavailable:
+                if time.monotonic() > end:
+                    self.kill()
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
+    def status(self) -> m.DepotStatus:
+        """Ask for the server's status, patiently: the machine may be busy. A silent one ends and says where it was."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                reply = ask_depot(m.Status(), self.url, 20.0)
+                break
+            except DepotUnavailable:
+                if self._process is None or self._process.poll() is not None:
+                    raise
+                if time.monotonic() > end:
+                    self.signal(signal.SIGABRT)
+                    raise
+        assert isinstance(reply, m.StatusReply)
+        return reply.status
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, SIGSTOP and SIGCONT for example."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the server as a crash would; its pool stays."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def terminate(self, timeout_seconds: float = 10.0) -> int:
+        """End the server as an operator would; returns its exit status."""
+        assert self._process is not None
+        os.kill(self.pid, signal.SIGTERM)
+        return self._process.wait(timeout_seconds)
+
+    def close(self) -> None:
+        """End the server if it runs and remove everything."""
+        self.kill()
+        remove_tree(self.pool_directory)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def child_of(pid: int) -> int:
+    """Return the only child of a process.
+
+    Raises:
+        ProcessLookupError: there is none.
+    """
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        children = []
+    if len(children) != 1:
+        raise ProcessLookupError(f"process {pid} has {len(children)} children")
+    return int(children[0])
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a folder of plain files."""
+    for path in directory.glob("*"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        directory.rmdir()
+
+
+def spawn_python(module: str, arguments: Sequence[str] = ()) -> "subprocess.Popen[str]":
+    """Start `python -m module` with text pipes for its input and output."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )

@@ -1,0 +1,87 @@
+"""`kvdepot replay`: a production trace against a real depot, with real bytes, every one of them verified.
+
+The tokens of each 512-token block follow from its id, so equal ids are equal prefixes, as in the trace. Only the KV
+cache is scaled down: it has 512 bytes a token, and a prompt that an engine's cache cannot hold is cut.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+from kvdepot.config import format_size
+from kvdepot.lab.engine_model import Geometry, RequestReport
+from kvdepot.lab.fleet import Fleet, Prompt
+from kvdepot.lab.totals import Totals, live_view
+from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
+
+REPLAY_GEOMETRY: Final = Geometry("scaled down", num_layers=1, num_kv_heads=2, head_dim=64)
+_NUM_ENGINES: Final = 2
+_ENGINE_CACHE_SHARE: Final = 4  # of the pool: an engine's own cache is that much smaller
+
+
+def prompts_of(requests: Iterable[TraceRequest], max_tokens: int) -> tuple[list[Prompt], int]:
+    """Return the prompts of a trace and how many of them were cut to `max_tokens`."""
+    prompts: list[Prompt] = []
+    num_cut = 0
+    for number, request in enumerate(requests):
+        length = min(request.input_length, max_tokens)
+        num_cut += length < request.input_length
+        segments = tuple(
+            (hash_id, min(BLOCK_TOKENS, length - place * BLOCK_TOKENS))
+            for place, hash_id in enumerate(request.hash_ids)
+            if place * BLOCK_TOKENS < length
+        )
+        prompts.append(Prompt(f"request-{number}", segments))
+    return prompts, num_cut
+
+
+def run_replay(
+    requests: Iterable[TraceRequest], *, pool_bytes: int, policy: str = "lru", quiet: bool = False
+) -> dict[str, Any]:
+    """Replay requests in order, on two engines side by side; returns the summary and, unless `quiet`, prints it.
+
+    Raises:
+        KVDepotError: an engine failed, or the trace is not one.
+    """
+    cache_bytes = pool_bytes // _ENGINE_CACHE_SHARE
+    max_tokens = cache_bytes // REPLAY_GEOMETRY.bytes_per_token // BLOCK_TOKENS * BLOCK_TOKENS
+    prompts, num_cut = prompts_of(requests, max_tokens)
+    started = time.monotonic()
+    totals = Totals()
+    if not quiet:
+        print(
+            f"{len(prompts)} requests on two engines with {format_size(cache_bytes)} each, one depot with"
+            f" {format_size(pool_bytes)}; {format_size(REPLAY_GEOMETRY.bytes_per_token)} a token,"
+            f" {num_cut} prompts cut to {max_tokens:,} tokens",
+            flush=True,
+        )
+    with Fleet(
+        REPLAY_GEOMETRY,
+        num_engines=_NUM_ENGINES,
+        pool_bytes=pool_bytes,
+        engine_cache_bytes=cache_bytes,
+        policy=policy,
+        chunk_tokens=BLOCK_TOKENS,
+    ) as fleet:
+        with live_view("replay", len(prompts), totals, quiet) as update:
+
+            def on_report(_engine: int, _prompt: Prompt, report: RequestReport) -> None:
+                totals.add(report)
+                update()
+
+            fleet.run([[prompt] for prompt in prompts], on_report)
+        status = fleet.depot.status()
+    if not quiet:
+        print(totals.describe())
+    return {
+        **totals.as_dict(),
+        "seconds": round(time.monotonic() - started, 2),
+        "num_prompts_cut": num_cut,
+        "policy": policy,
+        "pool_size_bytes": pool_bytes,
+        "pool_used_bytes": status.pool_used_bytes,
+        "num_entries": status.num_entries,
+        "num_leases": status.num_leases,
+        "chunks_evicted": status.counters["chunks_evicted"],
+        "epoch": status.epoch,
+    }

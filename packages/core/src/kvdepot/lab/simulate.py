@@ -1,0 +1,342 @@
+"""What a pool of a given size would have hit of a trace: index and eviction policy only, no bytes, no server.
+
+Each request is looked up, its hit is used, and its missing chunks are stored, in the real `ChunkIndex`; one chunk is
+one block of the trace, a partial last one included. Requests come one after the other and hold nothing in between. What
+they generate is not stored, as a trace has no ids for it. Two reference rows say how good the policies are: Belady, and
+a pool without limit.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, Final
+
+from blake3 import blake3
+
+from kvdepot.config import format_size, parse_size
+from kvdepot.errors import ConfigError, TraceError
+from kvdepot.index.eviction import NO_NODE, POLICIES
+from kvdepot.index.index import ChunkIndex, EntryPlace
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
+from kvdepot.layout import GroupKind
+from kvdepot.pool.extents import ExtentAllocator, extent_size
+from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.wire.messages import CacheSpec, GroupShape
+
+LADDER: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # default pool sizes, of what an unlimited pool would hold
+BYTES_PER_TOKEN: Final = 32 * 8 * 128 * 2 * 2  # 8B GQA model: layers, KV heads, head size, K and V, bf16
+BELADY: Final = "belady"
+UNLIMITED: Final = "unlimited"
+
+_NEVER: Final = 0xFFFFFFFF
+_SPEC: Final = CacheSpec(BLOCK_TOKENS, (GroupShape(GroupKind.FULL_ATTENTION, BLOCK_TOKENS),), "bytes")
+_NOBODY: Final = Writer()
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRow:
+    """One policy with one pool size."""
+
+    policy: str
+    pool_bytes: int
+    reachable: bool  # False: a reference that no server could be
+    prompt_tokens: int
+    hit_tokens: int
+    hit_chunks: int
+    evictions: int  # chunks that left to make room; with Belady, that would have been used again
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were hits."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row for machines."""
+        return {
+            "policy": self.policy,
+            "pool_bytes": self.pool_bytes,
+            "reachable": self.reachable,
+            "hit_rate": round(self.hit_rate, 5),
+            "hit_tokens": self.hit_tokens,
+            "hit_chunks": self.hit_chunks,
+            "evictions": self.evictions,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationTable:
+    """Hit rate against pool size, for each policy: with it a user sizes a pool."""
+
+    num_requests: int
+    prompt_tokens: int
+    num_chunks: int  # asked for, over all requests
+    unique_chunks: int
+    chunk_bytes: int  # as the pool holds them
+    rows: tuple[SimulationRow, ...]
+
+    @property
+    def unique_bytes(self) -> int:
+        """What an unlimited pool would hold in the end."""
+        return self.unique_chunks * self.chunk_bytes
+
+    def row(self, policy: str, pool_bytes: int) -> SimulationRow:
+        """Return one row, KeyError if there is none."""
+        for row in self.rows:
+            if (row.policy, row.pool_bytes) == (policy, pool_bytes):
+                return row
+        raise KeyError((policy, pool_bytes))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the table for machines."""
+        return {
+            "num_requests": self.num_requests,
+            "prompt_tokens": self.prompt_tokens,
+            "chunk_tokens": BLOCK_TOKENS,
+            "chunk_bytes": self.chunk_bytes,
+            "num_chunks": self.num_chunks,
+            "unique_chunks": self.unique_chunks,
+            "unique_bytes": self.unique_bytes,
+            "rows": [row.as_dict() for row in self.rows],
+        }
+
+    def describe(self) -> str:
+        """Return the table for people: pool sizes as columns, policies as rows, hit rates in percent."""
+        sizes = sorted({row.pool_bytes for row in self.rows if row.policy != UNLIMITED})
+        rates = {(row.policy, row.pool_bytes): f"{row.hit_rate:.1%}" for row in self.rows}
+        reachable = list(dict.fromkeys(row.policy for row in self.rows if row.reachable))
+        shares = [f"{size / self.unique_bytes:.1%}" for size in sizes]
+        lines = [("pool size", [_pool_name(size) for size in sizes]), ("of all chunks", shares)]
+        lines += [(policy, [rates[policy, size] for size in sizes]) for policy in reachable]
+        lines.append((f"{BELADY} *", [rates[BELADY, size] for size in sizes]))
+        lines.append((f"{UNLIMITED} *", [rates[UNLIMITED, self.unique_bytes]] * len(sizes)))
+        title = max(len(name) for name, _ in lines)
+        width = max(len(cell) for _, cells in lines for cell in cells)
+        table = ["  ".join([name.ljust(title), *(cell.rjust(width) for cell in cells)]) for name, cells in lines]
+        return (
+            f"{self.num_requests:,} requests, {self.prompt_tokens:,} prompt tokens; {self.unique_chunks:,} different"
+            f" chunks of {BLOCK_TOKENS} tokens, {format_size(self.unique_bytes)} in all\n"
+            "share of the prompt tokens that is found in the pool:\n\n"
+            + "\n".join(table)
+            + f"\n\n* no server reaches these: {BELADY} knows the future and does the best that can be done with this"
+            f" much memory,\n  {UNLIMITED} keeps everything"
+        )
+
+
+def parse_pool_sizes(text: str) -> tuple[int, ...]:
+    """Return the sizes in a list like "64GiB,256GiB".
+
+    Raises:
+        ConfigError: one of them is not a size.
+    """
+    return tuple(parse_size(part) for part in text.split(","))
+
+
+def simulate(
+    requests: Iterable[TraceRequest],
+    pool_sizes: Sequence[int] = (),
+    policies: Sequence[str] = tuple(POLICIES),
+    bytes_per_token: float = BYTES_PER_TOKEN,
+    session_ends: float = 0.0,
+    on_row: Callable[[SimulationRow], None] | None = None,
+) -> SimulationTable:
+    """Replay a trace with each policy and each pool size.
+
+    Takes about 10 microseconds for each chunk, policy and pool size.
+
+    Args:
+        requests: the trace.
+        pool_sizes: in bytes; none: `LADDER`, of what the trace's chunks take.
+        policies: names of `POLICIES`.
+        bytes_per_token: of the model's KV cache, on all workers together.
+        session_ends: share of the requests after which nothing that only they have is asked for again that say so, as a
+            client's hint does. Known from the rest of the trace.
+        on_row: is called with each row when it is ready.
+
+    Raises:
+        ConfigError: a policy, a size or a number of bytes that cannot be.
+        TraceError: there is nothing to replay, or `requests` raised it.
+    """
+    unknown = [policy for policy in policies if policy not in POLICIES]
+    if unknown:
+        raise ConfigError(f"no eviction policy {unknown[0]!r}: there are {', '.join(sorted(POLICIES))}")
+    if bytes_per_token <= 0 or any(size <= 0 for size in pool_sizes):
+        raise ConfigError(f"pools of {list(pool_sizes)} bytes, {bytes_per_token} bytes a token: all must be above 0")
+    if not 0 <= session_ends <= 1:
+        raise ConfigError(f"{session_ends} of the sessions say that they end: give a share from 0 to 1")
+    workload = _Workload.of(requests)
+    if not workload.digests:
+        raise TraceError("the trace has no requests with blocks")
+    chunk_bytes = extent_size(max(1, round(BLOCK_TOKENS * bytes_per_token)))
+    unique_bytes = len(workload.digests) * chunk_bytes
+    sizes = sorted(set(pool_sizes)) or [_whole_chunks(share * unique_bytes, chunk_bytes) for share in LADDER]
+    next_uses = _next_uses(workload)
+    ends = _session_ends(workload, next_uses, session_ends)
+    rows: list[SimulationRow] = []
+
+    def add(policy: str, pool_bytes: int, replay: Callable[[], tuple[list[int], int]]) -> None:
+        found, evictions = replay()
+        hit_tokens = sum(map(min, (chunks * BLOCK_TOKENS for chunks in found), workload.lengths))
+        rows.append(
+            SimulationRow(
+                policy, pool_bytes, policy in POLICIES, workload.prompt_tokens, hit_tokens, sum(found), evictions
+            )
+        )
+        if on_row is not None:
+            on_row(rows[-1])
+
+    add(UNLIMITED, unique_bytes, lambda: (_ceiling(workload), 0))
+    for size in sizes:
+        add(BELADY, size, lambda size=size: _replay_offline(workload, next_uses, size // chunk_bytes))
+    for policy in dict.fromkeys(policies):
+        for size in sizes:
+            add(policy, size, lambda policy=policy, size=size: _replay(workload, ends, policy, size, chunk_bytes))
+    num_chunks = sum(map(len, workload.paths))
+    return SimulationTable(
+        len(workload.lengths), workload.prompt_tokens, num_chunks, len(workload.digests), chunk_bytes, tuple(rows)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    """A trace with its chunks numbered in the order in which they first come: a parent before its children."""
+
+    lengths: list[int]  # prompt tokens, by request
+    paths: "list[array[int]]"  # numbers of the prompt's chunks, by request
+    packed: list[bytes]  # their digests, (num_chunks, 32)
+    digests: list[bytes]  # by chunk
+
+    @classmethod
+    def of(cls, requests: Iterable[TraceRequest]) -> "_Workload":
+        workload = cls([], [], [], [])
+        digests = workload.digests
+        numbers: dict[tuple[int, int], int] = {}  # (number of the chunk before, hash id)
+        for request in requests:
+            last, digest = _NEVER, bytes(DIGEST_BYTES)
+            path = array("I")
+            for hash_id in request.hash_ids:
+                number = numbers.get((last, hash_id))
+                if number is None:
+                    number = numbers[last, hash_id] = len(digests)
+                    digests.append(blake3(digest + hash_id.to_bytes(8, "little")).digest())
+                last, digest = number, digests[number]
+                path.append(number)
+            workload.lengths.append(request.input_length)
+            workload.paths.append(path)
+            workload.packed.append(b"".join([digests[number] for number in path]))
+        return workload
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def _replay(
+    workload: _Workload, ends: bytearray, policy: str, pool_bytes: int, chunk_bytes: int
+) -> tuple[list[int], int]:
+    """Return the chunks found by each request and the chunks evicted, with the real index."""
+    digests = workload.digests
+    num_records = max(1, min(len(digests), pool_bytes // chunk_bytes))
+    index = ChunkIndex(ExtentAllocator(pool_bytes), IndexTable.in_memory(num_records), policy)
+    space = index.space(_SPEC)
+    found: list[int] = []
+    for path, packed, is_end in zip(workload.paths, workload.packed, ends, strict=True):
+        hits, nodes = index.longest_prefix(space, packed)
+        found.append(hits)
+        parent = NO_NODE
+        if hits:
+            parent = nodes[0]
+            sum(index.used(parent) or ())
+        records: list[int] = []
+        for depth in range(hits, len(path)):
+            key = digests[path[depth]]
+            record = index.begin_entry(EntryPlace(space, key, parent, depth, 0, 0, chunk_bytes, 0, 0, _NOBODY))
+            if record is None:  # longer than the pool: what is before it stays
+                break
+            records.append(record)
+            parent = space.nodes[key]
+        index.seal_entries(records)
+        if is_end and parent != NO_NODE:
+            sum(index.end_session(parent, lambda _label: True))
+    return found, index.num_evicted
+
+
+def _ceiling(workload: _Workload) -> list[int]:
+    """Return the chunks that each request shares with those before it: what an unlimited pool would find."""
+    found: list[int] = []
+    seen = 0  # chunks are numbered as they come: those below are known
+    for path in workload.paths:
+        found.append(sum(number < seen for number in path))
+        seen = max(seen, max(path, default=-1) + 1)
+    return found
+
+
+def _next_uses(workload: _Workload) -> "list[array[int]]":
+    """Return for each chunk of each request the next request that uses it, `_NEVER` if none does."""
+    upcoming = array("I", [_NEVER]) * len(workload.digests)
+    next_uses: list[array[int]] = []
+    for request in range(len(workload.paths) - 1, -1, -1):
+        path = workload.paths[request]
+        next_uses.append(array("I", [upcoming[number] for number in path]))
+        for number in path:
+            upcoming[number] = request
+    next_uses.reverse()
+    return next_uses
+
+
+def _session_ends(workload: _Workload, next_uses: "list[array[int]]", share: float) -> bytearray:
+    """Return for each request whether it says that its session is over.
+
+    It is when its last whole chunk is not used again: a partial one at the end never is, once the session goes on.
+    """
+    ends = bytearray(len(workload.paths))
+    due = 0.0
+    for request, (length, upcoming) in enumerate(zip(workload.lengths, next_uses, strict=True)):
+        place = length // BLOCK_TOKENS - 1
+        if upcoming and upcoming[max(0, place)] == _NEVER:
+            due += share
+            if due >= 1:
+                due -= 1
+                ends[request] = 1
+    return ends
+
+
+def _replay_offline(workload: _Workload, next_uses: "list[array[int]]", capacity_chunks: int) -> tuple[list[int], int]:
+    """Return what `_replay` does, for Belady's rule: keep what is used again soonest, nothing that is not.
+
+    A chunk is used whenever one below it is, so what is used again last, the deepest first, is always a leaf, and what
+    is kept is closed under prefixes without more ado. The most chunks are found that this capacity allows.
+    """
+    kept: dict[int, int] = {}  # chunk -> its next use
+    latest: list[int] = []  # heap of -(next use << 32 | chunk), with some that no longer hold
+    found: list[int] = []
+    evictions = 0
+    for path, upcoming in zip(workload.paths, next_uses, strict=True):
+        hits = 0
+        for number in path:
+            if number not in kept:
+                break
+            hits += 1
+        found.append(hits)
+        for number, next_use in zip(path, upcoming, strict=True):
+            if next_use == _NEVER:
+                kept.pop(number, None)
+            else:
+                kept[number] = next_use
+                heappush(latest, -(next_use << 32 | number))
+        while len(kept) > capacity_chunks:
+            next_use, number = divmod(-heappop(latest), 1 << 32)
+            if kept.get(number) == next_use:
+                del kept[number]
+                evictions += 1
+    return found, evictions
+
+
+def _whole_chunks(num_bytes: float, chunk_bytes: int) -> int:
+    return max(1, int(num_bytes / chunk_bytes)) * chunk_bytes
+
+
+def _pool_name(num_bytes: int) -> str:
+    """GiB for all of a row, however large, so that sizes compare at a glance."""
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 1 << 30 else format_size(num_bytes)

@@ -1,0 +1,185 @@
+"""Adds up what engines report, and shows it while it happens and at the end."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdepot.config import format_size
+from kvdepot.lab.engine_model import RequestReport
+
+SOURCES = ("device", "own", "shared", "computed")
+SOURCE_NAMES = {
+    "device": "engine's own cache",
+    "own": "depot, stored by the same engine",
+    "shared": "depot, stored by another engine",
+    "computed": "computed",
+}
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over many requests."""
+
+    num_requests: int = 0
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    stored_bytes: int = 0
+    retrieved_bytes: int = 0
+    verified_bytes: int = 0
+    wrong_bytes: int = 0
+    store_seconds: float = 0.0
+    retrieve_seconds: float = 0.0
+    lookups: list[float] = field(default_factory=list[float])
+    retrieves: list[float] = field(default_factory=list[float])
+
+    def add(self, report: RequestReport) -> None:
+        """Count one request."""
+        self.num_requests += 1
+        for source in SOURCES:
+            self.tokens[source] += getattr(report, f"{source}_tokens")
+        self.stored_bytes += report.stored_bytes
+        self.retrieved_bytes += report.retrieved_bytes
+        self.verified_bytes += report.verified_bytes
+        self.wrong_bytes += report.wrong_bytes
+        self.lookups.append(report.lookup_seconds)
+        if report.stored_bytes:
+            self.store_seconds += report.store_seconds
+        if report.retrieved_bytes:
+            self.retrieve_seconds += report.retrieve_seconds
+            self.retrieves.append(report.retrieve_seconds)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens."""
+        return sum(self.tokens.values())
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were not computed."""
+        return 1 - self.tokens["computed"] / self.num_tokens if self.num_tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the sums for machines; times in milliseconds, rates in bytes a second."""
+        return {
+            "num_requests": self.num_requests,
+            "prompt_tokens": self.num_tokens,
+            "hit_rate": round(self.hit_rate, 4),
+            "hit_rate_by_source": {
+                source: round(self.tokens[source] / max(1, self.num_tokens), 4) for source in SOURCES[:3]
+            },
+            "verified_bytes": self.verified_bytes,
+            "wrong_bytes": self.wrong_bytes,
+            "stored_bytes": self.stored_bytes,
+            "retrieved_bytes": self.retrieved_bytes,
+            "store_bytes_per_second": round(self.stored_bytes / self.store_seconds) if self.store_seconds else 0,
+            "retrieve_bytes_per_second": (
+                round(self.retrieved_bytes / self.retrieve_seconds) if self.retrieve_seconds else 0
+            ),
+            "lookup_p50_ms": round(_quantile(self.lookups, 0.5) * 1e3, 3),
+            "lookup_p99_ms": round(_quantile(self.lookups, 0.99) * 1e3, 3),
+            "retrieve_p50_ms": round(_quantile(self.retrieves, 0.5) * 1e3, 3),
+        }
+
+    def describe(self) -> str:
+        """Return the sums for people."""
+        total = max(1, self.num_tokens)
+        numbers = self.as_dict()
+        lines = [f"{self.num_requests} requests, {self.num_tokens:,} prompt tokens, {self.hit_rate:.1%} not computed:"]
+        for source in SOURCES:
+            share = self.tokens[source] / total
+            lines.append(f"  {SOURCE_NAMES[source]:34}{share:7.1%}  {'█' * round(share * 40)}")
+        lines += [
+            f"stored     {format_size(self.stored_bytes):>10} at {numbers['store_bytes_per_second'] / 1e9:.1f} GB/s",
+            (
+                f"retrieved  {format_size(self.retrieved_bytes):>10}"
+                f" at {numbers['retrieve_bytes_per_second'] / 1e9:.1f} GB/s,"
+                f" half of the retrieves within {numbers['retrieve_p50_ms']:.1f} ms"
+            ),
+            f"lookups    {numbers['lookup_p50_ms']:.2f} ms (p50), {numbers['lookup_p99_ms']:.2f} ms (p99)",
+            f"verified   {format_size(self.verified_bytes):>10} against their keys: {self.wrong_bytes} bytes wrong",
+        ]
+        return "\n".join(lines)
+
+
+def _quantile(values: list[float], share: float) -> float:
+    if not values:
+        return 0.0
+    if share == 0.5:
+        return statistics.median(values)
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+@contextmanager
+def live_view(title: str, total: int, totals: Totals, quiet: bool) -> Generator[Callable[[], None]]:
+    """Show progress while requests are served; yields what to call after each.
+
+    A live table on a terminal with rich (`kvdepot[cli]`), else a line every second, nothing if `quiet`.
+    """
+    if quiet:
+        yield lambda: None
+        return
+    try:
+        from rich.console import Console
+    except ImportError:
+        console = None
+    else:
+        console = Console()
+    started = time.monotonic()
+    if console is None or not console.is_terminal:
+        yield _plain_view(title, total, totals, started)
+        return
+    from rich.live import Live
+
+    with Live(console=console, refresh_per_second=8, transient=True) as live:
+
+        def update() -> None:
+            live.update(_rich_table(title, total, totals, started))
+
+        update()
+        yield update
+
+
+def _plain_view(title: str, total: int, totals: Totals, started: float) -> Callable[[], None]:
+    shown = 0.0
+
+    def update() -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown < 1.0 and totals.num_requests < total:
+            return
+        shown = now
+        print(
+            f"{title}: {totals.num_requests}/{total} requests, {now - started:.0f} s,"
+            f" {totals.hit_rate:.1%} of the tokens not computed, {format_size(totals.retrieved_bytes)} retrieved",
+            flush=True,
+        )
+        sys.stdout.flush()
+
+    return update
+
+
+def _rich_table(title: str, total: int, totals: Totals, started: float) -> Any:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    elapsed = max(1e-9, time.monotonic() - started)
+    numbers = totals.as_dict()
+    table = Table(title=title, show_header=False, min_width=72)
+    table.add_column(style="bold")
+    table.add_column(width=44)
+    table.add_column(justify="right")
+    table.add_row("requests", ProgressBar(total, totals.num_requests, width=40), f"{totals.num_requests}/{total}")
+    for source in SOURCES:
+        share = totals.tokens[source] / max(1, totals.num_tokens)
+        table.add_row(SOURCE_NAMES[source], ProgressBar(1.0, share, width=40), f"{share:.1%}")
+    table.add_row("stored", f"{numbers['store_bytes_per_second'] / 1e9:.1f} GB/s", format_size(totals.stored_bytes))
+    table.add_row(
+        "retrieved", f"{numbers['retrieve_bytes_per_second'] / 1e9:.1f} GB/s", format_size(totals.retrieved_bytes)
+    )
+    table.add_row("lookup p50 / p99", f"{numbers['lookup_p50_ms']:.2f} / {numbers['lookup_p99_ms']:.2f} ms", "")
+    table.add_row("verified", f"{totals.wrong_bytes} bytes wrong", format_size(totals.verified_bytes))
+    table.add_row("time", f"{totals.num_requests / elapsed:.1f} requests/s", f"{elapsed:.0f} s")
+    return table

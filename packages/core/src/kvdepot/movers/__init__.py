@@ -1,0 +1,1 @@
+"""Processes of the depot that copy for a worker."""

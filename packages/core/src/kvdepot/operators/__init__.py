@@ -1,0 +1,1 @@
+"""The operators' side of a depot: commands, events, TCP."""

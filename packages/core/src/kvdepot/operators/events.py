@@ -1,0 +1,219 @@
+"""KV events: what can be found in the pool, for routers that send a prompt to where its prefix is.
+
+In vLLM's schema and framing, so that what listens to an engine listens to a depot: a PUB socket sends `(topic, sequence
+number, batch)`, the number as 8 bytes, big-endian, counted from 0 by each server, and the batch as msgpack. A ROUTER
+sends batches again from a number on to whoever missed some, and ends with the number -1. Hashes are the depot's chunk
+keys (32 bytes); tokens are not known here and their list is empty.
+
+Everything runs on the depot's loop: the index tells of each chunk as it can be found or not any more, and at the end of
+a turn what has come together is one batch. Whoever is too slow misses batches, sees it by the numbers and asks again.
+A chunk that is removed in the midst of a prefix, as its bytes were damaged, is told alone: with it goes what follows,
+until it is stored again.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from kvdepot.config import is_loopback
+from kvdepot.errors import ConfigError
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.index import ChunkIndex
+from kvdepot.operators.zeromq import MessageReader
+
+MEDIUM: Final = "CPU"  # vLLM's word for host memory
+END: Final = (-1).to_bytes(8, "big", signed=True)
+
+_KEPT_BATCHES: Final = 10_000
+_KEPT_BYTES: Final = 32 << 20
+_LARGEST_BATCH: Final = 4096  # chunks, after which another batch begins
+_QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # for one subscriber, until it misses some: all of a replay and its end
+_MOST_QUESTIONS: Final = 16  # of one subscriber that were not read yet
+_HANDSHAKE_MILLISECONDS: Final = 2000
+_REPLAY_STEP: Final = 64
+_MOST_WAITING: Final = 1024  # subscribers that wait for batches to be sent again
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    """A run of chunks can be found."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int  # tokens
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    """Chunks can be found no more."""
+
+    block_hashes: list[bytes]
+    medium: str | None
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What happened in one turn of the loop, in its order."""
+
+    ts: float
+    events: list[Any]
+
+
+class EventPublisher:
+    """The sockets, what goes out next, and what went out lately.
+
+    Args:
+        context: of the sockets, which end with it.
+        index: is told to report here.
+        endpoint: of the PUB socket.
+        replay_endpoint: of the ROUTER; None for none.
+
+    Raises:
+        ConfigError: an endpoint cannot be listened on.
+    """
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", index: ChunkIndex, endpoint: str, replay_endpoint: str | None
+    ) -> None:
+        self.num_batches = 0
+        self._index = index
+        self._pending: list[BlockStored | BlockRemoved] = []
+        self._num_pending = 0
+        self._last_space = -1
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._asked: dict[bytes, int] = {}  # who waits for batches to be sent again, and from which number on
+        self._is_replaying = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._publisher = _listen(context, zmq.PUB, endpoint, "--events")
+        self.endpoint = self._publisher.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.replay: zmq.Socket[bytes] | None = None
+        self.replay_endpoint = ""
+        if replay_endpoint is not None:
+            self.replay = _listen(context, zmq.ROUTER, replay_endpoint, "--events-replay")
+            self.replay_endpoint = self.replay.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._questions = MessageReader(self.replay, most_frames=3)
+        index.on_shown, index.on_hidden = self._on_shown, self._on_hidden
+
+    @property
+    def bound(self) -> "list[tuple[zmq.Socket[bytes], str]]":
+        """The sockets, and where they listen."""
+        replay = [] if self.replay is None else [(self.replay, self.replay_endpoint)]
+        return [(self._publisher, self.endpoint), *replay]
+
+    def _on_shown(self, node: int) -> None:
+        index = self._index
+        space, key, parent = index.space_of(node), index.key_of(node), index.parent_of(node)
+        before = index.key_of(parent) if parent != NO_NODE else None
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == before and self._last_space == space.number:
+            last.block_hashes.append(key)
+        else:
+            self._pending.append(BlockStored([key], before, [], space.spec.chunk_tokens, None, MEDIUM, None))
+            self._last_space = space.number
+        self._count()
+
+    def _on_hidden(self, node: int) -> None:
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes.append(self._index.key_of(node))
+        else:
+            self._pending.append(BlockRemoved([self._index.key_of(node)], MEDIUM))
+        self._count()
+
+    def _count(self) -> None:
+        self._num_pending += 1
+        if self._num_pending >= _LARGEST_BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what has come together. Never waits."""
+        if not self._pending:
+            return
+        payload = self._encoder.encode(EventBatch(time.time(), self._pending))
+        number = self.num_batches
+        self.num_batches += 1
+        self._pending, self._num_pending = [], 0
+        _send(self._publisher, (b"", number.to_bytes(8, "big"), payload))
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def take_replay(self) -> Iterator[int] | None:
+        """Take one request; return what answers it and those that come meanwhile, in steps, None if that is under way.
+
+        Of a subscriber that asks again before it is its turn, the last request is answered. What could not be answered
+        is dropped, and so is what comes while very many wait.
+        """
+        assert self.replay is not None
+        try:
+            frames = self._questions.take()
+        except zmq.Again:
+            return None
+        if frames is None or len(frames) != 3 or len(frames[2]) != 8:
+            return None
+        if frames[0] in self._asked or len(self._asked) < _MOST_WAITING:
+            self._asked[frames[0]] = int.from_bytes(frames[2], "big")
+        if self._is_replaying:
+            return None
+        self._is_replaying = True
+        return self._replay_all()
+
+    def _replay_all(self) -> Iterator[int]:
+        try:
+            while self._asked:
+                client = next(iter(self._asked))
+                yield from self._replay_from(client, self._asked.pop(client))
+        finally:
+            self._is_replaying = False
+
+    def _replay_from(self, client: bytes, first: int) -> Iterator[int]:
+        assert self.replay is not None
+        for count, (number, payload) in enumerate([kept for kept in self._kept if kept[0] >= first], 1):
+            _send(self.replay, (client, b"", b"", number.to_bytes(8, "big"), payload))
+            if count % _REPLAY_STEP == 0:
+                yield 0
+        _send(self.replay, (client, b"", b"", END, b""))
+        yield 0
+
+
+def check_endpoint(endpoint: str, flag: str) -> bool:
+    """Return whether only this machine can listen to an endpoint.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
+        return True
+    if not endpoint.startswith("tcp://") or not endpoint.rpartition(":")[2].isdigit():
+        raise ConfigError(f"{flag} {endpoint}: give tcp://HOST:PORT or ipc://PATH, for example tcp://127.0.0.1:5557")
+    return is_loopback(endpoint)
+
+
+def _listen(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str, flag: str) -> "zmq.Socket[bytes]":
+    check_endpoint(endpoint, flag)
+    listener = context.socket(kind)
+    listener.setsockopt(zmq.LINGER, 0)
+    listener.setsockopt(zmq.MAXMSGSIZE, 64)  # of what comes in
+    listener.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
+    listener.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
+    listener.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # of who connects from now on: before `bind`
+    try:
+        listener.bind(endpoint)
+    except zmq.ZMQError as error:
+        listener.close()
+        raise ConfigError(f"{flag} {endpoint}: cannot listen there: {error}") from error
+    return listener
+
+
+def _send(sender: "zmq.Socket[bytes]", frames: tuple[bytes, ...]) -> None:
+    try:
+        sender.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.ZMQError:
+        return  # nobody there, or too slow: the numbers tell

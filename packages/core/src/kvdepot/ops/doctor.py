@@ -1,0 +1,321 @@
+"""`kvdepot doctor`: what of this machine stands in a depot's way, and what to change.
+
+`read_facts` looks at the machine, `diagnose` judges what it found; nothing is changed and nothing leaves the machine.
+"""
+
+import contextlib
+import os
+import platform
+import re
+import resource
+import shutil
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+from kvdepot.backends import BackendStatus, list_backends
+from kvdepot.client.connection import ask_depot
+from kvdepot.config import ServerConfig, available_memory_bytes, format_size
+from kvdepot.errors import KVDepotError
+from kvdepot.processes.descriptors import reserve_of
+from kvdepot.wire import messages as m
+
+KERNEL_POPULATE: Final = (5, 14)  # MADV_POPULATE_WRITE
+LEAST_DESCRIPTORS: Final = 4096
+DESCRIPTORS_OF_SCHEDULER: Final = 3  # its session, its process, its connection
+DESCRIPTORS_OF_WORKER: Final = 7  # its session, its process, two connections and one for a while, its mover (two)
+DESCRIPTORS_OF_DEPOT: Final = 64  # its files, and what its tiers have open
+_PACKAGES: Final = ("kvdepot", "kvdepot-cpu", "kvdepot-cuda", "kvdepot-hpu", "kvdepot-vllm", "vllm", "torch", "pyzmq")
+
+
+class Verdict(StrEnum):
+    """How much a finding matters."""
+
+    FINE = "fine"
+    SLOWER = "slower"  # it works, less well
+    BROKEN = "broken"  # it does not work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at, in words, with the way out where there is something to do."""
+
+    verdict: Verdict
+    subject: str
+    text: str
+    way_out: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a machine is like; sizes in bytes, None where it cannot be told."""
+
+    kernel: tuple[int, int]
+    pool_path: Path
+    pool_file_system: str  # type, as in /proc/mounts
+    pool_free_bytes: int
+    pool_bytes: int | None  # wanted; None: a quarter of the free memory
+    available_bytes: int
+    cgroup_limit_bytes: int | None
+    swap_bytes: int
+    shared_huge_pages: str  # never, advise, ...; "" if the kernel does not tell
+    locked_memory_bytes: int | None  # None: unlimited
+    descriptors: int
+    is_container: bool
+    cores: int
+    directory: Path
+    directory_is_writable: bool
+    depot: str  # what answers there, "" for nobody
+    has_compiler: bool
+    backends: tuple[BackendStatus, ...] = ()
+    packages: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def read_facts(config: ServerConfig) -> Facts:
+    """Look at the machine as a depot with these settings would find it."""
+    place = next(place for place in (config.pool_path, *config.pool_path.absolute().parents) if place.exists())
+    stat = os.statvfs(place)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Facts(
+        kernel=_kernel(platform.release()),
+        pool_path=config.pool_path,
+        pool_file_system=_file_system(place),
+        pool_free_bytes=stat.f_bavail * stat.f_frsize,
+        pool_bytes=config.pool_size_bytes,
+        available_bytes=available_memory_bytes(),
+        cgroup_limit_bytes=_cgroup_limit(),
+        swap_bytes=_swap_in_use(),
+        shared_huge_pages=_choice(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+        locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        is_container=_is_in_container(),
+        cores=len(os.sched_getaffinity(0)),
+        directory=config.directory,
+        directory_is_writable=_is_writable(config.directory),
+        depot=_depot(config.directory),
+        has_compiler=any(map(shutil.which, ("cc", "gcc", "clang"))),
+        backends=tuple(list_backends()),
+        packages=_versions(),
+    )
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    """Judge every fact; in the order in which a user would want to mend them."""
+    return [
+        *_judge_pool(facts),
+        *_judge_kernel(facts),
+        *_judge_limits(facts),
+        *_judge_place(facts),
+        *_judge_backends(facts),
+    ]
+
+
+def _judge_pool(facts: Facts) -> list[Finding]:
+    findings: list[Finding] = []
+    if facts.pool_file_system not in ("tmpfs", "hugetlbfs", "ramfs"):
+        findings.append(
+            Finding(
+                Verdict.SLOWER, "pool", f"{facts.pool_path} is on {facts.pool_file_system}: its pages go to disk",
+                "name a folder on tmpfs by --pool-dir, for example below /dev/shm",
+            )
+        )  # fmt: skip
+    limits = {"the free memory": facts.available_bytes, f"the free space of {facts.pool_path}": facts.pool_free_bytes}
+    if facts.cgroup_limit_bytes is not None:
+        limits["the memory limit of this container or service"] = facts.cgroup_limit_bytes
+    what, least = min(limits.items(), key=lambda item: item[1])
+    wanted = facts.pool_bytes
+    if wanted is None:
+        findings.append(Finding(Verdict.FINE, "pool", f"at most {format_size(least)} are possible: {what}"))
+    elif wanted > least:
+        findings.append(
+            Finding(
+                Verdict.BROKEN, "pool", f"--pool-size {format_size(wanted)} is more than {what}, {format_size(least)}",
+                "lower --pool-size; or enlarge the tmpfs (mount -o remount,size=SIZE /dev/shm; in containers"
+                " --shm-size, or an emptyDir of medium Memory with that sizeLimit) and the memory limit",
+            )
+        )  # fmt: skip
+    else:
+        findings.append(Finding(Verdict.FINE, "pool", f"{format_size(wanted)} fit: {what} is {format_size(least)}"))
+    if facts.swap_bytes > 1 << 30:
+        findings.append(
+            Finding(
+                Verdict.SLOWER, "swap", f"{format_size(facts.swap_bytes)} are swapped out: a pool on tmpfs may be, too",
+                "give the machine more memory than pool and engines take, or switch swap off",
+            )
+        )  # fmt: skip
+    return findings
+
+
+def _judge_kernel(facts: Facts) -> list[Finding]:
+    name = ".".join(map(str, facts.kernel))
+    if facts.kernel < KERNEL_POPULATE:
+        return [
+            Finding(
+                Verdict.SLOWER, "kernel", f"Linux {name} cannot fill a pool's pages beforehand: first copies are slow",
+                "Linux 5.14 or newer",
+            )
+        ]  # fmt: skip
+    return [Finding(Verdict.FINE, "kernel", f"Linux {name}")]
+
+
+def _judge_limits(facts: Facts) -> list[Finding]:
+    per_engine = DESCRIPTORS_OF_SCHEDULER + DESCRIPTORS_OF_WORKER
+    own = DESCRIPTORS_OF_DEPOT + reserve_of(facts.descriptors)
+    text = (
+        f"a process may have {facts.descriptors}, enough for {max(0, facts.descriptors - own) // per_engine} engines of"
+        f" one worker: each takes {per_engine}, each further worker {DESCRIPTORS_OF_WORKER}, the depot {own}"
+    )
+    is_enough = facts.descriptors >= LEAST_DESCRIPTORS
+    findings = [
+        Finding(
+            Verdict.FINE if is_enough else Verdict.SLOWER, "descriptors", text,
+            "" if is_enough else "ulimit -Hn 65536, LimitNOFILE=65536 in a systemd unit",
+        )
+    ]  # fmt: skip
+    if facts.locked_memory_bytes is not None and any(
+        b.name == "cuda" and not b.why_unavailable for b in facts.backends
+    ):
+        findings.append(
+            Finding(
+                Verdict.SLOWER, "locked memory", f"workers on CUDA may lock {format_size(facts.locked_memory_bytes)}",
+                "ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, --ulimit memlock=-1 in Docker",
+            )
+        )  # fmt: skip
+    if facts.shared_huge_pages == "never":
+        findings.append(
+            Finding(Verdict.FINE, "huge pages", "none for tmpfs (shmem_enabled is never); not needed on CPU")
+        )
+    return findings
+
+
+def _judge_place(facts: Facts) -> list[Finding]:
+    findings: list[Finding] = []
+    if not facts.directory_is_writable:
+        findings.append(
+            Finding(
+                Verdict.BROKEN, "sockets", f"{facts.directory} cannot be written by this user",
+                "choose another folder by --dir, or make this one yours",
+            )
+        )  # fmt: skip
+    if facts.is_container:
+        findings.append(
+            Finding(
+                Verdict.FINE, "container", "this is one, it seems: engines in other containers need just the folder"
+                f" {facts.directory} in common, no shared IPC or PID namespace",
+            )
+        )  # fmt: skip
+    findings.append(Finding(Verdict.FINE, "depot", facts.depot or f"none answers in {facts.directory}"))
+    return findings
+
+
+def _judge_backends(facts: Facts) -> list[Finding]:
+    findings: list[Finding] = []
+    for backend in facts.backends:
+        if backend.distribution and backend.why_unavailable is None:
+            text = f"{backend.distribution} works"
+            if backend.name == "cpu" and "compiled_copy" not in backend.capabilities:
+                findings.append(
+                    Finding(
+                        Verdict.SLOWER, "backend cpu", f"{backend.distribution} has no compiled copy",
+                        "pip install --force-reinstall --no-cache-dir --no-deps kvdepot-cpu"
+                        + ("" if facts.has_compiler else ", once a C compiler is there"),
+                    )
+                )  # fmt: skip
+            else:
+                findings.append(Finding(Verdict.FINE, f"backend {backend.name}", text))
+        elif backend.distribution:
+            findings.append(
+                Finding(Verdict.FINE, f"backend {backend.name}", f"not usable here: {backend.why_unavailable}")
+            )
+    if not any(backend.distribution and backend.why_unavailable is None for backend in facts.backends):
+        findings.append(
+            Finding(Verdict.BROKEN, "backends", "no accelerator can attach from here", "pip install 'kvdepot[cpu]'")
+        )
+    versions = ", ".join(f"{name} {number}" for name, number in facts.packages.items())
+    findings.append(Finding(Verdict.FINE, "versions", versions))
+    ours = {number for name, number in facts.packages.items() if name.startswith("kvdepot")}
+    if len(ours) > 1:
+        findings.append(
+            Finding(
+                Verdict.BROKEN, "versions", f"packages of kvdepot have different versions: {', '.join(sorted(ours))}",
+                "install the same version of all of them",
+            )
+        )  # fmt: skip
+    return findings
+
+
+# --- looking --------------------------------------------------------------------------------------------------------
+
+
+def _kernel(release: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _file_system(place: Path) -> str:
+    found = ("", "?")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, mount, kind, *_ = line.split()
+            inside = place.absolute() == Path(mount) or Path(mount) in place.absolute().parents
+            if inside and len(mount) >= len(found[0]):
+                found = mount, kind
+    return found[1]
+
+
+def _cgroup_limit() -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        own = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1].rpartition(":")[2].lstrip("/")
+        limits: list[int] = []
+        folder = Path("/sys/fs/cgroup") / own
+        while folder != Path("/sys/fs"):
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int((folder / "memory.max").read_text()))
+            folder = folder.parent
+        return min(limits, default=None)
+    return None
+
+
+def _swap_in_use() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return (int(fields["SwapTotal"].split()[0]) - int(fields["SwapFree"].split()[0])) * 1024
+    return 0
+
+
+def _choice(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        match = re.search(r"\[(\w+)\]", path.read_text())
+        return match[1] if match else ""
+    return ""
+
+
+def _is_in_container() -> bool:
+    """Whether signs of a container are there; nobody can tell for sure."""
+    with contextlib.suppress(OSError, IndexError):
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("NSpid"))
+        return len(line.split()) > 2 or Path("/.dockerenv").exists() or "KUBERNETES_SERVICE_HOST" in os.environ
+    return False
+
+
+def _is_writable(directory: Path) -> bool:
+    place = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    return os.access(place, os.W_OK | os.X_OK)
+
+
+def _depot(directory: Path) -> str:
+    try:
+        reply = ask_depot(m.Hello(m.PROTOCOL_VERSION, "doctor"), str(directory), 1.0)
+    except KVDepotError:
+        return ""
+    return f"kvdepot {reply.server_version}, process {reply.pid}" if isinstance(reply, m.HelloReply) else ""
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -1,0 +1,301 @@
+"""Commands that look into a running depot and change it: each sends one request and prints its reply."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from kvdepot.client.connection import ask_depot
+from kvdepot.config import format_size, parse_number, parse_size
+from kvdepot.errors import ConfigError, KVDepotError, printable
+from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
+from kvdepot.layout import MINIMUM_CHUNK_TOKENS
+from kvdepot.wire import messages as m
+from kvdepot.wire.curve import ClientKeys, load_pair, load_public
+
+_WARM_SECONDS: Final = 90.0  # for one prefix: the depot waits for a minute at most
+_PATIENT_SECONDS: Final = 30.0  # for what is done in steps
+_CLEAR_SECONDS: Final = 600.0  # for steps of tiers that hold very many entries
+_POLL_SECONDS: Final = 0.2
+_KEYS_HELP: Final = (
+    " The file has one prefix a line, as JSON: the chunks' keys as hex strings,"
+    ' {"digests": ["9f..", ..], "tenant": "default"}, or a prompt as engines see it, {"tokens": [1, 2, ..],'
+    ' "namespace": {"model": ..}, "chunk_tokens": 64}; - reads standard input.'
+)
+
+
+def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
+    """Add the commands to the subparsers of `kvdepot`.
+
+    Args:
+        commands: what `add_subparsers` returned.
+        client: has the options that name a depot.
+        json_output: has `--json`.
+    """
+    find = commands.add_parser(
+        "find", parents=[client, json_output], help="what the pool has of prefixes",
+        description="Say what the pool has of prefixes." + _KEYS_HELP,
+    )  # fmt: skip
+    find.set_defaults(run=_find)
+    find.add_argument("keys", metavar="KEYS|TRACE", help="a file, or -")
+
+    clear = commands.add_parser(
+        "clear", parents=[client], help="forget the entries that nobody uses",
+        description="Forget the entries that nobody uses, in the tiers too. With --prefix only in the pool, and only"
+        " what no other prefix needs." + _KEYS_HELP,
+    )  # fmt: skip
+    clear.set_defaults(run=_clear)
+    clear.add_argument("--tenant", help="only this tenant's")
+    clear.add_argument("--model", help="only this model's, as its engines registered it")
+    clear.add_argument("--prefix", metavar="KEYS|TRACE", help="only the prefixes in this file")
+
+    warm = commands.add_parser(
+        "warm", parents=[client], help="bring prefixes up from the tiers, and pin them",
+        description="Bring prefixes up from tiers." + _KEYS_HELP,
+    )  # fmt: skip
+    warm.set_defaults(run=_warm)
+    warm.add_argument("keys", metavar="KEYS|TRACE", help="a file, or -")
+    warm.add_argument("--pin", type=number, default=0.0, metavar="SECONDS", help="keep them in the pool that long")
+
+    unpin = commands.add_parser("unpin", parents=[client], help="end what warm --pin keeps")
+    unpin.set_defaults(run=_unpin)
+    unpin.add_argument("--tenant", help="only this tenant's")
+
+    quota = commands.add_parser(
+        "quota", parents=[client], help="change a tenant's quota",
+        description="Change what a tenant can keep against others, until the server ends: serve --quota is for good.",
+    )  # fmt: skip
+    quota.set_defaults(run=_quota)
+    quota.add_argument("tenant", metavar="TENANT")
+    quota.add_argument("size", metavar="SIZE|none", type=_size_or_none, help="for example 8GiB")
+
+    tier = commands.add_parser("tier", help="add or remove a tier of a running depot")
+    tier_commands = tier.add_subparsers(required=True, metavar="COMMAND")
+    add = tier_commands.add_parser(
+        "add", parents=[client], help="use one more tier",
+        description="Use one more tier below those that are there, until the server ends: serve --tier is for good.",
+    )  # fmt: skip
+    add.set_defaults(run=_add_tier)
+    add.add_argument("tier", metavar="URL", help="as serve --tier takes it; - reads it from standard input")
+    remove = tier_commands.add_parser(
+        "remove", parents=[client], help="stop using one",
+        description="Stop using a tier. What it holds stays there; what waited to be written to it is not.",
+    )  # fmt: skip
+    remove.set_defaults(run=_remove_tier)
+    remove.add_argument("tier", metavar="NAME", help="as 'kvdepot status' shows it")
+
+    drain = commands.add_parser(
+        "drain", parents=[client], help="take no more stores before a stop",
+        description="Take no more stores; what is here is still found. Ends with 0 once no store is under way and the"
+        " tiers have been written what was waiting for it, with 1 if that is not so after --wait seconds.",
+    )  # fmt: skip
+    drain.set_defaults(run=_drain)
+    drain.add_argument("--resume", action="store_true", help="take stores again")
+    drain.add_argument("--wait", type=number, default=60.0, metavar="SECONDS", help="default %(default)s")
+
+    level = commands.add_parser("loglevel", parents=[client], help="change what a running depot logs")
+    level.set_defaults(run=_log_level)
+    level.add_argument("level", choices=("debug", "info", "warning", "error"))
+
+    config = commands.add_parser("config", parents=[client, json_output], help="show a running depot's settings")
+    config.set_defaults(run=_config)
+
+
+def client_keys(options: argparse.Namespace) -> ClientKeys | None:
+    """Return the CURVE keys that the options name, None if they name none.
+
+    Raises:
+        ConfigError: one is missing, or a file holds no key.
+    """
+    if options.curve_secret is None and options.curve_server is None:
+        return None
+    if options.curve_secret is None or options.curve_server is None:
+        raise ConfigError("give both --curve-secret (this side's keys) and --curve-server (the depot's public key)")
+    return ClientKeys(
+        load_pair(options.curve_secret, "--curve-secret"), load_public(options.curve_server, "--curve-server")
+    )
+
+
+def _ask(options: argparse.Namespace, request: m.OperatorRequest, seconds: float = 2.0) -> m.Reply:
+    return ask_depot(request, options.url, seconds, client_keys(options))
+
+
+def _count(options: argparse.Namespace, request: m.OperatorRequest, seconds: float = 2.0) -> int:
+    reply = _ask(options, request, seconds)
+    assert isinstance(reply, m.Done)
+    return reply.count
+
+
+def number(text: str) -> float:
+    """Return a flag's number, for `argparse`."""
+    try:
+        return parse_number(text)
+    except KVDepotError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _size_or_none(text: str) -> int:
+    try:
+        return 0 if text == "none" else parse_size(text)
+    except KVDepotError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# --- files of prefixes ----------------------------------------------------------------------------------------------
+
+
+class _Keys(msgspec.Struct, forbid_unknown_fields=True):
+    """One line of a file: a prefix by its chunks' keys."""
+
+    digests: list[str]
+    tenant: str = "default"
+
+    def packed(self) -> tuple[str, bytes]:
+        return self.tenant, b"".join(map(bytes.fromhex, self.digests))
+
+
+class _Traced(msgspec.Struct, forbid_unknown_fields=True):
+    """One line of a trace of prompts: what keys are made of."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+    namespace: Namespace
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] = MINIMUM_CHUNK_TOKENS
+
+    def packed(self) -> tuple[str, bytes]:
+        run = hash_prefix(self.namespace, self.chunk_tokens, self.tokens)
+        return run.tenant, run.digests
+
+
+def _prefixes_in(file: str) -> list[tuple[str, bytes]]:
+    """Return tenant and packed digests of each line of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is neither of both.
+    """
+    try:
+        lines = sys.stdin.readlines() if file == "-" else Path(file).read_text().splitlines()
+        return [_prefix_of(line) for line in lines if line.strip()]
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _prefix_of(line: str) -> tuple[str, bytes]:
+    fields = msgspec.json.decode(line)
+    is_traced = isinstance(fields, dict) and "tokens" in fields
+    return msgspec.convert(fields, _Traced if is_traced else _Keys).packed()
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def _find(options: argparse.Namespace) -> int:
+    found: list[dict[str, Any]] = []
+    for _, digests in _prefixes_in(options.keys):
+        reply = _ask(options, m.Find(digests))
+        assert isinstance(reply, m.Found)
+        found.append(
+            {"num_chunks": len(digests) // DIGEST_BYTES, "found": [msgspec.to_builtins(p) for p in reply.prefixes]}
+        )
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for number, prefix in enumerate(found, 1):
+        if not prefix["found"]:
+            print(f"{number}: nothing of {prefix['num_chunks']:,} chunks")
+        for here in prefix["found"]:
+            held = ", held" if here["is_held"] else ""
+            more = f", {here['num_children']} continue it" if here["num_children"] else ""
+            line = (
+                f"{number}: {here['num_chunks']:,} of {prefix['num_chunks']:,} chunks ({here['num_tokens']:,} tokens),"
+                f" tenant {here['tenant']}, model {here['model'] or '?'}, {here['dtype']}, idle"
+                f" {here['idle_seconds']:.0f} s{held}{more}"
+            )
+            print(printable(line))
+    return 0
+
+
+def _clear(options: argparse.Namespace) -> int:
+    prefixes = [b""] if options.prefix is None else [digests for _, digests in _prefixes_in(options.prefix) if digests]
+    count = 0
+    for digests in prefixes:
+        count += _count(options, m.Clear(options.tenant, options.model, digests), _CLEAR_SECONDS)
+    print(f"{count:,} entries forgotten")
+    return 0
+
+
+def _warm(options: argparse.Namespace) -> int:
+    found = asked = 0
+    for tenant, digests in _prefixes_in(options.keys):
+        found += _count(options, m.Warm(tenant, digests, options.pin), _WARM_SECONDS)
+        asked += len(digests) // DIGEST_BYTES
+    print(f"{found:,} of {asked:,} chunks are in the pool{' and pinned' if options.pin else ''}")
+    return 0
+
+
+def _unpin(options: argparse.Namespace) -> int:
+    print(f"{_count(options, m.Unpin(options.tenant), _PATIENT_SECONDS):,} pins ended")
+    return 0
+
+
+def _quota(options: argparse.Namespace) -> int:
+    moved = _count(options, m.SetQuota(options.tenant, options.size), _PATIENT_SECONDS)
+    quota = format_size(options.size) if options.size else "none"
+    print(f"the quota of {options.tenant} is {quota}; {moved:,} chunks count against another share now")
+    return 0
+
+
+def _add_tier(options: argparse.Namespace) -> int:
+    url = sys.stdin.readline().strip() if options.tier == "-" else options.tier
+    print(f"{_count(options, m.AddTier(url), _PATIENT_SECONDS)} tiers are in use")
+    return 0
+
+
+def _remove_tier(options: argparse.Namespace) -> int:
+    print(f"{_count(options, m.RemoveTier(options.tier))} tiers are in use")
+    return 0
+
+
+def _drain(options: argparse.Namespace) -> int:
+    if options.resume:
+        _count(options, m.Drain(False))
+        print("stores are taken again")
+        return 0
+    _count(options, m.Drain())
+    end = time.monotonic() + options.wait
+    while True:
+        reply = _ask(options, m.Status())
+        assert isinstance(reply, m.StatusReply)
+        status = reply.status
+        waiting = sum(tier.queued_write_bytes for tier in status.tiers)
+        if not status.num_tickets and not waiting:
+            print("drained: no store is under way, nothing waits to be written")
+            return 0
+        if time.monotonic() >= end:
+            print(
+                f"not drained within {options.wait:g} s: {status.num_tickets} stores are under way,"
+                f" {format_size(waiting)} wait to be written",
+                file=sys.stderr,
+            )
+            return 1
+        time.sleep(_POLL_SECONDS)
+
+
+def _log_level(options: argparse.Namespace) -> int:
+    _count(options, m.SetLogLevel(options.level))
+    print(f"the depot logs from {options.level} on")
+    return 0
+
+
+def _config(options: argparse.Namespace) -> int:
+    reply = _ask(options, m.Configuration())
+    assert isinstance(reply, m.ConfigurationReply)
+    if options.json:
+        print(json.dumps(reply.settings, indent=2))
+        return 0
+    for name, value in sorted(reply.settings.items()):
+        print(f"{name:24} {json.dumps(value)}")
+    return 0

@@ -1,0 +1,166 @@
+"""`kvdepot top`: a depot at work in a terminal, with `pip install 'kvdepot[cli]'`. It only asks for the status."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvdepot.config import format_size
+from kvdepot.errors import DepotUnavailable, printable
+from kvdepot.wire import messages as m
+
+_SHADES: Final = " ░▒▓█"
+_MAP_WIDTH: Final = 48
+_LEAST_CHUNKS: Final = 1000  # asked for, until estimates are shown
+
+
+def run_top(ask: Callable[[], m.DepotStatus], *, interval_seconds: float = 1.0, num_frames: int | None = None) -> None:
+    """Draw until interrupted, or `num_frames` times; where standard output is no terminal, once.
+
+    Raises:
+        DepotUnavailable: there is no depot at the start. Later it is waited for.
+    """
+    before, at = ask(), time.monotonic()
+    if not sys.stdout.isatty() and num_frames is None:
+        Console().print(draw(before, before, 0.0))
+        return
+    drawn = 1
+    with Live(draw(before, before, 0.0), auto_refresh=False, screen=num_frames is None) as live:
+        live.refresh()
+        while num_frames is None or drawn < num_frames:
+            time.sleep(interval_seconds)
+            try:
+                status = ask()
+            except DepotUnavailable as error:
+                live.update(Text(printable(str(error)), style="red"), refresh=True)
+            else:
+                now = time.monotonic()
+                same = status.epoch == before.epoch
+                live.update(draw(status, before if same else status, now - at), refresh=True)
+                before, at = status, now
+            drawn += 1
+
+
+def draw(status: m.DepotStatus, before: m.DepotStatus, seconds: float) -> Group:
+    """Return one frame: `status` now, `before` it was so many seconds ago."""
+    columns = Columns([_summary(status, before, seconds), _pool(status)], expand=True)
+    parts: list[Any] = [_title(status), columns]
+    parts += [table for table in (_engines(status), _tenants(status), _tiers(status)) if table.row_count]
+    if status.events:
+        lines = [_plain(f"{ago:6.0f} s ago  {text}") for ago, text in reversed(status.events[-6:])]
+        parts.append(Panel(Text("\n").join(lines), title="events", title_align="left"))
+    return Group(*parts)
+
+
+def _title(status: m.DepotStatus) -> Text:
+    state = "reading back" if status.recovering else "draining" if status.draining else "serving"
+    title = Text(f"kvdepot {status.server_version}  ", style="bold")
+    title.append(state, style="green" if state == "serving" else "yellow")
+    title.append(f"  process {status.pid}, up {status.uptime_seconds:.0f} s, policy {status.policy}", style="dim")
+    return title
+
+
+def _summary(status: m.DepotStatus, before: m.DepotStatus, seconds: float) -> Table:
+    def gained(name: str) -> int:
+        return status.counters.get(name, 0) - before.counters.get(name, 0)
+
+    def moved(name: str) -> float:
+        total = sum(device[name] for device in status.devices.values())
+        return (total - sum(device[name] for device in before.devices.values())) / seconds / 1e9 if seconds else 0.0
+
+    asked, hit = gained("lookup_chunks"), gained("lookup_chunks_hit")
+    all_asked, all_hit = (status.counters.get(name, 0) for name in ("lookup_chunks", "lookup_chunks_hit"))
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_row("hit rate", _share(hit, asked) if asked else _share(all_hit, all_asked))
+    table.add_row("since the start", _share(all_hit, all_asked))
+    table.add_row("lookups", f"{gained('lookups') / seconds:,.0f} /s" if seconds else "-")
+    table.add_row("retrieve", f"{moved('retrieved_bytes'):.2f} GB/s")
+    table.add_row("store", f"{moved('stored_bytes'):.2f} GB/s")
+    table.add_row("evicted", f"{gained('chunks_evicted') / seconds:,.0f} chunks/s" if seconds else "-")
+    table.add_row("leases, stores", f"{status.num_leases:,}, {status.num_tickets:,}")
+    return table
+
+
+def _pool(status: m.DepotStatus) -> Table:
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column()
+    used = f"{format_size(status.pool_used_bytes)} of {format_size(status.pool_size_bytes)}"
+    table.add_row("pool", used)
+    table.add_row("", ProgressBar(status.pool_size_bytes, status.pool_used_bytes, width=_MAP_WIDTH))
+    cells = pool_map(status)
+    for start in range(0, len(cells), _MAP_WIDTH):
+        table.add_row("map" if not start else "", Text(cells[start : start + _MAP_WIDTH], style="cyan"))
+    table.add_row("index", f"{status.num_entries:,} of {status.max_entries:,} entries")
+    if status.estimated_chunks >= _LEAST_CHUNKS:
+        rates = [f"{e.scale:g}x {e.hit_chunks / status.estimated_chunks:.0%}" for e in status.estimates]
+        table.add_row("sizing", ", ".join(rates))
+    return table
+
+
+def pool_map(status: m.DepotStatus) -> str:
+    """Return one character for each region of the pool: the darker, the fuller."""
+    region = status.pool_size_bytes / max(1, len(status.pool_regions))
+    darkest = len(_SHADES) - 1
+    return "".join(
+        _SHADES[min(darkest, 1 + int(used / region * darkest))] if used else " " for used in status.pool_regions
+    )
+
+
+def _engines(status: m.DepotStatus) -> Table:
+    table = _table("engine", "role", "model", "device", "a token", "leases", "stores")
+    for context in status.contexts:
+        role = f"worker {context.rank} of {context.world_size}" if context.role == "worker" else context.role
+        token = format_size(context.bytes_per_token) if context.bytes_per_token else "-"
+        table.add_row(
+            *map(_plain, (context.instance, role, context.model, context.device or "-")), token,
+            str(context.num_leases), str(context.num_tickets),
+        )  # fmt: skip
+    return table
+
+
+def _tenants(status: m.DepotStatus) -> Table:
+    table = _table("tenant", "in the pool", "quota", "hit rate")
+    for name, usage in sorted(status.tenants.items()):
+        hit = usage.get("pool_hit_tokens", 0) + usage.get("tier_hit_tokens", 0)
+        quota = format_size(usage["quota_bytes"]) if "quota_bytes" in usage else "-"
+        table.add_row(_plain(name), format_size(usage["used_bytes"]), quota, _share(hit, usage.get("lookup_tokens", 0)))
+    return table
+
+
+def _tiers(status: m.DepotStatus) -> Table:
+    table = _table("tier", "holds", "waits", "read", "written", "state")
+    for tier in status.tiers:
+        state = "in use" if tier.state == "closed" else f"left alone: {tier.why_open}"
+        counters = tier.counters
+        table.add_row(
+            _plain(tier.name), format_size(tier.used_bytes), format_size(tier.queued_write_bytes),
+            format_size(counters.get("read_bytes", 0)), format_size(counters.get("written_bytes", 0)), _plain(state),
+        )  # fmt: skip
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(expand=True, box=None, header_style="bold")
+    for title in titles:
+        table.add_column(title)
+    return table
+
+
+def _plain(text: str) -> Text:
+    """Return text that others chose, without a meaning for the terminal."""
+    return Text(printable(text))
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"

@@ -1,0 +1,332 @@
+"""The index table: one record of 128 bytes for each entry, in memory that outlives the server.
+
+The server writes it; workers map it read only. A record's **header** is one 64-bit word, generation and state, written
+in one store and last, so that a record is never half there. Each change of what an extent holds raises the generation:
+a worker that copied out of the pool compares the header afterwards with the one it was given (a seqlock) and treats a
+difference as a miss. A record carries a checksum of itself; what does not verify is not believed after a restart.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from kvdepot.config import EXTENT_ALIGNMENT_BYTES
+from kvdepot.errors import PoolError
+from kvdepot.keys import DIGEST_BYTES
+
+RECORD_BYTES: Final = 128
+HEADER_PAGE_BYTES: Final = 4096
+TABLE_VERSION: Final = 3
+NO_RECORD: Final = 0xFFFFFFFF
+PARENT_BYTES: Final = 16  # of the parent's key: enough to find it among the chunks of one depth
+OWNER_BYTES: Final = 16
+MAXIMUM_ENTRY_BYTES: Final = (1 << 32) - 1
+
+FREE: Final = 0
+WRITING: Final = 1
+SEALED: Final = 2
+
+_LAST_GENERATION: Final = (1 << 56) - 1
+MAGIC: Final = b"KVDEPOTX"
+_FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
+_GENERATION: Final = 8  # the word of the header page that ties the table to its pool
+_HOLDER_OFFSET: Final = 128  # in the header page: bytes of the text, and the text
+# space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, label, layout, owner (16 bytes
+# that name the worker within its process; once sealed, the payload's checksum), writer start, writer pid, crc, last use
+_BODY: Final = struct.Struct("<IHHII32s16sIIQ16sQIIQ")
+_CHECKED_BYTES: Final = 108  # of the body: all but crc and last use
+_CRC: Final = 116  # within a record, as the next ones
+_LAST_USE: Final = 120
+_EXTENT_OFFSET: Final = 16
+_KEY_OFFSET: Final = 24
+_LAYOUT_OFFSET: Final = 80
+_CHECKSUM_OFFSET: Final = 88  # until it is sealed: the worker's name
+_WRITER_OFFSET: Final = 104
+_EXTENT: Final = struct.Struct("<II")
+_WRITER: Final = struct.Struct("<QI")
+_U64: Final = struct.Struct("<Q")
+_U32: Final = struct.Struct("<I")
+_DIGEST: Final = struct.Struct(f"{OWNER_BYTES}s")
+
+
+def _next_generation(header: int) -> int:
+    """Return the header with the next generation and no state; a damaged header may be at the last of 2**56."""
+    return ((header >> 8) + 1 & _LAST_GENERATION) << 8
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The process that may be writing an extent.
+
+    One of another PID namespace has no number here. Then `start_time` is a number of our own, of the byte of the pool's
+    file that is locked as long as the process maps the pool (`kvdepot.pool.files.open_with_lock`).
+    """
+
+    pid: int = 0
+    start_time: int = 0  # clock ticks since boot, from /proc: tells a process from a later one with its number
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record, read back."""
+
+    number: int
+    state: int
+    space: int
+    group: int
+    shard: int
+    offset: int
+    num_bytes: int
+    key: bytes
+    parent: bytes  # the first 16 bytes of the parent's key, zeros without one
+    depth: int
+    layout: int
+    label: int  # number of the tenant and model that it belongs to
+    writer: Writer
+    owner: bytes
+    last_use: int
+
+
+def table_size_bytes(num_records: int) -> int:
+    """Return the bytes of a table for `num_records`."""
+    return HEADER_PAGE_BYTES + num_records * RECORD_BYTES
+
+
+def holder_of(header_page: bytes) -> str:
+    """Return who has the table, as its header page says; nothing if it does not."""
+    (length,) = _U32.unpack_from(header_page, _HOLDER_OFFSET) if len(header_page) >= HEADER_PAGE_BYTES else (0,)
+    start = _HOLDER_OFFSET + _U32.size
+    return header_page[start : start + min(length, HEADER_PAGE_BYTES - start)].decode(errors="replace")
+
+
+class TableReader:
+    """The table as a client sees it: read only, and changing under its eyes."""
+
+    def __init__(self, memory: mmap.mmap | bytearray) -> None:
+        self._memory = memory
+        self.headers = memoryview(memory).cast("Q")
+
+    def is_same(self, record: int, header: int) -> bool:
+        """Whether a record has the header that the server named: nobody was given its extent since."""
+        return self.headers[(HEADER_PAGE_BYTES + record * RECORD_BYTES) // 8] == header
+
+    def holds(self, record: int, header: int, key: bytes) -> bool:
+        """Whether a record has this header and belongs to the chunk with this key."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES
+        found = self._memory[base + _KEY_OFFSET : base + _KEY_OFFSET + DIGEST_BYTES]
+        return self.headers[base // 8] == header and found == key
+
+    def checksum_of(self, record: int) -> bytes:
+        """Return the checksum of a sealed record's payload, zeros for none; good only while its header is the same."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECKSUM_OFFSET
+        return bytes(self._memory[base : base + OWNER_BYTES])
+
+
+class IndexTable:
+    """The records, over a mapped file or plain memory."""
+
+    def __init__(self, memory: mmap.mmap | bytearray, num_records: int) -> None:
+        self.num_records = num_records
+        self._memory = memory
+        self._view = memoryview(memory)
+        self._header_words = self._view[:HEADER_PAGE_BYTES].cast("Q")
+        self._words = self._view[HEADER_PAGE_BYTES:].cast("Q")
+
+    @classmethod
+    def in_memory(cls, num_records: int) -> Self:
+        """Return a table that nobody else sees and that ends with the process."""
+        return cls(bytearray(table_size_bytes(num_records)), num_records)
+
+    @classmethod
+    def create(cls, path: Path, num_records: int, pool_size_bytes: int, pool_id: bytes) -> Self:
+        """Make a new, empty table file, all of it allocated.
+
+        Raises:
+            PoolError: no room.
+        """
+        size = table_size_bytes(num_records)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            memory = mmap.mmap(fd, size)
+        except OSError as error:
+            raise PoolError(f"no room for the index table of {size} bytes in {path}: {error}") from error
+        finally:
+            os.close(fd)
+        fields = _FILE_HEADER.pack(MAGIC, TABLE_VERSION, RECORD_BYTES, num_records, pool_size_bytes, pool_id, 0)
+        memory[: len(fields)] = fields[:-4] + _U32.pack(zlib.crc32(fields[:-4]))
+        return cls(memory, num_records)
+
+    @classmethod
+    def open(cls, path: Path, pool_size_bytes: int, pool_id: bytes) -> Self:
+        """Open the table of an earlier server.
+
+        Raises:
+            PoolError: it is not one that fits this pool and this version; the text says how.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            fields = os.pread(fd, _FILE_HEADER.size, 0)
+            if len(fields) < _FILE_HEADER.size or fields[:8] != MAGIC:
+                raise PoolError(f"{path} is not an index table")
+            _, version, record_bytes, num_records, pool_bytes, table_pool_id, crc = _FILE_HEADER.unpack(fields)
+            if crc != zlib.crc32(fields[:-4]):
+                raise PoolError(f"{path}: its header is damaged")
+            if (version, record_bytes) != (TABLE_VERSION, RECORD_BYTES):
+                raise PoolError(f"{path} has table format {version}, this version writes {TABLE_VERSION}")
+            if size != table_size_bytes(num_records):
+                raise PoolError(f"{path} has {size} bytes instead of {table_size_bytes(num_records)}")
+            if (pool_bytes, table_pool_id) != (pool_size_bytes, pool_id):
+                raise PoolError(f"{path} belongs to another pool (of {pool_bytes} bytes)")
+            return cls(mmap.mmap(fd, size), num_records)
+        finally:
+            os.close(fd)
+
+    @property
+    def generation(self) -> int:
+        """Ties the table to the pool: see `kvdepot.pool.files`."""
+        return self._header_words[_GENERATION]
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self._header_words[_GENERATION] = number
+
+    @property
+    def holder(self) -> str:
+        """Which server has the table: for others to read."""
+        return holder_of(bytes(self._view[:HEADER_PAGE_BYTES]))
+
+    @holder.setter
+    def holder(self, text: str) -> None:
+        raw = text.encode(errors="replace")[: HEADER_PAGE_BYTES - _HOLDER_OFFSET - _U32.size]
+        _U32.pack_into(self._view, _HOLDER_OFFSET, len(raw))
+        self._view[_HOLDER_OFFSET + _U32.size :][: len(raw)] = raw
+
+    def write(
+        self,
+        record: int,
+        *,
+        space: int,
+        group: int,
+        shard: int,
+        offset: int,
+        num_bytes: int,
+        key: bytes,
+        parent: bytes,
+        depth: int,
+        layout: int,
+        label: int,
+        writer: Writer,
+        owner: bytes,
+    ) -> int:
+        """Fill a free record and put it into the state WRITING; return its header once sealed."""
+        place = record * (RECORD_BYTES // 8)
+        sealed = _next_generation(self._words[place]) | SEALED
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
+        self._put(
+            _BODY, base, space, group, shard, offset // EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth, label,
+            layout, owner, writer.start_time, writer.pid, 0, 0,
+        )  # fmt: skip
+        header = sealed - SEALED + WRITING
+        self._put(_U32, base - 8 + _CRC, self._crc(base, header))
+        self._put_header(place, header)
+        return sealed
+
+    def seal(self, record: int, last_use: int, checksum: bytes = bytes(OWNER_BYTES)) -> None:
+        """Say that the bytes are all there. Their checksum (zeros: none) takes the place of the worker's name."""
+        place = record * (RECORD_BYTES // 8)
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
+        header = self._words[place] >> 8 << 8 | SEALED
+        self._put(_DIGEST, base - 8 + _CHECKSUM_OFFSET, checksum)
+        self._put(_U64, base - 8 + _LAST_USE, last_use)
+        self._put(_U32, base - 8 + _CRC, self._crc(base, header))
+        self._put_header(place, header)
+
+    def free(self, record: int) -> None:
+        """Take the record back: readers see the change before the extent is given to somebody else."""
+        place = record * (RECORD_BYTES // 8)
+        self._put_header(place, _next_generation(self._words[place]) | FREE)
+
+    def _put(self, kind: struct.Struct, place: int, *values: object) -> None:
+        """Write into a body. With `_put_header` this is all that ever changes a record: a crash falls between two."""
+        kind.pack_into(self._view, place, *values)
+
+    def _put_header(self, place: int, header: int) -> None:
+        self._words[place] = header
+
+    def header(self, record: int) -> int:
+        """Return the header word now."""
+        return self._words[record * (RECORD_BYTES // 8)]
+
+    def extent(self, record: int) -> tuple[int, int]:
+        """Return offset and payload bytes of a record in use."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES
+        page, num_bytes = _EXTENT.unpack_from(self._view, base + _EXTENT_OFFSET)
+        return page * EXTENT_ALIGNMENT_BYTES, num_bytes
+
+    def layout_of(self, record: int) -> int:
+        """Return the layout hash under which the bytes were written."""
+        return _U64.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _LAYOUT_OFFSET)[0]
+
+    def key_of(self, record: int) -> bytes:
+        """Return the chunk's key of a record in use."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _KEY_OFFSET
+        return bytes(self._view[base : base + DIGEST_BYTES])
+
+    def writer_of(self, record: int) -> Writer:
+        """Return the process that began a record in use."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES
+        start_time, pid = _WRITER.unpack_from(self._view, base + _WRITER_OFFSET)
+        return Writer(pid, start_time)
+
+    def owner_of(self, record: int) -> bytes:
+        """Return the worker, within its process, that began a record in use."""
+        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECKSUM_OFFSET
+        return bytes(self._view[base : base + OWNER_BYTES])
+
+    def place_of(self, record: int) -> tuple[int, int]:
+        """Return group and shard of a record in use."""
+        fields = _U32.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + 12)[0]
+        return fields & 0xFFFF, fields >> 16
+
+    def record(self, number: int) -> Record | None:
+        """Read back one record; None if it is free or does not verify."""
+        header = self._words[number * (RECORD_BYTES // 8)]
+        return self._read(number, header) if header & 0xFF in (WRITING, SEALED) else None
+
+    def records(self) -> Iterator[Record]:
+        """Read back every record that is in use and verifies."""
+        for number in range(self.num_records):
+            record = self.record(number)
+            if record is not None:
+                yield record
+
+    def _read(self, number: int, header: int) -> Record | None:
+        base = HEADER_PAGE_BYTES + number * RECORD_BYTES + 8
+        fields = _BODY.unpack_from(self._view, base)
+        space, group, shard, page, num_bytes, key, parent, depth, label, layout, owner, start, pid, crc, last_use = (
+            fields
+        )
+        if crc != self._crc(base, header):
+            return None
+        return Record(
+            number, header & 0xFF, space, group, shard, page * EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
+            layout, label, Writer(pid, start), owner, last_use,
+        )  # fmt: skip
+
+    def _crc(self, base: int, header: int) -> int:
+        return zlib.crc32(_U64.pack(header), zlib.crc32(self._view[base : base + _CHECKED_BYTES]))
+
+    def close(self) -> None:
+        """Unmap the file. Twice is harmless."""
+        self._words.release()
+        self._header_words.release()
+        self._view.release()
+        if isinstance(self._memory, mmap.mmap):
+            self._memory.close()

@@ -1,0 +1,146 @@
+"""What pools of other sizes would find of the same traffic, from a sample of the chunks.
+
+A chunk is sampled by its key alone (spatial sampling, SHARDS: Waldspurger and others, FAST 2015), so every access of it
+is. The sample is kept in the order of last use, cut into segments where pools of the chosen sizes, scaled down by the
+sampling rate, would end: the segment in which a chunk is found again says which of those pools would have had it. That
+is LRU's stack distance, as exactly as is needed. A prefix is used from its end to its start, so what a chunk hangs on
+is never colder. What is stored counts as used; only lookups count as asked.
+
+The rate begins where it suits the pool and is halved whenever the sample outgrows its budget, so memory is bounded,
+and a lookup costs a slice of its digests and a few operations on dictionaries. Pools of some hundred chunks are too
+small for it.
+"""
+
+from collections import OrderedDict
+from typing import Final
+
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.wire.messages import PoolEstimate
+
+SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
+
+_KEYS: Final = 1 << 16  # that two bytes can be
+_LARGEST_THRESHOLD: Final = _KEYS // 8
+_SMALLEST_THRESHOLD: Final = 8
+_BUDGET: Final = 8192  # sampled chunks in all segments
+_WANTED: Final = 1024  # of them in a pool of the present size
+
+
+class ShadowIndex:
+    """The sample of one depot.
+
+    Args:
+        pool_bytes: of the pool.
+        scales: sizes of other pools as parts of it, ascending.
+        budget: the most chunks that are kept.
+    """
+
+    def __init__(self, pool_bytes: int, scales: tuple[float, ...] = SCALES, budget: int = _BUDGET) -> None:
+        self.num_chunks = 0  # asked for, as far as the sample tells
+        self._pool_bytes = pool_bytes
+        self._scales = scales
+        self._budget = budget
+        self._hits = [0] * len(scales)  # by segment
+        self._segments: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in scales]  # key -> bytes
+        self._sizes = [0] * len(scales)
+        self._limits = [0.0] * len(scales)  # bytes of each segment, at the present rate
+        self._where: dict[bytes, int] = {}  # key -> segment
+        self._threshold = 0  # keys whose first two bytes are below it are sampled; 0: nothing was asked yet
+        self._weight = 0
+        self._highest = 255  # first byte of a sampled key
+        self._marks = bytes(256)
+
+    @property
+    def rate(self) -> float:
+        """Share of the chunks that is sampled."""
+        return self._threshold / _KEYS
+
+    @property
+    def num_sampled(self) -> int:
+        """Chunks that are kept."""
+        return len(self._where)
+
+    def looked_up(self, digests: bytes, chunk_bytes: int) -> None:
+        """Count a lookup of packed `(num_chunks, 32)` digests, chunks of so many bytes each."""
+        if len(digests) == DIGEST_BYTES and digests[0] > self._highest:
+            return
+        if not self._threshold:
+            self._begin(chunk_bytes)
+        for key in self._sampled(digests):
+            segment = self._use(key, chunk_bytes)
+            self.num_chunks += self._weight
+            if segment is not None:
+                self._hits[segment] += self._weight
+        if len(self._where) > self._budget:
+            self._set_threshold(self._threshold // 2)
+
+    def stored(self, digests: bytes, chunk_bytes: int) -> None:
+        """Note that chunks were stored."""
+        if not self._threshold:
+            self._begin(chunk_bytes)
+        for key in self._sampled(digests):
+            self._use(key, chunk_bytes)
+
+    def estimates(self) -> list[PoolEstimate]:
+        """Return what pools of other sizes would have found so far."""
+        rows: list[PoolEstimate] = []
+        hits = 0
+        for scale, more in zip(self._scales, self._hits, strict=True):
+            hits += more
+            rows.append(PoolEstimate(scale=scale, pool_bytes=int(scale * self._pool_bytes), hit_chunks=hits))
+        return rows
+
+    def _begin(self, chunk_bytes: int) -> None:
+        threshold = _LARGEST_THRESHOLD
+        while threshold > _SMALLEST_THRESHOLD and self._pool_bytes / chunk_bytes * threshold / 2 >= _WANTED * _KEYS:
+            threshold //= 2
+        self._set_threshold(threshold)
+
+    def _set_threshold(self, threshold: int) -> None:
+        """Sample fewer; chunks that are not sampled any more are forgotten."""
+        self._threshold = max(_SMALLEST_THRESHOLD, threshold)
+        self._weight = _KEYS // self._threshold
+        self._highest = (self._threshold - 1) >> 8
+        self._marks = bytes(byte <= self._highest for byte in range(256))
+        for key in [key for key in self._where if int.from_bytes(key[:2], "big") >= self._threshold]:
+            segment = self._where.pop(key)
+            self._sizes[segment] -= self._segments[segment].pop(key)
+        ends = [scale * self._pool_bytes * self.rate for scale in self._scales]
+        self._limits = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
+
+    def _sampled(self, digests: bytes) -> list[bytes]:
+        """Return the sampled keys of a run, the last chunk first."""
+        marks = digests[::DIGEST_BYTES].translate(self._marks)
+        keys: list[bytes] = []
+        place = marks.rfind(1)
+        while place >= 0:
+            key = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+            if key[0] << 8 | key[1] < self._threshold:
+                keys.append(key)
+            place = marks.rfind(1, 0, place)
+        return keys
+
+    def _use(self, key: bytes, num_bytes: int) -> int | None:
+        """Put a chunk to the warm end; return the segment where it was, None if it was nowhere."""
+        segments, sizes, where = self._segments, self._sizes, self._where
+        found = where.get(key)
+        if found == 0:
+            segments[0].move_to_end(key)
+            return 0
+        if found is not None:
+            sizes[found] -= segments[found].pop(key)
+        segments[0][key] = num_bytes
+        sizes[0] += num_bytes
+        where[key] = 0
+        last = len(segments) - 1
+        for number, segment in enumerate(segments):
+            while sizes[number] > self._limits[number]:
+                colder, size = segment.popitem(last=False)
+                sizes[number] -= size
+                if number == last:
+                    del where[colder]
+                else:
+                    segments[number + 1][colder] = size
+                    sizes[number + 1] += size
+                    where[colder] = number + 1
+        return found

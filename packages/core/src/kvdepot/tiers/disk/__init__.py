@@ -1,0 +1,1 @@
+"""The tier on a local file system."""

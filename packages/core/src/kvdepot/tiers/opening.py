@@ -1,0 +1,92 @@
+"""Opens tiers: those of the settings before the server serves, others on a thread while it does."""
+
+import logging
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvdepot.errors import ConfigError
+from kvdepot.tiers.base import TierPool
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.url import TierUrl, open_tier
+
+logger = logging.getLogger(__name__)
+
+
+OnOpened = Callable[[TierQueue | ConfigError], None]
+
+
+class TierOpener:
+    """Makes the queues of tiers over one pool, which is mapped for them at the first.
+
+    Args:
+        pool_fd: the pool's file.
+        size_bytes: of the pool.
+        wake: wakes the depot's loop, from any thread.
+    """
+
+    def __init__(self, pool_fd: int, size_bytes: int, wake: Callable[[], None]) -> None:
+        self._pool_fd = pool_fd
+        self._size_bytes = size_bytes
+        self._wake = wake
+        self._memory: mmap.mmap | None = None
+        self._opened: deque[tuple[TierQueue | ConfigError, OnOpened]] = deque()
+        self._num_opening = 0
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a tier is being opened on a thread, or waits for `deliver`."""
+        return bool(self._num_opening)
+
+    def open_all(self, urls: Sequence[str]) -> list[TierQueue]:
+        """Return a queue for each URL.
+
+        Raises:
+            ConfigError: one of them cannot be; none stays open.
+        """
+        queues: list[TierQueue] = []
+        try:
+            for url in urls:
+                queues.append(self._open(url))
+        except ConfigError:
+            for queue in queues:
+                queue.close()
+            raise
+        return queues
+
+    def begin(self, url: str, on_opened: OnOpened) -> None:
+        """Open one on a thread; `deliver` calls `on_opened` with its queue, or with what stood in the way."""
+        self._num_opening += 1
+
+        def work() -> None:
+            try:
+                result: TierQueue | ConfigError = self._open(url)
+            except ConfigError as error:
+                result = error
+            except Exception as error:
+                logger.exception("a tier cannot be opened")
+                result = ConfigError(f"{type(error).__name__}: {error}")
+            self._opened.append((result, on_opened))
+            self._wake()
+
+        threading.Thread(target=work, name="kvdepot-open-tier", daemon=True).start()
+
+    def deliver(self) -> None:
+        """Hand over what has been opened; called by the loop."""
+        while self._opened:
+            result, on_opened = self._opened.popleft()
+            self._num_opening -= 1
+            on_opened(result)
+
+    def _open(self, text: str) -> TierQueue:
+        url = TierUrl.parse(text)
+        waiting = url.take_size("queue", min(1 << 30, self._size_bytes // 2))
+        if self._memory is None:
+            self._memory = mmap.mmap(self._pool_fd, self._size_bytes)
+        pool = TierPool(self._pool_fd, memoryview(self._memory))
+        tier = open_tier(url, pool)
+        return TierQueue(
+            tier, pool, url.name, deadline_seconds=url.deadline_seconds, num_threads=url.num_threads,
+            write_bytes=waiting, wake=self._wake,
+        )  # fmt: skip

@@ -1,0 +1,246 @@
+"""A tier in Valkey or Redis: for a few nodes that share short-lived entries; memory there costs what it costs here.
+
+An entry is a small string, its **head** (seal and number of parts), and its payload in parts of at most 4 MiB, for the
+server is slow with larger strings. All have names below `kvdepot:TENANT:MODEL:` (labels in hex), so that they are found
+by a scan. The head is written last. Parts may leave one by one (eviction, expiry): an entry that lacks one is a miss.
+
+How long entries stay is the option `ttl`, and which leave when memory is short is the server's business
+(`maxmemory-policy allkeys-lru`). A server that refuses to take more is no failure: the write is. A batch of entries is
+one round trip on one connection. Cluster mode is not supported: its redirections are errors.
+"""
+
+import re
+import ssl
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from kvdepot.errors import ConfigError
+from kvdepot.tiers.base import Extents, TierPool, TierUsage
+from kvdepot.tiers.keys import LABEL_BYTES
+from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
+from kvdepot.tiers.url import TierUrl
+from kvdepot.tiers.valkey.resp import Command, Connections, Reply, ReplyError, Server
+
+PART_BYTES: Final = 4 << 20
+
+_PREFIX: Final = b"kvdepot:"
+_HEAD_BYTES: Final = SEAL_BYTES + 4
+_SCANNED_AT_ONCE: Final = b"1000"
+_PROBE: Final = b"kvdepot-probe"
+_DURATION: Final = re.compile(r"(\d{1,10}(?:\.\d{1,10})?)(ms|s|m|h|d)")
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def head_name(key: bytes) -> bytes:
+    """Return the name of an entry's head."""
+    labels = key[:LABEL_BYTES].hex(), key[LABEL_BYTES : 2 * LABEL_BYTES].hex()
+    return _PREFIX + ":".join((*labels, key[2 * LABEL_BYTES :].hex())).encode()
+
+
+def part_name(key: bytes, part: int) -> bytes:
+    """Return the name of a part of an entry's payload."""
+    return head_name(key) + b":%d" % part
+
+
+class ValkeyTier:
+    """Entries as strings of a Valkey or Redis server.
+
+    Args:
+        pool: where the extents are.
+        server: where to go.
+        ttl_seconds: how long entries stay; 0 for as long as the server keeps them.
+    """
+
+    batch_entries = 4
+    writer_pid = 0
+
+    def __init__(self, pool: TierPool, server: Server, ttl_seconds: float = 0.0) -> None:
+        self._pool = pool
+        self._connections = Connections(server)
+        self._lifetime = [b"PX", b"%d" % max(1, round(1000 * ttl_seconds))] if ttl_seconds else []
+        self._counters: Counter[str] = Counter(corrupt=0, incomplete=0, refused=0)
+        self._lock = threading.Lock()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier`."""
+        return [reply == 1 for reply in self._call([[b"EXISTS", head_name(key)] for key in keys])]
+
+    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        """See `Tier`."""
+        commands: list[Command] = []
+        lengths: list[int] = []
+        for key, payload in zip(keys, self._payloads(extents), strict=True):
+            parts = list(_parts(payload))
+            head = make_seal(key, payload) + len(parts).to_bytes(4, "little")
+            commands += ([b"SET", part_name(key, place), part, *self._lifetime] for place, part in enumerate(parts))
+            commands.append([b"SET", head_name(key), head, *self._lifetime])
+            lengths.append(len(parts) + 1)
+        replies = iter(self._call(commands, may_be_full=True))
+        outcomes = [[next(replies) for _ in range(length)] == [b"OK"] * length for length in lengths]
+        refused = [(place, keys[place], lengths[place]) for place, ok in enumerate(outcomes) if not ok]
+        self._count("refused", len(refused))
+        # Some of it may have been taken, and all of it may have been there before.
+        names = [[head_name(key), *(part_name(key, part) for part in range(length - 1))] for _, key, length in refused]
+        hollow: list[bytes] = []
+        found = self._call([[b"EXISTS", *each] for each in names])
+        for (place, _, length), each, number in zip(refused, names, found, strict=True):
+            outcomes[place] = number == length
+            if number != length:
+                hollow.append(each[0])
+        if hollow:  # heads would promise what is not there
+            self._call([[b"UNLINK", *hollow]])
+        return outcomes
+
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        """See `Tier`."""
+        payloads = self._payloads(extents)
+        cut = [list(_parts(payload)) for payload in payloads]
+        commands: list[Command] = []
+        targets: list[memoryview | None] = []
+        for key, parts in zip(keys, cut, strict=True):
+            commands += [[b"GET", head_name(key)], *([b"GET", part_name(key, place)] for place in range(len(parts)))]
+            targets += [None, *parts]
+        replies = iter(self._call(commands, targets))
+        outcomes: list[bool] = []
+        for key, payload, parts in zip(keys, payloads, cut, strict=True):
+            head, found = next(replies), [(next(replies), part) for part in parts]
+            outcomes.append(isinstance(head, bytes) and self._is_sound(key, head, found, payload))
+            if isinstance(head, bytes) and not outcomes[-1]:
+                self._remove(key, max(len(parts), int.from_bytes(head[SEAL_BYTES:_HEAD_BYTES], "little")))
+        return outcomes
+
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
+        """See `Tier`; looks at every name in the database."""
+        any_label = b"?" * (2 * LABEL_BYTES)
+        labels = [any_label if label is None else label.hex().encode() for label in (tenant, model)]
+        pattern = _PREFIX + b":".join(labels) + b":*"
+        length_of_head, cursor = len(pattern) - 1 + 2 * 48, b"0"
+        while True:
+            (reply,) = self._call([[b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCANNED_AT_ONCE]])
+            match reply:
+                case [bytes() as cursor, list() as found]:
+                    names = [name for name in found if isinstance(name, bytes)]
+                case _:
+                    raise ConnectionAbortedError("not the reply of a scan")
+            if names:
+                self._call([[b"UNLINK", *names]])
+            yield sum(len(name) == length_of_head for name in names)
+            if cursor == b"0":
+                return
+
+    def probe(self) -> None:
+        """See `Tier`: writes, for a replica would answer anything else. A full server answers as well."""
+        self._call([[b"SET", _PROBE, b"", b"PX", b"1000"]], may_be_full=True)
+
+    def usage(self) -> TierUsage:
+        """See `Tier`; how much the server holds is not known here."""
+        with self._lock:
+            return TierUsage(counters=dict(self._counters))
+
+    def close(self) -> None:
+        """See `Tier`."""
+        self._connections.close()
+
+    def _payloads(self, extents: Extents) -> list[memoryview]:
+        return [self._pool.view[offset : offset + num_bytes] for offset, num_bytes in extents]
+
+    def _is_sound(
+        self, key: bytes, head: bytes, parts: Sequence[tuple[Reply, memoryview]], payload: memoryview
+    ) -> bool:
+        if len(head) == _HEAD_BYTES and any(reply is None for reply, _ in parts):
+            self._count("incomplete", 1)
+            return False
+        is_sound = (
+            head[SEAL_BYTES:] == len(parts).to_bytes(4, "little")
+            and all(reply is part for reply, part in parts)
+            and why_broken(head, key, payload) is None
+        )
+        self._count("corrupt", not is_sound)
+        return is_sound
+
+    def _remove(self, key: bytes, num_parts: int) -> None:
+        """Remove what is left of an entry."""
+        names = [part_name(key, part) for part in range(min(num_parts, 1024))]
+        self._call([[b"UNLINK", head_name(key), *names]])
+
+    def _count(self, name: str, number: int) -> None:
+        with self._lock:
+            self._counters[name] += number
+
+    def _call(
+        self, commands: Sequence[Command], targets: Sequence[memoryview | None] = (), *, may_be_full: bool = False
+    ) -> list[Reply]:
+        """Have commands done in one round trip.
+
+        Raises:
+            OSError: the server does not answer, or refuses one of them, but not for lack of memory if it may be full.
+        """
+        if not commands:
+            return []
+        with self._connections.lend() as connection:
+            replies = connection.call(commands, targets)
+        for reply in replies:
+            if isinstance(reply, ReplyError) and not (may_be_full and reply.text.startswith("OOM ")):
+                raise OSError(f"the server says: {reply.text}")
+        return replies
+
+
+def _parts(payload: memoryview) -> Iterator[memoryview]:
+    for first in range(0, payload.nbytes, PART_BYTES):
+        yield payload[first : first + PART_BYTES]
+
+
+def _checked(url: TierUrl, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+    try:
+        return make()
+    except OSError as error:
+        raise ConfigError(f"--tier {url.name}: its certificates: {error}") from error
+
+
+def open_tier(url: TierUrl, pool: TierPool) -> ValkeyTier:
+    """Open `valkey://USER:PASSWORD@HOST:PORT/DATABASE` or `valkey:///PATH/OF/SOCKET`; `valkeys` with TLS.
+
+    Options: `ttl` (0: none; 90s, 1h, 7d), `timeout` in seconds (three quarters of the tier's deadline, and below it),
+    `password_file` (instead of a password that others see in the list of processes); with TLS `ca`, `cert` and `key`,
+    PEM files; with a socket `database`.
+    """
+    timeout = url.take_timeout()
+    ttl = url.take("ttl", "0")
+    duration = _DURATION.fullmatch(ttl)
+    if duration is None and ttl != "0":
+        raise ConfigError(f"--tier {url.name}: ttl={ttl}: write for example 90s, 1h or 7d")
+    try:
+        parts = urlsplit(url.location)
+        port = parts.port or 6379
+        database = int(url.take("database", "0") if not url.host else url.path.strip("/") or "0")
+    except ValueError as error:
+        raise ConfigError(f"--tier {url.name}: write {url.scheme}://HOST:PORT/DATABASE") from error
+    if not url.host and len(url.path) < 2:
+        raise ConfigError(f"--tier {url.name}: write {url.scheme}://HOST:PORT/DATABASE or {url.scheme}:///SOCKET")
+    password, password_file = unquote(parts.password or ""), url.take("password_file", "")
+    if password_file:
+        try:
+            password = Path(password_file).read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"--tier {url.name}: password_file: {error}") from error
+    tls = None
+    if url.scheme in ("valkeys", "rediss"):
+        authority, certificate, key = url.take("ca", ""), url.take("cert", ""), url.take("key", "")
+        tls = _checked(url, lambda: ssl.create_default_context(cafile=authority or None))
+        if certificate:
+            _checked(url, lambda: tls.load_cert_chain(certificate, key or None) or tls)
+    server = Server(
+        host=url.host,
+        port=port,
+        unix_path="" if url.host else url.path,
+        user=unquote(parts.username or ""),
+        password=password,
+        database=database,
+        tls=tls,
+        timeout_seconds=timeout,
+    )
+    return ValkeyTier(pool, server, float(duration[1]) * _UNITS[duration[2]] if duration else 0.0)
