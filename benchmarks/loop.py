@@ -42,6 +42,7 @@ from kvdepot.lab.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 FOLDER = "LOOP_FOLDER"
 NOTES = Path("/dev/shm")  # a disk may keep who writes to it waiting, and then no stop would be seen
@@ -347,7 +348,7 @@ def in_service(phases: Phases, depot: DepotProcess, num_entries: int, seconds: f
         for _ in range(50):
             depot.status()
     with phases.phase("a quota at runtime for a half of the chunks"):
-        ask_depot(m.SetQuota("b", ENTRY_BYTES * num_entries // 2), depot.url, 60)
+        ask_depot(o.SetQuota("b", ENTRY_BYTES * num_entries // 2), depot.url, 60)
     with phases.phase("a worker that leaves 10,000 unfinished entries"):
         for number in range(10_000 // m.MAXIMUM_STORE_ENTRIES):
             filler.prepare(prompt_key(10_000_000 + number, m.MAXIMUM_STORE_ENTRIES))
@@ -373,7 +374,7 @@ def run_index(phases: Phases, options: Options) -> None:
             wait_until(lambda: not depot.status().recovering, 300)
         with phases.phase("clearing a half, then all"):
             for tenant in ("a", None):
-                ask_depot(m.Clear(tenant), depot.url, 120)
+                ask_depot(o.Clear(tenant), depot.url, 120)
 
 
 @contextmanager
@@ -402,7 +403,7 @@ def run_disk(phases: Phases, options: Options) -> None:
             depot.start(60)
             together(*[(busy, (depot.url, range(k, k + 8), options.seconds)) for k in range(2)])
         with phases.phase("clearing it"):
-            ask_depot(m.Clear(None), depot.url, 120)
+            ask_depot(o.Clear(None), depot.url, 120)
 
 
 class TierWork:
@@ -457,7 +458,7 @@ def run_tenants(phases: Phases, options: Options) -> None:
                 asks = read_metrics, (f"http://{address}/metrics", (depot.directory / HTTP_TOKEN).read_text().strip())
                 together(asks, (busy, (depot.url, range(8), options.seconds)))
         with phases.phase("clearing every other chunk of very many"):
-            ask_depot(m.Clear("the other"), depot.url, 60)
+            ask_depot(o.Clear("the other"), depot.url, 60)
         filler.close()
 
 
@@ -473,8 +474,8 @@ def run_caches(phases: Phases, options: Options) -> None:
                 filler.close()
         with phases.phase(f"warm and find in {num_caches:,} caches"):
             for _ in range(50):
-                ask_depot(m.Warm("default", key.digests), depot.url, 60)
-                ask_depot(m.Find(key.digests), depot.url, 60)
+                ask_depot(o.Warm("default", key.digests), depot.url, 60)
+                ask_depot(o.Find(key.digests), depot.url, 60)
 
 
 def run_reference(phases: Phases, options: Options) -> None:

@@ -40,7 +40,9 @@ from kvdepot.tiers import tiering
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from tests.fuzz.depot import ranks_of
 
 STEP_CALLS = 3000
@@ -103,7 +105,7 @@ class Bench:
         request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, details)
         return self.ask(request).context
 
-    def ask(self, request: m.Request, session: int = 1) -> Any:
+    def ask(self, request: frames.Request, session: int = 1) -> Any:
         return self.depot.handle(session, Writer(1, 1), request)
 
     def prepare(self, run: KeyRun) -> m.StorePlan:
@@ -435,7 +437,7 @@ def test_so_many_requests_of_operators_wait_and_no_more(bench: Bench) -> None:
 def test_who_warms_is_answered_however_many_wait_by_the_time_that_tiers_have_answered() -> None:
     bench, run = Bench(filled=False), prompt(0, 8)
     queue = put_tier_below(bench)
-    warmed = bench.depot.warm(m.Warm(run.tenant, run.digests))
+    warmed = bench.depot.warm(o.Warm(run.tenant, run.digests))
     bench.depot.work()
     tiering = bench.depot.tiering
     assert tiering is not None
@@ -451,7 +453,7 @@ def test_who_warms_for_a_tenant_too_many_is_told(monkeypatch: pytest.MonkeyPatch
     bench, run = Bench(filled=False), prompt(0, 8)
     queue = put_tier_below(bench)
     monkeypatch.setattr("kvdepot.server.depot.MAXIMUM_LABELS", 0)
-    warmed = bench.depot.warm(m.Warm("new", run.digests))
+    warmed = bench.depot.warm(o.Warm("new", run.digests))
     bench.depot.work()
     assert isinstance(warmed.reply, m.ErrorReply)
     assert warmed.reply.code is ErrorCode.MALFORMED
@@ -694,7 +696,7 @@ def test_larger_requests_are_refused() -> None:
     ).context
     for most in (m.MAXIMUM_STORE_ENTRIES, m.MAXIMUM_RETRIEVE_ENTRIES):
         run = prompt(0, most)
-        request: m.Request
+        request: frames.Request
         for extra in (most // 2, 1):
             request = m.PrepareRetrieve(context, "r", run.digests, 0, (most, extra))
             if most == m.MAXIMUM_STORE_ENTRIES:
@@ -956,7 +958,7 @@ def test_a_prefix_is_warmed_in_many_caches_step_by_step() -> None:
     bench.turn_until(lambda: not queue.queued_write_bytes and not queue.has_results)
     bench.depot.clear(None)
     with CallCounter() as counter:
-        warmed = bench.depot.warm(m.Warm(run.tenant, run.digests, 60.0))
+        warmed = bench.depot.warm(o.Warm(run.tenant, run.digests, 60.0))
     assert counter.count <= STEP_CALLS
     most = bench.turn_until(lambda: warmed.reply is not None)
     assert warmed.reply == m.Done(1, run.num_chunks)
@@ -1001,8 +1003,8 @@ def test_requests_that_wait_are_left_for_the_next_turn_when_the_time_is_over(tmp
     server = make_server(tmp_path)
     with closing(server), socket.socket(socket.AF_UNIX) as asker:
         asker.connect(str(server.config.directory / CONTROL_SOCKET))
-        hello = m.encode_frame(1, m.Hello(m.PROTOCOL_VERSION, "test"))
-        asker.sendall(m.encode_greeting(b"") + 10 * (m.LENGTH.pack(len(hello)) + hello))
+        hello = frames.encode_frame(1, m.Hello(m.PROTOCOL_VERSION, "test"))
+        asker.sendall(frames.encode_greeting(b"") + 10 * (frames.LENGTH.pack(len(hello)) + hello))
         latencies = server._latencies[m.Hello]
         for number in range(1, 11):
             wait_until(lambda number=number: server._connections.serve(0.0) or sum(latencies.counts) == number)
@@ -1025,7 +1027,7 @@ def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(
         first = connect()
         sessions.serve(lambda: True)
         strangers = [connect() for _ in range(20)]
-        first.sendall(m.encode_session(m.OpenSession(m.PROTOCOL_VERSION, "first")))
+        first.sendall(frames.encode_session(frames.OpenSession(m.PROTOCOL_VERSION, "first")))
         for turn in range(1, 21):
             sessions.serve(lambda: True)
             assert len(sessions._sessions) <= 1 + turn
@@ -1074,13 +1076,13 @@ def test_who_registers_while_a_thousand_left_unfinished_stores(bench: Bench) -> 
 def test_a_prefix_is_looked_for_in_many_caches_step_by_step(bench: Bench) -> None:
     for number in range(1000):
         bench.index.space(m.CacheSpec(64, (m.GroupShape(GroupKind.FULL_ATTENTION, 64),), "bytes", f"{number}"))
-    wanted, unwanted = prompt(0).digests, m.Clear(digests=prompt(1).digests)
+    wanted, unwanted = prompt(0).digests, o.Clear(digests=prompt(1).digests)
     with CallCounter() as counter:
         found = operations.find(bench.depot, wanted)
         cleared = operations.clear_prefix(bench.depot, unwanted)
     assert counter.count <= STEP_CALLS
     check(bench, 2000)
-    assert isinstance(found.reply, m.Found)
+    assert isinstance(found.reply, o.Found)
     assert [(prefix.num_chunks, prefix.tenant) for prefix in found.reply.prefixes] == [(PROMPT_CHUNKS, "a")]
     assert cleared.reply == m.Done(1, PROMPT_CHUNKS)
 
@@ -1102,7 +1104,7 @@ def test_of_very_many_caches_those_are_named_that_have_the_most_of_a_prefix(benc
         bench.ask(m.CommitStore(bench.context, plan.ticket), session=number + 2)
     found = operations.find(bench.depot, prompt(0, 2).digests)
     check(bench, 1000)
-    assert isinstance(found.reply, m.Found)
+    assert isinstance(found.reply, o.Found)
     num_chunks = [prefix.num_chunks for prefix in found.reply.prefixes]
     assert num_chunks == [2] * (num_chunks.count(2)) + [1] * num_chunks.count(1)
     assert (len(num_chunks), num_chunks.count(2)) == (MAXIMUM_ROWS, (MAXIMUM_ROWS + 50) // 2 + 1)

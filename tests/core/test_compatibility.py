@@ -13,7 +13,9 @@ import pytest
 
 from kvdepot.errors import ErrorCode
 from kvdepot.layout import GroupKind
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 FRAMES = Path(__file__).with_name("frames")
 SEQUENCE = 7
@@ -52,8 +54,10 @@ def issubclass_of(annotated: Any, kind: type) -> bool:
     return isinstance(plain, type) and issubclass(plain, kind)
 
 
-REQUESTS = list(get_args(m.Request))
-REPLIES = [kind for kind in get_args(m.Reply) if kind is not m.StatusReply]  # by names, not by places: shown to people
+REQUESTS = list(get_args(frames.Request))
+REPLIES = [
+    kind for kind in get_args(frames.Reply) if kind is not o.StatusReply
+]  # by names, not by places: shown to people
 
 
 def load(version: int) -> dict[str, str]:
@@ -70,9 +74,9 @@ def tag_of(kind: Any) -> str:
 @pytest.mark.promise(59)
 def test_what_a_release_of_this_protocol_sent_is_understood(kind: Any, version: int) -> None:
     frame = bytes.fromhex(load(version)[tag_of(kind)])
-    decode = m.decode_request if kind in REQUESTS else m.decode_reply
+    decode = frames.decode_request if kind in REQUESTS else frames.decode_reply
     assert decode(frame) == example(kind)
-    assert m.sequence_of(frame) == SEQUENCE
+    assert frames.sequence_of(frame) == SEQUENCE
 
 
 @pytest.mark.parametrize("kind", [*REQUESTS, *REPLIES], ids=tag_of)
@@ -80,8 +84,8 @@ def test_what_a_release_of_this_protocol_sent_is_understood(kind: Any, version: 
 def test_what_a_later_release_adds_at_the_end_is_ignored(kind: Any) -> None:
     full = example(kind)
     fields = [*msgspec.msgpack.decode(msgspec.msgpack.encode(full)), "a field of a later release", 1]
-    frame = bytes(m.encode_frame(SEQUENCE, full)[:8]) + msgspec.msgpack.encode(fields)
-    assert (m.decode_request if kind in REQUESTS else m.decode_reply)(frame) == full
+    frame = bytes(frames.encode_frame(SEQUENCE, full)[:8]) + msgspec.msgpack.encode(fields)
+    assert (frames.decode_request if kind in REQUESTS else frames.decode_reply)(frame) == full
 
 
 @pytest.mark.parametrize("version", range(m.MINIMUM_PROTOCOL_VERSION, m.PROTOCOL_VERSION + 1))
@@ -90,8 +94,8 @@ def test_every_version_that_is_served_has_its_frames(version: int) -> None:
 
 
 if __name__ == "__main__":
-    frames = load(m.PROTOCOL_VERSION)
+    kept = load(m.PROTOCOL_VERSION)
     for kind in (*REQUESTS, *REPLIES):
-        frames.setdefault(tag_of(kind), bytes(m.encode_frame(SEQUENCE, example(kind))).hex())
+        kept.setdefault(tag_of(kind), bytes(frames.encode_frame(SEQUENCE, example(kind))).hex())
     FRAMES.mkdir(exist_ok=True)
-    (FRAMES / f"protocol-{m.PROTOCOL_VERSION}.json").write_text(json.dumps(frames, indent=1, sort_keys=True) + "\n")
+    (FRAMES / f"protocol-{m.PROTOCOL_VERSION}.json").write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")

@@ -33,10 +33,11 @@ from kvdepot.server.connections import SILENCE_SECONDS, ConnectionTable
 from kvdepot.server.connections import Connection as Served
 from kvdepot.server.depot import MAXIMUM_CONTEXTS, Deferred, Depot, Refused
 from kvdepot.server.loop import DepotServer
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from tests.core.test_protocol import SPEC, Peer, RawSocket, frame, prompt, registration
 
-TOKEN = bytes(range(m.TOKEN_BYTES))
+TOKEN = bytes(range(frames.TOKEN_BYTES))
 
 
 def num_descriptors(pid: int) -> int:
@@ -86,7 +87,7 @@ def test_a_reserve_that_is_touched_does_not_wake_the_loop_again_and_again(
         assert not select.select([table.table], [], [], 0)[0]
         touched[0] = False
         table.table.sweep(lambda: False)
-        client.sendall(m.encode_greeting(b"") + framed(b"hello"))
+        client.sendall(frames.encode_greeting(b"") + framed(b"hello"))
         assert table.serve_until(1) == [b"hello"]
 
 
@@ -107,7 +108,10 @@ def test_a_process_that_is_waited_for_costs_one_descriptor_however_many_sessions
 def test_a_session_has_a_bounded_number_of_contexts() -> None:
     index = ChunkIndex(ExtentAllocator(1 << 20), IndexTable.in_memory(16))
     depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
-    requests: Sequence[m.Request] = (registration(), m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPEC))
+    requests: Sequence[frames.Request] = (
+        registration(),
+        m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPEC),
+    )
     last = 0
     for number in range(MAXIMUM_CONTEXTS):
         registered = depot.handle(1, Writer(1, 1), requests[number % 2])
@@ -129,7 +133,7 @@ def test_a_session_has_a_bounded_number_of_contexts() -> None:
 
 
 def framed(data: bytes) -> bytes:
-    return m.LENGTH.pack(len(data)) + data
+    return frames.LENGTH.pack(len(data)) + data
 
 
 class Table:
@@ -201,18 +205,18 @@ def in_pieces(client: socket.socket, data: bytes, rng: random.Random) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_frames_come_whole_and_in_order_however_they_are_cut(seed: int, table: Table) -> None:
     rng = random.Random(seed)
-    frames = [rng.randbytes(rng.choice((0, 1, 8, 100, 65_532, 65_533, 70_000))) for _ in range(40)]
-    frames.append(rng.randbytes(m.MAXIMUM_FRAME_BYTES))
+    sent = [rng.randbytes(rng.choice((0, 1, 8, 100, 65_532, 65_533, 70_000))) for _ in range(40)]
+    sent.append(rng.randbytes(frames.MAXIMUM_FRAME_BYTES))
     with table.connect() as client:
-        data = m.encode_greeting(TOKEN) + b"".join(map(framed, frames))
+        data = frames.encode_greeting(TOKEN) + b"".join(map(framed, sent))
         sender = threading.Thread(target=in_pieces, args=(client, data, rng))
         sender.start()
-        assert table.serve_until(len(frames)) == frames
+        assert table.serve_until(len(sent)) == sent
         sender.join()
         received = b""
-        while len(received) < 6 * len(frames):
+        while len(received) < 6 * len(sent):
             received += client.recv(4096)
-        assert received == framed(b"ok") * len(frames)
+        assert received == framed(b"ok") * len(sent)
 
 
 @pytest.mark.promise(60)
@@ -221,8 +225,8 @@ def test_whatever_comes_nothing_stays_when_the_peer_is_gone(seed: int, table: Ta
     rng = random.Random(seed)
     table.answer = lambda _data: rng.choice((b"ok", bytes(300_000), None))
     for _ in range(100):
-        frames = [framed(rng.randbytes(rng.choice((0, 5, 70_000)))) for _ in range(rng.randrange(5))]
-        data = bytearray(m.encode_greeting(rng.choice((TOKEN, b"", b"?" * 16))) + b"".join(frames))
+        sent = [framed(rng.randbytes(rng.choice((0, 5, 70_000)))) for _ in range(rng.randrange(5))]
+        data = bytearray(frames.encode_greeting(rng.choice((TOKEN, b"", b"?" * 16))) + b"".join(sent))
         for _ in range(rng.randrange(3)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         with table.connect() as client:
@@ -241,10 +245,10 @@ def test_whatever_comes_nothing_stays_when_the_peer_is_gone(seed: int, table: Ta
 @pytest.mark.promise(74)
 def test_one_frame_of_each_connection_is_served_in_turn(table: Table) -> None:
     with table.connect() as flood, table.connect() as other, table.connect() as third:
-        flood.sendall(m.encode_greeting(TOKEN) + framed(b"flood") * 5000)
+        flood.sendall(frames.encode_greeting(TOKEN) + framed(b"flood") * 5000)
         table.serve_until(10)
         for client, name in ((other, b"other"), (third, b"third")):
-            client.sendall(m.encode_greeting(b"") + framed(name) * 3)
+            client.sendall(frames.encode_greeting(b"") + framed(name) * 3)
         before = len(table.frames)
         wait_until(lambda: table.table.serve(0.0) or table.frames.count(b"third") == 3)
         assert len(table.frames) - before < 30
@@ -255,8 +259,8 @@ def test_one_frame_of_each_connection_is_served_in_turn(table: Table) -> None:
     "data",
     [
         b"\xff" + bytes(7) + b"\x01\x7f\x03" + bytes(53),  # ZeroMQ's greeting, from a client of protocol 1
-        m.encode_greeting(b"x" * 15),
-        m.encode_greeting(b"") + m.LENGTH.pack(m.MAXIMUM_FRAME_BYTES + 1),
+        frames.encode_greeting(b"x" * 15),
+        frames.encode_greeting(b"") + frames.LENGTH.pack(frames.MAXIMUM_FRAME_BYTES + 1),
         b"\xff\xff\xff\xff",
     ],
 )
@@ -272,13 +276,13 @@ def test_what_is_no_frame_ends_its_connection(data: bytes, table: Table) -> None
     ("data", "is_closed"),
     [
         (b"", True),
-        (m.encode_greeting(b""), True),
-        (m.encode_greeting(b"") + framed(b"x"), True),
-        (m.encode_greeting(b"unknown token..."), True),
-        (m.encode_greeting(TOKEN), False),
-        (m.encode_greeting(TOKEN) + framed(b"x"), False),
-        (m.encode_greeting(TOKEN) + framed(b"x")[:-1], True),
-        (m.encode_greeting(TOKEN) + framed(bytes(1 << 20))[:-1], True),
+        (frames.encode_greeting(b""), True),
+        (frames.encode_greeting(b"") + framed(b"x"), True),
+        (frames.encode_greeting(b"unknown token..."), True),
+        (frames.encode_greeting(TOKEN), False),
+        (frames.encode_greeting(TOKEN) + framed(b"x"), False),
+        (frames.encode_greeting(TOKEN) + framed(b"x")[:-1], True),
+        (frames.encode_greeting(TOKEN) + framed(bytes(1 << 20))[:-1], True),
     ],
 )
 def test_only_a_session_may_be_silent_and_only_between_its_frames(
@@ -295,14 +299,14 @@ def test_only_a_session_may_be_silent_and_only_between_its_frames(
         table.table.sweep(lambda: False)
         assert len(table.table) == (not is_closed)
         assert table.table._held_bytes == 0
-        assert table.ended == ([TOKEN] if is_closed and data.startswith(m.encode_greeting(TOKEN)) else [])
+        assert table.ended == ([TOKEN] if is_closed and data.startswith(frames.encode_greeting(TOKEN)) else [])
 
 
 def test_who_waits_for_the_depot_is_not_silent(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     table.answer = lambda _data: None
     with table.connect() as waiting, table.connect() as unread:
-        waiting.sendall(m.encode_greeting(b"") + framed(b"x"))
-        unread.sendall(m.encode_greeting(b""))
+        waiting.sendall(frames.encode_greeting(b"") + framed(b"x"))
+        unread.sendall(frames.encode_greeting(b""))
         table.serve_until(1)
         table.serve_all()
         unread.sendall(framed(b"x"))
@@ -325,7 +329,7 @@ def test_requests_that_wait_are_bounded_in_bytes_and_all_are_answered(
     table.answer = lambda _data: None
     num_clients, num_frames = 24, 10
     clients = [table.connect() for _ in range(num_clients)]
-    data = m.encode_greeting(TOKEN) + framed(bytes(300_000)) * num_frames
+    data = frames.encode_greeting(TOKEN) + framed(bytes(300_000)) * num_frames
     senders = [threading.Thread(target=client.sendall, args=(data,)) for client in clients]
     for sender in senders:
         sender.start()
@@ -355,7 +359,7 @@ def test_who_leaves_does_not_take_what_waits_for_it_off_the_account(
     table.answer = lambda _data: None
     for _ in range(100):
         with table.connect() as client:
-            client.sendall(m.encode_greeting(b"") + framed(bytes(60_000)))
+            client.sendall(frames.encode_greeting(b"") + framed(bytes(60_000)))
             table.serve_all()
         table.serve_all()
     assert sum(map(len, table.frames)) < 2 * limit + 60_000
@@ -373,7 +377,7 @@ def test_unread_replies_are_bounded_in_bytes_and_whoever_reads_gets_all_of_them(
     table.answer = lambda _data: reply
     with table.connect() as modest, table.connect() as greedy, table.connect() as third:
         for client, number in ((modest, 1), (greedy, 5), (third, 2)):
-            client.sendall(m.encode_greeting(TOKEN if client is third else b"") + framed(b"x") * number)
+            client.sendall(frames.encode_greeting(TOKEN if client is third else b"") + framed(b"x") * number)
         table.serve_all()
         assert len(table.frames) <= 3, "one reply each: who has not read is not read"
         assert 0 < table.table._unread_bytes <= limit
@@ -383,9 +387,9 @@ def test_unread_replies_are_bounded_in_bytes_and_whoever_reads_gets_all_of_them(
     assert table.table._unread_bytes == 0
     table.frames.clear()
     with table.connect() as reader:
-        reader.sendall(m.encode_greeting(b"") + framed(b"x") * 5)
+        reader.sendall(frames.encode_greeting(b"") + framed(b"x") * 5)
         received = 0
-        while received < 5 * (len(reply) + m.LENGTH.size):
+        while received < 5 * (len(reply) + frames.LENGTH.size):
             table.serve_all()
             received += len(reader.recv(1 << 20))
         assert len(table.frames) == 5
@@ -401,7 +405,7 @@ def test_a_depot_holds_few_of_the_lookups_that_wait_for_its_tiers(
     num_bytes = 0
     handle = server._depot.handle
 
-    def wait_for_ever(session: int, writer: Writer, request: m.Request) -> m.Reply | Deferred:
+    def wait_for_ever(session: int, writer: Writer, request: frames.Request) -> frames.Reply | Deferred:
         nonlocal num_bytes
         if not isinstance(request, m.Lookup):
             return handle(session, writer, request)
@@ -556,8 +560,8 @@ def test_a_session_that_breaks_the_framing_is_over_and_its_engine_comes_back(dep
     peer = Peer(depot)
     raw = RawSocket(depot, peer.link.token)
     raw.send(frame(["lookup", peer.context, "r", b"x" * 32]))
-    assert isinstance(m.decode_reply(raw.receive()), m.LookupReply)
-    raw.socket.sendall(m.LENGTH.pack(m.MAXIMUM_FRAME_BYTES + 1))
+    assert isinstance(frames.decode_reply(raw.receive()), m.LookupReply)
+    raw.socket.sendall(frames.LENGTH.pack(frames.MAXIMUM_FRAME_BYTES + 1))
     assert raw.is_closed()
     wait_until(lambda: not peer.link.mark_lost.alive)
     with pytest.raises(DepotUnavailable):

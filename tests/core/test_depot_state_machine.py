@@ -18,6 +18,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
 from kvdepot.server.depot import Depot, Refused
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 PAGE = 4096
@@ -102,7 +103,7 @@ class DepotMachine(RuleBasedStateMachine):
         assert isinstance(reply, m.Registered)
         self.workers.append(Worker(self.sessions, writer, reply.context, shards))
 
-    def ask(self, worker: Worker, request: m.Request) -> Any:
+    def ask(self, worker: Worker, request: frames.Request) -> Any:
         return self.depot.handle(worker.session, worker.writer, request)
 
     def worker(self, number: int) -> Worker:
@@ -337,7 +338,7 @@ class DepotMachine(RuleBasedStateMachine):
         self.writing -= {entry for entries in worker.tickets.values() for entry in entries}
         self.join()
 
-    def refused(self, worker: Worker, request: m.Request, code: ErrorCode) -> None:
+    def refused(self, worker: Worker, request: frames.Request, code: ErrorCode) -> None:
         try:
             self.ask(worker, request)
         except Refused as error:

@@ -16,6 +16,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operators.events import END, BlockRemoved, EventPublisher, check_endpoint
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from tests.core.test_index import HYBRID, PLAIN, SHARDED, Bench
 from tests.core.test_index import prompt as chunks
 from tests.core.test_protocol import Peer, prompt, registration
@@ -132,7 +133,7 @@ def test_a_router_knows_what_can_be_found(depot: DepotProcess, peer: Peer, conte
     assert {run.digests[n * 32 : n * 32 + 32] for n in range(5)} <= router.found
     for number in range(60):
         peer.store(prompt(9, f"b{number}"))
-    ask_depot(m.Clear(), depot.url, 30)
+    ask_depot(o.Clear(), depot.url, 30)
     wait_until(lambda: (router.take(), not router.found)[1], 20)
     assert depot.status().counters["chunks_evicted"] > 0
     assert depot.status().counters["event_batches"] == router.next

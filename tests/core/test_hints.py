@@ -8,6 +8,7 @@ import pytest
 from kvdepot.index.eviction import ENDED, NORMAL, POLICIES
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.server.depot import Deferred
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from tests.core.test_index import PAGE, Bench, Worker, prompt
 from tests.fuzz.depot import ranks_of
@@ -195,7 +196,7 @@ def store_long(worker: Worker, run: KeyRun) -> None:
         assert worker.store(run.slice(start, min(run.num_chunks, start + m.MAXIMUM_STORE_ENTRIES))).num_declined == 0
 
 
-def begin_hint(worker: Worker, run: KeyRun, **hints: Any) -> m.Reply | Deferred:
+def begin_hint(worker: Worker, run: KeyRun, **hints: Any) -> frames.Reply | Deferred:
     request = m.Hint(worker.context, run.tenant, run.digests, **hints)
     return worker.bench.depot.handle(worker.session, worker.writer, request)
 

@@ -18,6 +18,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from tests.fuzz.depot import check_index
 
@@ -49,7 +50,7 @@ class Worker:
     context: int
     shard: int
 
-    def ask(self, request: m.Request) -> Any:
+    def ask(self, request: frames.Request) -> Any:
         reply = self.bench.depot.handle(self.session, self.writer, request)
         if isinstance(reply, Deferred):
             self.bench.depot.work()
@@ -82,7 +83,7 @@ class Worker:
     def release(self, lease: int) -> int:
         return self.ask(m.Release(self.context, (lease,))).count
 
-    def refusal(self, request: m.Request) -> ErrorCode:
+    def refusal(self, request: frames.Request) -> ErrorCode:
         with pytest.raises(Refused) as caught:
             self.ask(request)
         return caught.value.code

@@ -29,6 +29,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 POOL_BYTES = 1 << 20
@@ -87,7 +88,7 @@ class Node:
     def wait_until_ready(self, context: int) -> None:
         self.turn_until(lambda: self.state(context) == MoverState.READY, "the mover")
 
-    def ask(self, request: m.Request) -> Any:
+    def ask(self, request: frames.Request) -> Any:
         return self.depot.handle(SESSION, WORKER, request)
 
     def prepare(self, context: int) -> m.StorePlan:
@@ -366,15 +367,15 @@ def test_offers_of_workers_that_name_no_options_are_understood() -> None:
     """Releases before them sent none."""
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(registration("quick")))
     del sent[-2][-1]
-    frame = bytes(m.encode_frame(1, registration("quick"))[:8]) + msgspec.msgpack.encode(sent)
-    assert m.decode_request(frame) == registration("quick")
+    frame = bytes(frames.encode_frame(1, registration("quick"))[:8]) + msgspec.msgpack.encode(sent)
+    assert frames.decode_request(frame) == registration("quick")
 
 
 @pytest.mark.parametrize("options", [{"a": -1}, {"a": 1 << 63}, {"a" * 257: 1}, {str(n): n for n in range(17)}])
 def test_options_of_an_offer_are_bounded(options: dict[str, int]) -> None:
-    frame = bytes(m.encode_frame(1, registration("quick", offer=offer("quick", options=options))))
-    with pytest.raises(m.FrameError):
-        m.decode_request(frame)
+    frame = bytes(frames.encode_frame(1, registration("quick", offer=offer("quick", options=options))))
+    with pytest.raises(frames.FrameError):
+        frames.decode_request(frame)
 
 
 def test_only_what_was_prepared_for_this_worker_is_moved(node: Node) -> None:

@@ -27,6 +27,7 @@ from kvdepot.pool.files import NAMES_FILE, TABLE_FILE
 from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
 from kvdepot.server.loop import DepotServer
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from tests.core.test_protocol import SPEC, Peer, RawSocket, prompt
 
@@ -147,7 +148,7 @@ def test_a_pickle_that_would_run_code_is_just_a_malformed_frame(depot: DepotProc
         connection.settimeout(1.0)
         connection.connect(str(depot.directory / SESSION_SOCKET))
         connection.sendall(len(payload).to_bytes(4, "little") + payload)
-        reply = m.decode_session_reply(connection.recv(4096)[4:])
+        reply = frames.decode_session_reply(connection.recv(4096)[4:])
     assert isinstance(reply, m.ErrorReply)
     assert reply.code is ErrorCode.MALFORMED
     assert not marker.exists()

@@ -15,7 +15,9 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.server.connections import SILENCE_SECONDS
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 FULL = GroupKind.FULL_ATTENTION
 SPEC = m.CacheSpec(64, (m.GroupShape(FULL, 16),), "bytes", "test")
@@ -47,7 +49,7 @@ class Peer:
         self.channel = self.connection.channel(self.link)
         self.context = self.link.context
 
-    def ask(self, request: m.Request) -> m.Reply:
+    def ask(self, request: frames.Request) -> frames.Reply:
         return self.channel.call(request, 1.0)
 
     def prepare(self, run: KeyRun) -> m.StorePlan:
@@ -68,7 +70,7 @@ class Peer:
         assert isinstance(reply, m.LookupReply)
         return reply
 
-    def refusal(self, request: m.Request) -> ErrorCode:
+    def refusal(self, request: frames.Request) -> ErrorCode:
         with pytest.raises(RemoteError) as caught:
             self.ask(request)
         return caught.value.code
@@ -102,14 +104,14 @@ class RawSocket:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(1.0)
         self.socket.connect(str(depot.directory / CONTROL_SOCKET))
-        self.socket.sendall(m.encode_greeting(token))
+        self.socket.sendall(frames.encode_greeting(token))
 
     def send(self, frame: bytes | bytearray) -> None:
-        self.socket.sendall(m.LENGTH.pack(len(frame)) + frame)
+        self.socket.sendall(frames.LENGTH.pack(len(frame)) + frame)
 
     def receive(self) -> bytes:
         """The next frame from the depot, within a second."""
-        (length,) = m.LENGTH.unpack(self._exactly(m.LENGTH.size))
+        (length,) = frames.LENGTH.unpack(self._exactly(frames.LENGTH.size))
         return self._exactly(length)
 
     def _exactly(self, num_bytes: int) -> bytes:
@@ -130,7 +132,7 @@ class RawSocket:
 
     def error(self, frame: bytes) -> m.ErrorReply:
         self.send(frame)
-        reply = m.decode_reply(self.receive())
+        reply = frames.decode_reply(self.receive())
         assert isinstance(reply, m.ErrorReply)
         return reply
 
@@ -187,14 +189,14 @@ def test_an_unknown_operation_is_named_in_the_error(raw: RawSocket) -> None:
 
 def test_an_error_carries_the_sequence_number_of_its_request(raw: RawSocket) -> None:
     raw.send(frame(["make_coffee"]))
-    assert m.sequence_of(raw.receive()) == 7
+    assert frames.sequence_of(raw.receive()) == 7
 
 
 @pytest.mark.promise(2, 60)
 def test_random_frames_hurt_nobody(raw: RawSocket, depot: DepotProcess, bystander: Peer) -> None:
     rng = random.Random(5)
     tags = sorted(
-        m.OPERATIONS - {"clear", "drain", "set_log_level"}
+        frames.OPERATIONS - {"clear", "drain", "set_log_level"}
     )  # which anybody may ask, and which would do what it says
     for _ in range(10_000):
         data = rng.randbytes(rng.randrange(60))
@@ -202,7 +204,7 @@ def test_random_frames_hurt_nobody(raw: RawSocket, depot: DepotProcess, bystande
             fields = [rng.choice([0, 1, -1, 2**63, "x", b"y" * 31, None, [1], 1.5]) for _ in range(rng.randrange(8))]
             data = frame([rng.choice(tags), *fields])
         raw.send(data)
-        m.decode_reply(raw.receive())
+        frames.decode_reply(raw.receive())
     assert depot.status().num_entries == 3
     assert depot.status().counters.get("requests_failed", 0) == 0
 
@@ -225,7 +227,7 @@ def test_a_handler_that_raises_gives_an_error_reply(depot: DepotProcess, raw: Ra
         thread = threading.Thread(target=server.run)
         thread.start()
         with pytest.raises(RemoteError) as caught:
-            ask_depot(m.Status(), directory, 1.0)
+            ask_depot(o.Status(), directory, 1.0)
         assert caught.value.code is ErrorCode.INTERNAL
         assert isinstance(ask_depot(m.Hello(m.PROTOCOL_VERSION), directory, 1.0), m.HelloReply)
         server.stop()
@@ -263,8 +265,8 @@ def test_another_protocol_version_is_refused_in_one_line_that_names_both(peer: P
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(1.0)
             connection.connect(str(depot.directory / SESSION_SOCKET))
-            connection.sendall(m.encode_session(m.OpenSession(version, "another")))
-            reply = m.decode_session_reply(connection.recv(4096)[4:])
+            connection.sendall(frames.encode_session(frames.OpenSession(version, "another")))
+            reply = frames.decode_session_reply(connection.recv(4096)[4:])
         assert isinstance(reply, m.ErrorReply)
         assert reply.code is ErrorCode.VERSION_MISMATCH
         assert f"protocol {version}, this server 2 to 2" in reply.message
@@ -433,7 +435,7 @@ def test_a_thousand_leases_on_one_chunk_work(peer: Peer, depot: DepotProcess) ->
 @pytest.mark.promise(8)
 def test_a_lookup_of_128k_tokens_carries_digests_only() -> None:
     run = hash_prefix(Namespace("model"), 64, range(128 * 1024))
-    assert len(m.encode_frame(1, m.Lookup(1, "request", run.digests))) <= 70_000
+    assert len(frames.encode_frame(1, m.Lookup(1, "request", run.digests))) <= 70_000
 
 
 @pytest.mark.promise(21)

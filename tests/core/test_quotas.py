@@ -8,7 +8,9 @@ from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.server import operations
 from kvdepot.server.depot import MAXIMUM_ROWS
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from tests.core.test_index import LEASE_SECONDS, PAGE, Bench, Worker, prompt
 from tests.fuzz.depot import check_index, empty_by_eviction
 
@@ -131,7 +133,7 @@ def test_what_an_operator_pins_keeps_nobody_from_its_quota() -> None:
     worker = bench.worker()
     worker.store(prompt(4, 1, "b"))
     worker.store(prompt(8, 1, "b"))
-    pinned = bench.depot.warm(m.Warm("b", prompt(8, 1, "b").digests, 600.0))
+    pinned = bench.depot.warm(o.Warm("b", prompt(8, 1, "b").digests, 600.0))
     bench.depot.work()
     assert pinned.reply == m.Done(1, 8)
     assert fill(worker, "a", range(4)) == 0
@@ -251,7 +253,7 @@ def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> Non
     bench.drain()
 
 
-def set_quota(bench: Bench, tenant: str, pages: int) -> m.Reply | None:
+def set_quota(bench: Bench, tenant: str, pages: int) -> frames.Reply | None:
     deferred = operations.set_quota(bench.depot, tenant, pages * PAGE)
     bench.depot.work()
     return deferred.reply

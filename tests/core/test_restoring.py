@@ -21,6 +21,7 @@ from kvdepot.testing.tier import make_pool
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from tests.core.test_index import PAGE, SHARDED, Bench, prompt
 from tests.fuzz.depot import check_empty, check_index
@@ -72,7 +73,7 @@ class Successor:
         self.register = m.RegisterKVCache(m.PROTOCOL_VERSION, "new", 0, 2, "none", "none", "model", spec, details)
         self.context = self.ask(self.register).context
 
-    def ask(self, request: m.Request) -> Any:
+    def ask(self, request: frames.Request) -> Any:
         return self.depot.handle(1, Writer(7, 1), request)
 
     def finish(self, meanwhile: Callable[["Successor"], object] = lambda _: None) -> list[int]:

@@ -17,7 +17,7 @@ from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops.cli import _parser, main
 from kvdepot.ops.settings import with_settings
 from kvdepot.processes.logs import JsonFormatter
-from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 
 def parsed(flags: list[str], environment: dict[str, str], file: Path | None = None) -> dict[str, object]:
@@ -117,8 +117,8 @@ def test_a_file_that_is_not_there_is_an_error_in_words(tmp_path: Path, capsys: p
 def test_a_depot_runs_by_its_file(tmp_path: Path) -> None:
     (tmp_path / "kvdepot.toml").write_text('lease_seconds = 7\npolicy = "arc"\nquota = {acme = "1MiB"}\n')
     with DepotProcess("--config", str(tmp_path / "kvdepot.toml")) as depot:
-        reply = ask_depot(m.Configuration(), depot.url)
-    assert isinstance(reply, m.ConfigurationReply)
+        reply = ask_depot(o.Configuration(), depot.url)
+    assert isinstance(reply, o.ConfigurationReply)
     assert reply.settings["lease_seconds"] == 7
     assert reply.settings["policy"] == "arc"
     assert reply.settings["quotas"] == {"acme": 1 << 20}

@@ -16,7 +16,9 @@ from kvdepot.client.connection import ask_depot
 from kvdepot.client.remote import RemoteChannel
 from kvdepot.errors import ConfigError, DepotUnavailable, ErrorCode, RemoteError
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from kvdepot.wire.curve import ClientKeys, KeyPair, generate_keys, load_pair
 from tests.core.test_protocol import Peer, frame, prompt, registration
 
@@ -69,26 +71,26 @@ def engine(remote: RemoteDepot) -> Iterator[Peer]:
 
 
 def test_a_listed_key_is_served(remote: RemoteDepot) -> None:
-    reply = ask_depot(m.Status(), remote.url, keys=remote.listed)
-    assert isinstance(reply, m.StatusReply)
+    reply = ask_depot(o.Status(), remote.url, keys=remote.listed)
+    assert isinstance(reply, o.StatusReply)
     assert reply.status.epoch == remote.process.status().epoch
     assert remote.url in reply.status.endpoints
     peer = Peer(remote.process)
     peer.store(prompt(3))
     peer.close()
-    assert ask_depot(m.Clear(), remote.url, keys=remote.listed) == m.Done(reply.epoch, 3)
+    assert ask_depot(o.Clear(), remote.url, keys=remote.listed) == m.Done(reply.epoch, 3)
 
 
 def test_a_key_that_is_not_listed_gets_nothing(remote: RemoteDepot, engine: Peer) -> None:
     with pytest.raises(DepotUnavailable, match=r"does its --curve-clients list ours\?"):
-        ask_depot(m.Clear(), remote.url, 0.5, remote.unlisted)
+        ask_depot(o.Clear(), remote.url, 0.5, remote.unlisted)
     assert engine.find(prompt(3, "bystander")).num_chunks == 3
     assert remote.process.status().counters["keys_refused"] == 1  # it was told, and did not ask again
 
 
 def test_a_wrong_server_key_gets_nothing(remote: RemoteDepot, engine: Peer) -> None:
     with pytest.raises(DepotUnavailable, match=r"is --curve-server its key"):
-        ask_depot(m.Clear(), remote.url, 0.5, replace(remote.listed, server=remote.unlisted.own.public))
+        ask_depot(o.Clear(), remote.url, 0.5, replace(remote.listed, server=remote.unlisted.own.public))
     assert remote.process.status().counters["keys_refused"] == 0
 
 
@@ -120,7 +122,7 @@ def test_strangers_are_hung_up_on_and_leave_nothing(remote: RemoteDepot, engine:
     assert engine.find(prompt(3, "bystander")).num_chunks == 3
     newcomer = Peer(remote.process, registration(instance="newcomer"))
     newcomer.close()
-    assert isinstance(ask_depot(m.Status(), remote.url, keys=remote.listed), m.StatusReply)
+    assert isinstance(ask_depot(o.Status(), remote.url, keys=remote.listed), o.StatusReply)
     wait_until(lambda: remote.num_descriptors() <= descriptors)
     for stranger in strangers:
         stranger.close()
@@ -135,7 +137,7 @@ def test_strangers_that_take_every_descriptor_keep_nobody_from_being_served(remo
     wait_until(lambda: remote.num_descriptors() >= descriptors + 10)
     assert engine.find(prompt(3, "bystander")).num_chunks == 3
     with suppress(DepotUnavailable):  # it may have to wait: Regression: this ended the depot
-        ask_depot(m.Status(), remote.process.url, 0.5)
+        ask_depot(o.Status(), remote.process.url, 0.5)
     assert engine.find(prompt(3, "bystander")).num_chunks == 3
     for stranger in strangers:
         stranger.close()
@@ -145,7 +147,7 @@ def test_strangers_that_take_every_descriptor_keep_nobody_from_being_served(remo
 
     def listens_again() -> bool:
         with suppress(DepotUnavailable):
-            return isinstance(ask_depot(m.Status(), remote.url, 1.0, remote.listed), m.StatusReply)
+            return isinstance(ask_depot(o.Status(), remote.url, 1.0, remote.listed), o.StatusReply)
         return False
 
     wait_until(listens_again)
@@ -161,11 +163,11 @@ def test_a_frame_that_no_request_needs_ends_the_connection(remote: RemoteDepot, 
 
 def test_a_message_of_several_frames_is_refused(remote: RemoteDepot, engine: Peer) -> None:
     channel = RemoteChannel(remote.url, remote.listed)
-    hello = bytes(m.encode_frame(7, m.Hello(m.PROTOCOL_VERSION)))
-    for frames in ([hello, b""], [b""] * 10_000, [hello] * 1000):
-        channel._socket.send_multipart(frames)
+    hello = bytes(frames.encode_frame(7, m.Hello(m.PROTOCOL_VERSION)))
+    for parts in ([hello, b""], [b""] * 10_000, [hello] * 1000):
+        channel._socket.send_multipart(parts)
         assert channel._socket.poll(5000)
-        reply = m.decode_reply(channel._socket.recv())
+        reply = frames.decode_reply(channel._socket.recv())
         assert isinstance(reply, m.ErrorReply)
         assert reply.code is ErrorCode.MALFORMED
     assert isinstance(channel.call(m.Hello(m.PROTOCOL_VERSION), 2.0), m.HelloReply)

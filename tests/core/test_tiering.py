@@ -30,7 +30,9 @@ from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.seal import checksum_of
 from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 PAGE = 4096
 NUM_RECORDS = 256
@@ -96,7 +98,7 @@ class Bench:
         request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", shard, 2, "none", "none", model, self.spec, details)
         return self.ask(request, session).context
 
-    def ask(self, request: m.Request, session: int = 1) -> Any:
+    def ask(self, request: frames.Request, session: int = 1) -> Any:
         return self.depot.handle(session, Writer(1, 1), request)
 
     def store(self, run: KeyRun, *covered: int) -> None:
@@ -1189,7 +1191,7 @@ def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker)
     bench.store(prompt(8))
     bench.forget()
     run = prompt(8)
-    assert bench.wait(bench.depot.warm(m.Warm(run.tenant, run.digests, 60.0))).count == 8
+    assert bench.wait(bench.depot.warm(o.Warm(run.tenant, run.digests, 60.0))).count == 8
     for name in range(1, 6):
         bench.store(prompt(4, name=name))
         bench.settle()
@@ -1211,7 +1213,7 @@ def test_pins_end_when_their_tenant_is_unpinned(make: Maker) -> None:
     for tenant in ("a", "b"):
         bench.store(prompt(2, tenant=tenant))
         run = prompt(2, tenant=tenant)
-        assert bench.wait(bench.depot.warm(m.Warm(tenant, run.digests, 60.0))).count == 2
+        assert bench.wait(bench.depot.warm(o.Warm(tenant, run.digests, 60.0))).count == 2
     assert bench.wait(operations.unpin(bench.depot, "a")).count == 1
     assert len(bench.depot.pins) == 1
     assert bench.wait(operations.unpin(bench.depot, "a")).count == 0
@@ -1228,7 +1230,7 @@ def test_what_any_model_of_a_space_has_in_tiers_is_warmed(make: Maker) -> None:
         bench.store(run)
     bench.forget()
     for run in runs.values():
-        assert bench.wait(bench.depot.warm(m.Warm(run.tenant, run.digests))).count == run.num_chunks
+        assert bench.wait(bench.depot.warm(o.Warm(run.tenant, run.digests))).count == run.num_chunks
         bench.check(run)
 
 
@@ -1254,7 +1256,7 @@ def test_nothing_is_warmed_without_an_engine(make: Maker) -> None:
     bench.store(prompt(2))
     bench.forget()
     bench.depot.end_session(1)
-    assert bench.wait(bench.depot.warm(m.Warm("default", prompt(2).digests))).count == 0
+    assert bench.wait(bench.depot.warm(o.Warm("default", prompt(2).digests))).count == 0
 
 
 @pytest.mark.promise(29, 31)

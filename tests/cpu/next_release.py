@@ -6,13 +6,15 @@ from typing import Any
 import msgspec
 
 from kvdepot.ops.cli import main
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 _MORE = "a field of a later release"
 
 
 def _longer(message: Any) -> bytes:
-    if isinstance(message, m.StatusReply):
+    if isinstance(message, o.StatusReply):
         return msgspec.msgpack.encode(message)
     return msgspec.msgpack.encode([*msgspec.msgpack.decode(msgspec.msgpack.encode(message)), _MORE])
 
@@ -28,6 +30,6 @@ def _encode_session(message: Any) -> bytes:
 
 if __name__ == "__main__":
     m.PROTOCOL_VERSION = 3  # type: ignore[misc]
-    m.encode_frame = _encode_frame  # type: ignore[assignment]
-    m.encode_session = _encode_session
+    frames.encode_frame = _encode_frame  # type: ignore[assignment]
+    frames.encode_session = _encode_session
     sys.exit(main())

@@ -28,6 +28,8 @@ def test_a_worker_touches_the_whole_pool_before_it_needs_it() -> None:
         context = CpuTransferContext([CacheGroup([np.zeros((8, 64), np.uint8)], 16)], "e", dtype="bytes", url=depot.url)
         try:
             context.wait_until_connected(10)
-            wait_until(lambda: resident_bytes(depot.pool_directory) == 64 << 20, 20, "every page of the pool")
+            wait_until(
+                lambda: resident_bytes(depot.pool_directory) == 64 << 20, 120, "every page of the pool"
+            )  # idle priority
         finally:
             context.close()

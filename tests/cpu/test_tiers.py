@@ -15,6 +15,7 @@ from kvdepot.client.connection import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import prompt
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from tests.cpu.engines import CHUNK, Engine
 
 DEADLINE_SECONDS = 1.0  # of lookups that wait for tiers
@@ -32,7 +33,7 @@ class Node:
         self.engines.append(Engine(self.depot, name))
         return self.engines[-1]
 
-    def tier(self, number: int = 0) -> m.TierStatus:
+    def tier(self, number: int = 0) -> o.TierStatus:
         return self.depot.status().tiers[number]
 
     def settle(self) -> None:
@@ -147,7 +148,7 @@ def test_clear_reaches_the_disk(make: MakeNode, tmp_path: Path) -> None:
     engine = node.spawn()
     engine.ask("store 1 4")
     node.settle()
-    reply = ask_depot(m.Clear(), node.depot.url, 30)
+    reply = ask_depot(o.Clear(), node.depot.url, 30)
     assert isinstance(reply, m.Done)
     assert reply.count == 8
     assert find(engine, 1, 4) == 0

@@ -18,12 +18,12 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import Cache, Worker, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN, EngineProcess
-from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 WAIT_SECONDS = 30.0
 
 
-def context_of(depot: DepotProcess, instance: str = "engine") -> m.ContextStatus:
+def context_of(depot: DepotProcess, instance: str = "engine") -> o.ContextStatus:
     (context,) = [context for context in depot.status().contexts if context.instance == instance]
     return context
 

@@ -16,7 +16,9 @@ from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import NO_RECORD, SEALED, WRITING, IndexTable, Writer, table_size_bytes
 from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 PAGE = 4096
 NUM_RECORDS = 24
@@ -205,7 +207,7 @@ class Life:
         self.check()
         self.finish()
 
-    def ask(self, request: m.Request, who: int) -> m.Reply | None:
+    def ask(self, request: frames.Request, who: int) -> frames.Reply | None:
         """Send a request; one that is refused changes nothing."""
         before = self.state()
         try:
@@ -220,7 +222,7 @@ class Life:
                 assert isinstance(request, m.Move), "there is no tier to wait for"
                 return None
             reply = reply.reply
-        assert m.decode_reply(bytes(m.encode_frame(0, reply))) == reply
+        assert frames.decode_reply(bytes(frames.encode_frame(0, reply))) == reply
         return reply
 
     def state(self) -> tuple[Any, ...]:
@@ -365,10 +367,10 @@ class Life:
         who = self.who()
         frame = bytes(8) + self.source.take(self.source.byte())
         try:
-            request = m.decode_request(frame)
-        except m.FrameError:
+            request = frames.decode_request(frame)
+        except frames.FrameError:
             return
-        if not isinstance(request, m.Hello | m.Status | m.Clear):
+        if not isinstance(request, m.Hello | o.Status | o.Clear):
             self.ask(request, who)
 
     # --- events ---------------------------------------------------------------------------------------------------

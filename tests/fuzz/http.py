@@ -6,7 +6,9 @@ from typing import Any, Final
 from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.ops.http_app import create_app
 from kvdepot.ops.http_process import HttpSettings
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 _TOKEN: Final = "a token that nobody guesses"
 _PATHS: Final = (
@@ -31,7 +33,7 @@ _PATHS: Final = (
 _METHODS: Final = ("POST", "GET", "DELETE", "HEAD")
 _ANSWERS: Final = {200, 400, 401, 404, 405, 409, 421}
 _TENANT: Final = "somebody of whom others should not know"
-_STATUS: Final = m.DepotStatus(
+_STATUS: Final = o.DepotStatus(
     server_version="",
     protocol_version=1,
     epoch=1,
@@ -68,18 +70,18 @@ def call(data: bytes) -> None:
     statuses: list[int] = []
     answer = bytearray()
 
-    def ask(request: m.OperatorRequest, _seconds: float) -> m.Reply:
-        assert has_token or isinstance(request, m.Hello | m.Status), "asked without the token"
+    def ask(request: o.OperatorRequest, _seconds: float) -> frames.Reply:
+        assert has_token or isinstance(request, m.Hello | o.Status), "asked without the token"
         try:
-            m.decode_request(bytes(m.encode_frame(0, request)))
-        except m.FrameError as error:
+            frames.decode_request(bytes(frames.encode_frame(0, request)))
+        except frames.FrameError as error:
             raise RemoteError(ErrorCode.MALFORMED, str(error)) from error
-        if isinstance(request, m.Status):
-            return m.StatusReply(1, _STATUS)
-        if isinstance(request, m.Find):
-            return m.Found(1, [])
-        if isinstance(request, m.Configuration):
-            return m.ConfigurationReply(1, {})
+        if isinstance(request, o.Status):
+            return o.StatusReply(1, _STATUS)
+        if isinstance(request, o.Find):
+            return o.Found(1, [])
+        if isinstance(request, o.Configuration):
+            return o.ConfigurationReply(1, {})
         return m.HelloReply(1, 1, 1, "", 1) if isinstance(request, m.Hello) else m.Done(1, 0)
 
     async def receive() -> dict[str, Any]:

@@ -39,7 +39,9 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
 from kvdepot.server.depot import Depot
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from tests.fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, check_empty, check_index, live
 from tests.fuzz.movers import OFFER, REGISTRATION, live_with_movers
 
@@ -57,38 +59,38 @@ _NUM_LABELS: Final = 2
 
 def request(data: bytes) -> None:
     """A frame on the control socket: a request that is the same when it is sent again, or a typed error."""
-    m.sequence_of(data)
+    frames.sequence_of(data)
     try:
-        decoded = m.decode_request(data)
-    except m.FrameError as error:
+        decoded = frames.decode_request(data)
+    except frames.FrameError as error:
         assert error.code in (ErrorCode.MALFORMED, ErrorCode.UNKNOWN_OPERATION)
         assert len(str(error)) < 1000
         return
-    assert m.decode_request(bytes(m.encode_frame(0, decoded))) == decoded
+    assert frames.decode_request(bytes(frames.encode_frame(0, decoded))) == decoded
 
 
 def reply(data: bytes) -> None:
     """A frame that comes from a server."""
     try:
-        m.decode_reply(data)
-    except m.FrameError:
+        frames.decode_reply(data)
+    except frames.FrameError:
         return
 
 
 def session(data: bytes) -> None:
     """The first message on the session socket, and its answer."""
-    for decode in (m.decode_open_session, m.decode_session_reply):
+    for decode in (frames.decode_open_session, frames.decode_session_reply):
         try:
             decoded = decode(data)
-        except m.FrameError:
+        except frames.FrameError:
             continue
-        assert m.encode_session(decoded)[4:]
+        assert frames.encode_session(decoded)[4:]
 
 
 def _request_seeds() -> list[bytes]:
     run, spec, detail = PROMPTS[0], SPECS[2], m.GroupDetail((4096, 8), 8, hidden_dims=(2, 4), dtype="f", shape=(1, 2))
-    requests: list[m.Request] = [
-        m.Hello(_VERSION, "client"), m.Status(), m.Clear(), m.Clear("tenant"), m.Unregister(1), m.EndRequest(1, "r"),
+    requests: list[frames.Request] = [
+        m.Hello(_VERSION, "client"), o.Status(), o.Clear(), o.Clear("tenant"), m.Unregister(1), m.EndRequest(1, "r"),
         m.RegisterKVCache(_VERSION, "engine", 0, 1, "cpu", "memcpy", "model", spec, (detail,) * 3),
         m.RegisterKVCache(_VERSION, "engine", 0, 1, "cuda", "ipc", "model", spec, (detail,) * 3, OFFER, "why"),
         m.Move(1, 2, True, (bytes(64), b"", bytes(8)), (0, 8, 6), (1, 0, 0), 1.0), m.Move(1, 0),
@@ -96,25 +98,25 @@ def _request_seeds() -> list[bytes]:
         m.PrepareStore(1, "r", "tenant", run.digests, 0, run.parent, (8,)), m.CommitStore(1, 2, bytes(32)),
         m.AbortStore(1, 2), m.PrepareRetrieve(1, "r", run.digests, 3, (8, 1, 0)), m.ReportCorrupt(1, ((1, 258),)),
     ]  # fmt: skip
-    return [bytes(m.encode_frame(7, message)) for message in requests]
+    return [bytes(frames.encode_frame(7, message)) for message in requests]
 
 
 def _reply_seeds() -> list[bytes]:
-    context = m.ContextStatus(context=1, role="worker", instance="e", model="m", groups=[
-        m.GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3, num_shards=1)])  # fmt: skip
-    status = m.DepotStatus(
+    context = o.ContextStatus(context=1, role="worker", instance="e", model="m", groups=[
+        o.GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3, num_shards=1)])  # fmt: skip
+    status = o.DepotStatus(
         server_version="0", protocol_version=1, epoch=1, pid=1, uptime_seconds=1.5, policy="lru", num_entries=0,
         num_chunks=0, max_entries=1, pool_size_bytes=1, pool_ready_bytes=1, pool_used_bytes=0, quarantined_bytes=0,
         num_leases=0, num_tickets=0, num_sessions=0, recovering=False, contexts=[context],
         tenants={"default": {"used_bytes": 1}}, counters={"stores": 1},
     )  # fmt: skip
-    replies: list[m.Reply] = [
+    replies: list[frames.Reply] = [
         m.ErrorReply(1, ErrorCode.MALFORMED, "no"), m.HelloReply(1, 1, 1, "0.1", 5), m.Registered(1, 2, m.Verify.ALL),
         m.Done(1, 2), m.LookupReply(1, 3, 4, 300.0), m.StorePlan(1, 2, bytes(40), 0, 1),
         m.RetrievePlan(1, 2, 1, bytes(40)), m.Moved(1, m.MoveOutcome.UNAVAILABLE, "no"),
-        m.Moved(1, m.MoveOutcome.DONE, is_settled=True), m.StatusReply(1, status),
+        m.Moved(1, m.MoveOutcome.DONE, is_settled=True), o.StatusReply(1, status),
     ]  # fmt: skip
-    return [bytes(m.encode_frame(7, message)) for message in replies]
+    return [bytes(frames.encode_frame(7, message)) for message in replies]
 
 
 def answer(data: bytes) -> None:
@@ -133,10 +135,10 @@ def _answer_seeds() -> list[bytes]:
 
 def _session_seeds() -> list[bytes]:
     messages = (
-        m.OpenSession(_VERSION, "client"), m.SessionOpened(1, bytes(16), 1, 1, "0.1"),
+        frames.OpenSession(_VERSION, "client"), frames.SessionOpened(1, bytes(16), 1, 1, "0.1"),
         m.ErrorReply(1, ErrorCode.DRAINING, ""),
     )  # fmt: skip
-    return [m.encode_session(message)[4:] for message in messages]
+    return [frames.encode_session(message)[4:] for message in messages]
 
 
 # --- what a server finds when it starts -----------------------------------------------------------------------------

@@ -27,7 +27,9 @@ from kvdepot.server.restoring import take_over
 from kvdepot.tiers.jobs import Operation
 from kvdepot.tiers.keys import label_of, place_of, tier_key
 from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from tests.fuzz.depot import check_empty, check_index
 from tests.simulation.memory import (
     NUM_RECORDS,
@@ -371,7 +373,7 @@ class World:
         is_there = process is not None and self.server is not None and process.session
         return process if is_there else None
 
-    def _ask(self, process: Process, request: m.Request) -> Any:
+    def _ask(self, process: Process, request: frames.Request) -> Any:
         """Send a request and return the reply, None if it was refused or comes later."""
         server = self.server
         assert server is not None
@@ -682,7 +684,7 @@ class World:
                     operations.set_quota(depot, "tenant-1", num_bytes)
                     return f"an operator sets the quota of tenant-1 to {num_bytes} bytes"
                 case 2:
-                    depot.warm(m.Warm(PROMPTS[b % 4].tenant, PROMPTS[b % 4].digests, 5.0))
+                    depot.warm(o.Warm(PROMPTS[b % 4].tenant, PROMPTS[b % 4].digests, 5.0))
                     return f"an operator warms and pins {self._name(PROMPTS[b % 4])}"
                 case 3:
                     operations.unpin(depot, tenant)

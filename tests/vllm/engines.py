@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Self
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire.messages import DepotStatus
+from kvdepot.wire.operations import DepotStatus
 from tests.nursery import Fork, Nursery
 
 Prompt = list[int]

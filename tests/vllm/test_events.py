@@ -11,6 +11,7 @@ from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from tests.vllm.conftest import RunCode
 
 SPEC = m.CacheSpec(64, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),), "bytes", "test")
@@ -72,7 +73,7 @@ def test_vllm_s_decoder_reads_a_depot_s_events(depot: DepotProcess, run_code: Ru
     plan = channel.call(m.PrepareStore(link.context, "r", "t", run.digests, 0, run.parent, (5,)), 10)
     assert isinstance(plan, m.StorePlan)
     channel.call(m.CommitStore(link.context, plan.ticket), 10)
-    ask_depot(m.Clear(), depot.url, 30)
+    ask_depot(o.Clear(), depot.url, 30)
     channel.close()
     connection.close()
     batches, end = replayed(depot.status().event_endpoints[1])

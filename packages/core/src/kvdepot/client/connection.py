@@ -30,7 +30,9 @@ from typing import Final
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, directory_of_url, is_tcp
 from kvdepot.errors import ConfigError, DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.pool.files import PoolMapping
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from kvdepot.wire.curve import ClientKeys
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ _TIMEVAL: Final = struct.Struct("ll")
 class Link:
     """One registered session with one life of the server. Immutable but for `suspended`."""
 
-    def __init__(self, opened: m.SessionOpened, control: Path, mapping: PoolMapping | None) -> None:
+    def __init__(self, opened: frames.SessionOpened, control: Path, mapping: PoolMapping | None) -> None:
         self.epoch = opened.epoch
         self.token = opened.token
         self.server_version = opened.server_version
@@ -155,21 +157,21 @@ class Channel:
         self._sequence = 0
         self._unsent = bytearray()
         self._received = bytearray()
-        self._replies: dict[int, m.Reply] = {}
-        self._ignored: dict[int, Callable[[m.Reply], None] | None] = {}
+        self._replies: dict[int, frames.Reply] = {}
+        self._ignored: dict[int, Callable[[frames.Reply], None] | None] = {}
         self._num_owed = 0
 
-    def submit(self, request: m.Request) -> int:
+    def submit(self, request: frames.Request) -> int:
         """Send a request and return the number under which `poll` and `wait` know its reply.
 
         Raises:
             DepotUnavailable: it cannot be sent.
         """
-        frame = m.encode_frame(self._sequence + 1, request)
-        data = m.LENGTH.pack(len(frame)) + frame
+        frame = frames.encode_frame(self._sequence + 1, request)
+        data = frames.LENGTH.pack(len(frame)) + frame
         if not self._is_connected:
             self._connect()
-            data = m.encode_greeting(self.link.token) + data
+            data = frames.encode_greeting(self.link.token) + data
         if self._unsent:
             self._flush()
         if len(self._unsent) + len(data) > _MOST_UNSENT_BYTES:
@@ -181,13 +183,13 @@ class Channel:
         self._sequence += 1
         return self._sequence
 
-    def post(self, request: m.Request) -> None:
+    def post(self, request: frames.Request) -> None:
         """Send a request whose reply does not matter."""
         self._ignored[self.submit(request)] = None
         if len(self._ignored) > 64:
             self.drain()
 
-    def poll(self, sequence: int) -> m.Reply | None:
+    def poll(self, sequence: int) -> frames.Reply | None:
         """Return the reply if it is here. Never waits.
 
         Raises:
@@ -198,7 +200,7 @@ class Channel:
             self.drain()
         return self._take(sequence)
 
-    def wait(self, sequence: int, deadline_seconds: float) -> m.Reply:
+    def wait(self, sequence: int, deadline_seconds: float) -> frames.Reply:
         """Return the reply, waiting at most `deadline_seconds`.
 
         Raises:
@@ -225,11 +227,11 @@ class Channel:
         """Wait until there is something to receive, at most `timeout_seconds`."""
         self._poller.poll(max(0, math.ceil(timeout_seconds * 1000)))
 
-    def call(self, request: m.Request, deadline_seconds: float) -> m.Reply:
+    def call(self, request: frames.Request, deadline_seconds: float) -> frames.Reply:
         """Send a request and wait for its reply; raises as `submit` and `wait` do."""
         return self.wait(self.submit(request), deadline_seconds)
 
-    def abandon(self, sequence: int, on_reply: Callable[[m.Reply], None] | None = None) -> None:
+    def abandon(self, sequence: int, on_reply: Callable[[frames.Reply], None] | None = None) -> None:
         """Forget a request; `on_reply` gets its reply should it still come."""
         reply = self._replies.pop(sequence, None)
         if reply is None:
@@ -306,24 +308,24 @@ class Channel:
 
     def _take_frame(self) -> bytes | None:
         received = self._received
-        if len(received) < m.LENGTH.size:
+        if len(received) < frames.LENGTH.size:
             return None
-        (length,) = m.LENGTH.unpack_from(received)
+        (length,) = frames.LENGTH.unpack_from(received)
         if length > _MOST_REPLY_BYTES:
             raise DepotUnavailable(f"the depot speaks another language: a reply of {length} bytes")
-        end = m.LENGTH.size + length
+        end = frames.LENGTH.size + length
         if len(received) < end:
             return None
         with memoryview(received) as view:
-            frame = bytes(view[m.LENGTH.size : end])
+            frame = bytes(view[frames.LENGTH.size : end])
         del received[:end]
         return frame
 
     def _accept(self, frame: bytes) -> None:
-        sequence = m.sequence_of(frame)
+        sequence = frames.sequence_of(frame)
         try:
-            reply = m.decode_reply(frame)
-        except m.FrameError as error:
+            reply = frames.decode_reply(frame)
+        except frames.FrameError as error:
             raise DepotUnavailable(f"the depot speaks another language: {error}") from error
         if sequence in self._ignored:
             on_reply = self._ignored.pop(sequence)
@@ -333,7 +335,7 @@ class Channel:
         else:
             self._replies[sequence] = reply
 
-    def _take(self, sequence: int) -> m.Reply | None:
+    def _take(self, sequence: int) -> frames.Reply | None:
         reply = self._replies.pop(sequence, None)
         if isinstance(reply, m.ErrorReply):
             raise RemoteError(reply.code, reply.message)
@@ -470,7 +472,7 @@ class Connection:
         while not self._closing.is_set():
             try:
                 connection, link = self._open()
-            except (OSError, KVDepotError, m.FrameError) as error:
+            except (OSError, KVDepotError, frames.FrameError) as error:
                 if isinstance(error, RemoteError) and error.code is not ErrorCode.UNKNOWN_SESSION:
                     self._say_why(f"it refused: {error}", logging.ERROR)
                     self._closing.wait(_REFUSED_RETRY_SECONDS)
@@ -556,7 +558,7 @@ class Connection:
                     link.add_mover(fd)
                 if not data or flags & socket.MSG_CTRUNC:  # no descriptor is left for a mover's: it must not be used
                     return
-                if not data.strip(m.MOVER_NOTE):
+                if not data.strip(frames.MOVER_NOTE):
                     continue
                 seconds = 0.0 if pinged_at is None else time.monotonic() - pinged_at
                 pinged_at = None
@@ -584,7 +586,7 @@ class Connection:
 
 def open_session(
     connection: socket.socket, path: Path, name: str, maps_pool: bool
-) -> tuple[m.SessionOpened, PoolMapping | None]:
+) -> tuple[frames.SessionOpened, PoolMapping | None]:
     """Do the handshake on a session socket and map the pool if asked to.
 
     Raises:
@@ -593,7 +595,7 @@ def open_session(
         OSError: there is no server, or no answer within the socket's timeout.
     """
     connection.connect(str(path))
-    connection.sendall(m.encode_session(m.OpenSession(m.PROTOCOL_VERSION, name)))
+    connection.sendall(frames.encode_session(frames.OpenSession(m.PROTOCOL_VERSION, name)))
     descriptors: list[int] = []
     received = bytearray()
     try:
@@ -603,7 +605,7 @@ def open_session(
             if not data:
                 raise DepotUnavailable("it closed the connection during the handshake")
             received += data
-        opened = m.decode_session_reply(bytes(received[4:]))
+        opened = frames.decode_session_reply(bytes(received[4:]))
         if isinstance(opened, m.ErrorReply):
             raise RemoteError(opened.code, opened.message)
         if not maps_pool:
@@ -618,11 +620,11 @@ def open_session(
 
 
 def ask_depot(
-    request: m.OperatorRequest,
+    request: o.OperatorRequest,
     url: str | None = None,
     deadline_seconds: float = 2.0,
     keys: ClientKeys | None = None,
-) -> m.Reply:
+) -> frames.Reply:
     """Send one request that needs no session, for operators' tools; over TCP it takes `keys`.
 
     Raises:
@@ -641,7 +643,7 @@ def ask_depot(
         from kvdepot.client.remote import ask_remote  # with ZeroMQ, which only this needs
 
         return ask_remote(request, url, deadline_seconds, keys)
-    link = Link(m.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)
+    link = Link(frames.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)
     channel = Channel(link, connect_seconds=deadline_seconds)
     try:
         return channel.call(request, deadline_seconds)

@@ -3,7 +3,9 @@
 import zmq
 
 from kvdepot.errors import ConfigError, DepotTimeout, DepotUnavailable, RemoteError
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from kvdepot.wire.curve import ClientKeys
 
 
@@ -32,7 +34,7 @@ class RemoteChannel:
             raise ConfigError(f"cannot connect to {endpoint}: {error}; give tcp://HOST:PORT or a directory") from error
         self._sequence = 0
 
-    def call(self, request: m.Request, deadline_seconds: float) -> m.Reply:
+    def call(self, request: frames.Request, deadline_seconds: float) -> frames.Reply:
         """Send a request and wait for its reply, one at a time.
 
         Raises:
@@ -41,12 +43,12 @@ class RemoteChannel:
             DepotUnavailable: what came is no reply.
         """
         self._sequence += 1
-        self._socket.send(m.encode_frame(self._sequence, request))
+        self._socket.send(frames.encode_frame(self._sequence, request))
         if not self._socket.poll(max(0, int(deadline_seconds * 1000))):
             raise DepotTimeout(f"no answer within {deadline_seconds} s")
         try:
-            reply = m.decode_reply(self._socket.recv())
-        except m.FrameError as error:
+            reply = frames.decode_reply(self._socket.recv())
+        except frames.FrameError as error:
             raise DepotUnavailable(f"the depot speaks another language: {error}") from error
         if isinstance(reply, m.ErrorReply):
             raise RemoteError(reply.code, reply.message)
@@ -57,7 +59,7 @@ class RemoteChannel:
         self._context.destroy(linger=0)
 
 
-def ask_remote(request: m.OperatorRequest, endpoint: str, deadline_seconds: float, keys: ClientKeys) -> m.Reply:
+def ask_remote(request: o.OperatorRequest, endpoint: str, deadline_seconds: float, keys: ClientKeys) -> frames.Reply:
     """Send one request; see `kvdepot.client.connection.ask_depot`."""
     channel = RemoteChannel(endpoint, keys)
     try:

@@ -11,6 +11,7 @@ from typing import Final, Self
 from kvdepot.client.connection import Channel, Connection, Link
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.keys import KeyRun
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -228,7 +229,7 @@ class SchedulerClient:
         if channel is None:
             return
 
-        def give_back(reply: m.Reply) -> None:
+        def give_back(reply: frames.Reply) -> None:
             # over this channel, even while the depot is left alone: it answers again, or there would be no reply
             if isinstance(reply, m.LookupReply) and reply.lease:
                 with contextlib.suppress(DepotUnavailable):
@@ -265,7 +266,7 @@ class SchedulerClient:
             self._channel = self._connection.channel(link)
         return self._channel
 
-    def _post(self, link: Link, request: m.Request) -> None:
+    def _post(self, link: Link, request: frames.Request) -> None:
         """Send over the channel of a link, also while a hung depot is left alone: it has to hear it when it goes on."""
         with self._lock:
             channel = self._channel

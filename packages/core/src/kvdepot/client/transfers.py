@@ -31,6 +31,7 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, check_block_ids
 from kvdepot.pool.files import PoolMapping, PoolMemory
 from kvdepot.pool.table import TableReader
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -439,11 +440,13 @@ class WorkerTransfers:
 
     # --- both -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, channel: Channel, request: m.Request, undo: Callable[[Channel, m.Reply], None]) -> m.Reply:
+    def _ask(
+        self, channel: Channel, request: frames.Request, undo: Callable[[Channel, frames.Reply], None]
+    ) -> frames.Reply:
         """Call the depot; what it grants after the deadline is given back when its answer comes."""
         return self._wait(channel, channel.submit(request), undo)
 
-    def _wait(self, channel: Channel, sequence: int, undo: Callable[[Channel, m.Reply], None]) -> m.Reply:
+    def _wait(self, channel: Channel, sequence: int, undo: Callable[[Channel, frames.Reply], None]) -> frames.Reply:
         began = time.monotonic()
         try:
             reply = channel.wait(sequence, self._deadline_seconds)
@@ -587,13 +590,13 @@ class _Work(Protocol):
     def __call__(self, channel: Channel, job: _Job, /) -> bool: ...
 
 
-def _abort(channel: Channel, reply: m.Reply) -> None:
+def _abort(channel: Channel, reply: frames.Reply) -> None:
     if isinstance(reply, m.StorePlan) and reply.ticket:
         with contextlib.suppress(DepotUnavailable):
             channel.post(m.AbortStore(channel.link.context, reply.ticket))
 
 
-def _release(channel: Channel, reply: m.Reply) -> None:
+def _release(channel: Channel, reply: frames.Reply) -> None:
     if isinstance(reply, m.RetrievePlan) and reply.lease:
         with contextlib.suppress(DepotUnavailable):
             channel.post(m.Release(channel.link.context, (reply.lease,)))

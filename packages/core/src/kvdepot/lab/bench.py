@@ -27,7 +27,7 @@ from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel, Geometry
 from kvdepot.lab.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.server.shadow import ShadowIndex
-from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from kvdepot.wire.histogram import Histogram
 
 _NUM_CLIENTS: Final = 4
@@ -124,7 +124,7 @@ def _transfer_row(case: TransferCase, geometry: Geometry, num_bytes: int, rounds
                     times["memcpy"].append(copied - started)
                     times["store"].append(middle - copied)
                     times["retrieve"].append(ended - middle)
-                ask_depot(m.Clear(), depot.url, 30)
+                ask_depot(o.Clear(), depot.url, 30)
         finally:
             engine.close()
     row: dict[str, Any] = {

@@ -15,6 +15,7 @@ from typing import Final, Self
 from kvdepot.client.connection import ask_depot
 from kvdepot.errors import DepotUnavailable
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 _PATIENCE_SECONDS: Final = 120.0
 
@@ -95,12 +96,12 @@ class DepotProcess:
             else:
                 return
 
-    def status(self) -> m.DepotStatus:
+    def status(self) -> o.DepotStatus:
         """Ask for the server's status, patiently: the machine may be busy. A silent one ends and says where it was."""
         end = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
-                reply = ask_depot(m.Status(), self.url, 20.0)
+                reply = ask_depot(o.Status(), self.url, 20.0)
                 break
             except DepotUnavailable:
                 if self._process is None or self._process.poll() is not None:
@@ -108,7 +109,7 @@ class DepotProcess:
                 if time.monotonic() > end:
                     self.signal(signal.SIGABRT)
                     raise
-        assert isinstance(reply, m.StatusReply)
+        assert isinstance(reply, o.StatusReply)
         return reply.status
 
     def signal(self, number: signal.Signals) -> None:

@@ -21,7 +21,7 @@ from kvdepot.errors import KVDepotError, RemoteError
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry, RequestReport
 from kvdepot.lab.fleet import EngineProcess, EngineSettings, Prompt
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 _DEADLINE_SECONDS: Final = 2.0  # of the engines: the clients' default
 _SLACK_SECONDS: Final = 3.0  # for a machine whose cores are all busy
@@ -199,7 +199,7 @@ class Soak:
             self._damage()
         elif what == "clear":
             with contextlib.suppress(KVDepotError):
-                ask_depot(m.Clear(), self._depot.url)
+                ask_depot(o.Clear(), self._depot.url)
         elif engine is not None:
             with contextlib.suppress(ProcessLookupError):
                 if what == "kill an engine":
@@ -254,7 +254,7 @@ class Soak:
             wait_until(lambda: self._is_at_rest(), 15, "the depot to come to rest")
         status = self._depot.status()
         with contextlib.suppress(RemoteError):  # what a tier that is left alone keeps is counted
-            ask_depot(m.Clear(), self._depot.url, _HANG_SECONDS)
+            ask_depot(o.Clear(), self._depot.url, _HANG_SECONDS)
         cleared = self._depot.status()
         with contextlib.suppress(AssertionError):  # the depot sees a moment later that a command has hung up
             wait_until(lambda: _resources(self._depot.pid)[0] <= self._fresh_descriptors, 5, "descriptors to be closed")

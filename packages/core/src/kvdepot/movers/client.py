@@ -14,6 +14,7 @@ from typing import Final
 from kvdepot.client.connection import Channel
 from kvdepot.client.transfers import CopyBatch
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 assert array("i").itemsize == 4
@@ -102,7 +103,7 @@ def _wait(channel: Channel, sequence: int, seconds: float) -> bool:
         raise MoverUnavailable("the depot is of a version without movers") from error
 
 
-def _check(reply: m.Reply) -> bool:
+def _check(reply: frames.Reply) -> bool:
     if not isinstance(reply, m.Moved):
         raise MoveFailed(f"it answered a move with {type(reply).__name__}")
     if reply.outcome is m.MoveOutcome.UNAVAILABLE:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 COUNTERS: Final = {  # those that are exposed from the start, at 0
     "lookups": "Requests of schedulers",
@@ -67,7 +67,7 @@ TIER_COUNTERS: Final = {
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render_metrics(status: m.DepotStatus) -> bytes:
+def render_metrics(status: o.DepotStatus) -> bytes:
     """Return the metrics of a status in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
@@ -77,7 +77,7 @@ def render_metrics(status: m.DepotStatus) -> bytes:
 class StatusCollector(Collector):
     """A depot's status as Prometheus metrics, each with its unit in its name."""
 
-    def __init__(self, status: m.DepotStatus) -> None:
+    def __init__(self, status: o.DepotStatus) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
@@ -201,13 +201,13 @@ class StatusCollector(Collector):
             yield counter
 
 
-def _histogram(name: str, text: str, histogram: m.HistogramStatus) -> Metric:
+def _histogram(name: str, text: str, histogram: o.HistogramStatus) -> Metric:
     family = HistogramMetricFamily(name, text)
     family.add_metric([], _buckets(histogram), histogram.total)
     return family
 
 
-def _buckets(histogram: m.HistogramStatus) -> list[tuple[str, float]]:
+def _buckets(histogram: o.HistogramStatus) -> list[tuple[str, float]]:
     """Return the upper bounds and what is below each of them."""
     below = list(itertools.accumulate(histogram.counts))
     bounds = [f"{histogram.base * 2**number:g}" for number in range(len(below) - 1)]

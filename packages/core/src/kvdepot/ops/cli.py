@@ -22,6 +22,7 @@ from kvdepot.ops.operate import add_commands, client_keys, number
 from kvdepot.ops.settings import with_settings
 from kvdepot.processes.logs import set_up_logs
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from kvdepot.wire.curve import generate_keys
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -330,8 +331,8 @@ def _http_of(options: argparse.Namespace) -> Callable[[], HttpServer | None]:
 
 
 def _status(options: argparse.Namespace) -> int:
-    reply = ask_depot(m.Status(), options.url, keys=client_keys(options))
-    assert isinstance(reply, m.StatusReply)
+    reply = ask_depot(o.Status(), options.url, keys=client_keys(options))
+    assert isinstance(reply, o.StatusReply)
     if options.json:
         print(json.dumps(_as_dict(reply.status), indent=2))  # in ASCII: names of others have no meaning there
     else:
@@ -346,16 +347,16 @@ def _top(options: argparse.Namespace) -> int:
         raise ConfigError(f"kvdepot top needs {error.name}: pip install 'kvdepot[cli]'") from error
     keys = client_keys(options)
 
-    def ask() -> m.DepotStatus:
-        reply = ask_depot(m.Status(), options.url, keys=keys)
-        assert isinstance(reply, m.StatusReply)
+    def ask() -> o.DepotStatus:
+        reply = ask_depot(o.Status(), options.url, keys=keys)
+        assert isinstance(reply, o.StatusReply)
         return reply.status
 
     run_top(ask, interval_seconds=max(0.1, options.interval), num_frames=options.frames)
     return 0
 
 
-def describe_status(status: m.DepotStatus) -> str:
+def describe_status(status: o.DepotStatus) -> str:
     """Return the status for people."""
     used = status.pool_used_bytes / max(1, status.pool_size_bytes)
     counters = status.counters
@@ -419,7 +420,7 @@ def describe_status(status: m.DepotStatus) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _describe_tier(tier: m.TierStatus) -> str:
+def _describe_tier(tier: o.TierStatus) -> str:
     counters = tier.counters
     parts = [f"tier     {tier.name}: {format_size(tier.used_bytes)}"]
     if tier.capacity_bytes:
@@ -438,7 +439,7 @@ def _describe_tier(tier: m.TierStatus) -> str:
     return "; ".join(parts)
 
 
-def _describe_group(number: int, group: m.GroupStatus) -> str:
+def _describe_group(number: int, group: o.GroupStatus) -> str:
     parts = [
         f"group {number}: {group.kind.replace('_', ' ')}",
         f"{group.num_layers} layers",

@@ -51,7 +51,9 @@ from kvdepot.operators.metrics import MEDIA_TYPE, render_metrics
 from kvdepot.ops.http_process import HttpSettings
 from kvdepot.processes.children import be_a_child
 from kvdepot.processes.logs import set_up_logs
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ _MOST_CONNECTIONS: Final = 256
 _BACKLOG: Final = 128  # connections that are accepted at once
 _HOST: Final = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
-Ask = Callable[[m.OperatorRequest, float], m.Reply]
+Ask = Callable[[o.OperatorRequest, float], frames.Reply]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,36 +246,36 @@ def _packed(digests: list[str]) -> bytes:
     return b"".join(map(bytes.fromhex, digests))
 
 
-def _done(ask: Ask, request: m.OperatorRequest) -> Count:
+def _done(ask: Ask, request: o.OperatorRequest) -> Count:
     reply = ask(request, _CHANGE_SECONDS)
     assert isinstance(reply, m.Done)
     return Count(reply.count)
 
 
 def _settings(ask: Ask) -> dict[str, Any]:
-    reply = ask(m.Configuration(), _STATUS_SECONDS)
-    assert isinstance(reply, m.ConfigurationReply)
+    reply = ask(o.Configuration(), _STATUS_SECONDS)
+    assert isinstance(reply, o.ConfigurationReply)
     return reply.settings
 
 
-def _find(ask: Ask, body: FindBody) -> list[m.FoundPrefix]:
-    reply = ask(m.Find(_packed(body.digests)), _STATUS_SECONDS)
-    assert isinstance(reply, m.Found)
+def _find(ask: Ask, body: FindBody) -> list[o.FoundPrefix]:
+    reply = ask(o.Find(_packed(body.digests)), _STATUS_SECONDS)
+    assert isinstance(reply, o.Found)
     return reply.prefixes
 
 
 def _clear(ask: Ask, body: ClearBody) -> Count:
-    return _done(ask, m.Clear(body.tenant, body.model, _packed(body.digests)))
+    return _done(ask, o.Clear(body.tenant, body.model, _packed(body.digests)))
 
 
 def _warm(ask: Ask, body: WarmBody) -> Count:
-    return _done(ask, m.Warm(body.tenant, _packed(body.digests), body.pin_seconds))
+    return _done(ask, o.Warm(body.tenant, _packed(body.digests), body.pin_seconds))
 
 
 OPERATIONS: Final = (
     Operation(
         "GET", "/status", "Everything that 'kvdepot status --json' shows",
-        lambda ask, _: _status(ask, _STATUS_SECONDS), m.DepotStatus,
+        lambda ask, _: _status(ask, _STATUS_SECONDS), o.DepotStatus,
     ),
     Operation(
         "GET", "/tenants", "Bytes of the pool and quotas by tenant",
@@ -281,27 +283,27 @@ OPERATIONS: Final = (
     ),
     Operation(
         "POST", "/tenants/quota", "Change what a tenant can keep against others, until the server ends",
-        lambda ask, body: _done(ask, m.SetQuota(body.tenant, body.quota_bytes)), Count, QuotaBody,
+        lambda ask, body: _done(ask, o.SetQuota(body.tenant, body.quota_bytes)), Count, QuotaBody,
     ),
     Operation("GET", "/config", "The server's settings", lambda ask, _: _settings(ask), dict[str, Any]),
-    Operation("POST", "/cache/find", "What the pool has of a prefix", _find, list[m.FoundPrefix], FindBody),
+    Operation("POST", "/cache/find", "What the pool has of a prefix", _find, list[o.FoundPrefix], FindBody),
     Operation("POST", "/cache/clear", "Forget what nobody uses", _clear, Count, ClearBody),
     Operation("POST", "/cache/warm", "Bring a prefix up from tiers, and pin it", _warm, Count, WarmBody),
     Operation(
         "POST", "/cache/unpin", "End pins",
-        lambda ask, body: _done(ask, m.Unpin(body.tenant)), Count, UnpinBody,
+        lambda ask, body: _done(ask, o.Unpin(body.tenant)), Count, UnpinBody,
     ),
     Operation(
         "POST", "/tiers/add", "Use one more tier below the others, until the server ends; counts tiers",
-        lambda ask, body: _done(ask, m.AddTier(body.url)), Count, TierUrlBody,
+        lambda ask, body: _done(ask, o.AddTier(body.url)), Count, TierUrlBody,
     ),
     Operation(
         "POST", "/tiers/remove", "Stop using a tier; what it holds stays there; counts tiers",
-        lambda ask, body: _done(ask, m.RemoveTier(body.name)), Count, TierNameBody,
+        lambda ask, body: _done(ask, o.RemoveTier(body.name)), Count, TierNameBody,
     ),
     Operation(
         "POST", "/drain", "Take no more stores, or take them again; counts those under way",
-        lambda ask, body: _done(ask, m.Drain(body.draining)), Count, DrainBody,
+        lambda ask, body: _done(ask, o.Drain(body.draining)), Count, DrainBody,
     ),
     Operation(
         "GET", "/loglevel", "What is logged",
@@ -309,7 +311,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         "POST", "/loglevel", "Change what is logged, until the server ends",
-        lambda ask, body: _done(ask, m.SetLogLevel(body.level)), Count, LogLevelBody,
+        lambda ask, body: _done(ask, o.SetLogLevel(body.level)), Count, LogLevelBody,
     ),
 )  # fmt: skip
 
@@ -427,7 +429,7 @@ class Connection(H11Protocol):
 def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
     """Answer who connects until standard input ends."""
 
-    def ask(request: m.OperatorRequest, deadline_seconds: float) -> m.Reply:
+    def ask(request: o.OperatorRequest, deadline_seconds: float) -> frames.Reply:
         return ask_depot(request, url, deadline_seconds)
 
     config = uvicorn.Config(
@@ -462,9 +464,9 @@ def _page() -> tuple[bytes, str]:
     )
 
 
-def _status(ask: Ask, deadline_seconds: float) -> m.DepotStatus:
-    reply = ask(m.Status(), deadline_seconds)
-    assert isinstance(reply, m.StatusReply)
+def _status(ask: Ask, deadline_seconds: float) -> o.DepotStatus:
+    reply = ask(o.Status(), deadline_seconds)
+    assert isinstance(reply, o.StatusReply)
     return reply.status
 
 

@@ -14,7 +14,9 @@ from kvdepot.config import format_size, parse_number, parse_size
 from kvdepot.errors import ConfigError, KVDepotError, printable
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from kvdepot.wire.curve import ClientKeys, load_pair, load_public
 
 _WARM_SECONDS: Final = 90.0  # for one prefix: the depot waits for a minute at most
@@ -120,11 +122,11 @@ def client_keys(options: argparse.Namespace) -> ClientKeys | None:
     )
 
 
-def _ask(options: argparse.Namespace, request: m.OperatorRequest, seconds: float = 2.0) -> m.Reply:
+def _ask(options: argparse.Namespace, request: o.OperatorRequest, seconds: float = 2.0) -> frames.Reply:
     return ask_depot(request, options.url, seconds, client_keys(options))
 
 
-def _count(options: argparse.Namespace, request: m.OperatorRequest, seconds: float = 2.0) -> int:
+def _count(options: argparse.Namespace, request: o.OperatorRequest, seconds: float = 2.0) -> int:
     reply = _ask(options, request, seconds)
     assert isinstance(reply, m.Done)
     return reply.count
@@ -195,8 +197,8 @@ def _prefix_of(line: str) -> tuple[str, bytes]:
 def _find(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for _, digests in _prefixes_in(options.keys):
-        reply = _ask(options, m.Find(digests))
-        assert isinstance(reply, m.Found)
+        reply = _ask(options, o.Find(digests))
+        assert isinstance(reply, o.Found)
         found.append(
             {"num_chunks": len(digests) // DIGEST_BYTES, "found": [msgspec.to_builtins(p) for p in reply.prefixes]}
         )
@@ -222,7 +224,7 @@ def _clear(options: argparse.Namespace) -> int:
     prefixes = [b""] if options.prefix is None else [digests for _, digests in _prefixes_in(options.prefix) if digests]
     count = 0
     for digests in prefixes:
-        count += _count(options, m.Clear(options.tenant, options.model, digests), _CLEAR_SECONDS)
+        count += _count(options, o.Clear(options.tenant, options.model, digests), _CLEAR_SECONDS)
     print(f"{count:,} entries forgotten")
     return 0
 
@@ -230,19 +232,19 @@ def _clear(options: argparse.Namespace) -> int:
 def _warm(options: argparse.Namespace) -> int:
     found = asked = 0
     for tenant, digests in _prefixes_in(options.keys):
-        found += _count(options, m.Warm(tenant, digests, options.pin), _WARM_SECONDS)
+        found += _count(options, o.Warm(tenant, digests, options.pin), _WARM_SECONDS)
         asked += len(digests) // DIGEST_BYTES
     print(f"{found:,} of {asked:,} chunks are in the pool{' and pinned' if options.pin else ''}")
     return 0
 
 
 def _unpin(options: argparse.Namespace) -> int:
-    print(f"{_count(options, m.Unpin(options.tenant), _PATIENT_SECONDS):,} pins ended")
+    print(f"{_count(options, o.Unpin(options.tenant), _PATIENT_SECONDS):,} pins ended")
     return 0
 
 
 def _quota(options: argparse.Namespace) -> int:
-    moved = _count(options, m.SetQuota(options.tenant, options.size), _PATIENT_SECONDS)
+    moved = _count(options, o.SetQuota(options.tenant, options.size), _PATIENT_SECONDS)
     quota = format_size(options.size) if options.size else "none"
     print(f"the quota of {options.tenant} is {quota}; {moved:,} chunks count against another share now")
     return 0
@@ -250,25 +252,25 @@ def _quota(options: argparse.Namespace) -> int:
 
 def _add_tier(options: argparse.Namespace) -> int:
     url = sys.stdin.readline().strip() if options.tier == "-" else options.tier
-    print(f"{_count(options, m.AddTier(url), _PATIENT_SECONDS)} tiers are in use")
+    print(f"{_count(options, o.AddTier(url), _PATIENT_SECONDS)} tiers are in use")
     return 0
 
 
 def _remove_tier(options: argparse.Namespace) -> int:
-    print(f"{_count(options, m.RemoveTier(options.tier))} tiers are in use")
+    print(f"{_count(options, o.RemoveTier(options.tier))} tiers are in use")
     return 0
 
 
 def _drain(options: argparse.Namespace) -> int:
     if options.resume:
-        _count(options, m.Drain(False))
+        _count(options, o.Drain(False))
         print("stores are taken again")
         return 0
-    _count(options, m.Drain())
+    _count(options, o.Drain())
     end = time.monotonic() + options.wait
     while True:
-        reply = _ask(options, m.Status())
-        assert isinstance(reply, m.StatusReply)
+        reply = _ask(options, o.Status())
+        assert isinstance(reply, o.StatusReply)
         status = reply.status
         waiting = sum(tier.queued_write_bytes for tier in status.tiers)
         if not status.num_tickets and not waiting:
@@ -285,14 +287,14 @@ def _drain(options: argparse.Namespace) -> int:
 
 
 def _log_level(options: argparse.Namespace) -> int:
-    _count(options, m.SetLogLevel(options.level))
+    _count(options, o.SetLogLevel(options.level))
     print(f"the depot logs from {options.level} on")
     return 0
 
 
 def _config(options: argparse.Namespace) -> int:
-    reply = _ask(options, m.Configuration())
-    assert isinstance(reply, m.ConfigurationReply)
+    reply = _ask(options, o.Configuration())
+    assert isinstance(reply, o.ConfigurationReply)
     if options.json:
         print(json.dumps(reply.settings, indent=2))
         return 0

@@ -15,14 +15,14 @@ from rich.text import Text
 
 from kvdepot.config import format_size
 from kvdepot.errors import DepotUnavailable, printable
-from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 _SHADES: Final = " ░▒▓█"
 _MAP_WIDTH: Final = 48
 _LEAST_CHUNKS: Final = 1000  # asked for, until estimates are shown
 
 
-def run_top(ask: Callable[[], m.DepotStatus], *, interval_seconds: float = 1.0, num_frames: int | None = None) -> None:
+def run_top(ask: Callable[[], o.DepotStatus], *, interval_seconds: float = 1.0, num_frames: int | None = None) -> None:
     """Draw until interrupted, or `num_frames` times; where standard output is no terminal, once.
 
     Raises:
@@ -49,7 +49,7 @@ def run_top(ask: Callable[[], m.DepotStatus], *, interval_seconds: float = 1.0, 
             drawn += 1
 
 
-def draw(status: m.DepotStatus, before: m.DepotStatus, seconds: float) -> Group:
+def draw(status: o.DepotStatus, before: o.DepotStatus, seconds: float) -> Group:
     """Return one frame: `status` now, `before` it was so many seconds ago."""
     columns = Columns([_summary(status, before, seconds), _pool(status)], expand=True)
     parts: list[Any] = [_title(status), columns]
@@ -60,7 +60,7 @@ def draw(status: m.DepotStatus, before: m.DepotStatus, seconds: float) -> Group:
     return Group(*parts)
 
 
-def _title(status: m.DepotStatus) -> Text:
+def _title(status: o.DepotStatus) -> Text:
     state = "reading back" if status.recovering else "draining" if status.draining else "serving"
     title = Text(f"kvdepot {status.server_version}  ", style="bold")
     title.append(state, style="green" if state == "serving" else "yellow")
@@ -68,7 +68,7 @@ def _title(status: m.DepotStatus) -> Text:
     return title
 
 
-def _summary(status: m.DepotStatus, before: m.DepotStatus, seconds: float) -> Table:
+def _summary(status: o.DepotStatus, before: o.DepotStatus, seconds: float) -> Table:
     def gained(name: str) -> int:
         return status.counters.get(name, 0) - before.counters.get(name, 0)
 
@@ -91,7 +91,7 @@ def _summary(status: m.DepotStatus, before: m.DepotStatus, seconds: float) -> Ta
     return table
 
 
-def _pool(status: m.DepotStatus) -> Table:
+def _pool(status: o.DepotStatus) -> Table:
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column()
@@ -108,7 +108,7 @@ def _pool(status: m.DepotStatus) -> Table:
     return table
 
 
-def pool_map(status: m.DepotStatus) -> str:
+def pool_map(status: o.DepotStatus) -> str:
     """Return one character for each region of the pool: the darker, the fuller."""
     region = status.pool_size_bytes / max(1, len(status.pool_regions))
     darkest = len(_SHADES) - 1
@@ -117,7 +117,7 @@ def pool_map(status: m.DepotStatus) -> str:
     )
 
 
-def _engines(status: m.DepotStatus) -> Table:
+def _engines(status: o.DepotStatus) -> Table:
     table = _table("engine", "role", "model", "device", "a token", "leases", "stores")
     for context in status.contexts:
         role = f"worker {context.rank} of {context.world_size}" if context.role == "worker" else context.role
@@ -129,7 +129,7 @@ def _engines(status: m.DepotStatus) -> Table:
     return table
 
 
-def _tenants(status: m.DepotStatus) -> Table:
+def _tenants(status: o.DepotStatus) -> Table:
     table = _table("tenant", "in the pool", "quota", "hit rate")
     for name, usage in sorted(status.tenants.items()):
         hit = usage.get("pool_hit_tokens", 0) + usage.get("tier_hit_tokens", 0)
@@ -138,7 +138,7 @@ def _tenants(status: m.DepotStatus) -> Table:
     return table
 
 
-def _tiers(status: m.DepotStatus) -> Table:
+def _tiers(status: o.DepotStatus) -> Table:
     table = _table("tier", "holds", "waits", "read", "written", "state")
     for tier in status.tiers:
         state = "in use" if tier.state == "closed" else f"left alone: {tier.why_open}"

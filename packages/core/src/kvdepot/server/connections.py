@@ -26,7 +26,7 @@ from typing import Final
 from kvdepot.errors import ConfigError
 from kvdepot.processes.descriptors import is_reserve_touched
 from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
-from kvdepot.wire import messages as m
+from kvdepot.wire import frames
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _READ_BYTES: Final = 64 << 10  # at once; a smaller frame needs no room to be se
 _EVENTS: Final = 64
 _BACKLOG: Final = 1024
 _SECONDS_BETWEEN_WARNINGS: Final = 10.0
-_LENGTH_BYTES: Final = m.LENGTH.size
+_LENGTH_BYTES: Final = frames.LENGTH.size
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +149,7 @@ class ConnectionTable:
         """Send a reply. It is lost if the connection is closed; never waits."""
         if not connection.is_open:
             return
-        data = m.LENGTH.pack(len(frame)) + frame
+        data = frames.LENGTH.pack(len(frame)) + frame
         if connection.unread:
             connection.unread += data
             self._unread_bytes += len(data)
@@ -319,7 +319,7 @@ class ConnectionTable:
             not received
             and connection.owner is not None
             and num_read >= _LENGTH_BYTES
-            and m.LENGTH.unpack_from(self._buffer)[0] == num_read - _LENGTH_BYTES
+            and frames.LENGTH.unpack_from(self._buffer)[0] == num_read - _LENGTH_BYTES
         ):
             return self._view[_LENGTH_BYTES:num_read]  # the usual case: one frame, and no copy
         received += self._view[:num_read]
@@ -332,8 +332,8 @@ class ConnectionTable:
         received = connection.received
         if len(received) < _LENGTH_BYTES:
             return None
-        end = _LENGTH_BYTES + m.LENGTH.unpack_from(received)[0]
-        if end > _LENGTH_BYTES + m.MAXIMUM_FRAME_BYTES:
+        end = _LENGTH_BYTES + frames.LENGTH.unpack_from(received)[0]
+        if end > _LENGTH_BYTES + frames.MAXIMUM_FRAME_BYTES:
             raise ConnectionAbortedError("a frame is too long")
         if len(received) >= end:
             with memoryview(received) as view:
@@ -360,8 +360,8 @@ class ConnectionTable:
         received = connection.received
         if len(received) < _LENGTH_BYTES:
             return False
-        length = m.LENGTH.unpack_from(received)[0]
-        if length not in (0, m.TOKEN_BYTES):
+        length = frames.LENGTH.unpack_from(received)[0]
+        if length not in (0, frames.TOKEN_BYTES):
             raise ConnectionAbortedError("no greeting")
         if len(received) < _LENGTH_BYTES + length:
             return False

@@ -28,7 +28,9 @@ from kvdepot.pool.spread import SpreadMap
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
 from kvdepot.server.shadow import ShadowIndex
 from kvdepot.tiers.tiering import ShardPlace, Tiering
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from kvdepot.wire.histogram import Histogram
 
 logger = logging.getLogger(__name__)
@@ -77,10 +79,10 @@ class Refused(Exception):
 class Deferred:
     """A reply that comes later: `reply` once it is here, which may be before the handler has returned."""
 
-    reply: m.Reply | None = None
-    on_reply: Callable[[m.Reply], None] | None = None
+    reply: frames.Reply | None = None
+    on_reply: Callable[[frames.Reply], None] | None = None
 
-    def send(self, reply: m.Reply) -> None:
+    def send(self, reply: frames.Reply) -> None:
         """Give the reply."""
         self.reply = reply
         if self.on_reply is not None:
@@ -110,7 +112,7 @@ class Context:
     groups: tuple[GroupOnWorker, ...] = ()
     token_seconds: float = 0.0  # that computing a token takes, as a scheduler said last
     writing_bytes: int = 0  # of its stores that it has not ended
-    status: m.ContextStatus | None = None  # as it was last
+    status: o.ContextStatus | None = None  # as it was last
 
     @property
     def device(self) -> str:
@@ -249,7 +251,7 @@ class Depot:
         self._label_numbers = SpreadMap[str, int]()  # no tuples: `server.watch`
         self._next_number = 1
         self._token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
-        self._handlers: dict[type, Callable[[int, Writer, Any], m.Reply | Deferred]] = {
+        self._handlers: dict[type, Callable[[int, Writer, Any], frames.Reply | Deferred]] = {
             m.RegisterKVCache: self._register_kv_cache,
             m.RegisterScheduler: self._register_scheduler,
             m.Unregister: self._unregister,
@@ -265,7 +267,7 @@ class Depot:
             m.ReportCorrupt: self._report_corrupt,
         }
 
-    def handle(self, session: int, writer: Writer, request: m.Request) -> m.Reply | Deferred:
+    def handle(self, session: int, writer: Writer, request: frames.Request) -> frames.Reply | Deferred:
         """Serve one request of an open session, now or, where tiers are asked, later.
 
         Args:
@@ -280,7 +282,7 @@ class Depot:
 
     # --- contexts -------------------------------------------------------------------------------------------------
 
-    def _register_kv_cache(self, session: int, writer: Writer, request: m.RegisterKVCache) -> m.Reply:
+    def _register_kv_cache(self, session: int, writer: Writer, request: m.RegisterKVCache) -> frames.Reply:
         self._check_version(request.protocol_version)
         self._check_room(session)
         spec = request.spec
@@ -332,7 +334,7 @@ class Depot:
         """Keep what happened for operators to see."""
         self.events.append((self._clock(), event))
 
-    def _register_scheduler(self, session: int, writer: Writer, request: m.RegisterScheduler) -> m.Reply:
+    def _register_scheduler(self, session: int, writer: Writer, request: m.RegisterScheduler) -> frames.Reply:
         self._check_version(request.protocol_version)
         self._check_room(session)
         self._check_spec(request.spec)
@@ -346,7 +348,7 @@ class Depot:
         )
         return m.Registered(self.epoch, context.number)
 
-    def _unregister(self, session: int, writer: Writer, request: m.Unregister) -> m.Reply:
+    def _unregister(self, session: int, writer: Writer, request: m.Unregister) -> frames.Reply:
         context = self._context(session, request.context)
         mover = self._forget(context)
         records, num_bytes = self._take_tickets(context.number)
@@ -483,7 +485,7 @@ class Depot:
 
     # --- schedulers -----------------------------------------------------------------------------------------------
 
-    def _lookup(self, session: int, writer: Writer, request: m.Lookup) -> m.Reply | Deferred:
+    def _lookup(self, session: int, writer: Writer, request: m.Lookup) -> frames.Reply | Deferred:
         context = self._context(session, request.context)
         num_chunks = _count_digests(request.digests)
         found, nodes = self.index.longest_prefix(context.space, request.digests)
@@ -572,17 +574,17 @@ class Depot:
         places = [] if workers is None else workers.places()
         return (places, workers.first_of(instance).model) if workers is not None and places else ([], "")
 
-    def _release(self, session: int, writer: Writer, request: m.Release) -> m.Reply:
+    def _release(self, session: int, writer: Writer, request: m.Release) -> frames.Reply:
         context = self._context(session, request.context)
         return m.Done(self.epoch, sum(self.leases.release(context.number, lease) for lease in request.leases))
 
-    def _end_request(self, session: int, writer: Writer, request: m.EndRequest) -> m.Reply:
+    def _end_request(self, session: int, writer: Writer, request: m.EndRequest) -> frames.Reply:
         context = self._context(session, request.context)
         count = self.leases.count_of_request(context.number, request.request_id)
         self._do_soon(self.leases.end_request(context.number, request.request_id), count)
         return m.Done(self.epoch, count)
 
-    def _hint(self, session: int, writer: Writer, request: m.Hint) -> m.Reply | Deferred:
+    def _hint(self, session: int, writer: Writer, request: m.Hint) -> frames.Reply | Deferred:
         context = self._context(session, request.context)
         _count_digests(request.digests)
         found, nodes = self.index.longest_prefix(context.space, request.digests)
@@ -601,7 +603,7 @@ class Depot:
             self.index.end_session_at(nodes[-1], is_own, self._clock() + request.ttl_seconds)
         return self._ranked(ranking)
 
-    def _ranked(self, steps: Iterator[int]) -> m.Reply | Deferred:
+    def _ranked(self, steps: Iterator[int]) -> frames.Reply | Deferred:
         """Rank the end of a prefix now and the rest of a long one between messages; the reply counts chunks.
 
         When very many wait, the rest is left as it is.
@@ -628,7 +630,7 @@ class Depot:
 
     # --- workers --------------------------------------------------------------------------------------------------
 
-    def _prepare_store(self, session: int, writer: Writer, request: m.PrepareStore) -> m.Reply:
+    def _prepare_store(self, session: int, writer: Writer, request: m.PrepareStore) -> frames.Reply:
         num_chunks = _count_digests(request.digests)
         context = self._worker(session, request.context, request.covered, num_chunks, m.MAXIMUM_STORE_ENTRIES)
         space, index = context.space, self.index
@@ -702,7 +704,7 @@ class Depot:
         self.counters["store_entries_declined"] += num_declined
         return m.StorePlan(self.epoch, 0, b"", num_present, num_declined)
 
-    def _commit_store(self, session: int, writer: Writer, request: m.CommitStore) -> m.Reply:
+    def _commit_store(self, session: int, writer: Writer, request: m.CommitStore) -> frames.Reply:
         context = self._context(session, request.context)
         late = self.late_tickets.get(request.ticket)
         if late is not None and late.context == context.number:
@@ -733,7 +735,7 @@ class Depot:
             )
         return ticket
 
-    def _abort_store(self, session: int, writer: Writer, request: m.AbortStore) -> m.Reply:
+    def _abort_store(self, session: int, writer: Writer, request: m.AbortStore) -> frames.Reply:
         context = self._context(session, request.context)
         ticket = self.tickets.get(request.ticket) or self.late_tickets.get(request.ticket)
         if ticket is None or ticket.context != context.number:
@@ -808,7 +810,7 @@ class Depot:
 
         self._do_soon(steps(), len(records))
 
-    def _prepare_retrieve(self, session: int, writer: Writer, request: m.PrepareRetrieve) -> m.Reply:
+    def _prepare_retrieve(self, session: int, writer: Writer, request: m.PrepareRetrieve) -> frames.Reply:
         num_chunks = _count_digests(request.digests)
         context = self._worker(session, request.context, request.covered, num_chunks, m.MAXIMUM_RETRIEVE_ENTRIES)
         index = self.index
@@ -856,7 +858,7 @@ class Depot:
     def _mover_of(self, context: Context) -> Writer | None:
         return None if self.movers is None else self.movers.writer_of(context.number)
 
-    def _move(self, session: int, writer: Writer, request: m.Move) -> m.Reply | Deferred:
+    def _move(self, session: int, writer: Writer, request: m.Move) -> frames.Reply | Deferred:
         context = self._context(session, request.context)
         movers = self.movers
         if movers is None or context.registration is None or context.registration.offer is None:
@@ -902,7 +904,7 @@ class Depot:
         self.discard_records(self._take_tickets(context)[0])
         self.end_process(writer)
 
-    def _report_corrupt(self, session: int, writer: Writer, request: m.ReportCorrupt) -> m.Reply:
+    def _report_corrupt(self, session: int, writer: Writer, request: m.ReportCorrupt) -> frames.Reply:
         context = self._context(session, request.context)
         removed = 0
         for number, header in request.entries:
@@ -1061,7 +1063,7 @@ class Depot:
 
         return self._for_operator(chore(), deferred)
 
-    def later(self, work: Iterator[m.Reply | None]) -> Deferred:
+    def later(self, work: Iterator[frames.Reply | None]) -> Deferred:
         """Do in steps what an operator asks for; the reply is what the last of them yields.
 
         Raises:
@@ -1070,7 +1072,7 @@ class Depot:
         deferred = Deferred()
         return self._for_operator(self._replying(work, deferred), deferred)
 
-    def _replying(self, work: Iterator[m.Reply | None], deferred: Deferred) -> Iterator[int]:
+    def _replying(self, work: Iterator[frames.Reply | None], deferred: Deferred) -> Iterator[int]:
         for reply in work:
             if reply is not None:
                 deferred.send(reply)
@@ -1115,7 +1117,7 @@ class Depot:
         else:
             self._soon.append(steps)
 
-    def warm(self, request: m.Warm) -> Deferred:
+    def warm(self, request: o.Warm) -> Deferred:
         """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
 
         The reply counts the chunks that are in the pool then, of the space that has the most. Tiers are asked where
@@ -1160,7 +1162,7 @@ class Depot:
         mates = workers.by_instance.values() if workers else ()
         return list(dict.fromkeys(worker.model for each in mates for worker in each.values()))
 
-    def _warmed(self, request: m.Warm) -> Iterator[m.Reply | None]:
+    def _warmed(self, request: o.Warm) -> Iterator[frames.Reply | None]:
         most, best = 0, None
         for space in list(self.index.spaces):
             yield None
@@ -1249,11 +1251,11 @@ class Depot:
             "events": [(self._clock() - at, text) for at, text in self.events],
         }
 
-    def _contexts_status(self) -> list[m.ContextStatus]:
+    def _contexts_status(self) -> list[o.ContextStatus]:
         tickets = Counter(ticket.context for ticket in self.tickets.values())
         return [self._context_status(context, tickets.get(context.number, 0)) for context in self.contexts.values()]
 
-    def _context_status(self, context: Context, num_tickets: int) -> m.ContextStatus:
+    def _context_status(self, context: Context, num_tickets: int) -> o.ContextStatus:
         """Return the status that was made last, if it is the same: there may be a thousand."""
         state, pid, why = ("", 0, "") if self.movers is None else self.movers.status(context.number)
         num_leases = self.leases.count_of(context.number)
@@ -1268,10 +1270,10 @@ class Depot:
         return last
 
 
-def _registered_status(context: Context) -> m.ContextStatus:
+def _registered_status(context: Context) -> o.ContextStatus:
     """Return what does not change."""
     spec, registration = context.space.spec, context.registration
-    common = m.ContextStatus(
+    common = o.ContextStatus(
         context=context.number, role="scheduler", instance=context.instance, model=context.model,
         pid=context.writer.pid, chunk_tokens=spec.chunk_tokens, dtype=spec.dtype, format=spec.format,
         num_leases=0, num_tickets=0, groups=[],
@@ -1286,8 +1288,8 @@ def _registered_status(context: Context) -> m.ContextStatus:
     )  # fmt: skip
 
 
-def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> m.GroupStatus:
-    common = m.GroupStatus(
+def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> o.GroupStatus:
+    common = o.GroupStatus(
         kind=shape.kind, block_tokens=shape.block_tokens, window_tokens=shape.window_tokens, num_shards=shape.num_shards
     )
     if detail is None:

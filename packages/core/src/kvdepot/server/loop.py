@@ -46,7 +46,9 @@ from kvdepot.server.watch import SHORTEST_SECONDS, CollectionWatch, TurnWatch
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from kvdepot.wire.curve import ServerKeys, load_allowed, load_pair
 from kvdepot.wire.histogram import Histogram
 
@@ -158,7 +160,7 @@ class DepotServer:
             self._watch = TurnWatch()
             self._frozen_chunks = 0  # when the garbage collector was last told to leave everything alone
             self._latencies: dict[type, Histogram] = {
-                kind: Histogram(SHORTEST_SECONDS) for kind in (*m.Request.__args__, m.ErrorReply)
+                kind: Histogram(SHORTEST_SECONDS) for kind in (*frames.Request.__args__, m.ErrorReply)
             }
             names = self._files.names.found
             self._restoring: Iterator[None] | None = None
@@ -358,36 +360,36 @@ class DepotServer:
     def _serve(self, connection: Connection, frame: memoryview) -> None:
         """Answer a request that came over a Unix socket, now or later."""
         began = time.monotonic()
-        sequence = m.sequence_of(frame)
+        sequence = frames.sequence_of(frame)
         session = self._sessions.find(connection.owner) if connection.owner else None
         kind, reply = self._answer(frame, session, _WHY_NO_SESSION)
         if isinstance(reply, Deferred):
             deferred, num_bytes = reply, len(frame)
             self._connections.hold(connection, num_bytes)
 
-            def send(late: m.Reply) -> None:
+            def send(late: frames.Reply) -> None:
                 deferred.on_reply = None  # one request, one reply
                 self._connections.release(connection, num_bytes)
-                self._connections.send(connection, m.encode_frame(sequence, late))
+                self._connections.send(connection, frames.encode_frame(sequence, late))
                 self._latencies[kind].add(time.monotonic() - began)
 
             deferred.on_reply = send
         else:
-            self._connections.send(connection, m.encode_frame(sequence, reply))
+            self._connections.send(connection, frames.encode_frame(sequence, reply))
             self._latencies[kind].add(time.monotonic() - began)
 
     def _answer(
         self, frame: bytes | memoryview, session: Session | None, why_no_session: str
-    ) -> tuple[type, m.Reply | Deferred]:
+    ) -> tuple[type, frames.Reply | Deferred]:
         """Return the kind of a request, `ErrorReply` if it is none or refused, and its reply."""
         try:
-            request = m.decode_request(frame)
+            request = frames.decode_request(frame)
             if isinstance(request, _OPEN_TO_ALL):
                 return type(request), self._answer_anybody(request)
             if session is None:
                 raise Refused(ErrorCode.UNKNOWN_SESSION, why_no_session)
             return type(request), self._depot.handle(session.number, session.writer, request)
-        except (Refused, m.FrameError) as error:
+        except (Refused, frames.FrameError) as error:
             self._depot.counters["requests_refused"] += 1
             return m.ErrorReply, m.ErrorReply(self.epoch, error.code, str(error))
         except Exception as error:
@@ -418,11 +420,11 @@ class DepotServer:
     def _serve_operator(self, remote: RemoteSocket, message: list[bytes], began: float) -> None:
         routing_id, *parts = message
         frame = parts[0] if len(parts) == 1 else b""  # which is malformed, as it has no sequence number
-        sequence = m.sequence_of(parts[0]) if parts else 0
+        sequence = frames.sequence_of(parts[0]) if parts else 0
         kind, reply = self._answer(frame, None, _WHY_NOT_OVER_TCP)
 
-        def send(reply: m.Reply) -> None:
-            remote.send(routing_id, m.encode_frame(sequence, reply))
+        def send(reply: frames.Reply) -> None:
+            remote.send(routing_id, frames.encode_frame(sequence, reply))
             self._latencies[kind].add(time.monotonic() - began)
 
         if isinstance(reply, Deferred):
@@ -435,7 +437,7 @@ class DepotServer:
         self._connections.close_owner(session.token)
         self._depot.end_session(session.number)
 
-    def _answer_anybody(self, request: m.OperatorRequest) -> m.Reply | Deferred:
+    def _answer_anybody(self, request: o.OperatorRequest) -> frames.Reply | Deferred:
         match request:
             case m.Hello():
                 reason = m.check_protocol_version(request.protocol_version)
@@ -445,40 +447,40 @@ class DepotServer:
                 return m.HelloReply(
                     self.epoch, m.PROTOCOL_VERSION, m.MINIMUM_PROTOCOL_VERSION, self._version, os.getpid()
                 )
-            case m.Status():
-                return m.StatusReply(self.epoch, self._status())
-            case m.Clear() | m.Warm() | m.SetQuota() if self._restoring is not None:
+            case o.Status():
+                return o.StatusReply(self.epoch, self._status())
+            case o.Clear() | o.Warm() | o.SetQuota() if self._restoring is not None:
                 raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
-            case m.Clear():
+            case o.Clear():
                 if request.digests:
                     return operations.clear_prefix(self._depot, request)
                 return self._depot.clear_everywhere(request.tenant, request.model)
-            case m.Warm():
+            case o.Warm():
                 return self._depot.warm(request)
-            case m.Unpin():
+            case o.Unpin():
                 return operations.unpin(self._depot, request.tenant)
-            case m.Find():
+            case o.Find():
                 return operations.find(self._depot, request.digests)
-            case m.SetQuota():
+            case o.SetQuota():
                 return operations.set_quota(self._depot, request.tenant, request.quota_bytes)
-            case m.AddTier():
+            case o.AddTier():
                 return operations.add_tier(self._depot, self._opener, self._make_tiering, request.url)
-            case m.RemoveTier():
+            case o.RemoveTier():
                 return operations.remove_tier(self._depot, request.name)
-            case m.Drain():
+            case o.Drain():
                 return operations.drain(self._depot, request.is_draining)
-            case m.SetLogLevel():
+            case o.SetLogLevel():
                 return operations.set_log_level(self._depot, request.level)
-            case m.Configuration():
-                return m.ConfigurationReply(self.epoch, operations.settings_of(self._depot, self.config))
+            case o.Configuration():
+                return o.ConfigurationReply(self.epoch, operations.settings_of(self._depot, self.config))
 
-    def _status(self) -> m.DepotStatus:
+    def _status(self) -> o.DepotStatus:
         fields = self._depot.status_fields()
         if self._remote is not None:
             fields["counters"]["keys_refused"] = self._remote.num_refused
         if self._events is not None:
             fields["counters"]["event_batches"] = self._events.num_batches
-        return m.DepotStatus(
+        return o.DepotStatus(
             server_version=self._version,
             protocol_version=m.PROTOCOL_VERSION,
             epoch=self.epoch,
@@ -494,7 +496,7 @@ class DepotServer:
             loop_slow_turns=self._watch.num_slow,
             latencies={
                 **{
-                    m.operation_of(kind): histogram.status()
+                    frames.operation_of(kind): histogram.status()
                     for kind, histogram in self._latencies.items()
                     if any(histogram.counts)
                 },
@@ -509,9 +511,9 @@ class DepotServer:
             **fields,
         )
 
-    def _welcome(self, token: bytes, writer: Writer) -> tuple[m.SessionOpened, list[int]]:
+    def _welcome(self, token: bytes, writer: Writer) -> tuple[frames.SessionOpened, list[int]]:
         files = self._files
-        opened = m.SessionOpened(
+        opened = frames.SessionOpened(
             self.epoch, token, files.size_bytes, table_size_bytes(files.table.num_records), self._version
         )
         pool_fd = os.dup(files.pool_fd) if writer.pid else open_with_lock(files.pool_fd, writer.start_time)
@@ -616,6 +618,6 @@ _WHY_NOT_OVER_TCP: Final = (
     " memory, so engines attach on the depot's machine, by its directory"
 )
 _OPEN_TO_ALL: Final = (
-    m.Hello, m.Status, m.Clear, m.Warm, m.Unpin, m.Find, m.SetQuota, m.AddTier, m.RemoveTier, m.Drain, m.SetLogLevel,
-    m.Configuration,
+    m.Hello, o.Status, o.Clear, o.Warm, o.Unpin, o.Find, o.SetQuota, o.AddTier, o.RemoveTier, o.Drain, o.SetLogLevel,
+    o.Configuration,
 )  # fmt: skip

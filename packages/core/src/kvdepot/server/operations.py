@@ -19,7 +19,9 @@ from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.tiers.url import TierUrl
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +40,14 @@ def find(depot: Depot, digests: bytes) -> Deferred:
         raise Refused(ErrorCode.BAD_KEY, f"{len(digests)} bytes of digests: each chunk has {DIGEST_BYTES}")
     index = depot.index
 
-    def steps() -> Iterator[m.Reply | None]:
-        most: list[tuple[int, int, m.FoundPrefix]] = []  # a heap: what has the least of it first
+    def steps() -> Iterator[frames.Reply | None]:
+        most: list[tuple[int, int, o.FoundPrefix]] = []  # a heap: what has the least of it first
         for space in list(index.spaces):
             num_chunks, nodes = index.longest_prefix(space, digests)
             if num_chunks:
                 last = nodes[-1]
                 tenant, model = depot.labels[index.label_of(last)]
-                prefix = m.FoundPrefix(
+                prefix = o.FoundPrefix(
                     num_chunks=num_chunks, num_tokens=num_chunks * space.spec.chunk_tokens, tenant=tenant,
                     model=model, dtype=space.spec.dtype, format=space.spec.format,
                     chunk_tokens=space.spec.chunk_tokens, idle_seconds=index.idle_seconds(last),
@@ -55,12 +57,12 @@ def find(depot: Depot, digests: bytes) -> Deferred:
                 if len(most) > MAXIMUM_ROWS:
                     heappop(most)
             yield None
-        yield m.Found(depot.epoch, [prefix for _, _, prefix in sorted(most, reverse=True)])
+        yield o.Found(depot.epoch, [prefix for _, _, prefix in sorted(most, reverse=True)])
 
     return depot.later(steps())
 
 
-def clear_prefix(depot: Depot, request: m.Clear) -> Deferred:
+def clear_prefix(depot: Depot, request: o.Clear) -> Deferred:
     """Remove what only this prefix needs from the pool, in every space; the reply counts entries.
 
     Raises:
@@ -69,7 +71,7 @@ def clear_prefix(depot: Depot, request: m.Clear) -> Deferred:
     if len(request.digests) % DIGEST_BYTES:
         raise Refused(ErrorCode.BAD_KEY, f"{len(request.digests)} bytes of digests: each chunk has {DIGEST_BYTES}")
 
-    def steps() -> Iterator[m.Reply | None]:
+    def steps() -> Iterator[frames.Reply | None]:
         count = 0
         for space in list(depot.index.spaces):
             yield None
@@ -89,7 +91,7 @@ def clear_prefix(depot: Depot, request: m.Clear) -> Deferred:
 def unpin(depot: Depot, tenant: str | None) -> Deferred:
     """End the pins of a tenant (None: all); the reply counts them."""
 
-    def steps() -> Iterator[m.Reply | None]:
+    def steps() -> Iterator[frames.Reply | None]:
         count = 0
         for ended in depot.pins.end(tenant):
             count += ended
@@ -102,7 +104,7 @@ def unpin(depot: Depot, tenant: str | None) -> Deferred:
 def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
     """Change a tenant's quota; the reply counts the chunks that count against another share of the pool now."""
 
-    def steps() -> Iterator[m.Reply | None]:
+    def steps() -> Iterator[frames.Reply | None]:
         moved = 0
         try:
             for count in depot.index.set_quota(tenant, quota_bytes):

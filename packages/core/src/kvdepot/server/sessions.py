@@ -25,6 +25,7 @@ from kvdepot.pool.table import Writer
 from kvdepot.processes.descriptors import EXHAUSTED, is_reserve_touched, raise_if_exhausted
 from kvdepot.processes.identity import process_start_time
 from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class SessionTable:
         self,
         path: Path,
         access: Access,
-        welcome: Callable[[bytes, Writer], tuple[m.SessionOpened, list[int]]],
+        welcome: Callable[[bytes, Writer], tuple[frames.SessionOpened, list[int]]],
         on_end: Callable[[Session], None],
         on_death: Callable[[Writer], None],
         is_awaited: Callable[[Writer], bool],
@@ -125,7 +126,7 @@ class SessionTable:
         for session in self._sessions.values():
             if session.number == number:
                 try:
-                    socket.send_fds(session.socket, [m.MOVER_NOTE], [fd])
+                    socket.send_fds(session.socket, [frames.MOVER_NOTE], [fd])
                 except OSError:
                     return False
                 return True
@@ -272,8 +273,8 @@ class SessionTable:
         if len(received) < 4 or len(received) < 4 + length:
             return
         try:
-            request = m.decode_open_session(bytes(received[4 : 4 + length]))
-        except m.FrameError as error:
+            request = frames.decode_open_session(bytes(received[4 : 4 + length]))
+        except frames.FrameError as error:
             self._refuse(session, error.code, str(error))
             return
         reason = m.check_protocol_version(request.protocol_version)
@@ -281,11 +282,11 @@ class SessionTable:
             logger.warning("%s (process %d)", reason, session.writer.pid)
             self._refuse(session, ErrorCode.VERSION_MISMATCH, reason)
             return
-        token = secrets.token_bytes(m.TOKEN_BYTES)
+        token = secrets.token_bytes(frames.TOKEN_BYTES)
         descriptors: list[int] = []
         try:
             opened, descriptors = self._welcome(token, session.writer)
-            socket.send_fds(session.socket, [m.encode_session(opened)], descriptors)
+            socket.send_fds(session.socket, [frames.encode_session(opened)], descriptors)
         except OSError as error:
             logger.warning("session %d of process %d ends: %s", session.number, session.writer.pid, error)
             self._end(session)
@@ -300,7 +301,7 @@ class SessionTable:
 
     def _refuse(self, session: Session, code: ErrorCode, message: str) -> None:
         with contextlib.suppress(OSError):
-            session.socket.send(m.encode_session(m.ErrorReply(self._epoch, code, message)))
+            session.socket.send(frames.encode_session(m.ErrorReply(self._epoch, code, message)))
         self._end(session)
 
     def _end(self, session: Session) -> None:

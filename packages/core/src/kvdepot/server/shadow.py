@@ -15,7 +15,7 @@ from collections import OrderedDict
 from typing import Final
 
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.wire.messages import PoolEstimate
+from kvdepot.wire.operations import PoolEstimate
 
 SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
 

@@ -26,7 +26,7 @@ from kvdepot.tiers.jobs import Call, Job, Operation, Part
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.url import DEFAULT_THREADS
 from kvdepot.tiers.workers import Workers
-from kvdepot.wire.messages import TierStatus
+from kvdepot.wire.operations import TierStatus
 
 logger = logging.getLogger(__name__)
 

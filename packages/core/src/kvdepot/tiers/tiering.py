@@ -37,7 +37,7 @@ from kvdepot.processes.identity import process_start_time
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import LABEL_BYTES, label_of, place_of, tier_key
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.wire.messages import TierStatus
+from kvdepot.wire.operations import TierStatus
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from kvdepot.wire.messages import HistogramStatus
+from kvdepot.wire.operations import HistogramStatus
 
 NUM_BUCKETS: Final = 24
 
