@@ -1,8 +1,8 @@
 """One copy per block and layer between a paged cache and extents of the pool.
 
-The addresses of a whole batch are computed with numpy; the bytes are moved by `copy_runs.c`, which bypasses the caches
-on the way out and releases the GIL for the batch: 1.0 to 1.5 of one large memcpy's speed for pages of 64 KiB and more.
-Where it could not be built, a loop of libc's memcpy does the same at 0.7 to 0.9 (`docs/performance.md`).
+numpy computes the addresses of a whole batch. `copy_runs.c` moves the bytes: it copies four runs side by side with
+stores that bypass the caches, and releases the GIL for the batch. Where it could not be built, a loop of libc's memcpy
+does the same, slower (`docs/performance.md`).
 """
 
 import ctypes
