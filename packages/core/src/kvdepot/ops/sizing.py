@@ -1,13 +1,17 @@
 """`kvdepot sizing MODEL_CONFIG.json`: how many bytes a model's KV cache takes, and so how many tokens a pool holds.
 
-Reads the `config.json` that comes with a model. Pure arithmetic on it; what a layer keeps is told by its kind:
+Pure arithmetic on the `config.json` that comes with a model. The kind of a layer decides how much it keeps:
 
 - full attention: keys and values of every token;
-- a sliding window: the same, of the last `window` tokens of a prefix;
+- a sliding window: keys and values of the last `window` tokens of a prefix;
 - latent attention (MLA): one compressed row a token, the same for all ranks;
-- linear attention and state spaces: a state of fixed size, kept where a prefix ends.
+- linear attention and state spaces: a state of fixed size, wherever a prefix ends.
+
+Many published configurations leave the kinds to defaults of their model type; `_layer_kinds` knows these defaults. A
+guess is never silent: `Sizing.notes` says what the configuration leaves open.
 """
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +27,43 @@ DTYPE_BYTES: Final = {
     "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "float8_e4m3fn": 1, "int8": 1,
 }  # fmt: skip
 
-_WINDOW_KINDS: Final = {"sliding_attention", "chunked_attention"}
-_STATE_KINDS: Final = {"linear_attention", "mamba", "recurrent", "conv"}
+_INDEXER_ROW_BYTES: Final = 132  # sparse attention (`index_topk`): 128 fp8 values and their scale, each token and layer
+
+
+class _Keeps(enum.Flag):
+    """What one layer keeps."""
+
+    NOTHING = 0
+    ALL = enum.auto()
+    WINDOW = enum.auto()
+    STATE = enum.auto()
+
+
+_KINDS: Final = {
+    "full_attention": _Keeps.ALL, "attention": _Keeps.ALL, "global_attention": _Keeps.ALL,
+    "sliding_attention": _Keeps.WINDOW, "chunked_attention": _Keeps.WINDOW, "local_attention": _Keeps.WINDOW,
+    "linear_attention": _Keeps.STATE, "mamba": _Keeps.STATE, "mamba2": _Keeps.STATE, "recurrent": _Keeps.STATE,
+    "conv": _Keeps.STATE, "hybrid": _Keeps.ALL | _Keeps.STATE, "mlp": _Keeps.NOTHING, "moe": _Keeps.NOTHING,
+}  # fmt: skip
+
+_LETTERS: Final = {"*": _Keeps.ALL, "G": _Keeps.ALL, "L": _Keeps.WINDOW, "M": _Keeps.STATE, "-": _Keeps.NOTHING,
+                   "E": _Keeps.NOTHING}  # fmt: skip
+
+# Every so many layers one has full attention, the others a window, where the configuration does not say it.
+_PATTERN_OF_TYPE: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "llama4": 4, "llama4_text": 4}
+_WINDOW_KEYS: Final = ("sliding_window", "attention_chunk_size", "attention_window_size")
+_ALL_WINDOWS: Final = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
+_KEEPS_BOTH: Final = {"falcon_h1"}  # attention and a state side by side in every layer
+_HINTS_OF_OTHER_KINDS: Final = (
+    "pattern",
+    "block_type",
+    "layer_type",
+    "attn_layer",
+    "ssm",
+    "mamba",
+    "linear_attn",
+    "rwkv",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +80,7 @@ class Sizing:
     window_bytes_per_token: int  # of the layers with a window, for each token inside it
     state_bytes: int  # of the layers with a state, for each place where a prefix may end; 0: not told by the config
     is_mla: bool
+    notes: tuple[str, ...] = ()  # what the configuration leaves open, a sentence each
 
     def prefix_bytes(self, num_tokens: int) -> int:
         """Return what one prefix of this length takes if only its end is kept of windows and states."""
@@ -65,6 +105,7 @@ class Sizing:
             "state_bytes": self.state_bytes,
             "pool_bytes": pool_bytes,
             "pool_tokens": pool_bytes // stored if stored else 0,
+            "notes": list(self.notes),
         }
 
     def describe(self, pool_bytes: int) -> str:
@@ -93,6 +134,7 @@ class Sizing:
                 f"a pool of {format_size(pool_bytes)} holds about {pool_bytes // stored:,} tokens"
                 + (" (windows are kept for every token that an engine stores)" if self.num_window_layers else "")
             )
+        lines += [f"note     {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -131,20 +173,27 @@ def size_model(config: Mapping[str, Any], cache_dtype: str = "auto") -> Sizing:
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"a cache in {dtype!r}: known are {', '.join(sorted(DTYPE_BYTES))}")
     element = DTYPE_BYTES[dtype]
-    kinds = _layer_kinds(text)
-    num_states = sum(kind in _STATE_KINDS for kind in kinds)
-    num_windows = sum(kind in _WINDOW_KINDS for kind in kinds)
-    num_full = len(kinds) - num_states - num_windows
+    kinds, notes = _layer_kinds(text)
+    num_full, num_windows, num_states = (
+        sum(kind in keeps for keeps in kinds) for kind in (_Keeps.ALL, _Keeps.WINDOW, _Keeps.STATE)
+    )
     rank = text.get("kv_lora_rank")
     if rank:
         row = (int(rank) + _number(text, "qk_rope_head_dim")) * element
+        if text.get("index_topk"):
+            row += _INDEXER_ROW_BYTES
     else:
         heads = int(text.get("num_key_value_heads") or _number(text, "num_attention_heads"))
-        head_dim = int(text.get("head_dim") or _number(text, "hidden_size") // _number(text, "num_attention_heads"))
-        row = 2 * heads * head_dim * element
+        head_dim = text.get("head_dim") or text.get("attention_head_dim")
+        row = (
+            2 * heads * int(head_dim or _number(text, "hidden_size") // _number(text, "num_attention_heads")) * element
+        )
+    window = next((int(text[key]) for key in _WINDOW_KEYS if text.get(key)), 0) if num_windows else 0
+    if num_windows and not window:
+        raise ConfigError(f"{name} has layers with a window, but its configuration does not say how long it is")
     return Sizing(
-        name, dtype, num_full, num_windows, num_states, int(text.get("sliding_window") or 0) if num_windows else 0,
-        num_full * row, num_windows * row, num_states * _state_bytes(text, element), bool(rank),
+        name, dtype, num_full, num_windows, num_states, window, num_full * row, num_windows * row,
+        num_states * _state_bytes(text, element), bool(rank), notes,
     )  # fmt: skip
 
 
@@ -155,18 +204,95 @@ def _number(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of each layer that keeps something."""
-    kinds: Sequence[str] | None = config.get("layer_types") or config.get("layers_block_type")
-    if kinds:
-        return [str(kind) for kind in kinds]
-    num_layers = _number(config, "num_hidden_layers")
-    window, pattern = config.get("sliding_window"), config.get("sliding_window_pattern")
-    if window and pattern:
-        return ["full_attention" if (i + 1) % int(pattern) == 0 else "sliding_attention" for i in range(num_layers)]
-    if window and config.get("use_sliding_window", True):
-        return ["sliding_attention"] * num_layers
-    return ["full_attention"] * num_layers
+def _layer_kinds(config: Mapping[str, Any]) -> tuple[list[_Keeps], tuple[str, ...]]:
+    """Return what each layer keeps, and what the configuration leaves open.
+
+    Raises:
+        ConfigError: a layer is of a kind that is not known.
+    """
+    kinds, notes = _told_kinds(config)
+    shared = int(config.get("num_kv_shared_layers") or 0)  # the last ones read the cache of earlier layers
+    return kinds[: len(kinds) - shared], notes
+
+
+def _told_kinds(config: Mapping[str, Any]) -> tuple[list[_Keeps], tuple[str, ...]]:
+    named: Sequence[str] | None = config.get("layer_types") or config.get("layers_block_type")
+    if named:
+        return [_kind(str(name)) for name in named], ()
+    letters = config.get("hybrid_override_pattern")
+    if letters:
+        return [_letter(letter) for letter in str(letters)], ()
+    num_layers, model_type = _number(config, "num_hidden_layers"), str(config.get("model_type", ""))
+    layers = range(num_layers)
+    cycle: Sequence[str] | None = config.get("block_types")
+    if cycle:  # Griffin: its attention is local
+        local = [_Keeps.WINDOW if name == "attention" else _kind(str(name)) for name in cycle]
+        return [local[i % len(local)] for i in layers], ()
+    if config.get("attn_type_list"):
+        return [_Keeps.ALL if is_full else _Keeps.STATE for is_full in config["attn_type_list"]], ()
+    full = _full_layers(config, num_layers)
+    if full is not None:
+        return [_Keeps.ALL if i in full else _Keeps.STATE for i in layers], ()
+    if model_type in _KEEPS_BOTH:
+        return [_Keeps.ALL | _Keeps.STATE] * num_layers, ()
+    if not any(config.get(key) for key in _WINDOW_KEYS) or config.get("use_sliding_window") is False:
+        return [_Keeps.ALL] * num_layers, _doubts(config, num_layers)
+    return _window_kinds(config, num_layers, model_type)
+
+
+def _full_layers(config: Mapping[str, Any], num_layers: int) -> set[int] | None:
+    """Return which layers have attention where the others have a state; None if no key says so."""
+    if config.get("full_attention_interval"):
+        return {i for i in range(num_layers) if (i + 1) % int(config["full_attention_interval"]) == 0}
+    if config.get("attn_layer_indices") or config.get("full_attn_idxs"):
+        return {int(i) for i in config.get("attn_layer_indices") or config["full_attn_idxs"]}
+    if config.get("attn_layer_period"):
+        offset = int(config.get("attn_layer_offset", 0))
+        return {i for i in range(num_layers) if i % int(config["attn_layer_period"]) == offset}
+    linear: Mapping[str, Any] = config.get("linear_attn_config") or {}
+    if linear.get("full_attn_layers"):
+        return {int(i) - 1 for i in linear["full_attn_layers"]}  # counted from 1
+    return None
+
+
+def _window_kinds(config: Mapping[str, Any], num_layers: int, model_type: str) -> tuple[list[_Keeps], tuple[str, ...]]:
+    """Return the kinds of a model some of whose layers have a window."""
+    layers = range(num_layers)
+    pattern = config.get("sliding_window_pattern") or _PATTERN_OF_TYPE.get(model_type)
+    if isinstance(pattern, str):
+        return [_letter(pattern[i % len(pattern)]) for i in layers], ()
+    if pattern:
+        return [_Keeps.ALL if (i + 1) % int(pattern) == 0 else _Keeps.WINDOW for i in layers], ()
+    if config.get("max_window_layers") is not None:
+        return [_Keeps.WINDOW if i >= int(config["max_window_layers"]) else _Keeps.ALL for i in layers], ()
+    if model_type in _ALL_WINDOWS:
+        return [_Keeps.WINDOW] * num_layers, ()
+    note = (
+        f"which layers of a {model_type or 'model like this'!r} have the window is not known: all {num_layers} are"
+        " counted with it, and each that has full attention instead takes more"
+    )
+    return [_Keeps.WINDOW] * num_layers, (note,)
+
+
+def _doubts(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """Say which keys speak of other kinds of layers, if the configuration has such keys and nothing reads them."""
+    hints = [key for key, value in config.items() if value and any(hint in key for hint in _HINTS_OF_OTHER_KINDS)]
+    if not hints:
+        return ()
+    keys = ", ".join(repr(key) for key in sorted(hints))
+    return (f"all {num_layers} layers are counted with full attention, but {keys} may say otherwise: not known",)
+
+
+def _kind(name: str) -> _Keeps:
+    if name not in _KINDS:
+        raise ConfigError(f"layers of kind {name!r} are not known: known are {', '.join(sorted(_KINDS))}")
+    return _KINDS[name]
+
+
+def _letter(letter: str) -> _Keeps:
+    if letter not in _LETTERS:
+        raise ConfigError(f"layers marked {letter!r} are not known: known are {', '.join(sorted(_LETTERS))}")
+    return _LETTERS[letter]
 
 
 def _state_bytes(config: Mapping[str, Any], element: int) -> int:
@@ -179,8 +305,18 @@ def _state_bytes(config: Mapping[str, Any], element: int) -> int:
         return (convolution + recurrence) * element
     if "mamba_d_state" in config or "ssm_state_size" in config:
         state = int(config.get("mamba_d_state") or _number(config, "ssm_state_size"))
-        inner = int(config.get("mamba_expand", config.get("expand", 2))) * _number(config, "hidden_size")
+        inner = _inner_size(config)
         kernel = int(config.get("mamba_d_conv") or config.get("conv_kernel") or 4)
         groups = int(config.get("mamba_n_groups") or config.get("n_groups") or 1)
-        return (inner * state + (inner + 2 * groups * state) * (kernel - 1)) * element
+        convolution = inner if "mamba_dt_rank" in config else inner + 2 * groups * state  # Mamba 1 or 2
+        return (inner * state + convolution * (kernel - 1)) * element
     return 0
+
+
+def _inner_size(config: Mapping[str, Any]) -> int:
+    """Return the width of one Mamba layer."""
+    if config.get("mamba_d_ssm"):
+        return int(config["mamba_d_ssm"])
+    if config.get("mamba_num_heads"):
+        return int(config["mamba_num_heads"]) * _number(config, "mamba_head_dim")
+    return int(config.get("mamba_expand", config.get("expand", 2))) * _number(config, "hidden_size")
