@@ -17,7 +17,6 @@ from kvdepot.layout import GroupKind
 from kvdepot_vllm import scheduler
 from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache, EngineGroup
-from kvdepot_vllm.pace import PrefillPace
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings
 
@@ -55,17 +54,6 @@ class Client:
 
     def close(self) -> None:
         pass
-
-
-def test_the_pace_is_the_median_of_steps_that_computed_much() -> None:
-    pace = PrefillPace()
-    now = 0.0
-    for num_tokens, seconds in [(1000, 1.0), (1, 0.5), (2000, 2.2), (100, 9.0), (500, 100.0), (1000, 1.2)]:
-        assert pace.token_seconds == 0.0
-        pace.step(now, num_tokens)
-        now += seconds
-    pace.step(now, 0)
-    assert pace.token_seconds == pytest.approx(0.00115)  # of 1.0, 1.1, 200 and 1.2 ms; idle after the third
 
 
 @dataclass

@@ -1,32 +1,58 @@
-"""How long the engine takes to compute a token of prompt: what a hit is worth."""
+"""How long the engine takes to compute one more token of prompt: the worth of a hit.
+
+A step costs a fixed time and a time for each token. Only the second is saved by a hit, and with many hits most steps
+compute so few tokens that the fixed time is nearly all of them. So two sizes of steps are compared: the smallest and
+the largest that were seen.
+"""
 
 from collections import deque
 from statistics import median
 from typing import Final
 
-_LEAST_TOKENS: Final = 128  # of a step that tells; smaller ones are mostly decoding and overhead
-_STEPS: Final = 31
+_LEAST_TOKENS: Final = 128  # of the larger steps: below, nothing can be told from noise
+_STEPS: Final = 5  # of each size; the median of them forgives two that waited for something else
 _LEAST_STEPS: Final = 3
 
 
 class PrefillPace:
-    """The median over the last steps that computed many tokens, each lasting until the next step was planned.
-
-    A step after which nothing was left to do seems to last until the next request; the median does not mind a few.
-    """
+    """Fits the cost of a token to steps that were timed, by powers of two of their tokens."""
 
     def __init__(self) -> None:
-        self._paces: deque[float] = deque(maxlen=_STEPS)
+        self._steps: dict[int, deque[tuple[int, float]]] = {}
         self._num_tokens = 0
         self._planned_at = 0.0
+        self._num_running = 0
 
-    def step(self, now: float, num_tokens: int) -> None:
-        """A step of so many tokens is planned; `now` in seconds, monotonic."""
-        if self._num_tokens >= _LEAST_TOKENS:
-            self._paces.append((now - self._planned_at) / self._num_tokens)
+    def planned(self, now: float, num_tokens: int) -> None:
+        """A step of so many tokens begins, and the one before ends; `now` in seconds, monotonic."""
+        self._take(now)
         self._num_tokens, self._planned_at = num_tokens, now
+        self._num_running += 1
+
+    def reported(self, now: float) -> None:
+        """The workers have reported a step. If no other is running, the engine idles from now on."""
+        self._num_running = max(self._num_running - 1, 0)
+        if not self._num_running:
+            self._take(now)
+
+    def _take(self, now: float) -> None:
+        if self._num_tokens:
+            size = self._num_tokens.bit_length()
+            self._steps.setdefault(size, deque(maxlen=_STEPS)).append((self._num_tokens, now - self._planned_at))
+        self._num_tokens = 0
 
     @property
     def token_seconds(self) -> float:
-        """Seconds a token, 0.0 while too few steps were seen."""
-        return median(self._paces) if len(self._paces) >= _LEAST_STEPS else 0.0
+        """Seconds a token, 0.0 while that is unknown. Never more than the larger steps took for each of theirs."""
+        sizes = sorted(size for size, steps in self._steps.items() if len(steps) >= _LEAST_STEPS)
+        if not sizes:
+            return 0.0
+        tokens, seconds = self._typical(sizes[-1])
+        if tokens < _LEAST_TOKENS:
+            return 0.0
+        few_tokens, fixed_seconds = self._typical(sizes[0]) if len(sizes) > 1 else (0.0, 0.0)
+        return min(max(seconds - fixed_seconds, 0.0) / (tokens - few_tokens), seconds / tokens)
+
+    def _typical(self, size: int) -> tuple[float, float]:
+        tokens, seconds = zip(*self._steps[size], strict=True)
+        return median(tokens), median(seconds)

@@ -345,7 +345,7 @@ class SchedulerSide:
                     logger.exception("request %s is not stored any further", request_id)
                     state.may_store = False
         self._is_idle = not step.num_scheduled_tokens
-        self._pace.step(self._clock(), sum(step.num_scheduled_tokens.values()))
+        self._pace.planned(self._clock(), sum(step.num_scheduled_tokens.values()))
         self._client.token_seconds = min(self._pace.token_seconds, _SLOWEST_TOKEN_SECONDS)
         plan = StepPlan(tuple(self._loads), tuple(self._stores), self._is_idle)
         self._loads, self._stores = [], []
@@ -433,6 +433,7 @@ class SchedulerSide:
             failed: those of them that failed, told by request (several KV cache groups).
             invalid_blocks: blocks that loads, ended or not, left unfilled (one group).
         """
+        self._pace.reported(self._clock())
         for number, (count, num_stored) in report.ended.items():
             store = self._pinned.get(number)
             if store is None:
