@@ -11,6 +11,7 @@ import pytest
 from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.layout import GroupKind
 from kvdepot.pool.files import PoolFiles, is_locked, open_pool, open_with_lock
+from kvdepot.pool.found import find_pools, look_at, remove_pool
 from kvdepot.pool.names import Names, NamesFile, decode_names
 from kvdepot.wire import messages as m
 
@@ -202,3 +203,32 @@ def test_what_is_not_a_depot_s_stays_as_it_is(tmp_path: Path, name: str, make: C
             open_here(tmp_path, fresh=fresh)
     assert os.path.samestat(before, (tmp_path / name).lstat())
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_pools_are_found_with_who_has_them_and_removed_when_nobody_does(tmp_path: Path) -> None:
+    served, left = open_here(tmp_path / "served"), open_here(tmp_path / "left")
+    left.close(remove=False)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "pool").write_text("not a depot's")
+
+    found = {pool.directory.name: pool for pool in find_pools(tmp_path)}
+
+    assert {name: pool.is_served for name, pool in found.items()} == {"served": True, "left": False}
+    assert found["left"].server == "the depot of --dir /one"
+    assert found["left"].allocated_bytes >= SIZE
+    with pytest.raises(DepotBusy, match="/one"):
+        remove_pool(tmp_path / "served")
+    with pytest.raises(PoolError, match="no pool"):
+        remove_pool(tmp_path / "other")
+    (tmp_path / "left" / "notes").write_text("mine")
+    assert remove_pool(tmp_path / "left") >= SIZE
+    assert [path.name for path in (tmp_path / "left").iterdir()] == ["notes"]
+    assert (tmp_path / "other" / "pool").exists()
+    served.close(remove=True)
+
+
+def test_looking_at_a_pool_does_not_keep_a_depot_from_starting(tmp_path: Path) -> None:
+    open_here(tmp_path / "p").close(remove=False)
+    look_at(tmp_path / "p")
+    assert not open_here(tmp_path / "p").is_new

@@ -44,7 +44,7 @@ _SERVER_LOCK = 1 << 60  # the byte of the pool's file that its server has locked
 _TRAILER = struct.Struct("<8sQ")  # magic, generation: behind the pool's last byte, in a page that no client maps
 _TRAILER_BYTES = 4096
 _MAGIC = b"KVDEPOTP"
-_MAGICS = {POOL_FILE: _MAGIC, TABLE_FILE: TABLE_MAGIC, NAMES_FILE: NAMES_MAGIC[:8]}
+MAGICS = {POOL_FILE: _MAGIC, TABLE_FILE: TABLE_MAGIC, NAMES_FILE: NAMES_MAGIC[:8]}
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class PoolFiles:
         os.close(self.pool_fd)
         os.close(self.table_fd)
         if remove:
-            for name in _MAGICS:
+            for name in MAGICS:
                 (self.directory / name).unlink(missing_ok=True)
             try:
                 self.directory.rmdir()
@@ -103,7 +103,7 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
     except OSError as error:
         raise PoolError(f"--pool-dir {directory} cannot be made: {error}") from error
     _refuse_foreign(directory)
-    earlier_fd = _lock_earlier(directory)
+    earlier_fd = lock_earlier(directory)
     try:
         files = None
         if earlier_fd is None:
@@ -127,15 +127,41 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
 
 def _refuse_foreign(directory: Path) -> None:
     """Leave a folder alone in which somebody else has files, or something else, under the names of ours."""
-    found = [name for name in _MAGICS if os.path.lexists(directory / name)]
+    found = [name for name in MAGICS if os.path.lexists(directory / name)]
     for name in found:
         path = directory / name
         if not stat.S_ISREG(path.lstat().st_mode):
             raise PoolError(f"{path} is no regular file, so this is no pool: remove it, or choose another --pool-dir")
-    if found and not any(_is_ours(directory / name, magic) for name, magic in _MAGICS.items() if name in found):
+    if found and not is_pool(directory):
         raise PoolError(
             f"{directory} holds a file {found[0]!r} that is not a depot's: choose another --pool-dir, or move it away"
         )
+
+
+def is_pool(directory: Path) -> bool:
+    """Whether a folder holds files that a depot made.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    files = ((directory / name, magic) for name, magic in MAGICS.items())
+    return any(stat.S_ISREG(path.lstat().st_mode) and _is_ours(path, magic) for path, magic in files if path.exists())
+
+
+def is_pool_served(directory: Path) -> bool:
+    """Whether a living depot has the pool in a folder; does not disturb one that is starting.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        fd = os.open(directory / POOL_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return is_locked(fd, _SERVER_LOCK)
+    finally:
+        os.close(fd)
 
 
 def _is_ours(path: Path, magic: bytes) -> bool:
@@ -145,7 +171,7 @@ def _is_ours(path: Path, magic: bytes) -> bool:
         return file.read(len(magic)) == magic
 
 
-def _lock_earlier(directory: Path) -> int | None:
+def lock_earlier(directory: Path) -> int | None:
     """Return a descriptor of the pool's file that is there, locked; None if there is none.
 
     Raises:
@@ -162,7 +188,7 @@ def _lock_earlier(directory: Path) -> int | None:
     try:
         lock_fd = open_with_lock(fd, _SERVER_LOCK)
     except BlockingIOError:
-        raise _busy(directory, _holder(directory)) from None
+        raise _busy(directory, holder_of_pool(directory)) from None
     finally:
         os.close(fd)
     if not path.exists() or not os.path.samestat(os.fstat(lock_fd), path.stat()):
@@ -178,7 +204,8 @@ def _busy(directory: Path, server: str) -> DepotBusy:
     )
 
 
-def _holder(directory: Path) -> str:
+def holder_of_pool(directory: Path) -> str:
+    """Return which server has the pool in a folder, or had it last."""
     try:
         with (directory / TABLE_FILE).open("rb") as table:
             return holder_of(table.read(HEADER_PAGE_BYTES)) or "another server"
