@@ -17,6 +17,7 @@ from kvdepot.client.connection import ask_depot
 from kvdepot.config import HTTP_TOKEN, Demotion, ServerConfig, default_directory, format_size, parse_size
 from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError, printable
 from kvdepot.index.eviction import POLICIES
+from kvdepot.ops import pools
 from kvdepot.ops.http_process import HttpServer, HttpSettings
 from kvdepot.ops.operate import add_commands, client_keys, number
 from kvdepot.ops.settings import with_settings
@@ -156,6 +157,7 @@ def _parser(
     top.add_argument("--frames", type=int, metavar="N", help="stop after so many (default: one without a terminal)")
 
     add_commands(commands, client, json_output)
+    pools.add_commands(commands, common, json_output)
 
     keys = commands.add_parser("keys", help="make the CURVE keys that TCP needs")
     keys_commands = keys.add_subparsers(required=True, metavar="COMMAND")

@@ -1,0 +1,50 @@
+"""`kvdepot pools`: memory that stopped depots left behind is found and given back."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.ops.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run the command and return its exit status and what it printed."""
+    with pytest.raises(SystemExit) as ended:
+        main(["pools", *arguments])
+    printed = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, printed.out, printed.err
+
+
+def test_a_running_depot_keeps_its_pool_and_a_stopped_one_s_memory_is_freed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with DepotProcess() as depot:
+        path = str(depot.pool_directory)
+        (listed,) = json.loads(run(capsys, path, "--json")[1])
+        assert (listed["path"], listed["is_served"], listed["uid"]) == (path, True, os.getuid())
+        assert listed["allocated_bytes"] >= 64 << 20
+        assert str(depot.directory) in listed["server"]
+        status, _, error = run(capsys, path, "--remove")
+        assert (status, "in use by the depot" in error) == (1, True)
+        assert depot.status().pool_size_bytes == 64 << 20
+
+        depot.kill()
+        text = run(capsys, path)[1]
+        assert "stopped, last used" in text
+        assert str(depot.directory) in text
+        assert run(capsys, path, "--remove", "--stopped")[1].startswith(f"removed {path}")
+        assert not Path(path).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--remove"], "needs the PATH"), (["/nowhere"], "holds no pool"), (["/proc"], "holds no pool")],
+)
+def test_what_is_no_pool_is_left_alone(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = run(capsys, *arguments)
+    assert status == 1
+    assert words in error
