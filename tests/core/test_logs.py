@@ -8,12 +8,10 @@ from contextlib import closing
 
 import msgspec
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvdepot.client.connection import Connection
 from kvdepot.errors import RemoteError, printable
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.operators.metrics import render_metrics
 from kvdepot.ops.cli import main
 from kvdepot.processes.logs import TextFormatter
 from kvdepot.wire import messages as m
@@ -50,7 +48,7 @@ def test_an_exception_cannot_look_like_a_record() -> None:
     assert all(line.startswith("  ") for line in more)
 
 
-def test_a_client_forges_no_line_of_log_terminal_or_metrics(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_forges_no_line_of_log_or_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     spec = msgspec.structs.replace(SPEC, dtype=FORGED, format=FORGED)
     request = m.RegisterKVCache(m.PROTOCOL_VERSION, FORGED, 0, 1, FORGED, FORGED, FORGED, spec, (DETAIL,))
     run, log = prompt(2, "a"), ""
@@ -73,11 +71,24 @@ def test_a_client_forges_no_line_of_log_terminal_or_metrics(capfd: pytest.Captur
             log += err
             assert (ended.value.code, "all is well" in out) == (0, True)
             assert_plain(out)
-        metrics = render_metrics(depot.status()).decode()
         depot.terminate()
     log += capfd.readouterr().err
     assert log.count("all is well") >= 3, "who connected, who registered and who left"
     assert_plain(log)
     assert all(LOG_LINE.match(line) for line in log.splitlines())
-    tenants = next(f for f in text_string_to_metric_families(metrics) if f.name == "kvdepot_tenant_used_bytes").samples
+
+
+def test_a_tenant_s_name_stays_one_label_of_the_metrics() -> None:
+    parser = pytest.importorskip("prometheus_client.parser", reason="pip install 'kvdepot[http]'")
+    from kvdepot.operators.metrics import render_metrics
+
+    request = m.RegisterKVCache(m.PROTOCOL_VERSION, "e", 0, 1, "cpu", "direct", "m", SPEC, (DETAIL,))
+    with DepotProcess() as depot, closing(Connection(depot.url, "e", request, maps_pool=False)) as connection:
+        run, link = prompt(2, "a"), connection.wait_until_open(10)
+        with closing(connection.channel(link)) as channel:
+            plan = channel.call(m.PrepareStore(link.context, "r", FORGED, run.digests, 0, run.parent, (2,)), 5.0)
+            assert isinstance(plan, m.StorePlan)
+            channel.call(m.CommitStore(link.context, plan.ticket), 5.0)
+        families = parser.text_string_to_metric_families(render_metrics(depot.status()).decode())
+    tenants = next(family for family in families if family.name == "kvdepot_tenant_used_bytes").samples
     assert [sample.labels["tenant"] for sample in tenants] == [FORGED]

@@ -53,12 +53,22 @@ def test_a_living_writer_that_is_taken_for_dead_is_found(monkeypatch: pytest.Mon
     assert "may still write to it" in story(first_failure())
 
 
-def test_a_hung_read_whose_extent_is_given_away_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_entry_whose_extent_is_given_away_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    abandon, free, freed = ChunkIndex.abandon_entry, ChunkIndex.free_abandoned, list[int]()
+
     def free_now(index: ChunkIndex, record: int) -> None:
-        index.discard_entry(record)
+        abandon(index, record)
+        free(index, record)
+        freed.append(record)
+
+    def free_once(index: ChunkIndex, record: int) -> None:
+        if record in freed:
+            freed.remove(record)
+        else:
+            free(index, record)
 
     monkeypatch.setattr(ChunkIndex, "abandon_entry", free_now)
-    monkeypatch.setattr(ChunkIndex, "free_abandoned", Mock())
+    monkeypatch.setattr(ChunkIndex, "free_abandoned", free_once)
     assert "may still write to it" in story(first_failure())
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from kvdepot.lab.processes import DepotProcess
+from kvdepot.pool.found import find_pools
 from tests.vllm.conftest import MakeModel
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "vllm"
@@ -33,7 +34,8 @@ def test_one_engine_and_then_two(depot: DepotProcess, model: MakeModel) -> None:
     assert re.findall(r"(\d+) of \d+ tokens reused", output) == ["0", "896", "896", "896"]
 
 
-def test_vllm_serve_and_curl(model: MakeModel) -> None:
+def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: MakeModel) -> None:
+    before = {pool.directory for pool in find_pools()}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -42,8 +44,11 @@ def test_vllm_serve_and_curl(model: MakeModel) -> None:
         "bash", str(EXAMPLES / "serve.sh"), str(model("gqa")), *flags, "--enforce-eager",
         PORT=str(port), POOL_SIZE="128MiB",
         VLLM_SERVE=f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
-        VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_SERVER_DEV_MODE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
     )  # fmt: skip
-    assert re.findall(r'"cached_tokens":\s*(\d+)', output) in (["640"], ["0", "640"]), output
+    first, second = re.findall(r"engine answers: (\{.*\})", output)
+    assert not re.search(r'"cached_tokens":\s*[1-9]', first)
+    assert re.findall(r'"cached_tokens":\s*(\d+)', second) == ["640"]
     counters = dict(re.findall(r"^(vllm:kvdepot_\w+_total)\{.*\} ([\d.e+]+)$", output, re.MULTILINE))
     assert float(counters["vllm:kvdepot_hit_tokens_total"]) == 640
+    assert {pool.directory for pool in find_pools()} <= before
