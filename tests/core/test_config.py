@@ -15,9 +15,9 @@ from kvdepot.config import (
     format_size,
     parse_number,
     parse_size,
-    resolve_pool_size,
 )
 from kvdepot.errors import ConfigError
+from kvdepot.pool.room import resolve_pool_size
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ CONTROL_SOCKET = "control.sock"  # Unix stream: requests and replies
 SESSION_SOCKET = "session.sock"  # Unix stream: descriptors, and news of death
 HTTP_TOKEN = "http.token"  # file: the bearer token where none was given
 
-POOL_SHARE_OF_FREE_MEMORY = 0.25
-EXTENT_ALIGNMENT_BYTES = 4096
 MAXIMUM_NUMBER = 1e9  # of what is no size: seconds that no clock or timer can hold are larger
 
 _SIZE = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
@@ -110,20 +108,6 @@ def is_loopback(endpoint: str) -> bool:
         return host in ("localhost", "lo")
 
 
-def available_memory_bytes() -> int:
-    """Return the bytes that can be used without swapping, by the kernel's estimate and this process's cgroup."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - used))
-
-
 class Demotion(enum.StrEnum):
     """When an entry is written to the tiers."""
 
@@ -134,7 +118,7 @@ class Demotion(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Everything a server is told; `resolve_pool_size` fills in what was left to it."""
+    """Everything a server is told; `kvdepot.pool.room` fills in what was left to it."""
 
     directory: Path = field(default_factory=default_directory)
     pool_directory: Path | None = None  # None: default_pool_directory
@@ -194,33 +178,3 @@ class ServerConfig:
     def pool_path(self) -> Path:
         """The folder that holds the pool and its index table."""
         return self.pool_directory or default_pool_directory(self.directory)
-
-
-def resolve_pool_size(config: ServerConfig) -> int:
-    """Return the pool's size in bytes: as asked for, else a quarter of the free memory that also fits the file system.
-
-    An earlier pool in the same place counts as free, as it is used again or replaced.
-
-    Raises:
-        ConfigError: the size is too small, or the file system has no room for it.
-    """
-    folder = config.pool_path
-    stat = os.statvfs(next(place for place in (folder, *folder.absolute().parents) if place.exists()))
-    earlier = sum(path.stat().st_blocks * 512 for path in folder.glob("*") if path.is_file())
-    room = stat.f_bavail * stat.f_frsize + earlier
-    if config.pool_size_bytes is None:
-        size = int(min((available_memory_bytes() + earlier) * POOL_SHARE_OF_FREE_MEMORY, room * 0.8))
-        size -= size % (2 << 20)
-        if size < 16 << 20:
-            raise ConfigError(f"only {format_size(room)} are free in {folder}: make room or choose another --pool-dir")
-        return size
-    size = config.pool_size_bytes - config.pool_size_bytes % EXTENT_ALIGNMENT_BYTES
-    if size < 1 << 20:
-        raise ConfigError(f"--pool-size {format_size(config.pool_size_bytes)} is too small: at least 1 MiB")
-    if size > room:
-        raise ConfigError(
-            f"--pool-size {format_size(size)} does not fit into {folder}, which has room for {format_size(room)}:"
-            " lower --pool-size, name another --pool-dir, or enlarge the tmpfs"
-            " (mount -o remount,size=SIZE /dev/shm; in containers --shm-size, or an emptyDir of medium Memory)"
-        )
-    return size

@@ -9,11 +9,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from kvdepot.config import available_memory_bytes, format_size
+from kvdepot.config import format_size
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry, RequestReport
 from kvdepot.lab.fleet import Fleet, Prompt
 from kvdepot.lab.processes import wait_until
 from kvdepot.lab.totals import Totals, live_view
+from kvdepot.pool.room import available_memory_bytes
 
 _SEED: Final = 20261121
 _NUM_ENGINES: Final = 2

@@ -16,11 +16,12 @@ from typing import Final, Self
 
 import msgspec
 
-from kvdepot.config import available_memory_bytes, format_size
+from kvdepot.config import format_size
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import Namespace
 from kvdepot.lab.engine_model import EngineModel, Geometry, RequestReport
 from kvdepot.lab.processes import DepotProcess
+from kvdepot.pool.room import available_memory_bytes
 
 _START_SECONDS: Final = 30.0
 

@@ -17,8 +17,9 @@ from typing import Final
 
 from kvdepot.backends import BackendStatus, list_backends
 from kvdepot.client.connection import ask_depot
-from kvdepot.config import ServerConfig, available_memory_bytes, format_size
+from kvdepot.config import ServerConfig, format_size
 from kvdepot.errors import KVDepotError
+from kvdepot.pool.room import available_memory_bytes
 from kvdepot.processes.descriptors import reserve_of
 from kvdepot.wire import messages as m
 

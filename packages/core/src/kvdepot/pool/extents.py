@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final
 
-from kvdepot.config import EXTENT_ALIGNMENT_BYTES
 from kvdepot.pool.spread import NUM_PARTS
 
+EXTENT_ALIGNMENT_BYTES: Final = 4096
 _RESTORE_STEP: Final = 250  # extents between two pauses: less than half a millisecond
 NUM_REGIONS: Final = 96  # of the pool's map
 _LEAST_SORTED_BYTES: Final = 4 << 20  # of the pool, whose extents are sorted at once

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from kvdepot.config import EXTENT_ALIGNMENT_BYTES
 from kvdepot.errors import PoolError
 from kvdepot.keys import DIGEST_BYTES
+from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
 
 RECORD_BYTES: Final = 128
 HEADER_PAGE_BYTES: Final = 4096

@@ -24,7 +24,7 @@ from typing import Final
 
 import zmq
 
-from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig, format_size, resolve_pool_size
+from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig, format_size
 from kvdepot.errors import DepotBusy, ErrorCode
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
@@ -35,6 +35,7 @@ from kvdepot.operators.zeromq import LOOK_MILLISECONDS, Listeners
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.pool.names import Names
+from kvdepot.pool.room import resolve_pool_size
 from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server import operations
 from kvdepot.server.access import Access, make_room, open_lock

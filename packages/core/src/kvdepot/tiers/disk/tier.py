@@ -32,8 +32,9 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from kvdepot.config import EXTENT_ALIGNMENT_BYTES, format_size
+from kvdepot.config import format_size
 from kvdepot.errors import ConfigError
+from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
 from kvdepot.pool.spread import LruSizes, SpreadMap
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, PLACE_BYTES, has_labels
