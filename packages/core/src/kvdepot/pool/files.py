@@ -112,7 +112,7 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
             try:
                 files = _reopen(directory, size_bytes, earlier_fd)
             except (PoolError, OSError) as error:
-                logger.warning("the cache of an earlier server is not used: %s", error)
+                logger.warning("the cache of an earlier server in %s is thrown away: %s", directory, error)
         if files is None:
             files = _create(directory, size_bytes, num_records, replaces=earlier_fd is not None)
         else:
@@ -146,6 +146,17 @@ def is_pool(directory: Path) -> bool:
     """
     files = ((directory / name, magic) for name, magic in MAGICS.items())
     return any(stat.S_ISREG(path.lstat().st_mode) and _is_ours(path, magic) for path, magic in files if path.exists())
+
+
+def size_of_pool(directory: Path) -> int | None:
+    """Return the bytes of the pool in a folder, None if there is none whose space is allocated to the end."""
+    path = directory / POOL_FILE
+    try:
+        status = path.stat()
+        is_whole = status.st_blocks * 512 >= status.st_size - _TRAILER_BYTES > 0
+        return status.st_size - _TRAILER_BYTES if is_whole and _is_ours(path, _MAGIC) else None
+    except OSError:
+        return None
 
 
 def is_pool_served(directory: Path) -> bool:
@@ -225,7 +236,10 @@ def _reopen(directory: Path, size_bytes: int, lock_fd: int) -> PoolFiles:
     status = os.fstat(lock_fd)
     earlier_bytes = status.st_size - _TRAILER_BYTES
     if earlier_bytes != size_bytes:
-        raise PoolError(f"it has {format_size(earlier_bytes)}, this one {format_size(size_bytes)}")
+        raise PoolError(
+            f"its pool has {earlier_bytes:,} bytes and --pool-size is {size_bytes:,} (to keep it, start without"
+            f" --pool-size or with {earlier_bytes})"
+        )
     if status.st_blocks * 512 < size_bytes:
         raise PoolError("its space was not allocated to the end")
     trailer = os.pread(lock_fd, _TRAILER.size, size_bytes)

@@ -7,6 +7,7 @@ from typing import Final
 from kvdepot.config import ServerConfig, format_size
 from kvdepot.errors import ConfigError
 from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
+from kvdepot.pool.files import size_of_pool
 
 _SHARE_OF_FREE_MEMORY: Final = 0.25
 
@@ -26,9 +27,10 @@ def available_memory_bytes() -> int:
 
 
 def resolve_pool_size(config: ServerConfig) -> int:
-    """Return the pool's size in bytes: the configured one, else a quarter of the free memory that fits the file system.
+    """Return the pool's size in bytes.
 
-    An earlier pool in the same folder counts as free: it is reused or replaced.
+    That is the configured size, else the size of the pool that is there, so that its cache is kept, else a quarter of
+    the free memory that fits the file system. An earlier pool counts as free: it is reused or replaced.
 
     Raises:
         ConfigError: the size is too small, or the file system has no room for it.
@@ -38,6 +40,9 @@ def resolve_pool_size(config: ServerConfig) -> int:
     earlier = sum(path.stat().st_blocks * 512 for path in folder.glob("*") if path.is_file())
     room = stat.f_bavail * stat.f_frsize + earlier
     if config.pool_size_bytes is None:
+        kept = None if config.fresh else size_of_pool(folder)
+        if kept is not None:
+            return kept
         size = int(min((available_memory_bytes() + earlier) * _SHARE_OF_FREE_MEMORY, room * 0.8))
         size -= size % (2 << 20)
         if size < 16 << 20:
