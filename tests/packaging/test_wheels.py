@@ -41,6 +41,13 @@ def test_all_five_are_built(wheels: dict[str, Path]) -> None:
     assert set(wheels) == set(MODULES)
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_each_brings_its_license(name: str, wheels: dict[str, Path]) -> None:
+    with zipfile.ZipFile(wheels[name]) as archive:
+        (path,) = (path for path in archive.namelist() if path.endswith(".dist-info/licenses/LICENSE"))
+        assert b"Apache License" in archive.read(path)
+
+
 def test_versions_and_pins_between_them_agree(wheels: dict[str, Path]) -> None:
     versions = {Version(metadata(wheel)["Version"]) for wheel in wheels.values()}
     assert len(versions) == 1
