@@ -1,7 +1,7 @@
 """The settings of a depot, each declared once, and the units, paths and endpoints they are written in.
 
-A `Setting` beside a field's type gives the field its flag and help. Names in `kvdepot.toml` and in the environment
-follow from the flag (`kvdepot.ops.settings`). Only this module and `kvdepot.ops` look at the environment.
+`setting` gives a field its flag, help and check. Names in `kvdepot.toml` and in the environment follow from the flag
+(`kvdepot.ops.settings`). Only this module and `kvdepot.ops` look at the environment.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from kvdepot.errors import ConfigError
 
@@ -137,18 +137,18 @@ def is_loopback(endpoint: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Declares one setting, in the `Annotated` type of its field. `settings_in` derives the rest from field and type.
+    """The declaration of one setting. `settings_in` derives from its field all that `setting` did not say.
 
-    A tuple or mapping makes a setting that may be given several times; a bool makes a switch without a value.
+    A field of tuple or mapping type may be given several times; a bool is a switch without a value.
     """
 
-    help: str  # {default} stands for the field's default
-    flag: str = ""  # derived from the field's name if empty
-    metavar: str | None = None
-    parse: Callable[[str], Any] = str  # reads one value; derived from the type unless given; raises ConfigError
-    most: float | None = None  # the number is above 0 and at most this
-    collect: Callable[[Iterable[Any]], Any] | None = None  # derived: makes the field's value of several
-    is_switch: bool = False  # derived
+    help: str
+    flag: str
+    metavar: str | None
+    parse: Callable[[str], Any]  # reads one value; raises ConfigError
+    most: float | None  # the number is above 0 and at most this
+    collect: Callable[[Iterable[Any]], Any] | None = None  # makes the field's value of several, if it takes several
+    is_switch: bool = False
 
     @property
     def name(self) -> str:
@@ -156,24 +156,45 @@ class Setting:
         return self.flag.removeprefix("--").replace("-", "_")
 
 
+def setting(
+    default: Any, text: str, flag: str = "", metavar: str | None = None, *,
+    parse: Callable[[str], Any] = str, most: float | None = None,
+) -> Any:  # fmt: skip
+    """Return a dataclass field that is a setting.
+
+    Args:
+        default: the default, or a function that makes it.
+        text: the help; {default} stands for the default.
+        flag: by default made from the field's name.
+        metavar: stands for a value in the help.
+        parse: by default chosen by the field's type.
+        most: the greatest number allowed; the least is just above 0.
+    """
+    metadata = {"setting": Setting(text, flag, metavar, parse, most)}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 def settings_in(kind: type[Any]) -> dict[str, Setting]:
     """Return the settings of a dataclass by field."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {each.name: _complete(each, *get_args(hints[each.name])[:2]) for each in dataclasses.fields(kind)}
+    hints = get_type_hints(kind)
+    return {each.name: _complete(each, hints[each.name]) for each in dataclasses.fields(kind)}
 
 
-def _complete(of: "dataclasses.Field[Any]", kind: Any, setting: Setting) -> Setting:
+def _complete(of: "dataclasses.Field[Any]", kind: Any) -> Setting:
+    declared: Setting = of.metadata["setting"]
     if type(None) in get_args(kind):  # `Path | None` is read as a Path
         kind = get_args(kind)[0]
     default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
     text = f"{default:g}" if isinstance(default, float) else str(default)
     choices = get_args(kind) if get_origin(kind) is Literal else tuple(Demotion) if kind is Demotion else ()
-    parse = setting.parse if setting.parse is not str else _PARSERS.get(kind, str)
+    parse = declared.parse if declared.parse is not str else _PARSERS.get(kind, str)
     return dataclasses.replace(
-        setting,
-        help=setting.help.replace("{default}", text),
-        flag=setting.flag or "--" + of.name.replace("_", "-"),
-        metavar=f"{{{','.join(choices)}}}" if choices else setting.metavar,
+        declared,
+        help=declared.help.replace("{default}", text),
+        flag=declared.flag or "--" + of.name.replace("_", "-"),
+        metavar=f"{{{','.join(choices)}}}" if choices else declared.metavar,
         parse=_one_of(choices) if choices else parse,
         collect=_COLLECTORS.get(get_origin(kind)),
         is_switch=kind is bool,
@@ -215,106 +236,75 @@ class Demotion(enum.StrEnum):
 class ServerConfig:
     """Every setting of a server; `kvdepot.pool.room.resolve_pool_size` chooses a pool size if none is given."""
 
-    directory: Annotated[Path, Setting("directory of the depot's sockets (default {default})", "--dir", "DIR")] = field(
-        default_factory=default_directory
+    directory: Path = setting(default_directory, "directory of the depot's sockets (default {default})", "--dir", "DIR")
+    pool_directory: Path | None = setting(
+        None, "directory of the pool, on tmpfs (default: below /dev/shm, derived from --dir)", "--pool-dir", "DIR"
     )
-    pool_directory: Annotated[
-        Path | None,
-        Setting("directory of the pool, on tmpfs (default: below /dev/shm, derived from --dir)", "--pool-dir", "DIR"),
-    ] = None
-    pool_size_bytes: Annotated[
-        int | None,
-        Setting("memory for KV caches (default: a quarter of the free memory)", "--pool-size", "SIZE", parse_size),
-    ] = None
-    max_entries: Annotated[
-        int | None,
-        Setting("capacity of the index (default: one entry per 64 KiB of pool, at least 65,536)", metavar="N"),
-    ] = None
-    listen: Annotated[
-        tuple[str, ...],
-        Setting(
-            "additional control endpoint: ipc://PATH, or tcp://HOST:PORT with CURVE keys (operators only); repeatable",
-            metavar="URL",
-        ),
-    ] = ()
-    curve_secret: Annotated[Path | None, Setting("for TCP: the depot's keys, *.key_secret", metavar="FILE")] = None
-    curve_clients: Annotated[
-        Path | None, Setting("for TCP: public keys (*.key) of the clients that may connect", metavar="DIR|FILE")
-    ] = None
-    socket_group: Annotated[
-        str | None,
-        Setting("let members of this group connect as well (default: only this user and root)", metavar="GROUP"),
-    ] = None
-    tiers: Annotated[
-        tuple[str, ...],
-        Setting(
-            "storage below the pool, for example 'disk:///var/cache/kvdepot?capacity=200GiB'; repeatable, fastest"
-            " first",
-            "--tier", "URL",
-        ),
-    ] = ()  # fmt: skip
-    demotion: Annotated[
-        Demotion,
-        Setting(
-            "write an entry to the tiers when it is stored, first used again, or about to be evicted (default"
-            " {default})",
-            "--demote",
-        ),
-    ] = Demotion.STORE  # fmt: skip
-    demotion_least_tokens: Annotated[
-        int, Setting("keep prefixes of fewer tokens out of the tiers (default {default})", "--demote-min-tokens", "N")
-    ] = 0
-    promotion_least_tokens: Annotated[
-        int,
-        Setting(
-            "do not ask the tiers for fewer tokens than this; engines compute so few faster (default {default})",
-            "--promote-min-tokens", "N",
-        ),
-    ] = 0  # fmt: skip
-    promotion_seconds: Annotated[
-        float,
-        Setting("longest time a lookup waits for the tiers (default {default})", "--promote-seconds", "SECONDS",
-                most=60.0),
-    ] = 1.0  # fmt: skip
-    events: Annotated[
-        str | None,
-        Setting("publish which chunks can be found, in vLLM's format; for example tcp://127.0.0.1:5557", metavar="URL"),
-    ] = None
-    events_replay: Annotated[
-        str | None, Setting("resend past events to subscribers that missed some", metavar="URL")
-    ] = None
-    policy: Annotated[Literal["arc", "lru"], Setting("eviction policy (default {default})")] = "lru"
-    lease_seconds: Annotated[
-        float, Setting("longest life of a lease (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER)
-    ] = 300.0
-    quotas: Annotated[
-        Mapping[str, int],
-        Setting(
-            "share of the pool reserved for a tenant; others may borrow it while it is idle; repeatable",
-            "--quota", "TENANT=SIZE", parse_quota,
-        ),
-    ] = field(default_factory=dict[str, int])  # fmt: skip
-    verify: Annotated[
-        Literal["off", "sample", "all"],
-        Setting("compare checksums of retrieved entries: none, one chunk in 16, or all (default {default})"),
-    ] = "off"
-    mover_start_seconds: Annotated[
-        float,
-        Setting(
-            "time for a mover (a process that copies for a worker) to open the worker's memory (default {default})",
-            metavar="SECONDS", most=MAXIMUM_NUMBER,
-        ),
-    ] = 30.0  # fmt: skip
-    move_seconds: Annotated[
-        float, Setting("time for one copy by a mover (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER)
-    ] = 5.0
-    ephemeral: Annotated[bool, Setting("remove the pool at exit instead of keeping it for the next server")] = False
-    fresh: Annotated[bool, Setting("discard the entries of an earlier server")] = False
+    pool_size_bytes: int | None = setting(
+        None, "memory for KV caches (default: a quarter of the free memory)", "--pool-size", "SIZE", parse=parse_size
+    )
+    max_entries: int | None = setting(
+        None, "capacity of the index (default: one entry per 64 KiB of pool, at least 65,536)", metavar="N"
+    )
+    listen: tuple[str, ...] = setting(
+        (), "additional control endpoint: ipc://PATH, or tcp://HOST:PORT with CURVE keys (operators only); repeatable",
+        metavar="URL",
+    )  # fmt: skip
+    curve_secret: Path | None = setting(None, "for TCP: the depot's keys, *.key_secret", metavar="FILE")
+    curve_clients: Path | None = setting(
+        None, "for TCP: public keys (*.key) of the clients that may connect", metavar="DIR|FILE"
+    )
+    socket_group: str | None = setting(
+        None, "let members of this group connect as well (default: only this user and root)", metavar="GROUP"
+    )
+    tiers: tuple[str, ...] = setting(
+        (), "storage below the pool, e.g. 'disk:///var/cache/kvdepot?capacity=200GiB'; repeatable, fastest first",
+        "--tier", "URL",
+    )  # fmt: skip
+    demotion: Demotion = setting(
+        Demotion.STORE,
+        "write an entry to the tiers when it is stored, first used again, or about to be evicted (default {default})",
+        "--demote",
+    )
+    demotion_least_tokens: int = setting(
+        0, "keep prefixes of fewer tokens out of the tiers (default {default})", "--demote-min-tokens", "N"
+    )
+    promotion_least_tokens: int = setting(
+        0, "do not ask the tiers for fewer tokens than this; engines compute so few faster (default {default})",
+        "--promote-min-tokens", "N",
+    )  # fmt: skip
+    promotion_seconds: float = setting(
+        1.0, "longest time a lookup waits for the tiers (default {default})", "--promote-seconds", "SECONDS", most=60.0
+    )
+    events: str | None = setting(
+        None, "publish which chunks can be found, in vLLM's format; for example tcp://127.0.0.1:5557", metavar="URL"
+    )
+    events_replay: str | None = setting(None, "resend past events to subscribers that missed some", metavar="URL")
+    policy: Literal["arc", "lru"] = setting("lru", "eviction policy (default {default})")
+    lease_seconds: float = setting(
+        300.0, "longest life of a lease (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER
+    )
+    quotas: Mapping[str, int] = setting(
+        dict, "share of the pool reserved for a tenant; others may borrow it while it is idle; repeatable",
+        "--quota", "TENANT=SIZE", parse=parse_quota,
+    )  # fmt: skip
+    verify: Literal["off", "sample", "all"] = setting(
+        "off", "compare checksums of retrieved entries: none, one chunk in 16, or all (default {default})"
+    )
+    mover_start_seconds: float = setting(
+        30.0, "time for a mover (a process that copies for a worker) to open the worker's memory (default {default})",
+        metavar="SECONDS", most=MAXIMUM_NUMBER,
+    )  # fmt: skip
+    move_seconds: float = setting(
+        5.0, "time for one copy by a mover (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER
+    )
+    ephemeral: bool = setting(False, "remove the pool at exit instead of keeping it for the next server")
+    fresh: bool = setting(False, "discard the entries of an earlier server")
 
     def __post_init__(self) -> None:
-        for name, setting in settings_in(ServerConfig).items():
-            if setting.most is not None and not 0 < getattr(self, name) <= setting.most:
-                raise ConfigError(f"{setting.flag} {getattr(self, name):g}: above 0, at most {setting.most:,.0f}")
+        for name, each in settings_in(ServerConfig).items():
+            if each.most is not None and not 0 < getattr(self, name) <= each.most:
+                raise ConfigError(f"{each.flag} {getattr(self, name):g}: above 0, at most {each.most:,.0f}")
         for endpoint in self.listen:
             if not endpoint.startswith(("ipc://", "tcp://")):
                 raise ConfigError(f"--listen {endpoint}: give ipc://PATH or tcp://HOST:PORT")

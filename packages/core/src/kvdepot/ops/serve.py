@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from kvdepot.config import HTTP_TOKEN, ServerConfig, Setting
+from kvdepot.config import HTTP_TOKEN, ServerConfig, setting
 from kvdepot.errors import ConfigError
 from kvdepot.ops.http_process import HttpServer, HttpSettings
 from kvdepot.ops.settings import add_settings, read_settings
@@ -20,31 +20,24 @@ from kvdepot.processes.logs import set_up_logs
 class ProcessConfig:
     """The settings of `kvdepot serve` that the server itself does not see."""
 
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Setting("lowest level to log to standard error")
-    ] = "info"
-    log_format: Annotated[
-        Literal["text", "json"], Setting("log one line or one JSON object per message (default {default})")
-    ] = "text"
-    http: Annotated[
-        str | None,
-        Setting(
-            "serve health, metrics and operations over HTTP; only health, and metrics without tenants, need no token",
-            metavar="HOST:PORT",
-        ),
-    ] = None
-    http_token: Annotated[
-        Path | None,
-        Setting(
-            f"file with the bearer token (default, on loopback: a new token at each start, in DIR/{HTTP_TOKEN})",
-            metavar="FILE",
-        ),
-    ] = None
-    http_host: Annotated[
-        tuple[str, ...],
-        Setting("host name that HTTP requests may use, besides addresses, localhost and HOST; repeatable",
-                metavar="NAME"),
-    ] = ()  # fmt: skip
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "lowest level to log to standard error (default {default})"
+    )
+    log_format: Literal["text", "json"] = setting(
+        "text", "log one line or one JSON object per message (default {default})"
+    )
+    http: str | None = setting(
+        None,
+        "serve health, metrics and operations over HTTP; only health, and metrics without tenants, need no token",
+        metavar="HOST:PORT",
+    )
+    http_token: Path | None = setting(
+        None, f"file with the bearer token (default, on loopback: a new token at each start, in DIR/{HTTP_TOKEN})",
+        metavar="FILE",
+    )  # fmt: skip
+    http_host: tuple[str, ...] = setting(
+        (), "host name that HTTP requests may use, besides addresses, localhost and HOST; repeatable", metavar="NAME"
+    )
 
     def http_settings(self) -> HttpSettings | None:
         """Return where to serve HTTP, None if it is not wanted.

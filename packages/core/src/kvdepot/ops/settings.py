@@ -2,7 +2,7 @@
 
 A flag overrides the environment (`KVDEPOT_POOL_SIZE`), which overrides the file (`pool_size = "8GiB"`), which overrides
 the default. Lists are replaced as a whole. Each place is checked by the setting's one declaration
-(`kvdepot.config.Setting`), and an error names the place of the wrong value.
+(`kvdepot.config.setting`), and an error names the place of the wrong value.
 """
 
 import argparse
