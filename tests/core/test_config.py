@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,9 @@ from kvdepot.config import (
     parse_size,
 )
 from kvdepot.errors import ConfigError
+from kvdepot.index.eviction import POLICIES
 from kvdepot.pool.room import resolve_pool_size
+from kvdepot.wire.messages import Verify
 
 
 @pytest.mark.parametrize(
@@ -59,17 +62,23 @@ def test_what_is_no_finite_number_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e300, 0.0, -1.0])
 @pytest.mark.parametrize(
-    ("field", "flag"),
+    ("field", "flag", "most"),
     [
-        ("lease_seconds", "--lease-seconds"),
-        ("promotion_seconds", "--promote-seconds"),
-        ("mover_start_seconds", "--mover-start-seconds"),
-        ("move_seconds", "--move-seconds"),
+        ("lease_seconds", "--lease-seconds", "1,000,000,000"),
+        ("promotion_seconds", "--promote-seconds", "60"),
+        ("mover_start_seconds", "--mover-start-seconds", "1,000,000,000"),
+        ("move_seconds", "--move-seconds", "1,000,000,000"),
     ],
 )
-def test_seconds_that_no_clock_can_count_are_refused(field: str, flag: str, seconds: float) -> None:
-    with pytest.raises(ConfigError, match=f"{flag} .*: above 0, at most 1,000,000,000"):
+def test_seconds_that_no_clock_can_count_are_refused(field: str, flag: str, most: str, seconds: float) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} .*: above 0, at most {most}"):
         replace(ServerConfig(), **{field: seconds})
+
+
+def test_choices_are_those_of_the_code_that_is_chosen() -> None:
+    hints = get_type_hints(ServerConfig)
+    assert sorted(get_args(hints["policy"])) == sorted(POLICIES)
+    assert [*get_args(hints["verify"])] == [*Verify]
 
 
 @given(st.integers(0, 1 << 50))

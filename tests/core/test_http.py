@@ -415,7 +415,7 @@ def test_the_depots_process_runs_no_http(depot: DepotProcess) -> None:
     """Its Python would keep the loop waiting for the interpreter's lock."""
     command = f"""
 import sys
-from kvdepot.cli import HttpServer, HttpSettings
+from kvdepot.ops.serve import HttpServer, HttpSettings
 server = HttpServer({depot.url!r}, HttpSettings("127.0.0.1", 0, "token"))
 print(sorted({_FRAMEWORKS!r} & sys.modules.keys()))
 server.close()

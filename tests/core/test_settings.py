@@ -1,12 +1,11 @@
-# pyright: reportPrivateUsage=false
 """Settings by flag, environment and file: which of them counts, and what an error says."""
 
-import argparse
 import json
 import logging
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,16 @@ import pytest
 from kvdepot.client.connection import ask_depot
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops.cli import _parser, main
-from kvdepot.ops.settings import with_settings
+from kvdepot.ops.cli import main, make_parser
+from kvdepot.ops.serve import read_configs
 from kvdepot.processes.logs import JsonFormatter
 from kvdepot.wire import operations as o
 
 
 def parsed(flags: list[str], environment: dict[str, str], file: Path | None = None) -> dict[str, object]:
-    actions: list[argparse.Action] = []
-    parser = _parser(None, actions)
     flags = [*flags, *(["--config", str(file)] if file else [])]
-    return vars(parser.parse_args(["serve", *with_settings(flags, actions, environment)]))
+    process, config = read_configs(vars(make_parser().parse_args(["serve", *flags])), environment)
+    return asdict(process) | asdict(config)
 
 
 @pytest.fixture
@@ -39,9 +37,9 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_file_says_what_flags_would(file: Path) -> None:
     options = parsed([], {}, file)
-    assert (options["pool_size"], options["lease_seconds"], options["ephemeral"]) == (8 << 30, 20.0, True)
-    assert options["tier"] == ["disk:///a", "s3://b"]
-    assert options["quota"] == [("acme", 1 << 30), ("research", 2 << 30)]
+    assert (options["pool_size_bytes"], options["lease_seconds"], options["ephemeral"]) == (8 << 30, 20.0, True)
+    assert options["tiers"] == ("disk:///a", "s3://b")
+    assert options["quotas"] == {"acme": 1 << 30, "research": 2 << 30}
     assert (options["verify"], options["log_format"]) == ("all", "json")
 
 
@@ -61,22 +59,26 @@ def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(
         ["soak", "--seconds"], ["replay", "x", "--session-ends"],
     ):  # fmt: skip
         with pytest.raises(SystemExit):
-            _parser(None, []).parse_args([*command, value])
+            make_parser().parse_args([*command, value])
         assert "is not a number of at most" in capsys.readouterr().err
 
 
 def test_flags_come_before_the_environment_before_the_file(file: Path) -> None:
     environment = {"KVDEPOT_POOL_SIZE": "4GiB", "KVDEPOT_TIER": "disk:///c disk:///d", "KVDEPOT_EPHEMERAL": "no"}
     options = parsed([], environment, file)
-    assert (options["pool_size"], options["tier"], options["ephemeral"]) == (4 << 30, ["disk:///c", "disk:///d"], False)
+    assert (options["pool_size_bytes"], options["tiers"], options["ephemeral"]) == (
+        4 << 30,
+        ("disk:///c", "disk:///d"),
+        False,
+    )
     options = parsed(["--pool-size", "2GiB", "--tier=disk:///e"], environment, file)
-    assert (options["pool_size"], options["tier"]) == (2 << 30, ["disk:///e"])
+    assert (options["pool_size_bytes"], options["tiers"]) == (2 << 30, ("disk:///e",))
     assert options["lease_seconds"] == 20.0, "what nobody above it says stays"
 
 
 def test_the_environment_may_name_the_file(file: Path) -> None:
-    assert parsed([], {"KVDEPOT_CONFIG": str(file)})["pool_size"] == 8 << 30
-    assert parsed([], {"PATH": "/bin"})["pool_size"] is None
+    assert parsed([], {"KVDEPOT_CONFIG": str(file)})["pool_size_bytes"] == 8 << 30
+    assert parsed([], {"PATH": "/bin"})["pool_size_bytes"] is None
 
 
 def test_a_variable_that_is_none_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -159,4 +161,4 @@ def test_the_file_in_the_docs_is_one(tmp_path: Path) -> None:
     (tmp_path / "kvdepot.toml").write_text(block)
     options = parsed([], {}, tmp_path / "kvdepot.toml")
     assert options["http"] == "127.0.0.1:9460"
-    assert options["quota"] == [("acme", 16 << 30)]
+    assert options["quotas"] == {"acme": 16 << 30}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops.cli import _parser  # pyright: ignore[reportPrivateUsage]
+from kvdepot.ops.cli import make_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,7 +64,7 @@ def test_the_readme_has_an_example() -> None:
 
 @pytest.mark.parametrize("place", COMMANDS)
 def test_commands_parse(place: str) -> None:
-    _parser().parse_args(shlex.split(COMMANDS[place], comments=True)[1:])
+    make_parser().parse_args(shlex.split(COMMANDS[place], comments=True)[1:])
 
 
 def test_flags_that_are_named_in_passing_are_flags() -> None:

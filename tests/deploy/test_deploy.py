@@ -13,9 +13,10 @@ import yaml
 
 from kvdepot.client.connection import ask_depot
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops.cli import _parser  # pyright: ignore[reportPrivateUsage]
+from kvdepot.ops.cli import make_parser
 from kvdepot.ops.http_app import create_app
 from kvdepot.ops.http_process import HttpSettings
+from kvdepot.ops.serve import read_configs
 from tests.core.test_http import status_of_app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -79,14 +80,14 @@ def test_the_depot_is_started_with_flags_that_it_has() -> None:
         workloads()["kvdepot"]["containers"][0]["args"],
     ]  # fmt: skip
     for each in arguments:
-        _parser().parse_args(each)
+        make_parser().parse_args(each)
 
 
 def test_probes_and_prometheus_ask_what_a_depot_answers_them(depot: DepotProcess, tmp_path: Path) -> None:
     """Each unit's HTTP, with its own way to a token; kubelets and Prometheus ask by address."""
     pod = workloads()["kvdepot"]["containers"][0]
     for command in (command_of_the_unit(), pod["args"]):
-        options = _parser().parse_args(command)
+        options, _ = read_configs(vars(make_parser().parse_args(command)), {})
         token_file = None
         if options.http_token is not None:
             token_file = tmp_path / "token"
@@ -94,14 +95,14 @@ def test_probes_and_prometheus_ask_what_a_depot_answers_them(depot: DepotProcess
             assert any(options.http_token.is_relative_to(mount["mountPath"]) for mount in pod["volumeMounts"])
         app = create_app(
             lambda request, seconds: ask_depot(request, depot.url, seconds),
-            HttpSettings.parse(options.http, token_file),
+            HttpSettings.parse(options.http or "", token_file),
         )
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert status_of_app(app, pod[probe]["httpGet"]["path"], "10.0.0.7:9460") == 200, probe
         assert status_of_app(app, "/tenants", "10.0.0.7:9460") == 401
     (job,) = yaml.safe_load((DEPLOY / "prometheus" / "kvdepot-scrape.yml").read_text())["scrape_configs"]
     assert job["job_name"] == "kvdepot", "the name in the alert rules"
-    assert job["static_configs"] == [{"targets": [_parser().parse_args(command_of_the_unit()).http]}]
+    assert job["static_configs"] == [{"targets": [make_parser().parse_args(command_of_the_unit()).http]}]
     assert job["authorization"] == {"credentials_file": "/etc/kvdepot/token"}
 
 

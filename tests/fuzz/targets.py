@@ -4,7 +4,6 @@
 Nothing here needs atheris: `tests/core/test_fuzz_corpus.py` calls the same functions with every input that is kept.
 """
 
-import argparse
 import io
 import os
 import random
@@ -18,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from kvdepot.config import directory_of_url, parse_size
+from kvdepot.config import directory_of_url, parse_quota, parse_size
 from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
 from kvdepot.index.index import ChunkIndex
 from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, _requests
@@ -34,7 +33,6 @@ from kvdepot.movers.protocol import (
     encode,
     take_answers,
 )
-from kvdepot.ops.cli import _quota
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
@@ -276,8 +274,8 @@ def settings(data: bytes) -> None:
     text = data.decode(errors="replace")
     with suppress(ConfigError):
         assert parse_size(text) >= 0
-    with suppress(argparse.ArgumentTypeError):
-        name, size = _quota(text)
+    with suppress(ConfigError):
+        name, size = parse_quota(text)
         assert name
         assert size >= 0
     with suppress(ConfigError):

@@ -1,24 +1,33 @@
-"""Settings: parsed once at the edge, then passed in. Only this module and `cli` look at the environment."""
+"""The settings of a depot, each declared once, and the units, paths and endpoints they are written in.
 
+`setting` gives a field its flag, help and check. Names in `kvdepot.toml` and in the environment follow from the flag
+(`kvdepot.ops.settings`). Only this module and `kvdepot.ops` look at the environment.
+"""
+
+import dataclasses
 import enum
 import hashlib
 import ipaddress
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from kvdepot.errors import ConfigError
 
-CONTROL_SOCKET = "control.sock"  # Unix stream: requests and replies
-SESSION_SOCKET = "session.sock"  # Unix stream: descriptors, and news of death
-HTTP_TOKEN = "http.token"  # file: the bearer token where none was given
+CONTROL_SOCKET: Final = "control.sock"  # Unix stream: requests and replies
+SESSION_SOCKET: Final = "session.sock"  # Unix stream: descriptors and news of deaths
+HTTP_TOKEN: Final = "http.token"  # file: the bearer token, if none was given
 
-MAXIMUM_NUMBER = 1e9  # of what is no size: seconds that no clock or timer can hold are larger
+MAXIMUM_NUMBER: Final = 1e9  # bound for plain numbers, e.g. seconds; larger ones overflow timers
 
-_SIZE = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_SIZE: Final = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+
+
+# --- units ----------------------------------------------------------------------------------------------------------
 
 
 def parse_size(text: str) -> int:
@@ -37,10 +46,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_number(text: str) -> float:
-    """Return the number that `text` names: seconds, for example.
+    """Return the number that `text` names, e.g. of seconds.
 
     Raises:
-        ConfigError: it is none, infinite, or beyond `MAXIMUM_NUMBER`.
+        ConfigError: it is not a number, or above `MAXIMUM_NUMBER`.
     """
     try:
         number = float(text)
@@ -49,6 +58,18 @@ def parse_number(text: str) -> float:
     if not abs(number) <= MAXIMUM_NUMBER:
         raise ConfigError(f"{text!r} is not a number of at most {MAXIMUM_NUMBER:,.0f}")
     return number
+
+
+def parse_quota(text: str) -> tuple[str, int]:
+    """Return the tenant and the bytes of `TENANT=SIZE`.
+
+    Raises:
+        ConfigError: `text` has another form.
+    """
+    tenant, _, size = text.rpartition("=")
+    if not tenant:
+        raise ConfigError(f"{text!r}: give TENANT=SIZE")
+    return tenant, parse_size(size)
 
 
 def format_size(num_bytes: float) -> str:
@@ -60,16 +81,19 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+# --- paths and endpoints --------------------------------------------------------------------------------------------
+
+
 def default_directory() -> Path:
-    """Return where a depot's sockets are when nothing is said: below `$XDG_RUNTIME_DIR`, else `/tmp/kvdepot-$UID`."""
+    """Return the default directory of a depot's sockets: below `$XDG_RUNTIME_DIR`, else `/tmp/kvdepot-$UID`."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "kvdepot" if runtime else Path(f"/tmp/kvdepot-{os.getuid()}")
 
 
 def default_pool_directory(directory: Path) -> Path:
-    """Return where the pool of the depot in `directory` lies: one folder of /dev/shm for each directory.
+    """Return the default pool folder of the depot in `directory`, below /dev/shm.
 
-    It follows from the directory alone, so that a server started again finds the cache of the one before.
+    It depends on the directory alone, so a restarted server finds the pool of the one before.
     """
     digest = hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()[:12]
     return Path("/dev/shm") / f"kvdepot-{os.getuid()}-{digest}"
@@ -79,7 +103,7 @@ def directory_of_url(url: str | None) -> Path:
     """Return the directory of the depot that `url` names: None (the default), a path, or `ipc://PATH`.
 
     Raises:
-        ConfigError: the URL has another scheme; bytes are shared through memory, so the depot is on this machine.
+        ConfigError: the URL has another scheme. Engines share memory with the depot, so it is on this machine.
     """
     if url is None:
         return default_directory()
@@ -95,12 +119,12 @@ def directory_of_url(url: str | None) -> Path:
 
 
 def is_tcp(url: str | None) -> bool:
-    """Return whether a depot is named by its TCP endpoint rather than by its directory."""
+    """Return whether `url` names a depot by its TCP endpoint."""
     return url is not None and url.startswith("tcp://")
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Return whether the endpoint `tcp://HOST:PORT` is an address that only this machine reaches."""
+    """Return whether only this machine can reach the endpoint `tcp://HOST:PORT`."""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -108,43 +132,179 @@ def is_loopback(endpoint: str) -> bool:
         return host in ("localhost", "lo")
 
 
+# --- declaring settings ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of one setting. `settings_in` derives from its field all that `setting` did not say.
+
+    A field of tuple or mapping type may be given several times; a bool is a switch without a value.
+    """
+
+    help: str
+    flag: str
+    metavar: str | None
+    parse: Callable[[str], Any]  # reads one value; raises ConfigError
+    most: float | None  # the number is above 0 and at most this
+    collect: Callable[[Iterable[Any]], Any] | None = None  # makes the field's value of several, if it takes several
+    is_switch: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in `kvdepot.toml`; the environment has it in capitals behind `KVDEPOT_`."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+def setting(
+    default: Any, text: str, flag: str = "", metavar: str | None = None, *,
+    parse: Callable[[str], Any] = str, most: float | None = None,
+) -> Any:  # fmt: skip
+    """Return a dataclass field that is a setting.
+
+    Args:
+        default: the default, or a function that makes it.
+        text: the help; {default} stands for the default.
+        flag: by default made from the field's name.
+        metavar: stands for a value in the help.
+        parse: by default chosen by the field's type.
+        most: the greatest number allowed; the least is just above 0.
+    """
+    metadata = {"setting": Setting(text, flag, metavar, parse, most)}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def settings_in(kind: type[Any]) -> dict[str, Setting]:
+    """Return the settings of a dataclass by field."""
+    hints = get_type_hints(kind)
+    return {each.name: _complete(each, hints[each.name]) for each in dataclasses.fields(kind)}
+
+
+def _complete(of: "dataclasses.Field[Any]", kind: Any) -> Setting:
+    declared: Setting = of.metadata["setting"]
+    if type(None) in get_args(kind):  # `Path | None` is read as a Path
+        kind = get_args(kind)[0]
+    default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
+    text = f"{default:g}" if isinstance(default, float) else str(default)
+    choices = get_args(kind) if get_origin(kind) is Literal else tuple(Demotion) if kind is Demotion else ()
+    parse = declared.parse if declared.parse is not str else _PARSERS.get(kind, str)
+    return dataclasses.replace(
+        declared,
+        help=declared.help.replace("{default}", text),
+        flag=declared.flag or "--" + of.name.replace("_", "-"),
+        metavar=f"{{{','.join(choices)}}}" if choices else declared.metavar,
+        parse=_one_of(choices) if choices else parse,
+        collect=_COLLECTORS.get(get_origin(kind)),
+        is_switch=kind is bool,
+    )
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ConfigError(f"{text!r}; there are {', '.join(choices)}")
+        return choices[choices.index(text)]
+
+    return parse
+
+
+def _parse_whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a whole number") from error
+
+
+_COLLECTORS: Final[dict[Any, Callable[[Iterable[Any]], Any]]] = {tuple: tuple, Mapping: dict}
+_PARSERS: Final[dict[Any, Callable[[str], Any]]] = {int: _parse_whole_number, float: parse_number, Path: Path}
+
+
+# --- the server's settings ------------------------------------------------------------------------------------------
+
+
 class Demotion(enum.StrEnum):
     """When an entry is written to the tiers."""
 
     STORE = "store"  # as soon as it is in the pool
-    REUSE = "reuse"  # when it is used for the first time after that
+    REUSE = "reuse"  # when it is first used after that
     EVICT = "evict"  # when it is about to leave the pool
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Everything a server is told; `kvdepot.pool.room` fills in what was left to it."""
+    """Every setting of a server; `kvdepot.pool.room.resolve_pool_size` chooses a pool size if none is given."""
 
-    directory: Path = field(default_factory=default_directory)
-    pool_directory: Path | None = None  # None: default_pool_directory
-    pool_size_bytes: int | None = None  # None: a share of the free memory
-    max_entries: int | None = None  # None: one for each 64 KiB of pool, at least 65,536
-    listen: tuple[str, ...] = ()  # further control endpoints
-    curve_secret: Path | None = None  # the depot's own keys; needed to listen on TCP
-    curve_clients: Path | None = None  # public keys of those who may speak over TCP
-    events: str | None = None  # endpoint that tells which chunks can be found
-    events_replay: str | None = None  # endpoint that tells again what was missed
-    socket_group: str | None = None  # members of this group may connect, too; None: this user alone
-    policy: str = "lru"
-    lease_seconds: float = 300.0
-    ephemeral: bool = False  # remove the pool's files at the end
-    verify: str = "off"  # checksums of the pool's entries: off, sample or all
-    quotas: Mapping[str, int] = field(default_factory=dict[str, int])  # bytes that a tenant can keep against others
-    fresh: bool = False  # forget what an earlier server left
-    tiers: tuple[str, ...] = ()  # URLs of the storage below the pool, fastest first
-    demotion: Demotion = Demotion.STORE
-    demotion_least_tokens: int = 0  # shorter prefixes are not
-    promotion_seconds: float = 1.0  # the most that a lookup waits for tiers
-    promotion_least_tokens: int = 0  # tiers are not asked for fewer
-    mover_start_seconds: float = 30.0  # until a mover has opened its worker's memory
-    move_seconds: float = 5.0  # for one copy of a mover
+    directory: Path = setting(default_directory, "directory of the depot's sockets (default {default})", "--dir", "DIR")
+    pool_directory: Path | None = setting(
+        None, "directory of the pool, on tmpfs (default: below /dev/shm, derived from --dir)", "--pool-dir", "DIR"
+    )
+    pool_size_bytes: int | None = setting(
+        None, "memory for KV caches (default: a quarter of the free memory)", "--pool-size", "SIZE", parse=parse_size
+    )
+    max_entries: int | None = setting(
+        None, "capacity of the index (default: one entry per 64 KiB of pool, at least 65,536)", metavar="N"
+    )
+    listen: tuple[str, ...] = setting(
+        (), "additional control endpoint: ipc://PATH, or tcp://HOST:PORT with CURVE keys (operators only); repeatable",
+        metavar="URL",
+    )  # fmt: skip
+    curve_secret: Path | None = setting(None, "for TCP: the depot's keys, *.key_secret", metavar="FILE")
+    curve_clients: Path | None = setting(
+        None, "for TCP: public keys (*.key) of the clients that may connect", metavar="DIR|FILE"
+    )
+    socket_group: str | None = setting(
+        None, "let members of this group connect as well (default: only this user and root)", metavar="GROUP"
+    )
+    tiers: tuple[str, ...] = setting(
+        (), "storage below the pool, e.g. 'disk:///var/cache/kvdepot?capacity=200GiB'; repeatable, fastest first",
+        "--tier", "URL",
+    )  # fmt: skip
+    demotion: Demotion = setting(
+        Demotion.STORE,
+        "write an entry to the tiers when it is stored, first used again, or about to be evicted (default {default})",
+        "--demote",
+    )
+    demotion_least_tokens: int = setting(
+        0, "keep prefixes of fewer tokens out of the tiers (default {default})", "--demote-min-tokens", "N"
+    )
+    promotion_least_tokens: int = setting(
+        0, "do not ask the tiers for fewer tokens than this; engines compute so few faster (default {default})",
+        "--promote-min-tokens", "N",
+    )  # fmt: skip
+    promotion_seconds: float = setting(
+        1.0, "longest time a lookup waits for the tiers (default {default})", "--promote-seconds", "SECONDS", most=60.0
+    )
+    events: str | None = setting(
+        None, "publish which chunks can be found, in vLLM's format; for example tcp://127.0.0.1:5557", metavar="URL"
+    )
+    events_replay: str | None = setting(None, "resend past events to subscribers that missed some", metavar="URL")
+    policy: Literal["arc", "lru"] = setting("lru", "eviction policy (default {default})")
+    lease_seconds: float = setting(
+        300.0, "longest life of a lease (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER
+    )
+    quotas: Mapping[str, int] = setting(
+        dict, "share of the pool reserved for a tenant; others may borrow it while it is idle; repeatable",
+        "--quota", "TENANT=SIZE", parse=parse_quota,
+    )  # fmt: skip
+    verify: Literal["off", "sample", "all"] = setting(
+        "off", "compare checksums of retrieved entries: none, one chunk in 16, or all (default {default})"
+    )
+    mover_start_seconds: float = setting(
+        30.0, "time for a mover (a process that copies for a worker) to open the worker's memory (default {default})",
+        metavar="SECONDS", most=MAXIMUM_NUMBER,
+    )  # fmt: skip
+    move_seconds: float = setting(
+        5.0, "time for one copy by a mover (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER
+    )
+    ephemeral: bool = setting(False, "remove the pool at exit instead of keeping it for the next server")
+    fresh: bool = setting(False, "discard the entries of an earlier server")
 
     def __post_init__(self) -> None:
+        for name, each in settings_in(ServerConfig).items():
+            if each.most is not None and not 0 < getattr(self, name) <= each.most:
+                raise ConfigError(f"{each.flag} {getattr(self, name):g}: above 0, at most {each.most:,.0f}")
         for endpoint in self.listen:
             if not endpoint.startswith(("ipc://", "tcp://")):
                 raise ConfigError(f"--listen {endpoint}: give ipc://PATH or tcp://HOST:PORT")
@@ -156,14 +316,6 @@ class ServerConfig:
                     f"--listen {endpoint} needs --curve-secret and --curve-clients ({who} could connect):"
                     " make keys with 'kvdepot keys generate DIR', or leave --listen out, as engines do not need it"
                 )
-        for flag, seconds in (
-            ("--lease-seconds", self.lease_seconds),
-            ("--promote-seconds", self.promotion_seconds),
-            ("--mover-start-seconds", self.mover_start_seconds),
-            ("--move-seconds", self.move_seconds),
-        ):
-            if not 0 < seconds <= MAXIMUM_NUMBER:
-                raise ConfigError(f"{flag} {seconds:g}: above 0, at most {MAXIMUM_NUMBER:,.0f}")
         if self.events_replay and not self.events:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
         if (self.curve_secret or self.curve_clients) and not self.tcp_endpoints:
@@ -171,10 +323,10 @@ class ServerConfig:
 
     @property
     def tcp_endpoints(self) -> tuple[str, ...]:
-        """Those of `listen` that are reached with CURVE keys only."""
+        """The endpoints in `listen` that need CURVE keys."""
         return tuple(filter(is_tcp, self.listen))
 
     @property
     def pool_path(self) -> Path:
-        """The folder that holds the pool and its index table."""
+        """The folder of the pool and its index table."""
         return self.pool_directory or default_pool_directory(self.directory)

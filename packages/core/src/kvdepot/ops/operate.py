@@ -1,4 +1,4 @@
-"""Commands that look into a running depot and change it: each sends one request and prints its reply."""
+"""Commands that inspect or change a running depot. Each sends requests and prints the replies."""
 
 import argparse
 import json
@@ -10,10 +10,11 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from kvdepot.client.connection import ask_depot
-from kvdepot.config import format_size, parse_number, parse_size
-from kvdepot.errors import ConfigError, KVDepotError, printable
+from kvdepot.config import format_size, parse_size
+from kvdepot.errors import ConfigError, printable
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
+from kvdepot.ops.settings import as_argument, number_argument
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -24,9 +25,9 @@ _PATIENT_SECONDS: Final = 30.0  # for what is done in steps
 _CLEAR_SECONDS: Final = 600.0  # for steps of tiers that hold very many entries
 _POLL_SECONDS: Final = 0.2
 _KEYS_HELP: Final = (
-    " The file has one prefix a line, as JSON: the chunks' keys as hex strings,"
-    ' {"digests": ["9f..", ..], "tenant": "default"}, or a prompt as engines see it, {"tokens": [1, 2, ..],'
-    ' "namespace": {"model": ..}, "chunk_tokens": 64}; - reads standard input.'
+    " The file has one prefix per line, as JSON. A prefix is either the keys of its chunks as hex strings,"
+    ' {"digests": ["9f..", ..], "tenant": "default"}, or a prompt as the engine sees it, {"tokens": [1, 2, ..],'
+    ' "namespace": {"model": ..}, "chunk_tokens": 64}. Use - for standard input.'
 )
 
 
@@ -39,67 +40,72 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
         json_output: has `--json`.
     """
     find = commands.add_parser(
-        "find", parents=[client, json_output], help="what the pool has of prefixes",
-        description="Say what the pool has of prefixes." + _KEYS_HELP,
+        "find", parents=[client, json_output], help="show how much of prefixes the pool holds",
+        description="Show how much of each prefix the pool holds." + _KEYS_HELP,
     )  # fmt: skip
     find.set_defaults(run=_find)
-    find.add_argument("keys", metavar="KEYS|TRACE", help="a file, or -")
+    find.add_argument("keys", metavar="KEYS|TRACE", help="file of prefixes, or - for standard input")
 
     clear = commands.add_parser(
-        "clear", parents=[client], help="forget the entries that nobody uses",
-        description="Forget the entries that nobody uses, in the tiers too. With --prefix only in the pool, and only"
-        " what no other prefix needs." + _KEYS_HELP,
+        "clear", parents=[client], help="remove entries that are not in use",
+        description="Remove entries that are not in use from the pool and the tiers. With --prefix, remove only from"
+        " the pool, and only entries that no other prefix needs." + _KEYS_HELP,
     )  # fmt: skip
     clear.set_defaults(run=_clear)
-    clear.add_argument("--tenant", help="only this tenant's")
-    clear.add_argument("--model", help="only this model's, as its engines registered it")
-    clear.add_argument("--prefix", metavar="KEYS|TRACE", help="only the prefixes in this file")
+    clear.add_argument("--tenant", help="remove only entries of this tenant")
+    clear.add_argument("--model", help="remove only entries of this model, by the name that engines registered")
+    clear.add_argument("--prefix", metavar="KEYS|TRACE", help="remove only the prefixes in this file")
 
     warm = commands.add_parser(
-        "warm", parents=[client], help="bring prefixes up from the tiers, and pin them",
-        description="Bring prefixes up from tiers." + _KEYS_HELP,
+        "warm", parents=[client], help="load prefixes from the tiers, and pin them",
+        description="Load prefixes from the tiers into the pool." + _KEYS_HELP,
     )  # fmt: skip
     warm.set_defaults(run=_warm)
-    warm.add_argument("keys", metavar="KEYS|TRACE", help="a file, or -")
-    warm.add_argument("--pin", type=number, default=0.0, metavar="SECONDS", help="keep them in the pool that long")
+    warm.add_argument("keys", metavar="KEYS|TRACE", help="file of prefixes, or - for standard input")
+    warm.add_argument(
+        "--pin", type=number_argument, default=0.0, metavar="SECONDS", help="keep them in the pool for this long"
+    )
 
-    unpin = commands.add_parser("unpin", parents=[client], help="end what warm --pin keeps")
+    unpin = commands.add_parser("unpin", parents=[client], help="end pins set by warm --pin")
     unpin.set_defaults(run=_unpin)
-    unpin.add_argument("--tenant", help="only this tenant's")
+    unpin.add_argument("--tenant", help="end only pins of this tenant")
 
     quota = commands.add_parser(
         "quota", parents=[client], help="change a tenant's quota",
-        description="Change what a tenant can keep against others, until the server ends: serve --quota is for good.",
+        description="Change the share of the pool reserved for a tenant, until the server stops. Use serve --quota to"
+        " keep it.",
     )  # fmt: skip
     quota.set_defaults(run=_quota)
     quota.add_argument("tenant", metavar="TENANT")
-    quota.add_argument("size", metavar="SIZE|none", type=_size_or_none, help="for example 8GiB")
+    quota.add_argument("size", metavar="SIZE|none", type=as_argument(_parse_quota_size), help="for example 8GiB")
 
-    tier = commands.add_parser("tier", help="add or remove a tier of a running depot")
+    tier = commands.add_parser("tier", help="add a tier to a running depot, or remove one")
     tier_commands = tier.add_subparsers(required=True, metavar="COMMAND")
     add = tier_commands.add_parser(
-        "add", parents=[client], help="use one more tier",
-        description="Use one more tier below those that are there, until the server ends: serve --tier is for good.",
+        "add", parents=[client], help="add a tier",
+        description="Add a tier below the existing ones, until the server stops. Use serve --tier to keep it.",
     )  # fmt: skip
     add.set_defaults(run=_add_tier)
-    add.add_argument("tier", metavar="URL", help="as serve --tier takes it; - reads it from standard input")
+    add.add_argument("tier", metavar="URL", help="as for serve --tier; - reads it from standard input")
     remove = tier_commands.add_parser(
-        "remove", parents=[client], help="stop using one",
-        description="Stop using a tier. What it holds stays there; what waited to be written to it is not.",
+        "remove", parents=[client], help="stop using a tier",
+        description="Stop using a tier. Its entries stay in storage; writes still waiting for it are dropped.",
     )  # fmt: skip
     remove.set_defaults(run=_remove_tier)
-    remove.add_argument("tier", metavar="NAME", help="as 'kvdepot status' shows it")
+    remove.add_argument("tier", metavar="NAME", help="as shown by 'kvdepot status'")
 
     drain = commands.add_parser(
-        "drain", parents=[client], help="take no more stores before a stop",
-        description="Take no more stores; what is here is still found. Ends with 0 once no store is under way and the"
-        " tiers have been written what was waiting for it, with 1 if that is not so after --wait seconds.",
+        "drain", parents=[client], help="decline new stores before a stop",
+        description="Decline new stores; cached prefixes are still found. Exits with 0 once no store is in progress and"
+        " all waiting entries are written to the tiers, with 1 if that takes longer than --wait.",
     )  # fmt: skip
     drain.set_defaults(run=_drain)
-    drain.add_argument("--resume", action="store_true", help="take stores again")
-    drain.add_argument("--wait", type=number, default=60.0, metavar="SECONDS", help="default %(default)s")
+    drain.add_argument("--resume", action="store_true", help="accept stores again")
+    drain.add_argument(
+        "--wait", type=number_argument, default=60.0, metavar="SECONDS", help="longest time to wait (default 60)"
+    )
 
-    level = commands.add_parser("loglevel", parents=[client], help="change what a running depot logs")
+    level = commands.add_parser("loglevel", parents=[client], help="change the log level of a running depot")
     level.set_defaults(run=_log_level)
     level.add_argument("level", choices=("debug", "info", "warning", "error"))
 
@@ -132,19 +138,8 @@ def _count(options: argparse.Namespace, request: o.OperatorRequest, seconds: flo
     return reply.count
 
 
-def number(text: str) -> float:
-    """Return a flag's number, for `argparse`."""
-    try:
-        return parse_number(text)
-    except KVDepotError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _size_or_none(text: str) -> int:
-    try:
-        return 0 if text == "none" else parse_size(text)
-    except KVDepotError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _parse_quota_size(text: str) -> int:
+    return 0 if text == "none" else parse_size(text)
 
 
 # --- files of prefixes ----------------------------------------------------------------------------------------------

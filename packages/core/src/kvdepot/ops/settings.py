@@ -1,124 +1,148 @@
-"""Settings of `kvdepot serve` from a file and from the environment, as if they were flags.
+"""Reads the settings of `kvdepot serve` from flags, the environment and a file.
 
-One precedence: a flag, the environment (`KVDEPOT_POOL_SIZE`), the file (`pool_size = "8GiB"`), the default. A higher
-place replaces what a lower one says, lists included. Every value goes through the same checks as its flag, and an error
-names where it came from.
+A flag overrides the environment (`KVDEPOT_POOL_SIZE`), which overrides the file (`pool_size = "8GiB"`), which overrides
+the default. Lists are replaced as a whole. Each place is checked by the setting's one declaration
+(`kvdepot.config.setting`), and an error names the place of the wrong value.
 """
 
 import argparse
 import difflib
 import logging
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
-import msgspec
-
+from kvdepot.config import Setting, parse_number, parse_size, settings_in
 from kvdepot.errors import ConfigError, KVDepotError
 
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "KVDEPOT_"
-CONFIG_FLAG: Final = "--config"
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off", ""})
 
+_T = TypeVar("_T")
 
-def with_settings(
-    arguments: Sequence[str], actions: Sequence[argparse.Action], environment: Mapping[str, str]
-) -> list[str]:
-    """Return the flags of `kvdepot serve` with those that the environment and the file add before them.
+
+def add_settings(parser: argparse.ArgumentParser, kind: type[Any], only: Collection[str] | None = None) -> None:
+    """Add the flags of a dataclass of settings to a parser.
+
+    The parser's result has an attribute for each flag that was given, named and typed like the field.
 
     Args:
-        arguments: what was given as flags.
-        actions: of the parser, without abbreviations.
+        parser: receives the flags.
+        kind: the dataclass.
+        only: names of fields; None adds all.
+    """
+    for name, setting in settings_in(kind).items():
+        if only is not None and name not in only:
+            continue
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": setting.help}
+        if setting.is_switch:
+            parser.add_argument(setting.flag, action="store_true", **options)
+        else:
+            action = "store" if setting.collect is None else "append"
+            read = as_argument(setting.parse)
+            parser.add_argument(setting.flag, action=action, type=read, metavar=setting.metavar, **options)
+
+
+def as_argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return `parse` as a `type` for argparse, which then reports its `KVDepotError` as a wrong argument."""
+
+    def read(text: str) -> _T:
+        try:
+            return parse(text)
+        except KVDepotError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+number_argument: Final = as_argument(parse_number)
+size_argument: Final = as_argument(parse_size)
+
+
+def read_settings(
+    flags: Mapping[str, Any], kinds: Sequence[type[Any]], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the settings that flags, environment and file give, by field.
+
+    Args:
+        flags: values of flags by field, and the file's path as "config".
+        kinds: the dataclasses of settings.
         environment: of the process.
 
     Raises:
-        ConfigError: the file cannot be read, has a key that is none, or a value that its flag does not take.
+        ConfigError: the file cannot be read or names an unknown setting, or a value is wrong.
     """
-    by_name = {action.option_strings[0].removeprefix("--").replace("-", "_"): action for action in actions}
-    given = {name for name, action in by_name.items() if _is_given(arguments, action)}
-    known = {PREFIX + name.upper() for name in by_name}
-    added: list[str] = []
+    declared = {name: each for kind in kinds for name, each in settings_in(kind).items()}
+    path = flags.get("config") or environment.get(PREFIX + "CONFIG")
+    given = _from_environment(declared, environment, flags)
+    given = (_from_file(path, declared, {*flags, *given}) if path else {}) | given
+    for name, setting in declared.items():
+        if name in flags:
+            given[name] = flags[name] if setting.collect is None else setting.collect(flags[name])
+    return given
+
+
+def _from_environment(
+    declared: Mapping[str, Setting], environment: Mapping[str, str], hidden: Collection[str]
+) -> dict[str, Any]:
+    """Read what `hidden` does not name; a list is split at spaces. Warn of variables that look like settings."""
+    variables = {PREFIX + setting.name.upper(): name for name, setting in declared.items()}
+    given: dict[str, Any] = {}
     for variable in sorted(environment):
-        name = variable.removeprefix(PREFIX).lower()
-        if variable in known and name not in given:
-            added += _flags_of(by_name[name], _split(by_name[name], environment[variable]), variable)
-            given.add(name)
-        elif variable.startswith(PREFIX) and variable not in known:
-            close = difflib.get_close_matches(variable, known, 1)
+        name = variables.get(variable)
+        if name is not None and name not in hidden:
+            text = environment[variable]
+            value = text if declared[name].collect is None else text.split()
+            given[name] = _read(declared[name], value, variable)
+        elif variable.startswith(PREFIX) and name is None and variable != PREFIX + "CONFIG":
+            close = difflib.get_close_matches(variable, variables, 1)
             logger.warning("%s is no setting%s", variable, f", {close[0]} is" if close else "")
-    path = _file_of(arguments) or environment.get(PREFIX + "CONFIG")
-    for name, value in _read(path).items() if path else ():
-        name = name.replace("-", "_")
-        if name not in by_name or name == "config":
-            close = difflib.get_close_matches(name, by_name, 1)
-            raise ConfigError(f"{path}: no setting {name!r}" + (f"; {close[0]!r} is one" if close else ""))
-        if name not in given:
-            added += _flags_of(by_name[name], value, f"{path}: {name}")
-    return [*added, *arguments]
+    return given
 
 
-def _is_given(arguments: Sequence[str], action: argparse.Action) -> bool:
-    flags = action.option_strings
-    return any(argument == flag or argument.startswith(flag + "=") for argument in arguments for flag in flags)
-
-
-def _file_of(arguments: Sequence[str]) -> str | None:
-    for place, argument in enumerate(arguments):
-        if argument.startswith(CONFIG_FLAG + "="):
-            return argument.partition("=")[2]
-        if argument == CONFIG_FLAG and place + 1 < len(arguments):
-            return arguments[place + 1]
-    return None
-
-
-def _read(path: str) -> dict[str, Any]:
+def _from_file(path: Path | str, declared: Mapping[str, Setting], hidden: Collection[str]) -> dict[str, Any]:
+    """Read what `hidden` does not name."""
     try:
-        return tomllib.loads(Path(path).read_text())
+        values = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
+    fields = {setting.name: name for name, setting in declared.items()}
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        key = key.replace("-", "_")
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, 1)
+            raise ConfigError(f"{path}: no setting {key!r}" + (f"; {close[0]!r} is one" if close else ""))
+        if fields[key] not in hidden:
+            given[fields[key]] = _read(declared[fields[key]], value, f"{path}: {key}")
+    return given
 
 
-def _split(action: argparse.Action, text: str) -> object:
-    return text.split() if _is_list(action) else text
-
-
-def _is_list(action: argparse.Action) -> bool:
-    return isinstance(action.default, list)
-
-
-def _flags_of(action: argparse.Action, value: object, source: str) -> Iterator[str]:
-    """Yield the flags that say what a value of the environment or the file says."""
-    flag = action.option_strings[0]
-    if action.nargs == 0:
+def _read(setting: Setting, value: object, source: str) -> Any:
+    """Return the field's value for a value of the environment or the file."""
+    if setting.is_switch:
         text = str(value).lower()
         if not isinstance(value, bool | str) or text not in _TRUE | _FALSE:
             raise ConfigError(f"{source}: {value!r} is neither true nor false")
-        if text in _TRUE:
-            yield flag
-        return
-    items: Any = value if _is_list(action) else [value]
-    if isinstance(items, dict):
-        named: dict[str, object] = msgspec.convert(items, dict[str, object])
-        items = [f"{name}={item}" for name, item in named.items()]
-    if not isinstance(items, list):
+        return text in _TRUE
+    if setting.collect is None:
+        return _read_one(setting, value, source)
+    if isinstance(value, dict):
+        value = [f"{name}={item}" for name, item in cast("dict[str, object]", value).items()]
+    if not isinstance(value, list):
         raise ConfigError(f"{source}: {value!r} is no list")
-    for item in msgspec.convert(items, list[object]):
-        if isinstance(item, bool) or not isinstance(item, str | int | float):
-            raise ConfigError(f"{source}: {item!r} is neither a text nor a number")
-        _check(action, str(item), source)
-        yield f"{flag}={item}"
+    return setting.collect([_read_one(setting, item, source) for item in cast("list[object]", value)])
 
 
-def _check(action: argparse.Action, text: str, source: str) -> None:
-    convert: Any = action.type or str
+def _read_one(setting: Setting, value: object, source: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(f"{source}: {value!r} is neither a text nor a number")
     try:
-        converted = convert(text)
-    except (argparse.ArgumentTypeError, ValueError, KVDepotError) as error:
+        return setting.parse(str(value))
+    except KVDepotError as error:
         raise ConfigError(f"{source}: {error}") from error
-    if action.choices is not None and converted not in action.choices:
-        raise ConfigError(f"{source}: {text!r}; there are {', '.join(map(str, action.choices))}")

@@ -1,0 +1,167 @@
+"""`kvdepot status` and `kvdepot top`: a depot's status, for people and for machines."""
+
+import argparse
+import json
+from typing import Any, Final
+
+import msgspec
+
+from kvdepot.client.connection import ask_depot
+from kvdepot.config import format_size
+from kvdepot.errors import ConfigError, printable
+from kvdepot.ops.operate import client_keys
+from kvdepot.ops.settings import number_argument
+from kvdepot.wire import operations as o
+
+_MINIMUM_SAMPLE_CHUNKS: Final = 10_000  # looked up, before estimates are shown
+
+
+def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
+    """Add `status` and `top` to the subparsers of `kvdepot`.
+
+    Args:
+        commands: what `add_subparsers` returned.
+        client: has the options that name a depot.
+        json_output: has `--json`.
+    """
+    status = commands.add_parser("status", parents=[client, json_output], help="show what a depot holds and for whom")
+    status.set_defaults(run=_status)
+
+    top = commands.add_parser("top", parents=[client], help="watch a depot at work")
+    top.set_defaults(run=_top)
+    top.add_argument(
+        "--interval", type=number_argument, default=1.0, metavar="SECONDS", help="time between frames (default 1)"
+    )
+    top.add_argument("--frames", type=int, metavar="N", help="stop after N frames (default: 1 without a terminal)")
+
+
+def _status(options: argparse.Namespace) -> int:
+    reply = ask_depot(o.Status(), options.url, keys=client_keys(options))
+    assert isinstance(reply, o.StatusReply)
+    if options.json:
+        # ASCII, so that clients' names cannot control the terminal.
+        print(json.dumps(msgspec.to_builtins(reply.status), indent=2))
+    else:
+        print(describe_status(reply.status))
+    return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    try:
+        from kvdepot.ops.top import run_top
+    except ImportError as error:
+        raise ConfigError(f"kvdepot top needs {error.name}: pip install 'kvdepot[cli]'") from error
+    keys = client_keys(options)
+
+    def ask() -> o.DepotStatus:
+        reply = ask_depot(o.Status(), options.url, keys=keys)
+        assert isinstance(reply, o.StatusReply)
+        return reply.status
+
+    run_top(ask, interval_seconds=max(0.1, options.interval), num_frames=options.frames)
+    return 0
+
+
+def describe_status(status: o.DepotStatus) -> str:
+    """Return the status for people."""
+    used = status.pool_used_bytes / max(1, status.pool_size_bytes)
+    counters = status.counters
+    asked, hit = counters.get("lookup_chunks", 0), counters.get("lookup_chunks_hit", 0)
+    ready, size = status.pool_ready_bytes, status.pool_size_bytes
+    version_line = f"kvdepot {status.server_version}, process {status.pid}, up {status.uptime_seconds:.0f} s"
+    pool_line = f"pool     {format_size(status.pool_used_bytes)} of {format_size(size)} used ({used:.0%})"
+    if ready < size:
+        pool_line += f", {format_size(ready)} ready"
+    if status.quarantined_bytes:
+        pool_line += f", {format_size(status.quarantined_bytes)} in quarantine"
+    entries_line = f"entries  {status.num_entries:,} of at most {status.max_entries:,}; policy {status.policy}"
+    lookups_line = f"lookups  {counters.get('lookups', 0):,}; {hit:,} of {asked:,} chunks found"
+    leases_line = f"leases   {status.num_leases:,} in {status.num_sessions:,} sessions"
+    lines = [
+        f"{version_line}, epoch {status.epoch}",
+        pool_line,
+        f"{entries_line}, {counters.get('chunks_evicted', 0):,} chunks evicted",
+        lookups_line + (f" ({hit / asked:.1%})" if asked else ""),
+        f"{leases_line}; {status.num_tickets:,} stores under way",
+    ]
+    if status.prefill_seconds_saved:
+        lines.append(f"saved    about {status.prefill_seconds_saved:,.1f} s of computing prompts")
+    slow = f"; {status.loop_slow_turns:,} of more than 5 ms" if status.loop_slow_turns else ""
+    lines.append(f"loop     longest turn {status.loop_longest_blocked_seconds * 1e3:.1f} ms{slow}")
+    if status.estimated_chunks >= _MINIMUM_SAMPLE_CHUNKS:
+        rates = [f"{e.hit_chunks / status.estimated_chunks:.0%} with {e.scale:g}x" for e in status.estimates]
+        lines.append(f"sizing   about {', '.join(rates)} of the pool would be found there")
+    if status.draining:
+        lines.append("draining: stores are declined; end that with 'kvdepot drain --resume'")
+    if status.recovering:
+        lines.append("reading back the entries of an earlier server")
+    for name, usage in sorted(status.tenants.items()):
+        quota = f" of a quota of {format_size(usage['quota_bytes'])}" if "quota_bytes" in usage else ""
+        lines.append(f"tenant   {name}: {format_size(usage['used_bytes'])}{quota}")
+    lines += [_describe_tier(tier) for tier in status.tiers]
+    for context in status.contexts:
+        lines += ["", *_describe_context(context)]
+    return "\n".join(map(printable, lines))
+
+
+def _describe_context(context: o.ContextStatus) -> list[str]:
+    title, model = f"[{context.context}]", context.model or "?"
+    if context.role == "scheduler":
+        return [f"{title} scheduler of {context.instance}, model {model}, {context.num_leases} leases"]
+    worker = f"{context.instance} rank {context.rank} of {context.world_size} on {context.device}"
+    lines = [f"{title} {worker} ({context.transfer_mode}, process {context.pid}), model {model}"]
+    if context.mover:
+        why = f"; the one before: {context.why_no_mover}" if context.mover_pid else f": {context.why_no_mover}"
+        process = f", process {context.mover_pid}" if context.mover_pid else ""
+        lines.append(f"    mover {context.mover}{process}{why if context.why_no_mover else ''}")
+    if context.fallback:
+        lines.append(f"    copies by itself: {context.fallback}")
+    lines.append(
+        f"    {context.dtype}, chunks of {context.chunk_tokens} tokens, {format_size(context.bytes_per_token)} a token"
+        + (f", format {context.format}" if context.format else "")
+    )
+    return lines + [f"    {_describe_group(number, group)}" for number, group in enumerate(context.groups)]
+
+
+def _describe_tier(tier: o.TierStatus) -> str:
+    counters = tier.counters
+    parts = [f"tier     {tier.name}: {format_size(tier.used_bytes)}"]
+    if tier.capacity_bytes:
+        parts[0] += f" of {format_size(tier.capacity_bytes)}"
+    parts[0] += f" in {tier.num_entries:,} entries" if tier.num_entries else ""
+    parts.append(f"{format_size(counters.get('written_bytes', 0))} written")
+    parts.append(f"{format_size(counters.get('read_bytes', 0))} read")
+    if tier.queued_write_bytes:
+        parts.append(f"{format_size(tier.queued_write_bytes)} wait to be written")
+    if counters.get("corrupt"):
+        parts.append(f"{counters['corrupt']:,} were damaged")
+    if tier.num_hung_calls:
+        parts.append(f"{tier.num_hung_calls} calls hang")
+    if tier.why_open:
+        parts.append(f"LEFT ALONE: {tier.why_open}")
+    return "; ".join(parts)
+
+
+def _describe_group(number: int, group: o.GroupStatus) -> str:
+    parts = [
+        f"group {number}: {group.kind.replace('_', ' ')}",
+        f"{group.num_layers} layers",
+        f"{group.num_blocks:,} blocks of {group.block_tokens} tokens ({format_size(group.block_size_bytes)})",
+    ]
+    if group.physical_block_tokens != group.block_tokens:
+        parts.append(f"physical blocks of {group.physical_block_tokens}")
+    if group.window_tokens:
+        parts.append(f"window {group.window_tokens}")
+    if group.num_shards > 1:
+        parts.append(f"shard {group.shard} of {group.num_shards}")
+    if group.is_mla:
+        parts.append("MLA")
+    if group.compress_ratio > 1:
+        parts.append(f"compressed {group.compress_ratio}:1")
+    if group.hidden_dims:
+        parts.append(f"hidden {'+'.join(map(str, group.hidden_dims))}")
+    if group.shape:
+        parts.append(f"tensors {'x'.join(map(str, group.shape))}")
+    if group.attention_backend:
+        parts.append(group.attention_backend)
+    return ", ".join(parts)
