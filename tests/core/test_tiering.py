@@ -23,7 +23,7 @@ from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.server import operations
 from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.testing.tier import FaultyTier, make_pool
-from kvdepot.tiers import promotion, seal
+from kvdepot.tiers import promotion, reading, seal
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Operation, Part
 from kvdepot.tiers.memory import MemoryTier
@@ -700,7 +700,7 @@ def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
         raise OSError(errno.EMFILE, "no descriptor is left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(promotion, "process_start_time", fail)
+        patch.setattr(reading, "process_start_time", fail)
         assert bench.lookup(run) == 0
     assert bench.tiering.num_promotions == 0
     assert bench.lookup(run) == 4

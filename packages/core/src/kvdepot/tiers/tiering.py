@@ -22,8 +22,9 @@ from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import EntryKeys, ShardPlace, labels_to_match
-from kvdepot.tiers.promotion import Prefix, PromotionContext, Promotions, Waiter
+from kvdepot.tiers.promotion import Promotions, Waiter
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.reading import Prefix, PromotionContext
 from kvdepot.wire.operations import TierStatus
 
 __all__ = ["ShardPlace", "Tiering", "TieringSettings"]
@@ -90,9 +91,9 @@ class Tiering:
             index, self._tiers, self._keys, settings.demotion, settings.least_tokens, self.counters, on_corrupt
         )
         self.promotion_context = PromotionContext(
-            index, self._tiers, self._keys, self.counters, clock, settings.promotion_seconds, settings.makes_checksums
+            index, self._keys, self.counters, clock, settings.promotion_seconds, settings.makes_checksums
         )
-        self._promotions = Promotions(self.promotion_context)
+        self._promotions = Promotions(self.promotion_context, self._tiers)
         self._next_look = 0.0
 
     @property
