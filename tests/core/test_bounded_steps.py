@@ -36,7 +36,7 @@ from kvdepot.server.depot import MAXIMUM_LABELS, MAXIMUM_ROWS, Chore, Deferred, 
 from kvdepot.server.loop import DepotServer
 from kvdepot.server.shadow import ShadowIndex
 from kvdepot.testing.tier import make_pool
-from kvdepot.tiers import tiering
+from kvdepot.tiers import promotion
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings
@@ -931,7 +931,7 @@ def test_very_many_pins_of_one_tenant_that_are_ended() -> None:
 
 @pytest.mark.promise(61)
 def test_so_many_promotions_are_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiering, "MAXIMUM_PROMOTIONS", 3)
+    monkeypatch.setattr(promotion, "MAXIMUM_PROMOTIONS", 3)
     bench = Bench(filled=False)
     queue = put_tier_below(bench)
     bench.store(prompt(9, 1))

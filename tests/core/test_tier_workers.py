@@ -1,18 +1,17 @@
-"""Threads of a tier: each call is made once, whoever sleeps is woken, and who hands calls in never waits for them."""
+"""Threads of a tier: each call is made once, a thread that sleeps is woken, and the loop never waits for a call."""
 
 import os
 import random
 import sys
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from unittest.mock import MagicMock, patch
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier import EXTENT_BYTES, extents_of, make_key, make_pool
+from kvdepot.testing.tier import EXTENT_BYTES, FaultyTier, extents_of, make_key, make_pool
 from kvdepot.tiers.jobs import Call, Job, Operation
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
@@ -105,65 +104,39 @@ def test_calls_that_are_taken_back_are_not_made(notebook: Notebook) -> None:
     workers.end()
 
 
-class Bells(deque[object]):
-    """A deque in which workers leave their bells, and what is to happen just before and just after one does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: list[Callable[[], None]] = []
-        self.after: list[Callable[[], None]] = []
-        self.num_left = 0
-
-    def append(self, bell: object, /) -> None:
-        self.num_left += 1
-        for event in self.before[:1]:
-            self.before.remove(event)
-            event()
-        super().append(bell)
-        for event in self.after[:1]:
-            self.after.remove(event)
-            event()
-
-
-@pytest.fixture
-def bells() -> Iterator[Bells]:
-    """What the workers that are made keep their bells in."""
-    bells = Bells()
-    with patch("kvdepot.tiers.workers.deque", MagicMock(side_effect=[bells, deque()])) as made:
-        made.__getitem__.return_value = deque
-        yield bells
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_call_that_comes_as_a_worker_falls_asleep_is_made(when: str, notebook: Notebook, bells: Bells) -> None:
-    workers = notebook.hire(0)
-    setattr(bells, when, [lambda: workers.hand_in([Call(Job(Operation.READ), 0, 0)])] * 5)
-    workers.hire()
-    notebook.wait_for(5)
-    workers.hand_in([Call(Job(Operation.READ), 0, 0)])
-    notebook.wait_for(6)
+@pytest.mark.usefixtures("hasty_interpreter")
+@pytest.mark.parametrize("num_threads", [1, NUM_THREADS])
+def test_a_call_that_comes_as_a_worker_falls_asleep_is_made(num_threads: int, notebook: Notebook) -> None:
+    workers = notebook.hire(num_threads)
+    for number in range(1, 10 * ROUNDS):
+        workers.hand_in([Call(Job(Operation.READ), 0, 0)])
+        while len(notebook.ended) < number - number % 2:  # every other time the worker is on its way to sleep
+            os.sched_yield()
+    notebook.wait_for(10 * ROUNDS - 1)
     workers.end()
 
 
-def test_writes_that_waited_for_a_clear_are_made_side_by_side(bells: Bells) -> None:
+@pytest.mark.usefixtures("hasty_interpreter")
+@pytest.mark.parametrize("num_reads", [0, 1] * 10)
+def test_writes_that_waited_for_a_clear_are_made_side_by_side(num_reads: int) -> None:
+    """Also if the thread that made the clear makes a read next."""
     may_end, writers, ended = threading.Event(), threading.Barrier(NUM_THREADS - 1), list[Call]()
 
     def make(call: Call) -> None:
-        if call.operation is Operation.CLEAR:
-            may_end.wait(30)
-        else:
+        if call.operation is Operation.WRITE:
             writers.wait(20)
+        else:
+            may_end.wait(30)
 
     workers = Workers("clear", NUM_THREADS - 1, make, ended.append, time.monotonic)
     for _ in range(NUM_THREADS):
         workers.hire()
-    wait_until(lambda: bells.num_left == NUM_THREADS)
-    workers.hand_in([Call(Job(Operation.CLEAR), 0, 0)])
-    wait_until(lambda: bool(workers.running()))
+    workers.hand_in([Call(Job(Operation.CLEAR), 0, 0)] + [Call(Job(Operation.READ), 0, 0) for _ in range(num_reads)])
+    wait_until(lambda: len(workers.running()) == 1 + num_reads)
     workers.hand_in([Call(Job(Operation.WRITE), 0, 0) for _ in range(NUM_THREADS - 1)])
-    wait_until(lambda: bells.num_left == 2 * NUM_THREADS - 1, what="those who were woken in vain")
+    assert workers.num_waiting(Operation.WRITE) == NUM_THREADS - 1
     may_end.set()
-    wait_until(lambda: len(ended) == NUM_THREADS, 25)
+    wait_until(lambda: len(ended) == NUM_THREADS + num_reads, 25)
     assert not writers.broken
     workers.end()
 
@@ -184,34 +157,24 @@ def num_threads(name: str) -> int:
     return sum(thread.name.startswith(name) for thread in threading.enumerate())
 
 
-def test_the_loop_does_not_wait_for_a_worker_that_holds_what_workers_share() -> None:
-    """The clock stands still for workers only: they look at it while they hold their lock."""
-    loop, may_go_on, num_stuck = threading.current_thread(), threading.Event(), Counter[str]()
-
-    def clock() -> float:
-        if threading.current_thread() is not loop:
-            num_stuck["workers"] += 1
-            may_go_on.wait(30)
-        return time.monotonic()
-
+def test_the_loop_does_not_wait_for_workers_whose_calls_hang() -> None:
     pool = make_pool()
-    queue = TierQueue(MemoryTier(pool, 64 * EXTENT_BYTES), pool, "stuck", num_threads=NUM_THREADS, clock=clock)
+    tier = FaultyTier(MemoryTier(pool, 64 * EXTENT_BYTES))
+    queue = TierQueue(tier, pool, "stuck", num_threads=NUM_THREADS)
     keys = [make_key(number) for number in range(3)]
-
-    def submit(operation: Operation) -> None:
-        assert queue.submit(Job(operation, keys, extents_of(0, [4096] * 3)))
-
-    submit(Operation.READ)
-    wait_until(lambda: num_stuck["workers"] == 1)
+    tier.hang = True
     began = time.monotonic()
+    for number in range(1, NUM_THREADS + 1):
+        assert queue.submit(Job(Operation.READ, keys, extents_of(0, [4096] * 3)))
+        wait_until(lambda number=number: tier.num_calls == number)
     for operation in (Operation.CONTAINS, Operation.READ, Operation.WRITE):
-        submit(operation)
+        assert queue.submit(Job(operation, keys, extents_of(0, [4096] * 3)))
     queue.expire()
     assert queue.poll() == []
-    assert queue.next_deadline() is None
+    assert queue.next_deadline() is not None
     assert queue.status().num_waiting_writes == 1
     assert [list(dropped) for dropped in [queue.drop_writes(None, None)]] == [[1]]
-    assert time.monotonic() - began < 10, "the worker's lock would be free after 30 s"
-    may_go_on.set()
+    assert time.monotonic() - began < 10, "the calls would end after a minute"
+    tier.hang = False
     wait_until(lambda: bool(queue.poll()))
     queue.close()

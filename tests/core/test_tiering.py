@@ -23,7 +23,7 @@ from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.server import operations
 from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.testing.tier import FaultyTier, make_pool
-from kvdepot.tiers import seal, tiering
+from kvdepot.tiers import promotion, reading, seal
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Operation, Part
 from kvdepot.tiers.memory import MemoryTier
@@ -700,7 +700,7 @@ def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
         raise OSError(errno.EMFILE, "no descriptor is left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiering, "process_start_time", fail)
+        patch.setattr(reading, "process_start_time", fail)
         assert bench.lookup(run) == 0
     assert bench.tiering.num_promotions == 0
     assert bench.lookup(run) == 4
@@ -1129,7 +1129,7 @@ def test_a_tier_is_asked_again_until_it_was_asked_for_all_of_a_prompt(
     groups: tuple[m.GroupShape, ...], most: int, make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: a lookup asked each tier once, for 4,096 entries: 8,192 tokens with eight shards and chunks of 16."""
-    monkeypatch.setattr(tiering, "MAXIMUM_QUESTIONS", most)
+    monkeypatch.setattr(promotion, "MAXIMUM_QUESTIONS", most)
     bench = make(groups, pages=128)
     run = prompt(24)
     bench.store_long(run)

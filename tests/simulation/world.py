@@ -157,7 +157,7 @@ class Server:
                 self.index, [self.queue], TieringSettings(setup.demotion), names_of=self.depot.labels.__getitem__,
                 on_corrupt=self.depot.remove_corrupt, clock=world.clock,
             )  # fmt: skip
-            self.depot.tiering._own_writer = self.writer
+            self.depot.tiering.promotion_context.own_writer = self.writer
         found = self.names.found
         self.watched: set[Writer] = set()
         self.restoring = iter(

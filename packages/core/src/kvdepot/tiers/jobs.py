@@ -1,6 +1,6 @@
 """What a tier is asked: jobs, the calls that they are cut into, and what came of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -16,17 +16,23 @@ class Operation(IntEnum):
     WRITE = 3
 
 
-@dataclass(slots=True)
+def _ignore(*_: object) -> None:
+    """Do nothing with what a job reports."""
+
+
+@dataclass(slots=True, eq=False)
 class Job:
-    """Keys, and for reads and writes their places in the pool; owned by who submitted it."""
+    """Keys, and for reads and writes their places in the pool. The submitter owns it."""
 
     operation: Operation
     keys: Sequence[bytes] = ()
     extents: Extents = ()
-    checksums: Sequence[bytes] = ()  # of what is written: bytes that lack theirs are not
-    labels: tuple[bytes | None, bytes | None] = (None, None)  # of what is cleared
-    makes_checksums: bool = False  # of what was read, once it is in the pool
-    asks_first: bool = False  # what is there already is not written
+    checksums: Sequence[bytes] = ()  # of payloads to write; one that does not match is not written
+    labels: tuple[bytes | None, bytes | None] = (None, None)  # to clear
+    makes_checksums: bool = False  # report the checksums of payloads that were read
+    asks_first: bool = False  # write only entries that the tier lacks
+    on_part: "Callable[[Part], object]" = _ignore  # called by the owner of the queue with each part that it polls
+    on_late: Callable[[], object] = _ignore  # likewise, once, when a call overruns its deadline; parts may still come
     num_left: int = 0  # keys without an outcome
     num_cleared: int | None = None  # None: it failed
     is_late: bool = False  # a call of it has overrun its deadline

@@ -90,7 +90,7 @@ class TierQueue:
         self._clock = clock
         self._workers = Workers(name, self._num_threads - 1, self._make, self._on_ended, clock)
         self._done: deque[Call] = deque()
-        self._num_calls = 0  # that were handed in and not reported
+        self.num_calls = 0  # that were handed in and not reported
         self._num_workers = 0
         self._num_hung = 0
         self._num_errors = 0  # in a row
@@ -125,7 +125,7 @@ class TierQueue:
         self._close_if_idle()
 
     def _close_if_idle(self) -> None:
-        if not self._num_calls and not self._closing:
+        if not self.num_calls and not self._closing:
             self._closing = True  # nobody else closes it
             self._workers.end()
             threading.Thread(target=self.tier.close, name=f"kvdepot-{self.name}-close", daemon=True).start()
@@ -141,7 +141,7 @@ class TierQueue:
         if job.operation is Operation.CONTAINS:
             step = max(step, _QUESTIONS_A_CALL)
         firsts = range(0, max(1, len(job.keys)), step)
-        self._num_calls += len(firsts)
+        self.num_calls += len(firsts)
         self._workers.hand_in(Call(job, first, min(first + step, len(job.keys))) for first in firsts)
         return True
 
@@ -346,7 +346,7 @@ class TierQueue:
 
     def _report(self, call: Call) -> Part:
         self._judge(call)
-        self._num_calls -= 1
+        self.num_calls -= 1
         if call.is_late:
             self._num_hung -= 1
             self._dismiss()

@@ -1,0 +1,215 @@
+"""Writes entries of the pool to tiers: when they are stored, when they are used again, or when they are about to leave.
+
+The entries stay in the pool meanwhile. The bytes that may wait are bounded for each tier; as its queue fills up, less
+and less of the end of each prefix is taken.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+from kvdepot.config import Demotion
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.index import ChunkIndex
+from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.known import KnownTier
+from kvdepot.tiers.names import EntryKeys
+from kvdepot.tiers.queue import TierQueue
+
+_CHUNKS_A_STEP: Final = 32  # of a prefix that is used again or leaves
+_MOST_PREFIXES: Final = 256  # whose ends are looked at in steps at the same time
+_LEAST_VICTIMS: Final = 2  # a turn, each with the chunks before it, to keep up with stores
+_PRESSURE_BEGINS: Final = 0.5  # of the bytes that may wait to be written
+_RESERVE_SHARE: Final = 0.05  # of the pool, kept free where entries are written as they leave
+
+
+class Demotions:
+    """Decides what is written to tiers, and submits it.
+
+    Args:
+        index: of the pool.
+        tiers: fastest first; the list may grow.
+        keys: of entries.
+        rule: when entries are written.
+        least_tokens: prefixes that are shorter are not written.
+        counters: to count in.
+        on_corrupt: called with record and header of an entry whose bytes do not match their checksum.
+    """
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        tiers: Sequence[KnownTier],
+        keys: EntryKeys,
+        rule: Demotion,
+        least_tokens: int,
+        counters: Counter[str],
+        on_corrupt: Callable[[int, int], object],
+    ) -> None:
+        self._index = index
+        self._tiers = tiers
+        self._keys = keys
+        self._rule = rule
+        self._least_tokens = least_tokens
+        self._counters = counters
+        self._on_corrupt = on_corrupt
+        self._prefixes: dict[int, Iterator[None]] = {}  # steps of long ones, by their last node
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` has something to do now."""
+        return bool(self._prefixes)
+
+    def stored(self, records: Sequence[int]) -> None:
+        """Write entries that were sealed, given in the order of their chunks, if that is the rule."""
+        index = self._index
+        if self._rule is not Demotion.STORE or not records or not self._is_long(index.node_of(records[-1])):
+            return
+        before = index.parent_of(index.node_of(records[0]))
+        if before != NO_NODE and self._is_missing(before):
+            self._begin(index.node_of(records[-1]))  # a tier cannot use them without the chunks before them
+        else:
+            self._write(records)
+
+    def used(self, node: int) -> None:
+        """Write the prefix that ends with this chunk, as it was found, if that is the rule."""
+        if self._rule is not Demotion.EVICT and self._is_long(node):
+            self._begin(node)
+
+    def turn(self, is_over: Callable[[], bool]) -> None:
+        """Do at least one step of each kind of pending work, then continue until `is_over`."""
+        while self._prefixes:
+            node = next(iter(self._prefixes))
+            steps = self._prefixes.pop(node)
+            if next(steps, False) is None:
+                self._prefixes[node] = steps
+            if is_over():
+                break
+        if self._rule is Demotion.EVICT:
+            self._make_reserve(is_over)
+
+    def _begin(self, node: int) -> None:
+        """Write the end of a prefix that tiers lack: a short one now, the rest of a long one in steps."""
+        if node not in self._prefixes and len(self._prefixes) < _MOST_PREFIXES:
+            steps = self._missing_end(node)
+            if next(steps, False) is None:
+                self._prefixes[node] = steps
+
+    def _missing_end(self, node: int) -> Iterator[None]:
+        """Walk from a chunk towards the root as far as tiers lack chunks, then write them from the first one on.
+
+        Once a tier drops something, nothing behind it is written: nobody could use it. The next use tries again.
+        """
+        index, path = self._index, list[tuple[int, bytes]]()
+        nodes = index.space_of(node).nodes
+        while node != NO_NODE and self._is_missing(node):
+            if path and len(path) % _CHUNKS_A_STEP == 0:
+                key = index.key_of(node)
+                yield
+                if nodes.get(key) != node:
+                    return  # it was evicted, and the chunks behind it before
+            path.append((node, index.key_of(node)))
+            node = index.parent_of(node)
+        num_dropped = self._counters["demotions_dropped"]
+        while path:
+            here = [node for node, key in path[: -_CHUNKS_A_STEP - 1 : -1] if nodes.get(key) == node]
+            del path[-_CHUNKS_A_STEP:]
+            records = [record for node in here for record in index.entries(node) if not self._is_written(record)]
+            if records:
+                self._write(records, asks_first=True)
+            if self._counters["demotions_dropped"] != num_dropped:
+                return
+            if path:
+                yield
+                num_dropped = self._counters["demotions_dropped"]
+
+    def _is_missing(self, node: int) -> bool:
+        return any(not self._is_written(record) for record in self._index.entries(node))
+
+    def _is_long(self, node: int) -> bool:
+        index = self._index
+        return (index.depth_of(node) + 1) * index.space_of(node).spec.chunk_tokens >= self._least_tokens
+
+    def _is_written(self, record: int) -> bool:
+        header = self._index.table.header(record)
+        return all(tier.queue.is_open or tier.headers[record] == header for tier in self._tiers)
+
+    def _write(self, records: Sequence[int], *, evicts: bool = False, asks_first: bool = False) -> bool:
+        """Write entries to every tier that lacks them, in their order. Returns False if no tier takes any.
+
+        With `asks_first` the tier is asked, as it may have them from an earlier server and writing may be dear; with
+        `evicts` they leave the pool afterwards.
+        """
+        index, table, is_taken = self._index, self._index.table, False
+        for tier in self._tiers:
+            if tier.queue.is_open:
+                continue
+            missing = [record for record in records if tier.headers[record] != table.header(record)]
+            num_kept = _num_taken(tier.queue, len(missing))
+            self._counters["demotions_dropped"] += len(missing) - num_kept
+            missing = missing[:num_kept]
+            if not missing:
+                continue
+            job = Job(
+                Operation.WRITE,
+                [self._keys.key_of(record) for record in missing],
+                [table.extent(record) for record in missing],
+                [table.owner_of(record) for record in missing],
+                asks_first=asks_first,
+            )
+            if not tier.queue.submit(job):
+                self._counters["demotions_dropped"] += len(missing)
+                continue
+            entries = [(record, table.header(record), index.begin_reading(record)) for record in missing]
+            job.on_part = partial(self._wrote, tier, entries, evicts)
+            is_taken = True
+            for record, header, _ in entries:
+                tier.headers[record] = header
+        return is_taken
+
+    def _wrote(self, tier: KnownTier, entries: Sequence[tuple[int, int, int]], evicts: bool, part: Part) -> None:
+        """Take in the outcomes for some of the entries of a job: record, header and node of each."""
+        for (record, header, node), ok in zip(entries[part.first :], part.outcomes, strict=False):
+            if not ok and tier.headers[record] == header:
+                tier.headers[record] = 0
+            self._index.end_reading(record, node)
+            if evicts:
+                self._index.evict(node)
+        for place in part.corrupt:
+            record, header, _ = entries[place]
+            if self._index.table.header(record) == header:
+                self._on_corrupt(record, header)
+
+    def _make_reserve(self, is_over: Callable[[], bool]) -> None:
+        """Write entries that are about to leave and evict them, until a part of the pool is free or `is_over`."""
+        index = self._index
+        reserve = int(index.extents.ready_bytes * _RESERVE_SHARE)
+        leaving = sum(tier.queue.queued_write_bytes for tier in self._tiers)
+        for number in itertools.count():
+            if index.extents.free_bytes + leaving >= reserve or (number >= _LEAST_VICTIMS and is_over()):
+                return
+            node = index.next_victim()
+            if node is None:
+                return
+            # The chunks before a leaf that leaves are next to leave: they are written together.
+            nodes, records = [node], index.entries(node)
+            while len(nodes) < _CHUNKS_A_STEP and (node := index.parent_of(node)) != NO_NODE and index.is_chain(node):
+                nodes.append(node)
+                records += index.entries(node)
+            records = [record for record in records if not self._is_written(record)]
+            if not self._is_long(nodes[0]) or not records or not self._write(records, evicts=True):
+                for leaf in nodes:
+                    leaving += sum(index.table.extent(record)[1] for record in index.entries(leaf))
+                    if not index.evict(leaf):
+                        break
+                continue
+            leaving += sum(index.table.extent(record)[1] for record in records)
+
+
+def _num_taken(queue: TierQueue, num_entries: int) -> int:
+    """Return how many of these entries to submit: all until half of the bytes that may wait do, then fewer."""
+    fullness = queue.queued_write_bytes / max(1, queue.write_bytes)
+    pressure = min(1.0, (fullness - _PRESSURE_BEGINS) / (1 - _PRESSURE_BEGINS))
+    return num_entries if pressure <= 0 else round(num_entries * (1 - pressure))

@@ -1,0 +1,61 @@
+"""A tier with what the depot has learned of it: the entries that it holds, and how quickly it reads."""
+
+from collections import deque
+from statistics import median
+from typing import Final
+
+from kvdepot.index.columns import make_column
+from kvdepot.tiers.queue import TierQueue
+
+_PACES: Final = 15  # promotions whose median says how fast a tier is
+_LEAST_PACES: Final = 3
+_TRY_ANYWAY: Final = 16  # of so many promotions one is read from a slow tier, to learn that it has become faster
+_TURNED_OVER: Final = 0.25  # share of its entries that a tier evicts before the pool's are thought to be missing there
+
+
+class KnownTier:
+    """One tier, with the depot's knowledge of it.
+
+    Args:
+        queue: of the tier.
+        num_records: of the pool's table.
+
+    Raises:
+        OSError: there is no memory for what is known of its entries.
+    """
+
+    def __init__(self, queue: TierQueue, num_records: int) -> None:
+        self.queue = queue
+        # By record: the header under which an entry is in the tier or on its way there; 0 if that is not known.
+        self.headers = make_column("Q", num_records)
+        self._paces = deque[float](maxlen=_PACES)  # seconds a byte
+        self._num_skipped = 0
+        self._num_evicted = 0  # by the tier, when its headers were last forgotten
+
+    def forget_entries(self) -> None:
+        """Forget which entries the tier holds."""
+        self.headers = make_column("Q", len(self.headers))
+
+    def forget_evicted(self) -> None:
+        """Forget which entries the tier holds once it has evicted a good part of them.
+
+        No lookup asks a tier for entries that the pool has, so they are the coldest there however hot they are.
+        """
+        usage = self.queue.tier.usage()
+        num_evicted = usage.counters.get("evicted", 0)
+        if num_evicted - self._num_evicted > _TURNED_OVER * usage.num_entries:
+            self._num_evicted = num_evicted
+            self.forget_entries()
+
+    def was_read(self, num_bytes: int, seconds: float) -> None:
+        """Note how long a promotion took."""
+        self._paces.append(seconds / num_bytes)
+
+    def is_worth_reading(self, num_bytes: int, compute_seconds: float) -> bool:
+        """Whether reading is quicker than computing, as far as both are known (0: computing is not)."""
+        if not compute_seconds or len(self._paces) < _LEAST_PACES:
+            return True
+        if num_bytes * median(self._paces) <= compute_seconds:
+            return True
+        self._num_skipped += 1
+        return self._num_skipped % _TRY_ANYWAY == 0

@@ -1,0 +1,63 @@
+"""The keys under which entries of the pool are stored in tiers, with what many of them share computed once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvdepot.index.index import ChunkIndex, Space
+from kvdepot.tiers.keys import label_of, place_of, tier_key
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlace:
+    """Where the entries of one shard of one layer group of one model go."""
+
+    group: int
+    shard: int
+    num_bytes: int
+    layout: int
+
+
+class EntryKeys:
+    """Makes keys of entries.
+
+    Args:
+        index: of the pool.
+        names_of: returns tenant and model for the number that the index knows both by.
+    """
+
+    def __init__(self, index: ChunkIndex, names_of: Callable[[int], tuple[str, str]]) -> None:
+        self._index = index
+        self._names_of = names_of
+        self._labels: dict[int, tuple[bytes, bytes]] = {}
+        self._places: dict[tuple[int, int, int, int, int], bytes] = {}
+
+    def labels(self, owner: int) -> tuple[bytes, bytes]:
+        """Return the labels of a tenant and a model."""
+        labels = self._labels.get(owner)
+        if labels is None:
+            tenant, model = self._names_of(owner)
+            labels = self._labels[owner] = label_of(tenant), label_of(model)
+        return labels
+
+    def key(self, owner: int, space: Space, place: ShardPlace, digest: bytes) -> bytes:
+        """Return the key of an entry, whether the pool has it or not."""
+        number = space.number, place.group, place.shard, place.layout, place.num_bytes
+        packed = self._places.get(number)
+        if packed is None:
+            packed = self._places[number] = place_of(
+                space.digest, place.group, place.shard, place.layout, place.num_bytes
+            )
+        return tier_key(*self.labels(owner), packed, digest)
+
+    def key_of(self, record: int) -> bytes:
+        """Return the key of an entry in the pool."""
+        index, table = self._index, self._index.table
+        node = index.node_of(record)
+        group, shard = table.place_of(record)
+        place = ShardPlace(group, shard, table.extent(record)[1], table.layout_of(record))
+        return self.key(index.label_of(node), index.space_of(node), place, table.key_of(record))
+
+
+def labels_to_match(tenant: str | None, model: str | None) -> tuple[bytes | None, bytes | None]:
+    """Return the labels of a tenant's and a model's name; None stays None and stands for any."""
+    return None if tenant is None else label_of(tenant), None if model is None else label_of(model)

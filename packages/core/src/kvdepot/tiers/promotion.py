@@ -1,0 +1,335 @@
+"""Brings prefixes up from tiers into the pool, for lookups that the pool answers only in part.
+
+`Promotion.run` is one prefix's way from top to bottom: a generator that submits jobs and pauses until their parts are
+there; `Reading` is the part of it in which entries are read. `Promotions` resumes those that can go on.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.index.prefix import usable_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.known import KnownTier
+from kvdepot.tiers.names import ShardPlace
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.reading import QUESTIONS_A_STEP, Entry, IsOver, Pause, Prefix, PromotionContext, Reading
+
+MAXIMUM_QUESTIONS: Final = 4096  # keys of one lookup
+MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each turn looks at the deadline of each
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """The lookup that waits for a promotion."""
+
+    seconds: float  # that it waits at most
+    deadline: float
+    on_answer: Callable[[], None] | None  # None once it is answered
+
+    def answer(self) -> None:
+        """Answer the lookup, once."""
+        on_answer, self.on_answer = self.on_answer, None
+        if on_answer is not None:
+            on_answer()
+
+
+class Promotion:
+    """One prefix on its way up.
+
+    Args:
+        context: what it shares with others.
+        tiers: fastest first; may grow.
+        prefix: its chunks.
+        found: leading chunks that the pool has.
+        waiter: the lookup; it is answered when `run` ends or its time is over.
+        wake: called when `run` can go on.
+    """
+
+    def __init__(
+        self,
+        context: PromotionContext,
+        tiers: Sequence[KnownTier],
+        prefix: Prefix,
+        found: int,
+        waiter: Waiter,
+        wake: "Callable[[Promotion], object]",
+    ) -> None:
+        self.prefix = prefix
+        self.waiter = waiter
+        self.steps = self.run()
+        self._context = context
+        self._index = context.index
+        self._tiers = tiers
+        self._found = found
+        self._wake = wake
+        self._is_stopped = False
+        self._asked: TierQueue | None = None  # has a question of it
+        self._reading: Reading | None = None
+        self._num_bytes = 0  # of readings that ended
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether a tier has brought something of it."""
+        return bool(self._num_bytes or (self._reading is not None and self._reading.num_bytes))
+
+    @property
+    def waits_for(self) -> TierQueue | None:
+        """The tier that has a question or a read of it."""
+        return self._asked or (None if self._reading is None else self._reading.waits_for)
+
+    def stop(self) -> None:
+        """Let nothing more of it come up."""
+        self._is_stopped = True
+        if self._reading is not None:
+            self._reading.is_stopped = True
+
+    def run(self) -> Generator[Pause, IsOver, None]:
+        """Ask one tier after the other, until all is here, nobody waits any more, or no tier is left.
+
+        A tier that had all that it was asked for is asked again for what follows.
+        """
+        tiers, num_chunks, number = self._tiers, self.prefix.num_chunks, 0
+        while number < len(tiers) and not self._is_stopped:
+            before = self._found
+            limit = yield from self._bring_from(tiers[number])
+            if limit and (self._found == num_chunks or self.waiter.on_answer is None):
+                return
+            if not limit or self._found == before or limit == num_chunks:
+                number += 1
+
+    def _bring_from(self, tier: KnownTier) -> Generator[Pause, IsOver, int]:
+        """Have one tier read what it has; return how many leading chunks it was asked for, 0 if nothing was read.
+
+        The first chunk that is missing is asked for by itself: a prompt that nobody has seen costs one small question,
+        however long it is.
+        """
+        prefix, space = self.prefix, self.prefix.space
+        if tier.queue.is_open:
+            return 0
+        entries = self._missing_of(self._found) if space.full_mask else []
+        entries = [(chunk, place) for chunk, place in entries if space.full_mask & 1 << place.group]
+        limit, is_first, there = self._found + 1, bool(entries), list[bool]()
+        if is_first:
+            there = yield from self._ask(tier, entries)
+            if not there or not all(there):
+                return 0
+        if not is_first or space.windows or limit < prefix.num_chunks:
+            limit = min(prefix.num_chunks, self._found + max(1, MAXIMUM_QUESTIONS // len(prefix.places)))
+            entries = yield from self._missing_before(limit)
+            there = yield from self._ask(tier, entries)
+            if not there:
+                return 0
+        length = yield from self._usable_prefix(limit, entries, there)
+        if length <= self._found or self._is_stopped:
+            return 0
+        wanted, num_bytes = yield from self._wanted(length)
+        num_tokens = (length - self._found) * space.spec.chunk_tokens
+        if not tier.is_worth_reading(num_bytes, num_tokens * prefix.token_seconds):
+            self._context.counters["promotions_not_worth_it"] += 1
+            return 0
+        yield from self._read(tier, wanted)
+        return limit
+
+    def _ask(self, tier: KnownTier, entries: Sequence[Entry]) -> Generator[Pause, IsOver, list[bool]]:
+        """Return which entries the tier says it has; nothing if it is not asked or is late."""
+        prefix, there = self.prefix, [False] * len(entries)
+
+        def on_part(part: Part) -> None:
+            there[part.first : part.first + len(part.outcomes)] = part.outcomes
+            if part.is_last:
+                self._wake(self)
+
+        keys: list[bytes] = []
+        for number, (chunk, place) in enumerate(entries, 1):
+            keys.append(self._context.keys.key(prefix.owner, prefix.space, place, prefix.digest(chunk)))
+            if number % QUESTIONS_A_STEP == 0:
+                yield Pause.STEP
+        job = Job(Operation.CONTAINS, keys, on_part=on_part, on_late=lambda: self._wake(self))
+        if not entries or not tier.queue.submit(job):
+            return []
+        self._asked = tier.queue
+        while job.num_left and not job.is_late:
+            yield Pause.WAIT
+        self._asked = None
+        if job.is_late:
+            self._is_stopped |= self.waiter.on_answer is None
+            return []
+        return there
+
+    # --- the choice -----------------------------------------------------------------------------------------------
+
+    def _missing_of(self, chunk: int) -> list[Entry]:
+        """Return the entries of a chunk that the pool lacks and that a longer prefix may need."""
+        index, space = self._index, self.prefix.space
+        node = index.node(space, self.prefix.digest(chunk), chunk)
+        known = space.full_mask if chunk < self._found else 0
+        return [
+            (chunk, place)
+            for place in self.prefix.places
+            if not known & 1 << place.group and (node is None or index.entry(node, place.group, place.shard) is None)
+        ]
+
+    def _missing_before(self, limit: int) -> Generator[Pause, IsOver, list[Entry]]:
+        windows = max((chunks for _, chunks in self.prefix.space.windows), default=0)
+        first = max(0, self._found + 1 - windows) if windows else self._found
+        chunks_a_step = max(1, QUESTIONS_A_STEP // len(self.prefix.places))
+        entries: list[Entry] = []
+        for start in range(first, limit, chunks_a_step):
+            yield Pause.STEP
+            for chunk in range(start, min(start + chunks_a_step, limit)):
+                entries += self._missing_of(chunk)
+        return entries
+
+    def _usable_prefix(
+        self, limit: int, entries: Sequence[Entry], there: Sequence[bool]
+    ) -> Generator[Pause, IsOver, int]:
+        """Return how many leading chunks could be used if everything that is there, here or coming were in the pool."""
+        index, prefix, space = self._index, self.prefix, self.prefix.space
+        in_tier: set[tuple[int, int, int]] = set()
+        for number, ((chunk, place), is_there) in enumerate(zip(entries, there, strict=True)):
+            if number % QUESTIONS_A_STEP == 0:
+                yield Pause.STEP
+            if is_there:
+                in_tier.add((chunk, place.group, place.shard))
+        by_group: dict[int, list[ShardPlace]] = {}
+        for place in prefix.places:
+            by_group.setdefault(place.group, []).append(place)
+
+        def has(chunk: int, group: int) -> bool:
+            node = index.node(space, prefix.digest(chunk), chunk)
+            for place in by_group[group]:
+                if (chunk, group, place.shard) in in_tier:
+                    continue
+                record = None if node is None else index.entry(node, group, place.shard)
+                if record is None or not (self._context.is_sealed(record) or self._context.is_coming[record]):
+                    return False
+            return True
+
+        full = [group for group in by_group if space.full_mask & 1 << group]
+        windows = [(group, space.chunks_needed[group]) for group in by_group if not space.full_mask & 1 << group]
+        length = self._found if full else limit
+        while length < limit:
+            end = min(limit, length + QUESTIONS_A_STEP)
+            length = usable_prefix(end, has, full, start=length)
+            if length < end:
+                break
+            yield Pause.STEP
+        return usable_prefix(length, has, windows=windows, start=self._found)
+
+    def _wanted(self, length: int) -> Generator[Pause, IsOver, tuple[deque[Entry], int]]:
+        """Return the entries that a prefix of this length needs behind what the pool has, and their payload bytes."""
+        space, places = self.prefix.space, self.prefix.places
+        first_of = [
+            self._found if group.kind is GroupKind.FULL_ATTENTION else max(0, length - chunks)
+            for group, chunks in zip(space.spec.groups, space.chunks_needed, strict=True)
+        ]
+        wanted: deque[Entry] = deque()
+        for chunk in range(min(first_of), length):
+            if chunk % QUESTIONS_A_STEP == 0:
+                yield Pause.STEP
+            wanted.extend((chunk, place) for place in places if chunk >= first_of[place.group])
+        return wanted, sum((length - first_of[place.group]) * place.num_bytes for place in places)
+
+    def _read(self, tier: KnownTier, wanted: deque[Entry]) -> Generator[Pause, IsOver, None]:
+        """Have entries read, then learn how far the pool's prefix reaches and how quick the tier was."""
+        context, waiter, began = self._context, self.waiter, self._context.clock()
+        self._reading = reading = Reading(context, self.prefix, tier, wanted, lambda: self._wake(self))
+        reading.is_stopped = self._is_stopped
+        yield from reading.run()
+        self._reading = None
+        self._num_bytes += reading.num_bytes
+        if reading.num_bytes:
+            now = context.clock()
+            tier.was_read(reading.num_bytes, now - began)
+            has_waited = now - waiter.deadline + waiter.seconds
+            if waiter.on_answer is not None and has_waited <= context.patience_seconds:
+                tier.queue.was_in_time()
+        found, _ = self._index.longest_prefix(self.prefix.space, self.prefix.digests)
+        self._found = max(self._found, found)
+
+
+class Promotions:
+    """All prefixes on their way up.
+
+    Args:
+        context: what they share.
+        tiers: fastest first; the list may grow.
+    """
+
+    def __init__(self, context: PromotionContext, tiers: Sequence[KnownTier]) -> None:
+        self._context = context
+        self._tiers = tiers
+        self._pins: dict[Promotion, tuple[int, ...]] = {}  # of all that have not ended
+        self._ready: dict[Promotion, None] = {}  # those that can go on, the next one first
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def num_coming(self) -> int:
+        """Entries that are being read."""
+        return self._context.num_coming
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further prefix is taken."""
+        return len(self._pins) >= MAXIMUM_PROMOTIONS
+
+    def begin(self, prefix: Prefix, found: int, pins: tuple[int, ...], waiter: Waiter) -> None:
+        """Bring up what the pool lacks behind `found` chunks, whose nodes stay pinned until the end."""
+        self._context.index.pin(pins)
+        promotion = Promotion(self._context, self._tiers, prefix, found, waiter, self._wake)
+        self._pins[promotion] = pins
+        self._resume(promotion, None)
+
+    def stop(self, is_meant: Callable[[int], bool]) -> None:
+        """Let nothing more come up for the owners that are meant."""
+        for promotion in self._pins:
+            if is_meant(promotion.prefix.owner):
+                promotion.stop()
+
+    def turn(self, is_over: IsOver) -> None:
+        """Answer lookups whose time is over, then resume what can go on: one at least, more until `is_over`."""
+        for promotion, waiter in self._late(self._context.clock()):
+            self._context.counters["promotions_late"] += 1
+            queue = promotion.waits_for
+            if queue is not None and not promotion.has_landed and waiter.seconds >= self._context.patience_seconds:
+                queue.was_too_late(self._context.patience_seconds)
+            waiter.answer()
+            if is_over():
+                break
+        while self._ready:
+            promotion = next(iter(self._ready))
+            del self._ready[promotion]
+            self._resume(promotion, is_over)
+            if is_over():
+                break
+
+    def _late(self, now: float) -> list[tuple[Promotion, Waiter]]:
+        return [(p, p.waiter) for p in self._pins if p.waiter.on_answer is not None and p.waiter.deadline <= now]
+
+    def next_deadline(self) -> float | None:
+        """Return when `turn` has something to do at the latest; None for never."""
+        if self._ready:
+            return self._context.clock()
+        waiters = [promotion.waiter for promotion in self._pins]
+        return min((waiter.deadline for waiter in waiters if waiter.on_answer is not None), default=None)
+
+    def _wake(self, promotion: Promotion) -> None:
+        if promotion in self._pins:
+            self._ready[promotion] = None
+
+    def _resume(self, promotion: Promotion, is_over: IsOver | None) -> None:
+        try:
+            pause = next(promotion.steps) if is_over is None else promotion.steps.send(is_over)
+        except StopIteration:
+            self._ready.pop(promotion, None)
+            pins = self._pins.pop(promotion)
+            promotion.waiter.answer()
+            self._context.index.unpin(pins)
+        else:
+            if pause is Pause.STEP:
+                self._ready[promotion] = None

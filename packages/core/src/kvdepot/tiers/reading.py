@@ -1,0 +1,298 @@
+"""Has one tier read entries of one prefix into the pool, many at a time, and seals them in the order of the prefix.
+
+Entries that are on their way already are waited for, never read twice. A read that overruns the tier's deadline is
+given up with everything behind it: only the extents that the tier may still write to stay taken until it returns, and
+engines can store their chunks.
+
+Records of entries that are being read name the process that writes them, so a depot that is killed leaves nothing
+behind that could be found.
+"""
+
+import itertools
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeAlias
+
+from kvdepot.index.columns import make_column
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.pool.table import SEALED, Writer
+from kvdepot.processes.identity import process_start_time
+from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.known import KnownTier
+from kvdepot.tiers.names import EntryKeys, ShardPlace
+from kvdepot.tiers.queue import TierQueue
+
+# One step is at most about half a millisecond, then the loop looks at the time.
+QUESTIONS_A_STEP: Final = 128  # entries that are looked for
+_ENTRIES_A_STEP: Final = 24  # that are given extents, or sealed
+_LEAST_ENTRIES: Final = 8  # that are given extents however late it is, as tiers take several at a time
+
+IsOver: TypeAlias = Callable[[], bool]
+Entry: TypeAlias = tuple[int, ShardPlace]  # chunk and place
+
+
+class Pause(Enum):
+    """Why a promotion gives way."""
+
+    STEP = 0  # others go first
+    WAIT = 1  # it waits for a tier or for entries of another promotion
+
+
+class _State(Enum):
+    COMING = 0
+    HERE = 1
+    FAILED = 2
+    LOST = 3  # its read is late: it has left the index, and its extent is free once the read returns
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """An entry that is being read into the pool."""
+
+    record: int
+    state: _State = _State.COMING
+    checksum: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The chunks that a lookup asked for.
+
+    Attributes:
+        space: of the chunks.
+        digests: packed `(num_chunks, 32)`, from chunk 0 on.
+        places: of every shard of every group of the model's cache.
+        owner: number of tenant and model.
+        token_seconds: what computing a token takes the engine, 0 for unknown.
+    """
+
+    space: Space
+    digests: bytes
+    places: Sequence[ShardPlace]
+    owner: int
+    token_seconds: float = 0.0
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all of it."""
+        return len(self.digests) // DIGEST_BYTES
+
+    def digest(self, chunk: int) -> bytes:
+        """Return the key of one chunk."""
+        return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+
+
+@dataclass(slots=True)
+class PromotionContext:
+    """What all promotions of a depot share: above all which entries are on their way."""
+
+    index: ChunkIndex
+    keys: EntryKeys
+    counters: Counter[str]
+    clock: Callable[[], float]
+    patience_seconds: float  # the most that a lookup waits
+    makes_checksums: bool
+    own_writer: Writer | None = field(init=False, default=None)  # this process, once it is known
+    awaited: "dict[int, list[Reading]]" = field(init=False)  # by record
+    is_coming: "memoryview[int]" = field(init=False)  # by record: 1 while a tier reads it into the pool
+    num_coming: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.awaited = {}
+        self.is_coming = make_column("B", self.index.table.num_records)
+
+    def writer_of(self, queue: TierQueue) -> Writer:
+        """Return the process that writes a tier's bytes into the pool.
+
+        Raises:
+            OSError: the time when that process began cannot be read.
+        """
+        pid = queue.tier.writer_pid
+        if pid:
+            return Writer(pid, process_start_time(pid))
+        if self.own_writer is None:  # kept, as reading a file lets threads of tiers take the interpreter's lock
+            self.own_writer = Writer(os.getpid(), process_start_time(os.getpid()))
+        return self.own_writer
+
+    def departs(self, record: int) -> None:
+        """Note that a tier reads an entry into the pool."""
+        self.is_coming[record] = 1
+        self.num_coming += 1
+
+    def arrived(self, record: int) -> None:
+        """Let those go on that wait for an entry: it is in the pool, or will not come."""
+        self.num_coming -= self.is_coming[record]
+        self.is_coming[record] = 0
+        for reading in self.awaited.pop(record, ()):
+            reading.num_awaited -= 1
+            reading.wake()
+
+    def is_sealed(self, record: int) -> bool:
+        """Whether an entry is complete in the pool."""
+        return self.index.table.header(record) & 0xFF == SEALED
+
+
+class Reading:
+    """Entries of one prefix that one tier reads into the pool.
+
+    Args:
+        context: what all promotions share.
+        prefix: whose entries they are.
+        tier: reads them.
+        wanted: chunk and place of each, in the order of the prefix.
+        wake: called when `run` can go on.
+    """
+
+    def __init__(
+        self,
+        context: PromotionContext,
+        prefix: Prefix,
+        tier: KnownTier,
+        wanted: deque[Entry],
+        wake: Callable[[], object],
+    ) -> None:
+        self.wake = wake
+        self.is_stopped = False  # nothing more of it is to be sealed
+        self.num_awaited = 0  # entries on their way in other promotions
+        self.num_bytes = 0  # that were sealed
+        self._context = context
+        self._index = context.index
+        self._prefix = prefix
+        self._tier = tier
+        self._wanted = wanted
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def waits_for(self) -> TierQueue | None:
+        """The tier, if it has reads that were not taken in."""
+        return self._tier.queue if self._flights else None
+
+    def run(self) -> Generator[Pause, IsOver, None]:
+        """Read and seal all that is wanted; nothing more is sealed after an entry that failed."""
+        wanted, flights, context, is_broken = self._wanted, self._flights, self._context, False
+        while wanted or flights or self.num_awaited:
+            can_go_on = wanted or (flights and flights[0].state is not _State.COMING)
+            is_over = yield Pause.STEP if can_go_on else Pause.WAIT
+            is_broken |= self.is_stopped
+            if wanted and not is_broken:
+                self._submit(self._make_flights(is_over))
+            landed: list[_Flight] = []
+            for _ in range(_ENTRIES_A_STEP):
+                if not flights or flights[0].state is _State.COMING:
+                    break
+                flight = flights.popleft()
+                is_broken |= flight.state is not _State.HERE
+                if not is_broken:
+                    landed.append(flight)
+                elif flight.state is not _State.LOST:
+                    self._index.discard_entry(flight.record)
+                    context.counters["promotions_failed"] += 1
+                    context.arrived(flight.record)
+            self._seal(landed)
+            if is_broken:
+                wanted.clear()
+
+    def _make_flights(self, is_over: IsOver) -> list[tuple[_Flight, bytes]]:
+        """Give extents to the next entries that are wanted, to a few at least; return them with their keys.
+
+        What is in the pool by now is left out, and what is on its way is waited for. Where nothing can be read any
+        more, nothing is wanted any more.
+        """
+        index, context, prefix, space, wanted = (
+            self._index, self._context, self._prefix, self._prefix.space, self._wanted
+        )  # fmt: skip
+        flights: list[tuple[_Flight, bytes]] = []
+        if self._tier.queue.is_open:
+            wanted.clear()
+            return flights
+        try:
+            writer = context.writer_of(self._tier.queue)
+        except OSError:  # no descriptor is left: nobody could tell later whether it still writes
+            context.counters["promotions_without_descriptor"] += 1
+            wanted.clear()
+            return flights
+        most_steps = index.num_room_steps + MOST_EVICTED
+        for _ in range(QUESTIONS_A_STEP):
+            if not wanted or len(flights) == _ENTRIES_A_STEP or (len(flights) >= _LEAST_ENTRIES and is_over()):
+                break
+            chunk, place = wanted.popleft()
+            digest = prefix.digest(chunk)
+            node = index.node(space, digest, chunk)
+            record = None if node is None else index.entry(node, place.group, place.shard)
+            if record is not None:
+                if context.is_coming[record]:
+                    context.awaited.setdefault(record, []).append(self)
+                    self.num_awaited += 1
+                elif not context.is_sealed(record):
+                    wanted.clear()  # an engine is writing it, or a tier that hangs
+                continue
+            parent = index.node(space, prefix.digest(chunk - 1), chunk - 1) if chunk else None
+            if (chunk and parent is None and space.full_mask) or (node is None and digest in space.nodes):
+                wanted.clear()
+                break
+            record = index.begin_entry(
+                EntryPlace(
+                    space, digest, NO_NODE if parent is None else parent, chunk, place.group, place.shard,
+                    place.num_bytes, place.layout, prefix.owner, writer,
+                ),
+                most_steps - index.num_room_steps,
+            )  # fmt: skip
+            if record is None:
+                context.counters["promotions_without_room"] += 1
+                wanted.clear()
+                break
+            flights.append((_Flight(record), context.keys.key(prefix.owner, space, place, digest)))
+        return flights
+
+    def _submit(self, begun: Sequence[tuple[_Flight, bytes]]) -> None:
+        if not begun:
+            return
+        flights = [flight for flight, _ in begun]
+        extents = [self._index.table.extent(flight.record) for flight in flights]
+
+        def on_part(part: Part) -> None:
+            checksums = part.checksums or itertools.repeat(b"")
+            for flight, ok, checksum in zip(flights[part.first :], part.outcomes, checksums, strict=False):
+                flight.checksum = checksum
+                if flight.state is _State.LOST:
+                    self._index.free_abandoned(flight.record)
+                else:
+                    flight.state = _State.HERE if ok else _State.FAILED
+            self.wake()
+
+        def on_late() -> None:
+            for flight in flights:
+                if flight.state is _State.COMING:
+                    flight.state = _State.LOST
+                    self._index.abandon_entry(flight.record)
+                    self._context.counters["promotions_failed"] += 1
+                    self._context.arrived(flight.record)
+            self.wake()
+
+        for flight in flights:
+            self._context.departs(flight.record)
+        self._flights += flights
+        job = Job(
+            Operation.READ, [key for _, key in begun], extents,
+            makes_checksums=self._context.makes_checksums, on_part=on_part, on_late=on_late,
+        )  # fmt: skip
+        if not self._tier.queue.submit(job):
+            for flight in flights:
+                flight.state = _State.FAILED
+
+    def _seal(self, flights: Sequence[_Flight]) -> None:
+        if not flights:
+            return
+        index, table, context = self._index, self._index.table, self._context
+        checksums = b"".join(flight.checksum for flight in flights)
+        index.seal_entries([flight.record for flight in flights], int(context.clock()), checksums)
+        context.counters["entries_promoted"] += len(flights)
+        for flight in flights:
+            self.num_bytes += table.extent(flight.record)[1]
+            self._tier.headers[flight.record] = table.header(flight.record)
+            context.arrived(flight.record)
