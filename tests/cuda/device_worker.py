@@ -1,5 +1,8 @@
 """A worker of the suites whose memory the driver allocates: NVIDIA's, or the fake one as if it were that.
 
+All its tensors are views of one allocation of whole 2 MiB, as an engine's are: a driver may put smaller allocations into
+one block of its own and share that block whole. `small_allocations` makes one for each tensor nevertheless.
+
 Needs no torch. In mode `direct` `wait_until_connected` returns when pieces of the pool are registered and the kernel is
 loaded, if one was asked for, so that a suite that passes has used both.
 """
@@ -17,21 +20,23 @@ from kvdepot_cuda.nvidia import CudaDriver
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeTensor
 
 PIECE_BYTES = 8 << 20
+ALLOCATION_BYTES = 2 << 20
+ALIGNMENT = 512  # of a tensor, as torch has it
 SETTLE_SECONDS = 60.0  # Triton compiles
 
 
 class Memory:
-    """Memory on the device, and a way into it; not for two threads at a time."""
+    """Memory on the device, zeroed, and a way into it; not for two threads at a time."""
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
         self._driver = driver
         with driver.activated():
             self.address = driver.allocate_device(num_bytes)
             self._stream = driver.create_stream()
-        self.copy(np.zeros(num_bytes, np.uint8), 0, Direction.TO_DEVICE)
+        self.copy(np.zeros(num_bytes, np.uint8), self.address, Direction.TO_DEVICE)
 
-    def copy(self, host: Any, offset: int, direction: Direction) -> None:
-        ends = (int(host.ctypes.data), self.address + offset)
+    def copy(self, host: Any, address: int, direction: Direction) -> None:
+        ends = (int(host.ctypes.data), address)
         source, target = ends if direction is Direction.TO_DEVICE else ends[::-1]
         with self._driver.activated():
             self._driver.copy(source, target, host.size, direction, self._stream)
@@ -44,21 +49,42 @@ class Memory:
 
 
 class DeviceWorker:
-    def __init__(self, url: str, plan: WorkerPlan, *, open_driver: OpenDriver = CudaDriver, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        plan: WorkerPlan,
+        *,
+        open_driver: OpenDriver = CudaDriver,
+        small_allocations: bool = False,
+        **options: Any,
+    ) -> None:
         self.driver = open_driver(0)
-        self._memories = [
-            [Memory(self.driver, plan.num_blocks * (size + group.padding_bytes)) for size in group.page_sizes_bytes]
-            for group in plan.groups
+        sizes = [
+            [plan.num_blocks * (size + group.padding_bytes) for size in group.page_sizes_bytes] for group in plan.groups
         ]
+        self._memories: list[Memory] = []
+        self._addresses: list[list[int]] = []
+        if small_allocations:
+            for group_sizes in sizes:
+                self._memories += (mine := [Memory(self.driver, size) for size in group_sizes])
+                self._addresses.append([memory.address for memory in mine])
+        else:
+            total = sum(-(-size // ALIGNMENT) * ALIGNMENT for group_sizes in sizes for size in group_sizes)
+            self._memories.append(Memory(self.driver, -(-total // ALLOCATION_BYTES) * ALLOCATION_BYTES))
+            free = self._memories[0].address
+            for group_sizes in sizes:
+                steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in group_sizes]
+                self._addresses.append([free + sum(steps[:number]) for number in range(len(steps))])
+                free += sum(steps)
         groups = [
             CacheGroup(
                 [
-                    FakeTensor(memory.address, (plan.num_blocks, size), (size + group.padding_bytes, 1))
-                    for memory, size in zip(memories, group.page_sizes_bytes, strict=True)
+                    FakeTensor(address, (plan.num_blocks, size), (size + group.padding_bytes, 1))
+                    for address, size in zip(addresses, group.page_sizes_bytes, strict=True)
                 ],
                 group.block_tokens, group.kind, group.window_tokens, group.shard, group.num_shards,
             )
-            for memories, group in zip(self._memories, plan.groups, strict=True)
+            for addresses, group in zip(self._addresses, plan.groups, strict=True)
         ]  # fmt: skip
         options = {"piece_bytes": PIECE_BYTES} | options
         self._plan = plan
@@ -87,12 +113,12 @@ class DeviceWorker:
 
     def _copy(self, group: int, page: int, block: int, host: Any, direction: Direction) -> None:
         plan = self._plan.groups[group]
-        self._memories[group][page].copy(host, block * (plan.page_sizes_bytes[page] + plan.padding_bytes), direction)
+        offset = block * (plan.page_sizes_bytes[page] + plan.padding_bytes)
+        self._memories[0].copy(host, self._addresses[group][page] + offset, direction)
 
     def close(self) -> None:
         """Leave the depot and free the memory: nobody else has it open by then."""
         self.context.close()
-        for memories in self._memories:
-            for memory in memories:
-                memory.free()
+        for memory in self._memories:
+            memory.free()
         self.driver.close()

@@ -29,6 +29,10 @@ class SharedDriver(FakeDriver):
 
     num_open = 2
 
+    def allocate_device(self, num_bytes: int) -> int:
+        self.allocated = [*getattr(self, "allocated", []), num_bytes]
+        return super().allocate_device(num_bytes)
+
     def close(self) -> None:
         self.num_open -= 1
         if not self.num_open:
@@ -37,6 +41,18 @@ class SharedDriver(FakeDriver):
 
 def device_worker(url: str, driver: FakeDriver, **options: Any) -> DeviceWorker:
     return DeviceWorker(url, PLAN, open_driver=lambda _ordinal: driver, **({"compile_gather": fake_gather} | options))
+
+
+@pytest.mark.parametrize("small_allocations", [False, True])
+def test_a_worker_has_one_allocation_as_an_engine_has(small_allocations: bool, depot: DepotProcess) -> None:
+    driver = SharedDriver()
+    worker = device_worker(depot.url, driver, small_allocations=small_allocations)
+    if small_allocations:
+        assert len(driver.allocated) == sum(len(group.page_sizes_bytes) for group in PLAN.groups) > 1
+    else:
+        assert [size % (2 << 20) for size in driver.allocated] == [0]
+    worker.close()
+    assert driver.left_over == {}
 
 
 @pytest.mark.parametrize("options", [{}, KERNEL])

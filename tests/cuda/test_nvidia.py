@@ -31,7 +31,7 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
     "cuCtxPopCurrent": (70,),
     "cuDeviceGetUuid": (types.SimpleNamespace(bytes=bytes(range(16))),),
     "cuPointerGetAttribute": (True,),
-    "cuMemGetAddressRange": (REAL.CUdeviceptr(4096), 8192),
+    "cuMemGetAddressRange": (REAL.CUdeviceptr(4096), 8192),  # where `export_memory` looks
     "cuIpcOpenMemHandle": (REAL.CUdeviceptr(1 << 40),),
     "cuDeviceGetAttribute": (9,),
     "cuMemHostGetDevicePointer": (4097,),
@@ -81,6 +81,8 @@ class StandIn(types.SimpleNamespace):
                 self.parameters.append(
                     tuple(kind.from_address(place).value for kind, place in zip(kinds, places, strict=True))
                 )  # fmt: skip
+            if code < 0:  # what the bindings themselves do with a code that they do not know
+                raise KeyError(-code) if code % 2 else ValueError(f"{-code} is not a valid CUresult")
             if name == "cuGetProcAddress":
                 return code, ctypes.cast(self._batch_copy, ctypes.c_void_p).value, 0
             return (code, *ANSWERS.get(name, ()))
@@ -258,7 +260,10 @@ def test_memory_without_a_handle_says_whose_it_is(cuda: StandIn, monkeypatch: py
     assert "cuIpcGetMemHandle" not in cuda.names()
 
 
-def test_a_handle_is_opened_with_its_64_bytes_and_its_size_asked_for(cuda: StandIn) -> None:
+def test_a_handle_is_opened_with_its_64_bytes_and_its_size_asked_for(
+    cuda: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ANSWERS, "cuMemGetAddressRange", (REAL.CUdeviceptr(1 << 40), 8192))
     driver = CudaDriver(0)
     assert driver.open_memory(HANDLE) == (1 << 40, 8192)
     (opened,) = [call for call in cuda.calls if call[0] == "cuIpcOpenMemHandle"]
@@ -267,6 +272,30 @@ def test_a_handle_is_opened_with_its_64_bytes_and_its_size_asked_for(cuda: Stand
     for wrong in (b"", HANDLE[:-1], HANDLE + b"x"):
         with pytest.raises(DriverError, match="a handle of"):
             driver.open_memory(wrong)
+
+
+def test_a_handle_that_opens_inside_an_allocation_is_refused(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end would be taken for the end of the opened memory, which lies further on."""
+    del cuda
+    monkeypatch.setitem(ANSWERS, "cuMemGetAddressRange", (REAL.CUdeviceptr((1 << 40) - 512), 8192))
+    with pytest.raises(DriverError, match="512 bytes behind the base"):
+        CudaDriver(0).open_memory(HANDLE)
+
+
+@pytest.mark.parametrize("code", [-99999, -99998])
+def test_a_code_that_makes_the_bindings_raise_is_an_error_of_the_driver(code: int, cuda: StandIn) -> None:
+    """12.9 and 13.0 raise `KeyError` out of the call, 13.5 `ValueError`."""
+    driver = CudaDriver(0)
+    cuda.codes["cuEventRecord"] = code
+    with pytest.raises(DriverError, match=rf"cuEventRecord: .* do not know: .*{-code}"):
+        driver.record_event(72, 0)
+
+
+def test_batches_hint_at_compute_beside_them_where_that_is_wanted(cuda: StandIn) -> None:
+    one = np.ones(1, np.uint64)
+    for prefers_overlap in (False, True):
+        CudaDriver(0, prefers_overlap=prefers_overlap).copy_batch(one, one, one, Direction.TO_HOST, 71)
+    assert [batch["attributes"][-4:] for batch in cuda.batches] == [bytes(4), bytes((1, 0, 0, 0))]
 
 
 def test_a_driver_that_fails_its_first_call_is_an_error_with_its_word(monkeypatch: pytest.MonkeyPatch) -> None:

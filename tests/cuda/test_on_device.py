@@ -97,6 +97,17 @@ class TestByAMoverWithTheKernel(ByAMover, BackendSuite):
     options = {"mode": "ipc"} | KERNEL
 
 
+class TestSmallAllocations(ByAMover):
+    """Memory as no engine has it: a failure here says how drivers place small allocations, nothing about engines."""
+
+    def test_each_is_opened_by_its_own_handle(self, depot: DepotProcess) -> None:
+        worker = self.make_worker(depot.url, PLANS["several block sizes"], small_allocations=True)
+        worker.wait_until_connected(30)
+        cache = Cache(worker, PLANS["several block sizes"])
+        assert cache.store(prompt(4))
+        assert cache.retrieve(prompt(4)) == 4
+
+
 class TestWorkerAndDepotKilled(Workers, FaultSuite):
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
         return [sys.executable, "-m", "tests.cuda.engine_child", url, instance, "direct"]

@@ -33,6 +33,14 @@ def test_all_layers_of_a_block_are_wished_together_on_cuda(
     assert wished_layout(wish, is_cuda=is_cuda, block_tokens=block_tokens) == expected
 
 
+@pytest.mark.parametrize(("capability", "expected"), [(8, "BLNHC"), (9, "BLNHC"), (10, "BLHNC"), (12, "BLHNC")])
+def test_where_flashinfer_wants_the_heads_first_vllm_is_asked_for_that(capability: int, expected: str) -> None:
+    """A wish that the attention backend refuses ends in one run a layer."""
+    assert wished_layout("auto", is_cuda=True, block_tokens=16, capability=capability) == expected
+    assert wished_layout("auto", is_cuda=True, block_tokens=128, capability=capability) is None
+    assert wished_layout("LBNHC", is_cuda=True, block_tokens=16, capability=capability) == "LBNHC"
+
+
 WISH = """
 from types import SimpleNamespace as Space
 import vllm.platforms
@@ -42,8 +50,10 @@ def wish(block_size=16, **extra):
     return KVDepotConnector.get_required_kvcache_layout(
         Space(kv_transfer_config=transfer, cache_config=Space(block_size=block_size)))
 print(wish(), wish(kv_cache_layout="LBHNC"))
-vllm.platforms._current_platform = Space(is_cuda=lambda: True)
+vllm.platforms._current_platform = Space(is_cuda=lambda: True, get_device_capability=lambda: None)
 print(wish(), wish(block_size=128), wish(kv_cache_layout="engine"))
+vllm.platforms._current_platform.get_device_capability = lambda: Space(major=10, minor=0)
+print(wish(), wish(kv_cache_layout="BLNHC"))
 try:
     wish(kv_cache_layuot="BLNHC")
 except Exception as error:
@@ -53,7 +63,9 @@ except Exception as error:
 
 def test_vllm_is_asked_on_cuda_only(run_code: RunCode) -> None:
     """On CPU nothing changes; vLLM has one layout there."""
-    assert run_code(WISH).splitlines()[-3:] == ["None LBHNC", "BLNHC None None", "ConfigError"]
+    assert run_code(WISH).splitlines()[-4:] == [
+        "None LBHNC", "BLNHC None None", "BLHNC BLNHC", "ConfigError"
+    ]  # fmt: skip
 
 
 VIEWS = """

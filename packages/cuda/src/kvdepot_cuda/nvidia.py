@@ -24,6 +24,7 @@ from kvdepot_cuda.driver import Direction, DriverError
 _BATCH_COPY_VERSION: Final = 12080  # the signature that has `failIdx`; drivers of CUDA 13 still offer it
 _ORDER_STREAM: Final = 1  # the source is read in stream order
 _ORDER_ANY: Final = 3  # ... at any time: nothing in the stream writes it
+_PREFER_OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _NO_FAILURE_INDEX: Final = 2**64 - 1
 _HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 
@@ -52,13 +53,15 @@ class CudaDriver:
 
     Args:
         ordinal: of the device, as CUDA numbers devices in this process.
+        prefers_overlap: hint in every batch that its copies run beside kernels. Not measured yet, so off.
 
     Raises:
         DriverError: there is no driver, no such device, or it cannot be used.
     """
 
-    def __init__(self, ordinal: int) -> None:
+    def __init__(self, ordinal: int, *, prefers_overlap: bool = False) -> None:
         self._cuda = _load()
+        self._copy_flags = _PREFER_OVERLAP if prefers_overlap else 0
         self._is_open = False
         self._done: dict[int, int] = {}  # stream: the event by which it is waited for
         self._modules: dict[int, Any] = {}  # kernel: the module that it is in
@@ -182,7 +185,12 @@ class CudaDriver:
         ctypes.memmove(opened.getPtr(), handle, _HANDLE_BYTES)
         flags = int(self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         address = int(self._call("cuIpcOpenMemHandle", opened, flags))
-        _, num_bytes = self._call("cuMemGetAddressRange", address)
+        base, num_bytes = self._call("cuMemGetAddressRange", address)
+        if int(base) != address:
+            raise DriverError(
+                "cuIpcOpenMemHandle", "an address inside an allocation",
+                f"{address:#x} lies {address - int(base)} bytes behind the base; handles name whole allocations",
+            )  # fmt: skip
         return address, int(num_bytes)
 
     def register_host(self, address: int, num_bytes: int) -> None:
@@ -244,7 +252,7 @@ class CudaDriver:
         sources, targets, sizes = (np.ascontiguousarray(column, np.uint64) for column in (sources, targets, sizes))
         # What a store reads was written in stream order; what a retrieve reads is leased, and does not change.
         order = _ORDER_STREAM if direction is Direction.TO_HOST else _ORDER_ANY
-        attributes = _CopyAttributes(source_order=order)
+        attributes = _CopyAttributes(source_order=order, flags=self._copy_flags)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_FAILURE_INDEX)
         code = self._batch_copy(
             targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), ctypes.addressof(attributes),
@@ -262,7 +270,10 @@ class CudaDriver:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Make one call and return what it returns but for the code: nothing, one value or a tuple."""
-        code, *values = getattr(self._cuda, name)(*arguments)
+        try:
+            code, *values = getattr(self._cuda, name)(*arguments)
+        except (KeyError, ValueError) as error:  # how bindings answer a code that is newer than they are
+            raise DriverError(name, f"a code that the bindings do not know: {error}") from error
         if int(code):
             raise DriverError(name, self._name_of(int(code)))
         return values[0] if len(values) == 1 else tuple(values)
@@ -289,7 +300,7 @@ def _load() -> Any:
     try:
         cuda = importlib.import_module("cuda.bindings.driver")
         code, _ = cuda.cuDriverGetVersion()  # the first call looks for the driver, and raises if there is none
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, KeyError, ValueError) as error:
         raise DriverError("loading the CUDA driver", "not possible", str(error)) from error
     if int(code):
         raise DriverError("cuDriverGetVersion", _name_of(cuda, int(code)))

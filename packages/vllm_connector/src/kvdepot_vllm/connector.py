@@ -163,10 +163,13 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.platforms import current_platform
 
         settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        is_cuda = current_platform.is_cuda()
+        capability = current_platform.get_device_capability() if is_cuda else None
         return wished_layout(
             settings.kv_cache_layout,
-            is_cuda=current_platform.is_cuda(),
+            is_cuda=is_cuda,
             block_tokens=vllm_config.cache_config.block_size,
+            capability=None if capability is None else capability.major,
         )
 
     @property
@@ -240,6 +243,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Offer this worker's KV cache to the depot. Whatever fails, the engine goes on without one."""
+        self._leave_as_worker()
         self._worker, self._unsaid = WorkerSide(None, 1, 0), ""
         if self._cache is None:
             return
@@ -249,6 +253,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             logger.error("kvdepot is not used by this worker: %s", reason)
         except Exception:
             logger.exception("kvdepot is not used by this worker, as it failed; the engine goes on without it")
+
+    @_never_raises(_nothing)
+    def _leave_as_worker(self) -> None:
+        """Give up what an earlier call registered: threads, streams and the registration at the depot."""
+        if self._worker is not None:
+            self._worker.close()
 
     def _registered(self, cache: EngineCache, kv_caches: dict[str, Any]) -> tuple[WorkerSide, str]:
         """Return this worker's side and the format under which it registers."""
@@ -520,8 +530,9 @@ def _recorded_event() -> Any:
         return None
     import torch
 
-    # On CUDA one that shows its handle, so that the copies wait for it on the device; others are waited for here.
-    event = torch.cuda.Event() if current_platform.device_type == "cuda" else torch.Event()
+    # On CUDA one that shows its handle, so that the copies wait for it on the device; others are waited for here. A
+    # thread that waits for a blocking event sleeps; for another one it would take a core.
+    event = torch.cuda.Event(blocking=True) if current_platform.device_type == "cuda" else torch.Event()
     event.record()
     return event
 

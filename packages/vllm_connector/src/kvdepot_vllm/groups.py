@@ -14,6 +14,8 @@ from kvdepot.wire.messages import CacheSpec, GroupShape
 from kvdepot_vllm.settings import ASK_VLLM, LEAVE_IT_TO_VLLM
 
 BLOCK_OUTERMOST: Final = "BLNHC"  # in memory: block, layer, token, head, content
+HEADS_BEFORE_TOKENS: Final = "BLHNC"  # likewise, for attention backends that take nothing else
+_BLACKWELL: Final = 10  # compute capability
 _LONGEST_FORMAT: Final = 200  # characters, of the 256 that a name in a message may have
 _LARGEST_KERNEL_BLOCK: Final = 64  # tokens that kernels of every attention backend take in one block
 
@@ -97,7 +99,9 @@ def engine_cache(
     )
 
 
-def wished_layout(wish: str, *, is_cuda: bool, block_tokens: int | None) -> str | None:
+def wished_layout(
+    wish: str, *, is_cuda: bool, block_tokens: int | None, capability: int | None = None
+) -> str | None:
     """Return the KV cache layout that vLLM is asked for, None to leave it to vLLM.
 
     With the block outermost a block is one run of all layers, which a copy engine moves near the bus's limit, instead
@@ -108,12 +112,16 @@ def wished_layout(wish: str, *, is_cuda: bool, block_tokens: int | None) -> str 
         wish: `Settings.kv_cache_layout`.
         is_cuda: whether the device is NVIDIA's.
         block_tokens: of the engine, None if it is not decided.
+        capability: the major number of the device's compute capability, None if it is not known. From Blackwell on
+            FlashInfer takes only layouts with the heads before the tokens, and the other backends take those, too.
     """
     if wish == LEAVE_IT_TO_VLLM:
         return None
     if wish != ASK_VLLM:
         return wish
-    return BLOCK_OUTERMOST if is_cuda and (block_tokens or 0) <= _LARGEST_KERNEL_BLOCK else None
+    if not is_cuda or (block_tokens or 0) > _LARGEST_KERNEL_BLOCK:
+        return None
+    return HEADS_BEFORE_TOKENS if (capability or 0) >= _BLACKWELL else BLOCK_OUTERMOST
 
 
 def _volatile_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
