@@ -27,6 +27,7 @@ from blake3 import blake3
 
 from kvdepot.index.columns import Links, make_column
 from kvdepot.index.eviction import ENDED, NO_NODE, NORMAL, POLICIES, ChunkTree, EvictionPolicy, GuardedPolicy
+from kvdepot.index.prefix import usable_prefix
 from kvdepot.index.quotas import MAXIMUM_QUOTAS, QuotaTable
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind, window_chunks
@@ -47,7 +48,6 @@ _REVEAL_STEP: Final = 64  # chunks
 _HOLE_STEP: Final = 16
 _LAST_USE_SHIFT: Final = 10  # of last uses in seconds: what is sorted in one go is bounded by that, not by the pool
 _MOST_LEASED: Final = 1024  # leased chunks, in search of one without children
-_MOST_WALKED: Final = 8192  # chunks towards the start, for a boundary that windows and states have: two milliseconds
 _SPARE_DEADLINES: Final = 1024
 _DEADLINE_BITS: Final = 10  # of how far a deadline is: so there are some ten thousand different ones at most
 
@@ -118,6 +118,7 @@ class Space:
             self.chunks_needed.append(window_chunks(group.window_tokens, self.spec.chunk_tokens) if is_window else 1)
             self.windows.append((1 << number, self.chunks_needed[-1]))
             self.window_mask |= 1 << number
+        self.windows.sort(key=lambda window: window[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,17 +250,18 @@ class ChunkIndex:
             its chunks, and the nodes to pin so that all of it stays.
         """
         limit = len(digests) // DIGEST_BYTES
-        if space.full_mask:
-            limit = self._closed_prefix(space, digests, limit)
-            if self._broken:
-                limit = self._unbroken_prefix(space, digests, limit)
-        lowest = max(0, limit - _MOST_WALKED)
-        while limit and space.windows:
-            limit = self._last_boundary(space, digests, limit, lowest)
-            blocked = self._blocked_at(space, digests, limit)
-            if blocked is None:
-                break
-            limit = blocked
+        if self._broken and space.full_mask:
+            limit = self._unbroken_prefix(space, digests, limit)
+
+        def has(chunk: int, bits: int) -> bool:
+            node = self._visible_node(space, digests, chunk)
+            return node is not None and self._sealed_groups[node] & bits == bits
+
+        def last_boundary(limit: int, lowest: int) -> int:
+            return self._last_boundary(space, digests, limit, lowest)
+
+        full = (space.full_mask,) if space.full_mask else ()
+        limit = usable_prefix(limit, has, full, space.windows, is_closed=True, last_boundary=last_boundary)
         if not limit:
             return 0, ()
         if space.full_mask:
@@ -272,26 +274,6 @@ class ChunkIndex:
     def _visible_node(self, space: Space, digests: bytes, place: int) -> int | None:
         node = space.nodes.get(digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES])
         return node if node is not None and self._visible[node] and self._depth[node] == place else None
-
-    def _closed_prefix(self, space: Space, digests: bytes, num_chunks: int) -> int:
-        """Gallop and bisect: visible chunks are a prefix, but for breaks."""
-        if not num_chunks or self._visible_node(space, digests, num_chunks - 1) is not None:
-            return num_chunks
-        low, step = 0, 1  # chunks before `low` are here
-        high = num_chunks - 1  # this chunk is not
-        while low < high:
-            probe = min(low + step, high) - 1
-            if self._visible_node(space, digests, probe) is None:
-                high = probe
-                break
-            low, step = probe + 1, step * 2
-        while low < high:
-            middle = (low + high) // 2
-            if self._visible_node(space, digests, middle) is None:
-                high = middle
-            else:
-                low = middle + 1
-        return low
 
     def _unbroken_prefix(self, space: Space, digests: bytes, num_chunks: int) -> int:
         """Return where the first break is, at most `num_chunks`; in as many steps as there are chunks or breaks."""
@@ -314,17 +296,6 @@ class ChunkIndex:
             if sealed[node] & mask == mask and self._visible[node] and self._depth[node] == place:
                 return place + 1
         return 0
-
-    def _blocked_at(self, space: Space, digests: bytes, limit: int) -> int | None:
-        """Return where a shorter prefix has to end as a window lacks a chunk; None if no window does."""
-        blocked: int | None = None
-        for bit, chunks in space.windows:
-            for place in range(limit - 1, max(0, limit - chunks) - 1, -1):
-                node = self._visible_node(space, digests, place)
-                if node is None or not self._sealed_groups[node] & bit:
-                    blocked = place if blocked is None else min(blocked, place)
-                    break
-        return blocked
 
     def extent_of(self, node: int, group: int, shard: int, layout: int) -> tuple[int, int, int, int] | None:
         """Return record, header, offset and bytes of a sealed entry with this layout; None if there is none."""

@@ -1,0 +1,100 @@
+"""The prefix rule: how many leading chunks of a prompt are usable, given which groups of which chunks are there.
+
+Full attention needs every chunk before the boundary. A sliding window needs the chunks that it spans before the
+boundary. A recurrent state needs the last chunk alone, so it is a window of one chunk.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+_MOST_WALKED: Final = 8192  # chunks back from the end of full attention: a boundary further back is not looked for
+
+
+def usable_prefix(
+    limit: int,
+    has: Callable[[int, int], bool],
+    full: Sequence[int] = (),
+    windows: Sequence[tuple[int, int]] = (),
+    *,
+    start: int = 0,
+    is_closed: bool = False,
+    last_boundary: Callable[[int, int], int] | None = None,
+) -> int:
+    """Return the length of the longest usable prefix; `start` if none is longer.
+
+    The index passes bit masks as groups, `is_closed` (a visible chunk has visible chunks before it) and a fast
+    `last_boundary`. Tiering passes group numbers, `start=promotion.found` and its own `has`, nothing else:
+    `usable_prefix(promotion.limit, has, full, windows, start=promotion.found)`.
+
+    Args:
+        limit: chunks that were asked for.
+        has: says whether a chunk has a group. Groups mean nothing here: they are handed from below to `has`.
+        full: groups of full attention.
+        windows: groups that need only some chunks before the boundary, each with how many. The smallest first is
+            cheapest.
+        start: chunks that are known to be usable.
+        is_closed: a chunk with all of `full` has only such chunks before it, so a search may bisect. Otherwise each
+            chunk is asked for.
+        last_boundary: given a limit and a least length, returns the longest prefix between them whose last chunk
+            has all `windows`, 0 if there is none. It only saves calls of `has`.
+    """
+    if full and limit > start:
+
+        def has_full(chunk: int) -> bool:
+            for group in full:  # noqa: SIM110 - half the cost of `all`, on the way of every lookup
+                if not has(chunk, group):
+                    return False
+            return True
+
+        find = _first_missing_of_closed if is_closed else _first_missing
+        limit = find(start, limit, has_full)
+    if not windows:
+        return max(start, limit)
+    lowest = max(start, limit - _MOST_WALKED)
+    while limit > lowest:
+        if last_boundary is not None:
+            limit = last_boundary(limit, lowest)
+            if limit <= lowest:
+                break
+        missing = _missing_before(limit, windows, has)
+        if missing is None:
+            return limit
+        limit = missing  # every prefix between has this chunk in the same window
+    return start
+
+
+def _missing_before(limit: int, windows: Sequence[tuple[int, int]], has: Callable[[int, int], bool]) -> int | None:
+    """Return a chunk that a window before `limit` lacks, None if the windows are whole."""
+    for group, num_chunks in windows:
+        for chunk in range(max(0, limit - num_chunks), limit):
+            if not has(chunk, group):
+                return chunk
+    return None
+
+
+def _first_missing(start: int, limit: int, has: Callable[[int], bool]) -> int:
+    for chunk in range(start, limit):
+        if not has(chunk):
+            return chunk
+    return limit
+
+
+def _first_missing_of_closed(start: int, limit: int, has: Callable[[int], bool]) -> int:
+    """Try the last chunk, then gallop, then bisect."""
+    if has(limit - 1):
+        return limit
+    low, step = start, 1  # chunks before `low` are there
+    high = limit - 1  # this chunk is not
+    while low < high:
+        probe = min(low + step, high) - 1
+        if not has(probe):
+            high = probe
+            break
+        low, step = probe + 1, step * 2
+    while low < high:
+        middle = (low + high) // 2
+        if has(middle):
+            low = middle + 1
+        else:
+            high = middle
+    return low
