@@ -293,7 +293,9 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
                 assert not hashes & found if event["type"] == "BlockStored" else hashes <= found
                 found ^= hashes
         index = bench.index
-        assert found == {index.key_of(n) for s in index.spaces for _, n in s.nodes.items() if index._visible[n]}
+        assert found == {
+            index.key_of(n) for s in index.spaces for _, n in s.nodes.items() if index.parts.visibility.is_visible[n]
+        }
     assert taken > 100
 
 

@@ -29,7 +29,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         offset = self.allocator.allocate(num_bytes)
         if offset is None:
             needed = extent_size(num_bytes)
-            assert all(size < needed for _, size in self.allocator.holes())
+            assert all(size < needed for _, size in self.allocator.free_extents())
             return None
         pages = self.pages(offset, num_bytes)
         assert not pages & self.used
@@ -49,7 +49,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def holes_are_what_is_not_used_and_never_touch(self) -> None:
-        holes = self.allocator.holes()
+        holes = self.allocator.free_extents()
         free = {page for start, size in holes for page in self.pages(start, size)}
         assert free == set(range(self.allocator.ready_bytes // PAGE)) - self.used
         assert all(a + size < b for (a, size), (b, _) in itertools.pairwise(holes))
@@ -89,7 +89,7 @@ def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[
     for (offset, num_bytes), is_taken in zip(wanted, taken, strict=True):
         if is_taken:
             allocator.free(offset, num_bytes)
-    assert allocator.holes() == [(0, CAPACITY)]
+    assert allocator.free_extents() == [(0, CAPACITY)]
 
 
 def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:

@@ -20,7 +20,6 @@ from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTab
 from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from tests.fuzz.depot import check_index
 
 PAGE = 4096
 LEASE_SECONDS = 10.0
@@ -137,7 +136,7 @@ class Bench:
         self.depot.clear(None)
         assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.tickets), len(self.depot.quarantines)) == (0, 0, 0)
-        assert self.index.extents.holes() == [(0, self.pages * PAGE)]
+        assert self.index.extents.free_extents() == [(0, self.pages * PAGE)]
 
 
 def prompt(num_chunks: int, name: int = 0, tenant: str = "default") -> KeyRun:
@@ -343,7 +342,7 @@ def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
 @pytest.mark.promise(23)
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.index.index._SPARE_NODES", 0)  # twice as many chunks as records then
+    monkeypatch.setattr("kvdepot.index.parts._SPARE_NODES", 0)  # twice as many chunks as records then
     bench = Bench(num_records=8, policy=policy)
     worker = bench.worker()
 
@@ -367,7 +366,7 @@ def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatc
         assert worker.lookup(run).num_chunks == run.num_chunks
     assert bench.index.num_evicted == 1
     assert worker.lookup(prompt(1, 2)).num_chunks == 1
-    check_index(bench.index)
+    bench.index.check_integrity()
     worker.release(lease)
     worker.ask(m.EndRequest(worker.context, "r"))
     bench.drain()
@@ -449,7 +448,7 @@ def test_a_store_of_a_living_worker_ends_by_time_and_keeps_its_extents(how: str)
     assert (status["num_tickets"], status["quarantined_bytes"]) == (0, 2 * PAGE)
     assert quick.store(prompt(8)).num_declined == 2, "its chunks can be stored again, its extents are not given away"
     assert (quick.lookup(prompt(8)).num_chunks, bench.index.extents.used_bytes) == (6, 8 * PAGE)
-    check_index(bench.index)
+    bench.index.check_integrity()
     match how:
         case "commits":
             reply = slow.ask(m.CommitStore(slow.context, plan.ticket))

@@ -90,7 +90,8 @@ def test_leases_expire_in_order_and_at_their_time(leases: LeaseTable, pins: Pins
 def test_what_ended_leaves_nothing_behind(leases: LeaseTable) -> None:
     numbers = [leases.grant(context, request, (1,), now=0.0) for context in (1, 2) for request in "ab"]
     leases.release(1, numbers[0])
-    kept = leases._of_context, leases._blocks, leases._of_request  # pyright: ignore[reportPrivateUsage]
-    assert list(map(len, kept)) == [2, 1, 3]
+    leases.check_integrity()
+    assert [leases.count_of(context) for context in (1, 2)] == [1, 2]
     assert sum(leases.expire(10.0)) == 3
-    assert list(map(len, kept)) == [0, 0, 0]
+    leases.check_integrity()
+    assert len(leases) == 0

@@ -12,7 +12,7 @@ from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from tests.core.test_index import LEASE_SECONDS, PAGE, Bench, Worker, prompt
-from tests.fuzz.depot import check_index, empty_by_eviction
+from tests.fuzz.depot import empty_by_eviction
 
 
 def stored(worker: Worker, tenant: str, names: range) -> int:
@@ -122,9 +122,9 @@ def test_a_lease_whose_chunk_has_left_ends_without_a_trace() -> None:
     assert stored(worker, "b", range(4)) == 2
     assert len(bench.depot.leases) == len(leases)
     fill(worker, "b", range(10, 12))
-    check_index(bench.index)
+    bench.index.check_integrity()
     assert [worker.release(lease) for lease in leases] == [1] * len(leases)
-    check_index(bench.index)
+    bench.index.check_integrity()
     bench.drain()
 
 
@@ -169,7 +169,7 @@ def test_unfinished_stores_keep_nobody_from_its_quota_by_what_is_before_them(is_
     given = {r.offset for r in bench.index.table.records() if bench.depot.labels[r.label][0] == "a"}
     assert not given & {offset for offset, _ in writing}, "somebody may still write there"
     assert stored(other, "a", range(8)) == 8
-    check_index(bench.index)
+    bench.index.check_integrity()
     for plan in plans if not is_gone else []:
         reply = worker.ask(m.CommitStore(worker.context, plan.ticket))
         assert reply == m.Done(1, 1) or reply.code is ErrorCode.UNKNOWN_TICKET
@@ -207,7 +207,7 @@ def test_whatever_others_hold_a_tenant_has_its_quota(policy: str) -> None:
                 bench.depot.end_session(worker.session)
                 worker = bench.worker()
         assert fill(other, "a", range(8)) == 0
-        check_index(bench.index)
+        bench.index.check_integrity()
         assert stored(other, "a", range(8)) == 8
         bench.depot.end_session(worker.session)
         bench.drain()
@@ -306,7 +306,7 @@ def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
             bench.depot.work(lambda: True)
         if number % 20 == 0:
             worker.ask(m.Hint(worker.context, tenant, prompt(2, 1, tenant).digests, priority=rng.randint(0, 3)))
-        check_index(bench.index)
+        bench.index.check_integrity()
         quotas = bench.index.quotas
         assert sum(quotas.quota_bytes) == 24 * PAGE
         assert quotas.used_bytes[0] >= 0

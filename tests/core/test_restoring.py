@@ -11,6 +11,8 @@ import pytest
 
 from kvdepot.config import Demotion, ServerConfig
 from kvdepot.index.index import ChunkIndex
+from kvdepot.index.restore import Restoring
+from kvdepot.index.visibility import Visibility
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer
@@ -24,7 +26,7 @@ from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from tests.core.test_index import PAGE, SHARDED, Bench, prompt
-from tests.fuzz.depot import check_empty, check_index
+from tests.fuzz.depot import check_empty
 
 NUM_RECORDS = 256
 LONG = prompt(60)
@@ -98,7 +100,7 @@ def evict(successor: Successor) -> None:
     node = successor.index.next_victim()
     assert node is None
     successor.index.evict_one()
-    for node in range(len(successor.index._tree.keys)):
+    for node in range(len(successor.index.parts.nodes.tree.keys)):
         successor.index.evict(node)
 
 
@@ -169,7 +171,7 @@ def test_what_is_asked_at_any_step_of_reading_back_changes_nothing_of_it(what: s
             unfinished = successor.finish(meanwhile)
             assert found(successor.depot) == expected
             assert len(successor.shown) == 120
-            check_index(successor.index)
+            successor.index.check_integrity()
             successor.depot.discard_records(unfinished)
             successor.depot.end_session(1)
             while successor.index.evict_one():
@@ -192,22 +194,22 @@ def fail_once(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.promise(23)
 @pytest.mark.parametrize(
-    ("step", "number", "least"),
+    ("owner", "step", "number", "least"),
     [
-        ("_restore_entry", 0, 0),
-        ("_restore_entry", 50, 0),
-        ("_tell_policies", 0, 0),
-        ("_reveal", 110, 90),
-        ("on_shown", 50, 120),
+        (Restoring, "_take_entry", 0, 0),
+        (Restoring, "_take_entry", 50, 0),
+        (Restoring, "_tell_policies", 0, 0),
+        (Visibility, "reveal", 110, 90),
+        (None, "on_shown", 50, 120),
     ],
 )
 def test_a_step_that_fails_leaves_an_index_that_serves(
-    step: str, number: int, least: int, memory: bytearray, monkeypatch: pytest.MonkeyPatch
+    owner: type | None, step: str, number: int, least: int, memory: bytearray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(Successor(memory)) as successor:
         index, depot = successor.index, successor.depot
         with monkeypatch.context() as patch:
-            patch.setattr(index, step, fail_once(number, getattr(index, step)))
+            patch.setattr(owner or index, step, fail_once(number, getattr(owner or index, step)))
             unfinished = successor.finish()
         assert index.num_restore_errors == 1
         assert not index.is_restoring

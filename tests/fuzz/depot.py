@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdepot.index.eviction import NO_NODE
-from kvdepot.index.index import ChunkIndex, Space
-from kvdepot.index.leases import Lease
+from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind
-from kvdepot.pool.extents import ExtentAllocator, extent_size
-from kvdepot.pool.table import NO_RECORD, SEALED, WRITING, IndexTable, Writer, table_size_bytes
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
 from kvdepot.server.depot import Deferred, Depot, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -37,86 +36,14 @@ PROMPTS = tuple(
 NUM_SESSIONS = 3
 
 
-def check_index(index: ChunkIndex) -> None:
-    """Fail unless table, space, nodes and visibility agree with each other."""
-    tree, records = index._tree, list(index.table.records())
-    assert index.num_entries == sum(record.state == SEALED for record in records)
-    in_use = {record.number for record in records}
-    spans = sorted(index.table.extent(number) for number in in_use | index._lingering)
-    sizes = [extent_size(num_bytes) for _, num_bytes in spans]
-    ends = [start + size for (start, _), size in zip(spans, sizes, strict=True)]
-    assert all(end <= start for end, (start, _) in zip(ends, spans[1:], strict=False)), "extents overlap"
-    assert sum(sizes) == index.extents.used_bytes
-    assert sum(sizes) + sum(size for _, size in index.extents.holes()) == index.extents.ready_bytes
-    used = sum(extent_size(record.num_bytes) for record in records)
-    assert used == sum(index.quotas.tenant_bytes) == sum(index.quotas.used_bytes)
-    children = Counter[int]()
-    linked = 0
-    for space in index.spaces:
-        for key, node in space.nodes.items():
-            assert (tree.keys[node], index._space_of[node]) == (key, space.number)
-            parent = tree.parent[node]
-            if parent != NO_NODE:
-                children[parent] += 1
-                assert (index._depth[parent], index._space_of[parent]) == (index._depth[node] - 1, space.number)
-            linked += len(list(index._entries(node)))
-            _check_node(index, space, node)
-    assert linked == sum(index.node_of(number) != NO_NODE for number in in_use)
-    writing = Counter[int]()
-    for record in records:
-        if record.state != SEALED:
-            writing[index._writing_share[record.number] - 1] += extent_size(record.num_bytes)
-    assert [writing[share] for share in range(index.quotas.num_shares)] == index.quotas.writing_bytes
-    for share in range(index.quotas.num_shares):
-        for node in index._leased.numbers(share):
-            assert index._num_leases[node]
-            assert (tree.share[node], tree.keys[node] is None) == (share, False)
-    assert all(tree.num_children[node] == count for node, count in children.items())
-    num_left = sum(key is None and bool(tree.holds[node]) for node, key in enumerate(tree.keys))  # leased all the same
-    assert index.num_chunks == sum(len(space.nodes) for space in index.spaces) + num_left
-
-
-def _check_node(index: ChunkIndex, space: Space, node: int) -> None:
-    tree = index._tree
-    sealed = 0
-    for number, group in enumerate(space.spec.groups):
-        shards = [
-            index.table.place_of(record)[1]
-            for record in index._entries(node)
-            if index.table.place_of(record)[0] == number and index._is_sealed(record)
-        ]
-        assert len(shards) == len(set(shards)), "an entry is there twice"
-        sealed |= (len(shards) == group.num_shards) << number
-    assert index._sealed_groups[node] == sealed
-    writing = sum(not index._is_sealed(record) for record in index._entries(node))
-    assert tree.holds[node] >= writing
-    parent = tree.parent[node]
-    complete = bool(sealed) and sealed & space.full_mask == space.full_mask
-    expected = complete and (not space.full_mask or parent == NO_NODE or is_found(index, parent))
-    assert is_found(index, node) == expected, "what can be found is not what is complete"
-    if space.full_mask and parent != NO_NODE and index._visible[node] and not index._visible[parent]:
-        assert parent in index._broken, "a lookup would pass over it"
-    assert not (node in index._broken and index._visible[node])
-    assert index._first_entry[node] != NO_RECORD or tree.num_children[node] or tree.holds[node], "an idle hole"
-
-
-def leases_of(depot: Depot) -> dict[int, Lease]:
-    """Return every lease by its number."""
-    return {number: lease for block in depot.leases._blocks.values() for number, lease in block.items()}
-
-
 def ranks_of(index: ChunkIndex) -> bytes:
-    """Return the rank of every node, of those not in use as well."""
-    return bytes(index._tree.rank[: len(index._tree.keys)])
+    """Return the priority of every node in use."""
+    return bytes(index.priority_of(node) for node in nodes_of(index))
 
 
-def is_found(index: ChunkIndex, node: int) -> bool:
-    """Whether lookups reach a node: it is marked, and with full attention all before it."""
-    while node != NO_NODE:
-        if not index._visible[node]:
-            return False
-        node = index._tree.parent[node] if index.space_of(node).full_mask else NO_NODE
-    return True
+def nodes_of(index: ChunkIndex) -> list[int]:
+    """Return every node in use."""
+    return [node for space in index.spaces for node in space.nodes.values()]
 
 
 def empty_by_eviction(index: ChunkIndex) -> None:
@@ -129,9 +56,9 @@ def empty_by_eviction(index: ChunkIndex) -> None:
 
 def check_empty(index: ChunkIndex) -> None:
     """Fail unless nothing is left."""
-    check_index(index)
+    index.check_integrity()
     assert (index.extents.used_bytes, index.num_entries, index.num_chunks) == (0, 0, 0)
-    assert index.extents.holes() == [(0, index.extents.ready_bytes)]
+    assert index.extents.free_extents() == [(0, index.extents.ready_bytes)]
     assert not any(index.table.header(number) & 0xFF for number in range(index.table.num_records))
 
 
@@ -229,8 +156,8 @@ class Life:
         depot = self.depot
         return (
             bytes(self.memory), dict(depot.tickets), dict(depot.late_tickets), dict(depot.contexts),
-            list(depot.quarantines), list(depot.labels), leases_of(depot), len(depot.index.spaces),
-            list(depot.index._tree.holds),
+            list(depot.quarantines), list(depot.labels), list(depot.leases), len(depot.index.spaces),
+            list(depot.index.parts.nodes.tree.holds),
         )  # fmt: skip
 
     # --- what the input can choose from ---------------------------------------------------------------------------
@@ -304,7 +231,7 @@ class Life:
     def release(self) -> None:
         who = self.who()
         context = self.context(who)
-        leases = list(leases_of(self.depot)) or [0]
+        leases = [lease.number for lease in self.depot.leases] or [0]
         self.ask(m.Release(context, tuple(leases[self.source.byte() % len(leases)] for _ in range(2))), who)
 
     def end_request(self) -> None:
@@ -409,7 +336,7 @@ class Life:
         labels = self.depot.labels
         sealed = {r.key: r for r in self.depot.index.table.records() if r.state == SEALED}
         visible = [
-            {key for key, node in space.nodes.items() if is_found(self.depot.index, node)}
+            {key for key, node in space.nodes.items() if self.depot.index.is_reachable(node)}
             for space in self.depot.index.spaces
         ]
         self.start()
@@ -419,7 +346,7 @@ class Life:
             self.depot.quarantine((index.table.writer_of(record), index.table.owner_of(record)), [record], 0)
         assert len({r.key for r in index.table.records() if r.state == SEALED}) <= len(sealed)
         for space, before in zip(index.spaces, visible, strict=True):
-            assert {key for key, node in space.nodes.items() if is_found(index, node)} == before
+            assert {key for key, node in space.nodes.items() if index.is_reachable(node)} == before
         self.sessions = [self.next_number + n for n in range(NUM_SESSIONS)]
         self.next_number += NUM_SESSIONS
         for who in range(NUM_SESSIONS):
@@ -429,25 +356,26 @@ class Life:
 
     def check(self) -> None:
         depot, index = self.depot, self.depot.index
-        check_index(index)
+        index.check_integrity()
+        depot.leases.check_integrity()
         late = [n for t in depot.late_tickets.values() for n in t.records]
-        assert all(index._node_of[number] == NO_NODE for number in late)
+        assert all(index.node_of(number) == NO_NODE for number in late)
         writing = [n for t in depot.tickets.values() for n in t.records]
-        assert all(index._node_of[number] != NO_NODE for number in writing)
+        assert all(index.node_of(number) != NO_NODE for number in writing)
         writing += late + [n for q in depot.quarantines for n in q.records]
         assert sorted(writing) == [r.number for r in index.table.records() if r.state == WRITING]
         for context in depot.contexts.values():
             tickets = [*depot.tickets.values(), *depot.late_tickets.values()]
             own = sum(ticket.num_bytes for ticket in tickets if ticket.context == context.number)
             assert context.writing_bytes == own
-        holds = Counter(index._node_of[number] for number in writing)
+        holds = Counter(index.node_of(number) for number in writing)
         del holds[NO_NODE]
-        for lease in leases_of(depot).values():
+        for lease in depot.leases:
             assert lease.context in depot.contexts
             assert lease.expiry_seconds > self.now - LEASE_SECONDS
             holds.update(lease.nodes)
-        for node in range(len(index._tree.keys)):
-            assert index._tree.holds[node] == holds[node]
+        tree = index.parts.nodes.tree
+        assert all(tree.holds[node] == holds[node] for node in range(len(tree.keys)))
         assert all(ticket.context in depot.contexts for ticket in depot.tickets.values())
         depot.status_fields()
 

@@ -13,7 +13,7 @@ from kvdepot.movers.table import MoveRefused, MoverTable, OnMoved
 from kvdepot.pool.table import WRITING, Writer
 from kvdepot.wire import messages as m
 from kvdepot.wire.messages import MoveOutcome
-from tests.fuzz.depot import PAGE, SPECS, Bytes, Life, leases_of
+from tests.fuzz.depot import PAGE, SPECS, Bytes, Life
 
 OFFER = m.MoverOffer("fake", "GPU-0", (b"handle",), ((m.PagePlace(0, 0, 8192), m.PagePlace(0, 4096, 8192)),) * 3)
 REGISTRATION = m.RegisterKVCache(
@@ -98,7 +98,7 @@ class LifeWithMovers(Life):
         context, choice = self.context(who), self.source.byte()
         known = self.depot.contexts.get(context)
         count = len(known.space.spec.groups) if known else 1
-        numbers = [*self.depot.tickets] if choice & 1 else [*leases_of(self.depot)]
+        numbers = [*self.depot.tickets] if choice & 1 else [lease.number for lease in self.depot.leases]
         number = numbers[choice % len(numbers)] if numbers else choice
         ids = (bytes(4 * (choice >> 2)),) * (count if choice < 0xF0 else 2)
         self.ask(m.Move(context, number, bool(choice & 1), ids, (0,) * count, (0,) * count), who)

@@ -40,7 +40,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from tests.fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, check_empty, check_index, live
+from tests.fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, check_empty, live
 from tests.fuzz.movers import OFFER, REGISTRATION, live_with_movers
 
 CORPUS: Final = Path(__file__).with_name("corpus")
@@ -194,7 +194,7 @@ def records(data: bytes) -> None:
     depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
     depot.restore_labels([(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
     unfinished = [record for record in index.restore(SPECS, _NUM_LABELS) if record is not None]
-    check_index(index)
+    index.check_integrity()
     for record in table.records():
         if record.state == WRITING:
             assert record.number in unfinished
@@ -209,7 +209,7 @@ def records(data: bytes) -> None:
         table.writer_of(record)
         table.owner_of(record)
     depot.discard_records(unfinished)
-    check_index(index)
+    index.check_integrity()
     while index.evict_one():
         pass
     check_empty(index)

@@ -30,7 +30,7 @@ from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from tests.fuzz.depot import check_empty, check_index
+from tests.fuzz.depot import check_empty
 from tests.simulation.memory import (
     NUM_RECORDS,
     PAGE,
@@ -719,7 +719,7 @@ class World:
         if server is None or server.is_restoring:
             return
         try:
-            check_index(server.index)
+            server.index.check_integrity()
         except AssertionError as error:
             raise Violation(f"the index does not add up: {_failed(error)}") from error
 

@@ -53,6 +53,20 @@ class DepotBusy(KVDepotError):
     """Another server already serves this directory."""
 
 
+class IntegrityError(KVDepotError):
+    """Bookkeeping that does not add up: a bug; the text says of what."""
+
+
+def require(condition: bool, text: str) -> None:
+    """Check bookkeeping.
+
+    Raises:
+        IntegrityError: the condition does not hold.
+    """
+    if not condition:
+        raise IntegrityError(text)
+
+
 def printable(text: str) -> str:
     """Return text that others chose as one line without a meaning for a terminal: what does not print is escaped."""
     if text.isprintable():

@@ -12,11 +12,14 @@ from itertools import islice
 from typing import Final, Protocol
 
 from kvdepot.index.columns import Links, make_column
-from kvdepot.pool.spread import SpreadMap
+from kvdepot.index.tree import NO_NODE, ChunkTree
+
+__all__ = [
+    "ENDED", "NORMAL", "NO_NODE", "POLICIES", "AdaptiveReplacement", "ChunkTree", "EvictionPolicy", "GuardedPolicy",
+    "LeastRecentlyUsed", "PolicyFactory", "ShareTree",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
-
-NO_NODE: Final = 0xFFFFFFFF
 
 # Of one search for a victim: a store may need many, and takes a few milliseconds at the most, whatever the index holds.
 _MOST_LOOKED_AT: Final = 4096  # leaves that leases keep
@@ -24,9 +27,9 @@ _MOST_MENDED: Final = 16
 _MOST_TURNED: Final = 4096
 _MOST_TOUCHED: Final = 512  # chunks of a prefix, by one use
 
-# Ranks: what has a lower one leaves first, whatever the policy; clients' hints change them.
+# Priorities: chunks of a lower one leave first, whatever the policy. Clients' hints change them.
 ENDED: Final = 0  # its client said that nobody will ask for it again
-NORMAL: Final = 1  # priority 0; above it one for each higher priority
+NORMAL: Final = 1  # a client's priority 0; a higher one is added to it
 
 
 class EvictionPolicy(Protocol):
@@ -57,43 +60,25 @@ class EvictionPolicy(Protocol):
 
 
 @dataclass(slots=True)
-class ChunkTree:
-    """What policies see of the index: columns by node number, of which there are `capacity` at most."""
-
-    capacity: int
-    keys: list[bytes | None]  # of the numbers given out so far; None: not in use
-    parent: "memoryview[int]"
-    num_children: "memoryview[int]"
-    holds: "memoryview[int]"  # leases and unfinished writes
-    share: "memoryview[int]"  # of the pool, which the chunk counts against
-    rank: "memoryview[int]"
-
-    @classmethod
-    def with_room(cls, capacity: int) -> "ChunkTree":
-        """Return one without chunks."""
-        parent, num_children, holds, share = (make_column("I", capacity) for _ in range(4))
-        return cls(capacity, [], parent, num_children, holds, share, make_column("B", capacity))
-
-    def evictable(self, node: int) -> bool:
-        """Whether nothing needs the chunk."""
-        return not self.num_children[node] and not self.holds[node] and self.keys[node] is not None
-
-    def of_share(self, number: int, rank: int) -> "ShareTree":
-        """Return the same columns as the policy of one rank of one share sees them."""
-        columns = self.keys, self.parent, self.num_children, self.holds, self.share, self.rank
-        return ShareTree(self.capacity, *columns, number, rank)
-
-
-@dataclass(slots=True)
 class ShareTree(ChunkTree):
-    """A tree of which only the chunks of one rank of one share can leave: node numbers go from one to another."""
+    """The tree as the policy of one priority of one share sees it: only those chunks can leave."""
 
     number: int = 0
-    own_rank: int = NORMAL
+    own_priority: int = NORMAL
+
+    @classmethod
+    def of(cls, tree: ChunkTree, share: int, priority: int) -> "ShareTree":
+        """Return the same columns for one policy."""
+        columns = tree.keys, tree.parent, tree.num_children, tree.holds, tree.share, tree.priority
+        return cls(tree.capacity, *columns, share, priority)
 
     def evictable(self, node: int) -> bool:
-        """Whether it is of this share and rank and nothing needs it."""
-        return self.share[node] == self.number and self.rank[node] == self.own_rank and ChunkTree.evictable(self, node)
+        """Whether the chunk is of this share and priority, and nothing needs it."""
+        return (
+            self.share[node] == self.number
+            and self.priority[node] == self.own_priority
+            and ChunkTree.evictable(self, node)
+        )
 
 
 class LeastRecentlyUsed:
@@ -174,7 +159,7 @@ class _Ghosts:
     """Keys of what was seen once and of what was seen again, which left last."""
 
     def __init__(self, capacity: int) -> None:
-        self._slot_of: SpreadMap[bytes, int] = SpreadMap()
+        self._slot_of: dict[bytes, int] = {}
         self._keys: list[bytes] = []  # by slot
         self._slots = Links(capacity, 3)
 

@@ -1,21 +1,15 @@
 """Leases: who may read which chunks, and until when.
 
 A lease pins nodes of the index for one request of one context. It ends when it is released, when its request or its
-context ends, or when it expires; whoever reads on after that finds out by the generation of the records.
+context ends, or when it expires. A reader that goes on after that finds out by the generation of the records.
 """
 
-from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
-from typing import Final, TypeVar
 
+from kvdepot.errors import require
 from kvdepot.index.index import ChunkIndex
-from kvdepot.pool.spread import SpreadMap
-
-_BLOCK: Final = 256  # leases
-
-K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,35 +31,30 @@ class LeaseTable:
         self.lease_seconds = lease_seconds
         self.num_expired = 0
         self._index = index
-        # In blocks of numbers in a row: one mapping of 90,000 that nobody released takes 7 ms to grow.
-        self._blocks: dict[int, dict[int, Lease]] = {}
-        self._of_context: dict[int, dict[int, set[int]]] = {}  # numbers, by context and block
-        self._of_request: SpreadMap[tuple[int, str], set[int]] = SpreadMap()
-        self._counts: Counter[int] = Counter()  # by context
+        self._leases: OrderedDict[int, Lease] = OrderedDict()  # finds its first item at once, unlike `dict`
+        self._of_context: dict[int, set[int]] = {}
+        self._of_request: dict[tuple[int, str], set[int]] = {}
         self._next = 1
 
     def __len__(self) -> int:
-        return self._counts.total()
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
 
     def grant(self, context: int, request_id: str, nodes: tuple[int, ...], now: float, extents: bytes = b"") -> int:
         """Pin `nodes` and return the lease's number."""
         number = self._next
         self._next += 1
         self._index.pin(nodes)
-        block = number // _BLOCK
-        lease = Lease(number, context, request_id, nodes, now + self.lease_seconds, extents)
-        self._blocks.setdefault(block, {})[number] = lease
-        self._of_context.setdefault(context, {}).setdefault(block, set()).add(number)
-        numbers = self._of_request.get((context, request_id))
-        if numbers is None:
-            numbers = self._of_request[context, request_id] = set()
-        numbers.add(number)
-        self._counts[context] += 1
+        self._leases[number] = Lease(number, context, request_id, nodes, now + self.lease_seconds, extents)
+        self._of_context.setdefault(context, set()).add(number)
+        self._of_request.setdefault((context, request_id), set()).add(number)
         return number
 
     def find(self, context: int, number: int) -> Lease | None:
         """Return a lease of a context, None if it has no such lease (any more)."""
-        lease = self._blocks.get(number // _BLOCK, {}).get(number)
+        lease = self._leases.get(number)
         return lease if lease is not None and lease.context == context else None
 
     def release(self, context: int, number: int) -> bool:
@@ -73,64 +62,65 @@ class LeaseTable:
         lease = self.find(context, number)
         if lease is None:
             return False
-        block = number // _BLOCK
-        del self._blocks[block][number]
-        if not self._blocks[block]:
-            del self._blocks[block]
-        self._counts[context] -= 1
-        if not self._counts[context]:
-            del self._counts[context]
-        blocks = self._of_context.get(context, {})
-        self._leave(blocks, block, number)
-        if not blocks:
-            self._of_context.pop(context, None)
-        self._leave(self._of_request, (context, lease.request_id), number)
+        del self._leases[number]
+        own = self._of_context[context]
+        own.remove(number)
+        if not own:
+            del self._of_context[context]
+        request = context, lease.request_id
+        own = self._of_request.get(request)
+        if own is not None:
+            own.discard(number)
+            if not own:
+                del self._of_request[request]
         self._index.unpin(lease.nodes)
         return True
 
     def end_request(self, context: int, request_id: str) -> Iterator[int]:
         """End every lease that a request has now; yields how many at each step."""
-        return self._end(context, self._of_request.pop((context, request_id)) or set())
+        return self._end(context, self._of_request.pop((context, request_id), ()))
 
     def end_context(self, context: int) -> Iterator[int]:
         """End every lease that a context has now; yields how many at each step."""
-        blocks = self._of_context.pop(context, {})
-        return chain.from_iterable(self._end(context, numbers) for numbers in blocks.values())
+        return self._end(context, list(self._of_context.get(context, ())))
 
-    def _end(self, context: int, numbers: set[int]) -> Iterator[int]:
-        while numbers:
-            yield self.release(context, numbers.pop())
+    def _end(self, context: int, numbers: Iterable[int]) -> Iterator[int]:
+        for number in numbers:
+            yield self.release(context, number)
 
     def has_expired(self, now: float) -> bool:
         """Whether `expire` has something to do."""
-        first = self._first()
-        return first is not None and first.expiry_seconds <= now
+        return bool(self._leases) and next(iter(self)).expiry_seconds <= now
 
     def expire(self, now: float) -> Iterator[int]:
         """End the leases whose time is over; yields how many at each step."""
-        while (lease := self._first()) is not None and lease.expiry_seconds <= now:
+        while self.has_expired(now):
+            lease = next(iter(self))
             self.release(lease.context, lease.number)
             self.num_expired += 1
             yield 1
 
     def count_of(self, context: int) -> int:
         """Return how many leases a context has."""
-        return self._counts[context]
+        return len(self._of_context.get(context, ()))
 
     def count_of_request(self, context: int, request_id: str) -> int:
-        """Return how many leases a request has; none of those that are being ended."""
-        return len(self._of_request.get((context, request_id)) or ())
+        """Return how many leases a request has, without those that are being ended."""
+        return len(self._of_request.get((context, request_id), ()))
 
-    def _first(self) -> Lease | None:
-        """Return the lease that expires first."""
-        block = next(iter(self._blocks.values()), None)
-        return None if block is None else next(iter(block.values()))
+    def check_integrity(self) -> None:
+        """Check that every lease is known to its context, and that nothing else is.
 
-    @staticmethod
-    def _leave(sets: dict[K, set[int]] | SpreadMap[K, set[int]], key: K, number: int) -> None:
-        """Take a number out of one of many sets, and that away if it was the last."""
-        numbers = sets.get(key)
-        if numbers is not None:
-            numbers.discard(number)
-            if not numbers:
-                del sets[key]
+        Raises:
+            IntegrityError: the tables disagree.
+        """
+        by_context = {(context, number) for context, numbers in self._of_context.items() for number in numbers}
+        require(by_context == {(lease.context, lease.number) for lease in self}, "leases of contexts are miscounted")
+        require(all(self._of_context.values()) and all(self._of_request.values()), "an owner without leases is kept")
+        for (context, request_id), numbers in self._of_request.items():
+            for number in numbers:
+                lease = self.find(context, number)
+                is_own = lease is not None and lease.request_id == request_id
+                require(is_own, f"lease {number} is not of request {request_id!r}")
+        times = [lease.expiry_seconds for lease in self]
+        require(times == sorted(times), "leases are not in the order of expiry")

@@ -16,7 +16,6 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
 from kvdepot.errors import ConfigError
-from kvdepot.pool.spread import SpreadMap
 
 MAXIMUM_QUOTAS: Final = 1024  # that a depot has had at the same time or one after the other
 _SPARE: Final = 64  # entries of a heap
@@ -54,8 +53,7 @@ class QuotaTable:
         self._names = [""]  # of tenants
         self._shares = [self._share_by_name.get("", 0)]  # by tenant
         self.tenant_bytes = [0]  # by tenant
-        self._tenants = SpreadMap[str, int]()  # by name
-        self._tenants[""] = 0
+        self._tenants = {"": 0}  # by name
         self._tenant_of: list[int] = []  # by label
         self._without: dict[str, int] = {}  # shares of tenants that have no quota any more
 

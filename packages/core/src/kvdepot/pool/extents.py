@@ -5,24 +5,28 @@ freed extent is exactly what the next allocation needs.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import merge
+from itertools import pairwise
 from typing import Final
 
-from kvdepot.pool.spread import NUM_PARTS
+from kvdepot.errors import require
 
 EXTENT_ALIGNMENT_BYTES: Final = 4096
-_RESTORE_STEP: Final = 250  # extents between two pauses: less than half a millisecond
 NUM_REGIONS: Final = 96  # of the pool's map
-_LEAST_SORTED_BYTES: Final = 4 << 20  # of the pool, whose extents are sorted at once
-_MOST_SORTED: Final = 8192  # parts of the pool
-_BLOCK: Final = 512  # holes
-_MIXER: Final = 2_654_435_761  # 2^32 over the golden ratio: bits 24 and up of a product depend on all of a small number
+_RESTORE_STEP: Final = 2_000  # extents between two pauses
+_SORT_STEP: Final = 20_000  # numbers that are sorted at once
 
 
 def extent_size(num_bytes: int) -> int:
     """Return the bytes that an extent for `num_bytes` takes."""
     return -(-num_bytes // EXTENT_ALIGNMENT_BYTES) * EXTENT_ALIGNMENT_BYTES
+
+
+def sorted_runs(numbers: list[int]) -> Iterator[list[int]]:
+    """Yield the numbers in sorted parts, each sorted in one go: `heapq.merge` joins them."""
+    for start in range(0, len(numbers), _SORT_STEP):
+        yield sorted(numbers[start : start + _SORT_STEP])
 
 
 class ExtentAllocator:
@@ -34,10 +38,11 @@ class ExtentAllocator:
         self.used_bytes = 0
         self.region_bytes = [0] * NUM_REGIONS  # used, by where an extent starts, of equal parts of the capacity
         self._region_bytes = max(1, -(-capacity_bytes // NUM_REGIONS))
-        # Of each hole; in several dictionaries, as one that holds half a million takes 30 ms to grow.
-        self._size_at: list[dict[int, int]] = [{} for _ in range(NUM_PARTS)]
-        self._start_by_end: list[dict[int, int]] = [{} for _ in range(NUM_PARTS)]
-        self._by_size = _SortedPairs()  # (size, start)
+        # Every free extent, by its start, its end and its size.
+        self._size_at: dict[int, int] = {}
+        self._start_by_end: dict[int, int] = {}
+        self._starts: dict[int, dict[int, None]] = {}
+        self._sizes: list[int] = []  # the keys of `_starts`, sorted
         self.grow(capacity_bytes if ready_bytes is None else ready_bytes)
 
     def grow(self, ready_bytes: int) -> None:
@@ -45,19 +50,20 @@ class ExtentAllocator:
         ready_bytes = min(ready_bytes, self.capacity_bytes)
         ready_bytes -= ready_bytes % EXTENT_ALIGNMENT_BYTES
         if ready_bytes > self.ready_bytes:
-            self._add_hole(self.ready_bytes, ready_bytes - self.ready_bytes)
+            self._add_free(self.ready_bytes, ready_bytes - self.ready_bytes)
             self.ready_bytes = ready_bytes
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Return the offset of an extent for `num_bytes`, None if no hole is large enough."""
+        """Return the offset of an extent for `num_bytes`, None if no free extent is large enough."""
         size = extent_size(num_bytes)
-        found = self._by_size.take_from((size, 0))
-        if found is None:
+        place = bisect_left(self._sizes, size)
+        if place == len(self._sizes):
             return None
-        hole, start = found
-        del _part(self._size_at, start)[start], _part(self._start_by_end, start + hole)[start + hole]
-        if hole > size:
-            self._insert(start + size, hole - size)
+        found = self._sizes[place]
+        start, _ = self._starts[found].popitem()
+        self._forget(start, found)
+        if found > size:
+            self._insert(start + size, found - size)
         self.used_bytes += size
         self.region_bytes[start // self._region_bytes] += size
         return start
@@ -67,7 +73,7 @@ class ExtentAllocator:
         size = extent_size(num_bytes)
         self.used_bytes -= size
         self.region_bytes[offset // self._region_bytes] -= size
-        self._add_hole(offset, size)
+        self._add_free(offset, size)
 
     def restore(self, extents: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
         """Mark extents `(offset, num_bytes)` of an earlier life as used; call once, before any allocation.
@@ -78,110 +84,98 @@ class ExtentAllocator:
         """
         if self.used_bytes:
             raise ValueError("restore comes before the first allocation")
-        for start, _ in self.holes():
+        for start in list(self._size_at):
             self._remove(start)
         return self._restore(extents)
 
     def _restore(self, extents: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-        by_region: dict[int, list[int]] = {}
-        region_bytes = max(_LEAST_SORTED_BYTES, self.capacity_bytes // _MOST_SORTED)
-        for place, (offset, _) in enumerate(extents):
-            by_region.setdefault(offset // region_bytes, []).append(place)
+        keys: list[int] = []
+        for place, (offset, num_bytes) in enumerate(extents):
+            if offset >= 0:
+                keys.append(offset << 96 | num_bytes << 32 | place)
             if place % _RESTORE_STEP == 0:
                 yield []
+        runs: list[list[int]] = []
+        for run in sorted_runs(keys):
+            runs.append(run)
+            yield []
         end = 0
-        for region in sorted(by_region):
-            places = sorted(by_region.pop(region), key=extents.__getitem__)
-            for first in range(0, len(places), _RESTORE_STEP):
-                taken: list[int] = []
-                for place in places[first : first + _RESTORE_STEP]:
-                    offset, num_bytes = extents[place]
-                    size = extent_size(num_bytes)
-                    if offset % EXTENT_ALIGNMENT_BYTES or not end <= offset < offset + size <= self.ready_bytes:
-                        continue
-                    if offset > end:
-                        self._insert(end, offset - end)
-                    taken.append(place)
-                    self.used_bytes += size
-                    self.region_bytes[offset // self._region_bytes] += size
-                    end = offset + size
+        taken: list[int] = []
+        for key in merge(*runs):
+            place = key & 0xFFFFFFFF
+            offset, num_bytes = extents[place]
+            size = extent_size(num_bytes)
+            if offset % EXTENT_ALIGNMENT_BYTES or not end <= offset < offset + size <= self.ready_bytes:
+                continue
+            if offset > end:
+                self._insert(end, offset - end)
+            taken.append(place)
+            self.used_bytes += size
+            self.region_bytes[offset // self._region_bytes] += size
+            end = offset + size
+            if len(taken) == _RESTORE_STEP:
                 yield taken
+                taken = []
         if end < self.ready_bytes:
             self._insert(end, self.ready_bytes - end)
+        yield taken
 
     @property
     def free_bytes(self) -> int:
         """Usable bytes that nobody has."""
         return self.ready_bytes - self.used_bytes
 
-    def holes(self) -> list[tuple[int, int]]:
-        """Return `(offset, bytes)` of every hole, by offset."""
-        return sorted(chain.from_iterable(part.items() for part in self._size_at))
+    def free_extents(self) -> list[tuple[int, int]]:
+        """Return `(offset, bytes)` of every free extent, by offset."""
+        return sorted(self._size_at.items())
 
-    def _add_hole(self, start: int, size: int) -> None:
-        before = _part(self._start_by_end, start).get(start)
+    def check_integrity(self, used: Iterable[tuple[int, int]]) -> None:
+        """Check that `(offset, num_bytes)` in use and the free extents make up the usable space.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        taken = [(offset, extent_size(num_bytes)) for offset, num_bytes in used]
+        end = 0
+        for start, size in sorted([*taken, *self._size_at.items()]):
+            require(start == end, f"the pool has a gap or an overlap between {end} and {start}")
+            end = start + size
+        require(end == self.ready_bytes, f"extents end at {end}, usable space at {self.ready_bytes}")
+        num_bytes = sum(size for _, size in taken)
+        require(
+            num_bytes == self.used_bytes == sum(self.region_bytes), f"{num_bytes} bytes used, {self.used_bytes} counted"
+        )
+        free = self.free_extents()
+        require(all(a + size < b for (a, size), (b, _) in pairwise(free)), "free extents touch")
+        by_size = sorted((start, size) for size, starts in self._starts.items() for start in starts)
+        require(by_size == free and self._sizes == sorted(self._starts), "free extents by size differ")
+        require({start + size: start for start, size in free} == self._start_by_end, "free extents by end differ")
+
+    def _add_free(self, start: int, size: int) -> None:
+        before = self._start_by_end.get(start)
         if before is not None:
             size += self._remove(before)
             start = before
-        if start + size in _part(self._size_at, start + size):
+        if start + size in self._size_at:
             size += self._remove(start + size)
         self._insert(start, size)
 
     def _insert(self, start: int, size: int) -> None:
-        _part(self._size_at, start)[start] = size
-        _part(self._start_by_end, start + size)[start + size] = start
-        self._by_size.add((size, start))
+        self._size_at[start] = size
+        self._start_by_end[start + size] = start
+        starts = self._starts.get(size)
+        if starts is None:
+            starts = self._starts[size] = {}
+            insort(self._sizes, size)
+        starts[start] = None
 
     def _remove(self, start: int) -> int:
-        size = _part(self._size_at, start).pop(start)
-        del _part(self._start_by_end, start + size)[start + size]
-        self._by_size.remove((size, start))
+        size = self._size_at[start]
+        del self._starts[size][start]
+        self._forget(start, size)
         return size
 
-
-def _part(parts: list[dict[int, int]], offset: int) -> dict[int, int]:
-    """Return the dictionary that an offset belongs to: neighbours to different ones."""
-    return parts[(offset // EXTENT_ALIGNMENT_BYTES * _MIXER >> 24) % NUM_PARTS]
-
-
-class _SortedPairs:
-    """Pairs in order, in blocks: inserting into one list of half a million takes 0.4 ms."""
-
-    def __init__(self) -> None:
-        self._blocks: list[list[tuple[int, int]]] = []  # none is empty
-        self._last: list[tuple[int, int]] = []  # of each block
-
-    def add(self, pair: tuple[int, int]) -> None:
-        """Put a pair that is not there to its place."""
-        place = bisect_left(self._last, pair)
-        if place == len(self._blocks):
-            if not place or len(self._blocks[-1]) >= _BLOCK:
-                self._blocks.append([pair])
-                self._last.append(pair)
-                return
-            place -= 1
-        block = self._blocks[place]
-        insort(block, pair)
-        if len(block) > 2 * _BLOCK:
-            self._blocks.insert(place + 1, block[_BLOCK:])
-            self._last.insert(place + 1, block[-1])
-            del block[_BLOCK:]
-        self._last[place] = block[-1]
-
-    def remove(self, pair: tuple[int, int]) -> None:
-        """Take out a pair that is there."""
-        taken = self.take_from(pair)
-        assert taken == pair
-
-    def take_from(self, least: tuple[int, int]) -> tuple[int, int] | None:
-        """Take out and return the first pair that is not below `least`, None if all are."""
-        place = bisect_left(self._last, least)
-        if place == len(self._blocks):
-            return None
-        block = self._blocks[place]
-        pair = block.pop(bisect_left(block, least))
-        if not block:
-            del self._blocks[place], self._last[place]
-        elif pair == self._last[place]:
-            self._last[place] = block[-1]
-        return pair
+    def _forget(self, start: int, size: int) -> None:
+        del self._size_at[start], self._start_by_end[start + size]
+        if not self._starts[size]:
+            del self._starts[size], self._sizes[bisect_left(self._sizes, size)]

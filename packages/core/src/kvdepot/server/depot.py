@@ -24,7 +24,6 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused, MoverTable
-from kvdepot.pool.spread import SpreadMap
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, SEALED, Writer
 from kvdepot.server.shadow import ShadowIndex
 from kvdepot.tiers.tiering import ShardPlace, Tiering
@@ -238,7 +237,6 @@ class Depot:
         self.tiering: Tiering | None = None
         self.movers: MoverTable | None = None
         self._soon: deque[Iterator[int]] = deque()  # what must not wait for what takes long
-        self.index.go_on = self._soon.append
         self.index.end_store = self._end_store
         # What takes long: of each kind one after the other, and one step of each kind after the other.
         self._chores: dict[Chore, deque[Iterator[int]]] = {}
@@ -248,7 +246,7 @@ class Depot:
         self.on_names_changed: Callable[[], None] = lambda: None
         self._clock = clock
         self._num_saved_spaces = self._num_saved_labels = 0
-        self._label_numbers = SpreadMap[str, int]()  # no tuples: `server.watch`
+        self._label_numbers: dict[str, int] = {}  # no tuples: `server.watch`
         self._next_number = 1
         self._token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
         self._handlers: dict[type, Callable[[int, Writer, Any], frames.Reply | Deferred]] = {

@@ -1,0 +1,310 @@
+"""Entries: one node x layer group x shard each, with an extent of the pool and a record of the table.
+
+A record is free, being written, sealed, abandoned (its chunk can be stored again, but something may still write to its
+extent) or lingering (removed while a tier copies it).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvdepot.errors import require
+from kvdepot.index.columns import make_column
+from kvdepot.index.quotas import QuotaTable
+from kvdepot.index.space import Space
+from kvdepot.index.tree import NO_NODE, Nodes
+from kvdepot.pool.extents import ExtentAllocator, extent_size
+from kvdepot.pool.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
+from kvdepot.wire.messages import EXTENT
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPlace:
+    """Everything about a new entry but its extent."""
+
+    space: Space
+    key: bytes
+    parent: int  # node, NO_NODE for a first chunk
+    depth: int
+    group: int
+    shard: int
+    num_bytes: int
+    layout: int
+    label: int  # number of the tenant and model that it belongs to
+    writer: Writer
+    owner: bytes = bytes(OWNER_BYTES)
+
+
+def pack_extent(chunk: int, group: int, extent: tuple[int, int, int, int]) -> bytes:
+    """Return the packed `EXTENT` of `(record, header, offset, bytes)`."""
+    record, header, offset, num_bytes = extent
+    return EXTENT.pack(chunk, group, 0, record, 0, header, offset, num_bytes)
+
+
+class Entries:
+    """The records of each node, and their extents and bytes."""
+
+    def __init__(self, nodes: Nodes, table: IndexTable, extents: ExtentAllocator, quotas: QuotaTable) -> None:
+        self.num_sealed = 0
+        self.abandoned: dict[int, int] = {}  # records that belong to no node any more, and their labels
+        self.lingering: set[int] = set()  # records that were removed while a tier copies them
+        self._nodes = nodes
+        self._table = table
+        self._extents = extents
+        self._quotas = quotas
+        self._first = make_column("I", nodes.tree.capacity)
+        self._next = make_column("I", table.num_records)  # of the same node; of a free record: the next free one
+        self._node_of = make_column("I", table.num_records)
+        self._writing_share = make_column("I", table.num_records)  # plus one: of an unfinished entry
+        self._free = NO_RECORD  # the first record that was given back
+        self.num_known = 0  # records that were given out so far
+        self._readers: dict[int, int] = {}  # copies for a tier, by record
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def of(self, node: int) -> Iterator[int]:
+        """Yield the records of a node, sealed or being written."""
+        record = self._first[node]
+        while record != NO_RECORD:
+            yield record
+            record = self._next[record]
+
+    def is_ghost(self, node: int) -> bool:
+        """Whether a node has no entries (any more)."""
+        return self._first[node] == NO_RECORD
+
+    def is_sealed(self, record: int) -> bool:
+        """Whether the bytes of an entry are in place."""
+        return self._table.header(record) & 0xFF == SEALED
+
+    def sealed(self, node: int) -> list[int]:
+        """Return the sealed records of a node."""
+        return [record for record in self.of(node) if self.is_sealed(record)]
+
+    def has_sealed(self, node: int) -> bool:
+        """Whether a node has a sealed entry, so that its eviction policy knows it."""
+        return any(self.is_sealed(record) for record in self.of(node))
+
+    def find(self, node: int, group: int, shard: int) -> int | None:
+        """Return the record of an entry, sealed or being written; None if there is none."""
+        place = group, shard
+        record = self._first[node]
+        while record != NO_RECORD:
+            if self._table.place_of(record) == place:
+                return record
+            record = self._next[record]
+        return None
+
+    def has(self, node: int, group: int, shard: int) -> bool:
+        """Whether an entry is here or being written."""
+        return self.find(node, group, shard) is not None
+
+    def extent_of(self, node: int, group: int, shard: int, layout: int) -> tuple[int, int, int, int] | None:
+        """Return record, header, offset and bytes of a sealed entry with this layout; None if there is none."""
+        record = self.find(node, group, shard)
+        if record is None or self._table.layout_of(record) != layout:
+            return None
+        header = self._table.header(record)
+        if header & 0xFF != SEALED:
+            return None
+        return (record, header, *self._table.extent(record))
+
+    def node_of(self, record: int) -> int:
+        """Return the node of a record in use, `NO_NODE` if it was abandoned."""
+        return self._node_of[record]
+
+    def is_whole(self, record: int) -> int:
+        """Return the bit of the record's group if all shards of that are sealed, else 0."""
+        group, _ = self._table.place_of(record)
+        node = self._node_of[record]
+        num_shards = self._nodes.space_of(node).spec.groups[group].num_shards
+        if num_shards > 1:
+            here = sum(self.is_sealed(other) and self._table.place_of(other)[0] == group for other in self.of(node))
+            if here < num_shards:
+                return 0
+        return 1 << group
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    def add_node(self, node: int) -> None:
+        """Begin a node without entries."""
+        self._first[node] = NO_RECORD
+
+    def take_record(self) -> int | None:
+        """Return a free record, None if there is none."""
+        record = self._free
+        if record != NO_RECORD:
+            self._free = self._next[record]
+            return record
+        if self.num_known == self._table.num_records:
+            return None
+        self.num_known += 1
+        return self.num_known - 1
+
+    def give_back(self, record: int) -> None:
+        """Make a record free for the next entry."""
+        self._next[record], self._free = self._free, record
+
+    def begin(self, place: EntryPlace, node: int, record: int, offset: int) -> None:
+        """Fill a record for an entry that is being written."""
+        parent_key = self._nodes.tree.keys[place.parent] if place.parent != NO_NODE else None
+        self._table.write(
+            record, space=place.space.number, group=place.group, shard=place.shard, offset=offset,
+            num_bytes=place.num_bytes, key=place.key, parent=(parent_key or b"")[:PARENT_BYTES], depth=place.depth,
+            layout=place.layout, label=place.label, writer=place.writer, owner=place.owner,
+        )  # fmt: skip
+        size = extent_size(place.num_bytes)
+        self._link(record, node)
+        self._account(node, size)
+        self._begin_writing(record, self._nodes.tree.share[node], size)
+
+    def seal(self, record: int, now: int, checksum: bytes) -> bool:
+        """Say that the bytes are in place; return whether this is the first sealed entry of its node."""
+        node = self._node_of[record]
+        is_alone = self._first[node] == record and self._next[record] == NO_RECORD  # as most are
+        is_first = is_alone or not self.has_sealed(node)
+        self._table.seal(record, now, checksum or bytes(OWNER_BYTES))
+        self.num_sealed += 1
+        self._end_writing(record)
+        return is_first
+
+    def restore(self, record: Record, node: int) -> None:
+        """Take over a sealed entry of an earlier server, whose extent is taken already."""
+        self._link(record.number, node)
+        self._account(node, extent_size(record.num_bytes))
+        self.num_sealed += 1
+
+    def restore_unfinished(self, record: Record) -> None:
+        """Take over an unfinished entry as if it had been abandoned: its extent counts against its tenant."""
+        share, size = self._quotas.share_of(record.label), extent_size(record.num_bytes)
+        self._node_of[record.number] = NO_NODE
+        self.abandoned[record.number] = record.label
+        self._quotas.account(record.label, share, size)
+        self._begin_writing(record.number, share, size)
+
+    def move(self, node: int, share: int) -> None:
+        """Count the entries of a node against another share; the caller changes the node."""
+        quotas = self._quotas
+        for record in self.of(node):
+            size = extent_size(self._table.extent(record)[1])
+            quotas.move(size, self._nodes.tree.share[node], share)
+            if self._writing_share[record]:
+                self._end_writing(record)
+                self._begin_writing(record, share, size)
+
+    # --- taking back ----------------------------------------------------------------------------------------------
+
+    def remove(self, record: int) -> None:
+        """Free an entry, sealed or not; a tier that copies it keeps its extent until `end_reading`."""
+        node = self._node_of[record]
+        if self.is_sealed(record):
+            self.num_sealed -= 1
+        self._unlink(record, node)
+        offset, num_bytes = self._table.extent(record)
+        self._account(node, -extent_size(num_bytes))
+        self._end_writing(record)
+        self._table.free(record)  # the header changes before the extent goes to somebody else
+        self._node_of[record] = NO_NODE
+        if record in self._readers:
+            self.lingering.add(record)
+            return
+        self._extents.free(offset, num_bytes)
+        self.give_back(record)
+
+    def abandon(self, record: int) -> None:
+        """Take an unfinished entry off its node; its extent stays taken until `free_abandoned`."""
+        node = self._node_of[record]
+        self.abandoned[record] = self._nodes.label[node]
+        self._unlink(record, node)
+        self._node_of[record] = NO_NODE
+
+    def free_abandoned(self, record: int) -> None:
+        """Take back an abandoned entry that nothing writes to any more."""
+        offset, num_bytes = self._table.extent(record)
+        self._quotas.account(self.abandoned.pop(record), self._writing_share[record] - 1, -extent_size(num_bytes))
+        self._end_writing(record)
+        self._table.free(record)
+        self._extents.free(offset, num_bytes)
+        self.give_back(record)
+
+    def begin_reading(self, record: int) -> None:
+        """Keep the extent of a sealed entry, which is being copied for a tier."""
+        self._readers[record] = self._readers.get(record, 0) + 1
+
+    def end_reading(self, record: int) -> None:
+        """Undo one `begin_reading`; an entry that was removed meanwhile gives its extent back now."""
+        self._readers[record] -= 1
+        if self._readers[record]:
+            return
+        del self._readers[record]
+        if record in self.lingering:
+            self.lingering.remove(record)
+            self._extents.free(*self._table.extent(record))
+            self.give_back(record)
+
+    # --- links and bytes ------------------------------------------------------------------------------------------
+
+    def _link(self, record: int, node: int) -> None:
+        self._node_of[record] = node
+        self._next[record] = self._first[node]
+        self._first[node] = record
+
+    def _unlink(self, record: int, node: int) -> None:
+        following = self._next[record]
+        if self._first[node] == record:
+            self._first[node] = following
+            return
+        before = self._first[node]
+        while self._next[before] != record:
+            before = self._next[before]
+        self._next[before] = following
+
+    def _account(self, node: int, num_bytes: int) -> None:
+        self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], num_bytes)
+
+    def _begin_writing(self, record: int, share: int, size: int) -> None:
+        """Count a record as unfinished until `_end_writing`."""
+        self._writing_share[record] = share + 1
+        self._quotas.writing_bytes[share] += size
+
+    def _end_writing(self, record: int) -> None:
+        share, self._writing_share[record] = self._writing_share[record], 0
+        if share:
+            self._quotas.writing_bytes[share - 1] -= extent_size(self._table.extent(record)[1])
+
+    def check_integrity(self, sealed_groups: Sequence[int]) -> None:
+        """Check that records, nodes, extents, quotas and `sealed_groups` of the nodes agree.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        records = {record.number: record for record in self._table.records()}
+        require(self.num_sealed == sum(r.state == SEALED for r in records.values()), "sealed entries are miscounted")
+        self._extents.check_integrity(self._table.extent(number) for number in {*records, *self.lingering})
+        used = sum(extent_size(record.num_bytes) for record in records.values())
+        quotas = self._quotas
+        require(used == sum(quotas.tenant_bytes) == sum(quotas.used_bytes), f"{used} bytes are used, quotas differ")
+        writing = [0] * quotas.num_shares
+        for record in records.values():
+            if record.state != SEALED:
+                writing[self._writing_share[record.number] - 1] += extent_size(record.num_bytes)
+        require(writing == quotas.writing_bytes, "unfinished bytes are miscounted")
+        linked = 0
+        for space in self._nodes.spaces:
+            for node in space.nodes.values():
+                linked += self._check_node(space, node, sealed_groups[node])
+        require(linked == sum(self._node_of[number] != NO_NODE for number in records), "records are in no list")
+
+    def _check_node(self, space: Space, node: int, sealed_groups: int) -> int:
+        """Return how many entries a node has."""
+        tree, own = self._nodes.tree, list(self.of(node))
+        places = [self._table.place_of(record) for record in own]
+        require(len(places) == len(set(places)), f"node {node} has an entry twice")
+        whole = 0
+        for number, group in enumerate(space.spec.groups):
+            here = sum(self.is_sealed(r) and place[0] == number for r, place in zip(own, places, strict=True))
+            whole |= (here == group.num_shards) << number
+        require(whole == sealed_groups, f"node {node} has other groups than it says")
+        num_writing = sum(not self.is_sealed(record) for record in own)
+        require(tree.holds[node] >= num_writing, f"node {node} is not held for {num_writing} unfinished entries")
+        require(bool(own or tree.num_children[node] or tree.holds[node]), f"node {node} is an idle ghost")
+        return len(own)

@@ -1,0 +1,121 @@
+"""Priorities: clients' hints which prefixes leave before or after others, and when they end."""
+
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from math import ceil
+from typing import Final
+
+from kvdepot.index.columns import make_column
+from kvdepot.index.eviction import ENDED, NORMAL
+from kvdepot.index.shares import Shares
+from kvdepot.index.tree import NO_NODE, Nodes
+
+_STEP: Final = 40  # chunks
+_SPARE_DEADLINES: Final = 1024
+
+
+class Priorities:
+    """Hints for prefixes, and the deadlines of sessions."""
+
+    def __init__(self, nodes: Nodes, shares: Shares) -> None:
+        self._nodes = nodes
+        self._shares = shares
+        self._num_uses = 0
+        self._used_at = make_column("Q", nodes.tree.capacity)  # how many uses there had been by its last
+        self._deadlines: dict[int, int] = {}  # seconds by the node where a session ends
+        self._by_deadline: list[tuple[int, int]] = []  # heap; an entry that `_deadlines` does not have is stale
+
+    def add_node(self, node: int) -> None:
+        """Begin a node that was never used."""
+        self._used_at[node] = 0
+
+    def used(self, node: int) -> Iterator[int] | None:
+        """Tell the policy that a prefix ending here was used. One that was said to have ended has not.
+
+        Returns the rest of that work for a long prefix, in steps as those of `set_priority`; None if none is left.
+        """
+        self.forget_deadline(node)
+        priority, rest = self._nodes.tree.priority, None
+        self._nodes.last_use[node] = self._nodes.now
+        self._num_uses += 1
+        self._used_at[node] = self._num_uses
+        if priority[node] == ENDED:
+            rest = self._spread(node, lambda above, _count: priority[above] == ENDED, NORMAL)
+            if next(rest) < _STEP:
+                rest = None
+        self._shares.policy_of(node).used(node)
+        return rest
+
+    def set_priority(self, node: int, is_own: Callable[[int], bool], priority: int) -> Iterator[int]:
+        """Let the chunks that only this prefix needs leave after chunks of lower priority of its share.
+
+        Only chunks whose label `is_own`, here and below. Yields how many since it last did, the end of the prefix with
+        the first step, which comes at once. Between two steps the index may be used for anything: a later hint for
+        the prefix wins, and a use of a prefix that was to end.
+        """
+        return self._hint(node, is_own, NORMAL + priority)
+
+    def end_session(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
+        """Let the chunks that only this prefix needs leave before all others; yields as `set_priority` does."""
+        return self._hint(node, is_own, ENDED)
+
+    def end_session_at(self, node: int, is_own: Callable[[int], bool], deadline: float) -> None:
+        """Do what `end_session` does at a later time, unless the prefix is used before."""
+        if not is_own(self._nodes.label[node]):
+            return
+        second = self._deadlines[node] = max(1, ceil(deadline))
+        heappush(self._by_deadline, (second, node))
+        if len(self._by_deadline) > 2 * len(self._deadlines) + _SPARE_DEADLINES:
+            self._by_deadline = [(second, node) for node, second in self._deadlines.items()]
+            heapify(self._by_deadline)
+
+    @property
+    def num_deadlines(self) -> int:
+        """Deadlines that take memory, stale ones included."""
+        return len(self._by_deadline)
+
+    def forget_deadline(self, node: int) -> None:
+        """Let no session end at a node: it was used, hinted otherwise or dropped."""
+        self._deadlines.pop(node, None)
+
+    def has_ended(self, now: float) -> bool:
+        """Whether `expire` has something to do."""
+        return bool(self._by_deadline) and self._by_deadline[0][0] <= now
+
+    def expire(self, now: float) -> Iterator[int]:
+        """End the sessions whose time has come; yields as `set_priority` does."""
+        while self.has_ended(now):
+            second, node = heappop(self._by_deadline)
+            if self._deadlines.get(node) == second:
+                del self._deadlines[node]
+                yield from self.end_session(node, self._nodes.label[node].__eq__)
+
+    def _hint(self, node: int, is_own: Callable[[int], bool], priority: int) -> Iterator[int]:
+        """Change chunks from the end of a prefix up to where another branches off or somebody else's begin."""
+        num_children, label = self._nodes.tree.num_children, self._nodes.label
+        if is_own(label[node]):
+            self.forget_deadline(node)
+        return self._spread(
+            node, lambda above, count: num_children[above] <= (count > 0) and is_own(label[above]), priority
+        )
+
+    def _spread(self, start: int, is_wanted: Callable[[int, int], bool], priority: int) -> Iterator[int]:
+        """Change chunks towards the root while `is_wanted(node, how many were changed)`."""
+        tree, keys = self._nodes.tree, self._nodes.tree.keys
+        node, count, began, start_key = start, 0, self._num_uses, keys[start]
+        while node != NO_NODE and is_wanted(node, count) and (priority != ENDED or self._used_at[node] <= began):
+            self._shares.set_priority(node, priority)
+            below, node = node, tree.parent[node]
+            count += 1
+            if count % _STEP == 0 and node != NO_NODE:
+                key, below_key = keys[node], keys[below]
+                yield _STEP
+                if keys[node] != key:
+                    break  # it left meanwhile
+                if keys[start] == start_key and tree.priority[start] != priority:
+                    break
+                # If the chunk below was ENDED and has since been evicted, go on. Otherwise a later hint may have
+                # changed its priority, so stop.
+                if (tree.priority[below] if keys[below] == below_key else ENDED) != priority:
+                    break
+        yield count % _STEP

@@ -1,0 +1,141 @@
+"""Restoring: rebuilds the parts of an index from the table of an earlier server, in steps of some milliseconds.
+
+A record that was being written keeps its extent, whatever else does not fit: its writer may live and still fill it.
+A sealed record that does not verify or fit is freed.
+"""
+
+from array import array
+from collections.abc import Iterator
+from heapq import merge
+from typing import Final
+
+from kvdepot.index.columns import make_column
+from kvdepot.index.parts import Parts
+from kvdepot.index.tree import NO_NODE
+from kvdepot.pool.extents import sorted_runs
+from kvdepot.pool.table import PARENT_BYTES, SEALED, WRITING, Record
+
+_STEP: Final = 500  # records
+
+
+class Restoring:
+    """One pass over the table; `run` does the work."""
+
+    def __init__(self, parts: Parts, num_spaces: int, num_labels: int) -> None:
+        self.nodes = array("I")  # made of sealed records and not visible yet, parents first
+        self.unfinished: list[int] = []  # records that were being written: they have an extent and belong to no chunk
+        self._parts = parts
+        self._num_spaces = num_spaces
+        self._num_labels = num_labels
+        self._is_used = make_column("B", parts.table.num_records)
+
+    def run(self) -> Iterator[None]:
+        """Rebuild nodes and entries."""
+        records: list[Record] = []
+        yield from self._read(records)
+        by_depth: dict[int, list[Record]] = {}
+        yield from self._take_extents(records, by_depth)
+        yield from self._make_nodes(by_depth)
+        yield from self._free_others()
+        yield from self._tell_policies()
+
+    def _read(self, records: list[Record]) -> Iterator[None]:
+        """Read the records whose space and label are known, and all that were being written."""
+        for number in range(self._parts.table.num_records):
+            record = self._parts.table.record(number)
+            if record is not None and (
+                record.state == WRITING or (record.space < self._num_spaces and record.label < self._num_labels)
+            ):
+                records.append(record)
+            if number % _STEP == 0:
+                yield
+        self._parts.entries.num_known = records[-1].number + 1 if records else 0
+
+    def _take_extents(self, records: list[Record], by_depth: dict[int, list[Record]]) -> Iterator[None]:
+        """Take over the extents; sort the sealed records by depth."""
+        for places in self._parts.extents.restore([(record.offset, record.num_bytes) for record in records]):
+            for place in places:
+                record = records[place]
+                if record.state == SEALED:
+                    by_depth.setdefault(record.depth, []).append(record)
+                else:
+                    self._parts.entries.restore_unfinished(record)
+                    self._is_used[record.number] = 1
+                    self.unfinished.append(record.number)
+            yield
+        self.unfinished.sort()
+
+    def _make_nodes(self, by_depth: dict[int, list[Record]]) -> Iterator[None]:
+        """Make nodes, those of one depth after those before it."""
+        above: dict[bytes, int] = {}
+        for depth in sorted(by_depth):
+            if depth and depth - 1 not in by_depth:
+                above = {}  # those are not one chunk up
+            level: dict[bytes, int] = {}
+            for count, record in enumerate(by_depth[depth]):
+                if self._take_entry(record, above, level):
+                    self._is_used[record.number] = 1
+                else:
+                    self._parts.extents.free(record.offset, record.num_bytes)
+                if count % _STEP == 0:
+                    yield
+            above = level
+
+    def _take_entry(self, record: Record, above: dict[bytes, int], level: dict[bytes, int]) -> bool:
+        """Take an entry over; `level` has the nodes of its depth, `above` those one chunk up.
+
+        Both by the start of a key, which is how records name a parent, and the space.
+        """
+        nodes, entries = self._parts.nodes, self._parts.entries
+        space = nodes.spaces[record.space]
+        suffix = space.number.to_bytes(4, "little")
+        name = record.key[:PARENT_BYTES] + suffix
+        if record.group >= len(space.spec.groups) or record.shard >= space.spec.groups[record.group].num_shards:
+            return False
+        parent = above.get(record.parent + suffix, NO_NODE)
+        if space.full_mask and record.depth and parent == NO_NODE:
+            return False
+        node = space.nodes.get(record.key)
+        if node is None:
+            if name in level:
+                return False  # two keys that begin alike: nothing tells which of them is whose parent
+            node = self._parts.add_node(space, record.key, parent, record.depth, record.label)
+            nodes.last_use[node] = 0
+            self.nodes.append(node)
+        elif nodes.depth[node] != record.depth or entries.has(node, record.group, record.shard):
+            return False
+        level[name] = node
+        entries.restore(record, node)
+        nodes.last_use[node] = max(nodes.last_use[node], record.last_use)
+        self._parts.visibility.sealed_groups[node] |= entries.is_whole(record.number)
+        return True
+
+    def _free_others(self) -> Iterator[None]:
+        """Free the records that were not taken over."""
+        table, entries = self._parts.table, self._parts.entries
+        for number in range(table.num_records - 1, -1, -1):
+            if not self._is_used[number]:
+                if table.header(number) & 0xFF:
+                    table.free(number)
+                if number < entries.num_known:
+                    entries.give_back(number)
+            if number % _STEP == 0:
+                yield
+
+    def _tell_policies(self) -> Iterator[None]:
+        """Add the nodes to their policies, the one that was used last at the end."""
+        last_use, depth, shares = self._parts.nodes.last_use, self._parts.nodes.depth, self._parts.shares
+        keys: list[int] = []
+        for count, node in enumerate(self.nodes):
+            keys.append(last_use[node] << 64 | depth[node] << 32 | node)
+            if count % _STEP == 0:
+                yield
+        runs: list[list[int]] = []
+        for run in sorted_runs(keys):
+            runs.append(run)
+            yield
+        for count, key in enumerate(merge(*runs)):
+            node = key & 0xFFFFFFFF
+            shares.policy_of(node).added(node)
+            if count % _STEP == 0:
+                yield

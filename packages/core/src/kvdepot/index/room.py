@@ -1,0 +1,216 @@
+"""Room: which chunk leaves, and how it leaves.
+
+Only nodes without children, leases and unfinished writes leave, so full attention stays prefix-closed: if a chunk is
+visible, so is everything before it, and a lease holds just the deepest chunk. A lease yields where its share is above
+its quota and a share within its own needs room.
+
+A node whose entries are all gone stays as a ghost while it has children. Those are invisible and may be evicted.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Final
+
+from kvdepot.errors import require
+from kvdepot.index.columns import Links, make_column
+from kvdepot.index.entries import Entries
+from kvdepot.index.priorities import Priorities
+from kvdepot.index.quotas import MAXIMUM_QUOTAS
+from kvdepot.index.shares import Shares
+from kvdepot.index.space import Space
+from kvdepot.index.tree import NO_NODE, Nodes
+from kvdepot.index.visibility import Visibility
+from kvdepot.wire.histogram import Histogram
+
+_REMOVE_STEP: Final = 25  # chunks
+_SCAN_STEP: Final = 500  # chunks that stay
+_MOST_LEASED: Final = 1024  # leased chunks, in search of one without children
+
+
+class Room:
+    """Evicts, clears and drops chunks, and holds those that leases need."""
+
+    def __init__(
+        self, nodes: Nodes, visibility: Visibility, entries: Entries, shares: Shares, priorities: Priorities
+    ) -> None:
+        self.num_evicted = 0
+        self.num_leased_evicted = 0  # of these, in spite of a lease
+        self.num_steps = 0  # evictions and unfinished stores that were ended, to make room
+        self.is_frozen = False  # nothing leaves while the index is being rebuilt
+        # Called for a share that must get room when nothing can leave: ends an unfinished store of one above its quota.
+        self.end_store: Callable[[], bool] = lambda: False
+        self.eviction_ages = Histogram(1.0)  # seconds since the last use of evicted chunks
+        self._nodes = nodes
+        self._visibility = visibility
+        self._entries = entries
+        self._shares = shares
+        self._priorities = priorities
+        capacity = nodes.tree.capacity
+        self._num_leases = make_column("I", capacity)  # leases and pins, which are among its holds
+        # Nodes with leases by share, the one that was leased last at the end.
+        self._leased = Links(capacity, max(MAXIMUM_QUOTAS + 1, shares.quotas.num_shares))
+
+    # --- holds ----------------------------------------------------------------------------------------------------
+
+    def pin(self, nodes: Iterable[int]) -> None:
+        """Keep nodes, and so everything before them, until `unpin`.
+
+        Bytes that their share has above its quota are not kept from others that are within theirs.
+        """
+        tree = self._nodes.tree
+        for node in nodes:
+            tree.holds[node] += 1
+            self._num_leases[node] += 1
+            self._leased.append(node, tree.share[node])
+
+    def unpin(self, nodes: Iterable[int]) -> None:
+        """Undo one `pin`."""
+        for node in nodes:
+            self._num_leases[node] -= 1
+            if not self._num_leases[node]:
+                self._leased.remove(node)
+            self.release(node)
+
+    def release(self, node: int) -> None:
+        """Undo one hold; a ghost that nothing needs any more leaves at once."""
+        if self._nodes.release(node):
+            self.settle(node)
+
+    def settle(self, node: int) -> int:
+        """Drop a node that nothing needs if it is a ghost, and ghosts before it; tell the policy of a chunk.
+
+        Returns the chunk that can leave now, `NO_NODE` if there is none.
+        """
+        while self._entries.is_ghost(node):
+            self._shares.policy_of(node).removed(node)
+            self._visibility.forget(node)
+            self._priorities.forget_deadline(node)
+            self._leased.remove(node)
+            node = self._nodes.drop(node)
+            if node == NO_NODE or not self._nodes.tree.evictable(node):
+                return NO_NODE
+        self._shares.policy_of(node).unpinned(node)
+        return node
+
+    # --- leaving --------------------------------------------------------------------------------------------------
+
+    def evict_one(self, share: int = 0, *, is_owed: bool = False) -> bool:
+        """Evict the next chunk to make room for a share of the pool; False if none can leave.
+
+        A share that `is_owed` room, as it asks within its quota, gets it from those above theirs: first chunks that
+        nothing needs, then chunks that they lease. If unfinished stores hold all of it, one of those ends, and a second
+        request finds the room. Only then its own chunks leave.
+        """
+        if self.is_frozen:
+            return False
+        for number in self._shares.quotas.victims(share):
+            if number == share and is_owed:
+                node = self._leased_victim()
+                if node is not None or self.end_store():
+                    self.num_steps += 1
+                    if node is not None:
+                        self.num_leased_evicted += 1
+                        self._evict(node)
+                    return True
+            node = self._shares.victim(number)
+            if node is not None:
+                self.num_steps += 1
+                self._evict(node)
+                return True
+        return False
+
+    def next_victim(self) -> int | None:
+        """Return the chunk that would leave next to make room for anybody, without removing it."""
+        if self.is_frozen:
+            return None
+        for number in self._shares.quotas.victims(0):
+            node = self._shares.victim(number)
+            if node is not None:
+                return node
+        return None
+
+    def evict(self, node: int) -> bool:
+        """Evict this very chunk; False if something needs it, or the index is being rebuilt."""
+        if self.is_frozen or not self._nodes.tree.evictable(node):
+            return False
+        self._evict(node)
+        return True
+
+    def clear(self, wanted: Callable[[int, Space], bool]) -> Iterator[int]:
+        """Remove every chunk for which `wanted(label, space)` holds and that nobody uses.
+
+        A chunk with a descendant that stays, stays too; all do while the index is being rebuilt. Yields how many
+        entries were removed since it last did. Between two steps the index may be used for anything.
+        """
+        tree = self._nodes.tree
+
+        def is_wanted(node: int) -> bool:
+            return wanted(self._nodes.label[node], self._nodes.space_of(node))
+
+        for node in range(len(tree.keys)):
+            if tree.evictable(node) and is_wanted(node):
+                yield from self._clear_up(node, is_wanted)
+            if node % _SCAN_STEP == 0:
+                yield 0
+
+    def clear_end(self, node: int) -> Iterator[int]:
+        """Remove a chunk and those before it, up to the first that something else needs; yields as `clear` does."""
+        return self._clear_up(node, lambda _node: True)
+
+    def set_quota(self, tenant: str, num_bytes: int) -> Iterator[int]:
+        """Change a tenant's quota; see `Shares.set_quota`."""
+
+        def move_leases(node: int) -> None:
+            if self._num_leases[node]:
+                self._leased.append(node, self._nodes.tree.share[node])
+
+        return self._shares.set_quota(tenant, num_bytes, move_leases)
+
+    def _leased_victim(self) -> int | None:
+        """Return a chunk of a share above its quota that only leases keep, None if none is found."""
+        leased, tree = self._leased, self._nodes.tree
+        for share in self._shares.quotas.above():
+            node = NO_NODE
+            for node in islice(leased.numbers(share), _MOST_LEASED):
+                if not tree.num_children[node] and tree.holds[node] == self._num_leases[node]:
+                    return node
+            if node != NO_NODE:
+                leased.begin_with(node, share)  # the next search goes on there
+        return None
+
+    def _evict(self, node: int) -> None:
+        self.num_evicted += 1
+        self.eviction_ages.add(self._nodes.idle_seconds(node))
+        self._remove(node)
+
+    def _remove(self, node: int) -> int:
+        """Remove a chunk that nothing but leases needs; return the chunk that can leave next as `settle` does."""
+        for record in list(self._entries.of(node)):
+            self._entries.remove(record)
+        return self.settle(node)
+
+    def _clear_up(self, node: int, is_wanted: Callable[[int], bool]) -> Iterator[int]:
+        tree, entries = self._nodes.tree, self._entries
+        before, count = entries.num_sealed, 0
+        while not self.is_frozen and node != NO_NODE and tree.evictable(node) and is_wanted(node):
+            node = self._remove(node)
+            count += 1
+            if node != NO_NODE and count % _REMOVE_STEP == 0:
+                key = tree.keys[node]
+                yield before - entries.num_sealed
+                before = entries.num_sealed
+                if tree.keys[node] != key:
+                    break  # it left meanwhile
+        yield before - entries.num_sealed
+
+    def check_integrity(self) -> None:
+        """Check that every leased node is in the list of its share.
+
+        Raises:
+            IntegrityError: one is not.
+        """
+        tree = self._nodes.tree
+        for node, key in enumerate(tree.keys):
+            share = self._leased.list_of(node)
+            is_leased = key is not None and bool(self._num_leases[node])
+            require(share == (tree.share[node] if is_leased else None), f"the leases of node {node} are misplaced")

@@ -1,0 +1,179 @@
+"""The tree of chunks: one node a chunk, below the chunk before it. It knows nobody above it.
+
+A node number is given out again once its chunk has left and nothing holds it any more.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.errors import require
+from kvdepot.index.columns import make_column
+from kvdepot.index.space import Space
+
+NO_NODE: Final = 0xFFFFFFFF
+
+
+@dataclass(slots=True)
+class ChunkTree:
+    """What eviction policies see of the tree: columns by node number."""
+
+    capacity: int  # nodes
+    keys: list[bytes | None]  # of the numbers given out so far; None: not in use
+    parent: "memoryview[int]"
+    num_children: "memoryview[int]"
+    holds: "memoryview[int]"  # leases, pins, copies and unfinished writes
+    share: "memoryview[int]"  # of the pool, which the chunk counts against
+    priority: "memoryview[int]"
+
+    @classmethod
+    def with_room(cls, capacity: int) -> "ChunkTree":
+        """Return one without chunks."""
+        parent, num_children, holds, share = (make_column("I", capacity) for _ in range(4))
+        return cls(capacity, [], parent, num_children, holds, share, make_column("B", capacity))
+
+    def evictable(self, node: int) -> bool:
+        """Whether nothing needs the chunk."""
+        return not self.num_children[node] and not self.holds[node] and self.keys[node] is not None
+
+
+class Nodes:
+    """Every node, and what is known of its chunk."""
+
+    def __init__(self, capacity: int, spaces: list[Space]) -> None:
+        self.spaces = spaces
+        self.tree = ChunkTree.with_room(capacity)
+        self.now = 0  # seconds of the depot's clock
+        self.depth = make_column("I", capacity)
+        self.space_number = make_column("I", capacity)
+        self.label = make_column("I", capacity)
+        self.last_use = make_column("Q", capacity)  # seconds; a chunk inherits that of a child that leaves
+        self._next_free = make_column("I", capacity)
+        self._free = NO_NODE  # the first number that was given back
+        self._num_free = 0
+
+    def __len__(self) -> int:
+        return len(self.tree.keys) - self._num_free
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no number is left."""
+        return self._free == NO_NODE and len(self.tree.keys) == self.tree.capacity
+
+    def add(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
+        """Make a node without holds and children; there must be a number left. Share and priority are not set."""
+        tree, node = self.tree, self._free
+        if node == NO_NODE:
+            node = len(tree.keys)
+            tree.keys.append(key)
+        else:
+            self._free = self._next_free[node]
+            self._num_free -= 1
+            tree.keys[node] = key
+        tree.parent[node] = parent
+        tree.num_children[node] = 0
+        tree.holds[node] = 0
+        self.depth[node] = depth
+        self.space_number[node] = space.number
+        self.label[node] = label
+        self.last_use[node] = self.now
+        space.nodes[key] = node
+        if parent != NO_NODE:
+            tree.num_children[parent] += 1
+        return node
+
+    def drop(self, node: int) -> int:
+        """Remove a node without children; return its parent. A held number is given back with its last hold."""
+        tree = self.tree
+        parent = tree.parent[node]
+        del self.spaces[self.space_number[node]].nodes[self.key_of(node)]
+        tree.keys[node] = None
+        tree.parent[node] = NO_NODE
+        if not tree.holds[node]:
+            self._give_back(node)
+        if parent != NO_NODE:
+            self.last_use[parent] = max(self.last_use[parent], self.last_use[node])
+            tree.num_children[parent] -= 1
+        return parent
+
+    def release(self, node: int) -> bool:
+        """Undo one hold; return whether nothing needs the chunk any more."""
+        tree = self.tree
+        tree.holds[node] -= 1
+        if tree.keys[node] is None and not tree.holds[node]:  # it left although it was leased
+            self._give_back(node)
+        return tree.evictable(node)
+
+    def _give_back(self, node: int) -> None:
+        self._next_free[node], self._free = self._free, node
+        self._num_free += 1
+
+    def find(self, space: Space, key: bytes, depth: int) -> int | None:
+        """Return the node of a chunk, visible or not."""
+        node = space.nodes.get(key)
+        return node if node is not None and self.depth[node] == depth else None
+
+    def key_of(self, node: int) -> bytes:
+        """Return the key of a node in use."""
+        key = self.tree.keys[node]
+        assert key is not None
+        return key
+
+    def space_of(self, node: int) -> Space:
+        """Return the space of a node."""
+        return self.spaces[self.space_number[node]]
+
+    def idle_seconds(self, node: int) -> int:
+        """Return how long ago a prefix that ends with this chunk was stored or used, as far as that is known."""
+        return max(0, self.now - self.last_use[node])
+
+    def label_of(self, node: int) -> int:
+        """Return the number of the tenant and model of a node."""
+        return self.label[node]
+
+    def share_of(self, node: int) -> int:
+        """Return the share of the pool that a node counts against."""
+        return self.tree.share[node]
+
+    def depth_of(self, node: int) -> int:
+        """Return how many chunks are before a node."""
+        return self.depth[node]
+
+    def parent_of(self, node: int) -> int:
+        """Return the node before a node, `NO_NODE` before a first chunk."""
+        return self.tree.parent[node]
+
+    def num_children(self, node: int) -> int:
+        """Return how many chunks follow a node."""
+        return self.tree.num_children[node]
+
+    def is_held(self, node: int) -> bool:
+        """Whether a lease, a pin, a write or a copy keeps a node."""
+        return bool(self.tree.holds[node])
+
+    def is_chain(self, node: int) -> bool:
+        """Whether a node has one child, and nothing else needs it."""
+        return self.tree.num_children[node] == 1 and not self.tree.holds[node]
+
+    def check_integrity(self) -> None:
+        """Check that keys, parents, depths and counts agree.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        tree, children = self.tree, Counter[int]()
+        for space in self.spaces:
+            for key, node in space.nodes.items():
+                require(tree.keys[node] == key, f"node {node} has another key than its space says")
+                require(self.space_number[node] == space.number, f"node {node} is of another space")
+                parent = tree.parent[node]
+                if parent == NO_NODE:
+                    continue
+                children[parent] += 1
+                require(self.space_number[parent] == space.number, f"node {node} is below a node of another space")
+                require(self.depth[parent] == self.depth[node] - 1, f"node {node} is not one below node {parent}")
+        for node, key in enumerate(tree.keys):
+            require(key is None or tree.num_children[node] == children[node], f"node {node} miscounts its children")
+        # A chunk that left although it was leased keeps its number until the lease ends.
+        num_left = sum(key is None and bool(tree.holds[node]) for node, key in enumerate(tree.keys))
+        require(len(self) == num_left + sum(len(space.nodes) for space in self.spaces), "node numbers were lost")

@@ -1,0 +1,165 @@
+"""Visibility: which chunks a lookup finds.
+
+A chunk is complete when every shard of every full-attention group of it is sealed. It is visible when it is complete
+and the chunks before it are visible. Visible chunks are prefix-closed with full attention, so a lookup probes about ten
+chunks of 512. The exception is a chunk that was removed from the middle because its bytes are wrong: it is broken, the
+chunks after it stay marked, and a lookup ends at it.
+"""
+
+from collections.abc import Callable
+
+from kvdepot.errors import require
+from kvdepot.index.columns import make_column
+from kvdepot.index.prefix import usable_prefix
+from kvdepot.index.space import Space
+from kvdepot.index.tree import NO_NODE, Nodes
+from kvdepot.keys import DIGEST_BYTES
+
+
+class Visibility:
+    """The marks of visible nodes, and the search for the longest prefix."""
+
+    def __init__(self, nodes: Nodes, on_shown: Callable[[int], object], on_hidden: Callable[[int], object]) -> None:
+        self._nodes = nodes
+        self._on_shown = on_shown
+        self._on_hidden = on_hidden
+        self.is_visible = make_column("B", nodes.tree.capacity)
+        self.sealed_groups = make_column("Q", nodes.tree.capacity)  # bit g: all shards of group g are sealed
+        self.broken: set[int] = set()  # nodes that were visible and are not; those after them may be
+        self._waiting: dict[int, set[int]] = {}  # complete nodes by the parent that is not visible yet
+
+    def add(self, node: int) -> None:
+        """Begin a node without sealed groups."""
+        self.sealed_groups[node] = 0
+        self.is_visible[node] = 0
+
+    def forget(self, node: int) -> None:
+        """Hide a node that is about to leave the tree."""
+        self._hide(node)
+        self.sealed_groups[node] = 0
+        self._waiting.get(self._nodes.tree.parent[node], set()).discard(node)
+        self._waiting.pop(node, None)
+        self.broken.discard(node)
+
+    def is_complete(self, node: int) -> bool:
+        """Whether all that full attention needs of a node is sealed, and something is."""
+        full_mask = self._nodes.space_of(node).full_mask
+        sealed = self.sealed_groups[node]
+        return bool(sealed) and sealed & full_mask == full_mask
+
+    def reveal(self, node: int) -> None:
+        """Make a node visible if it may be, then the nodes that waited for it."""
+        parents, spaces = self._nodes.tree.parent, self._nodes
+        pending = [node]
+        while pending:
+            node = pending.pop()
+            if self.is_visible[node] or not self.is_complete(node):
+                continue
+            parent = parents[node]
+            if parent != NO_NODE and not self.is_visible[parent] and spaces.space_of(node).full_mask:
+                self._waiting.setdefault(parent, set()).add(node)
+                continue
+            self.is_visible[node] = 1
+            self._on_shown(node)
+            self.broken.discard(node)
+            if self._waiting:
+                pending += self._waiting.pop(node, ())
+
+    def lose(self, node: int, group: int) -> None:
+        """Note that a group of a node is not whole any more."""
+        self.sealed_groups[node] &= ~(1 << group)
+        if self.is_visible[node] and not self.is_complete(node):
+            self._hide(node)
+            if self._nodes.space_of(node).full_mask:
+                self.broken.add(node)
+
+    def _hide(self, node: int) -> None:
+        if self.is_visible[node]:
+            self._on_hidden(node)
+        self.is_visible[node] = 0
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    def find(self, space: Space, key: bytes, depth: int) -> int | None:
+        """Return the node of a chunk that is visible."""
+        node = space.nodes.get(key)
+        return node if node is not None and self.is_visible[node] and self._nodes.depth[node] == depth else None
+
+    def is_reachable(self, node: int) -> bool:
+        """Whether a lookup reaches a node: it is visible, and with full attention all nodes before it are."""
+        has_full = bool(self._nodes.space_of(node).full_mask)
+        while node != NO_NODE:
+            if not self.is_visible[node]:
+                return False
+            node = self._nodes.tree.parent[node] if has_full else NO_NODE
+        return True
+
+    def longest_prefix(self, space: Space, digests: bytes) -> tuple[int, tuple[int, ...]]:
+        """Find the longest usable prefix.
+
+        Args:
+            space: where.
+            digests: packed `(num_chunks, 32)`, from chunk 0 on.
+
+        Returns:
+            its chunks, and the nodes to pin so that all of it stays.
+        """
+        limit = len(digests) // DIGEST_BYTES
+        if self.broken and space.full_mask:
+            limit = self._first_break(space, digests, limit)
+        nodes, is_visible, depths, sealed = space.nodes, self.is_visible, self._nodes.depth, self.sealed_groups
+
+        def has(chunk: int, bits: int) -> bool:
+            node = nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+            return node is not None and bool(is_visible[node]) and depths[node] == chunk and sealed[node] & bits == bits
+
+        def last_boundary(limit: int, lowest: int) -> int:
+            mask = space.window_mask
+            for chunk in range(limit - 1, lowest - 1, -1):
+                node = nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+                if node is not None and sealed[node] & mask == mask and is_visible[node] and depths[node] == chunk:
+                    return chunk + 1
+            return 0
+
+        full = (space.full_mask,) if space.full_mask else ()
+        limit = usable_prefix(limit, has, full, space.windows, is_closed=True, last_boundary=last_boundary)
+        if not limit:
+            return 0, ()
+        if space.full_mask:
+            return limit, (nodes[digests[(limit - 1) * DIGEST_BYTES : limit * DIGEST_BYTES]],)
+        start = max(0, limit - space.windows[-1][1])
+        found = (
+            self.find(space, digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES], chunk)
+            for chunk in range(start, limit)
+        )
+        return limit, tuple(node for node in found if node is not None)
+
+    def _first_break(self, space: Space, digests: bytes, limit: int) -> int:
+        """Return how many chunks come before the first broken one; walks chunks or breaks, whichever are fewer."""
+        if len(self.broken) > limit:
+            for chunk in range(limit):
+                if space.nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]) in self.broken:
+                    return chunk
+            return limit
+        for node in self.broken:
+            chunk = self._nodes.depth[node]
+            key = digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+            if chunk < limit and self._nodes.space_number[node] == space.number and self._nodes.tree.keys[node] == key:
+                limit = chunk
+        return limit
+
+    def check_integrity(self) -> None:
+        """Check that lookups reach a node if it is complete and they reach the node before it.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        for space in self._nodes.spaces:
+            for node in space.nodes.values():
+                parent = self._nodes.tree.parent[node] if space.full_mask else NO_NODE
+                is_below = parent == NO_NODE or self.is_reachable(parent)
+                expected = self.is_complete(node) and is_below
+                require(self.is_reachable(node) == expected, f"lookups of node {node} are wrong")
+                if parent != NO_NODE and self.is_visible[node] and not self.is_visible[parent]:
+                    require(parent in self.broken, f"a lookup would pass over node {parent}")
+                require(not (node in self.broken and self.is_visible[node]), f"node {node} is broken and visible")
