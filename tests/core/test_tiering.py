@@ -568,7 +568,7 @@ def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monk
     if how == "failing":
         monkeypatch.setattr(bench.tiers[0], "clear", Mock(side_effect=OSError("no")))
     else:
-        bench.tiering.queues[0].why_open = "it failed"
+        bench.tiering.queues[0].breaker.why_open = "it failed"
     reply = bench.wait(bench.depot.clear_everywhere(None, None))
     assert isinstance(reply, m.ErrorReply)
     assert reply.code is ErrorCode.TIER_UNAVAILABLE

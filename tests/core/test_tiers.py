@@ -20,9 +20,10 @@ from kvdepot.testing.tier import (
     write,
 )
 from kvdepot.tiers.base import Extents, Tier, TierPool
+from kvdepot.tiers.breaker import ERRORS_TO_OPEN
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.memory import MemoryTier
-from kvdepot.tiers.queue import ERRORS_TO_OPEN, TierQueue
+from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.seal import checksum_of
 from kvdepot.tiers.url import TierUrl, open_tier
 

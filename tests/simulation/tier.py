@@ -9,6 +9,7 @@ from unittest.mock import patch
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.tiers import queue as queue_module
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
+from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.jobs import Call, Operation
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.queue import TierQueue
@@ -161,21 +162,17 @@ class Threads:
         return
 
 
+class SimulatedBreaker(Breaker):
+    """The real breaker, with probes that answer at once."""
+
+    def _begin_probe(self, number: int) -> None:
+        self._make_probe(number)
+
+
 class SimulatedQueue(TierQueue):
-    """The real queue, with probes that answer at once."""
+    """The real queue, with simulated threads."""
 
     _workers: Threads  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def _start_probe(self, now: float) -> None:
-        self._probe_started_at = now
-        self._probe_at = None
-        self._probe_number += 1
-        try:
-            self.tier.probe()
-        except OSError as error:
-            self._probed.append((self._probe_number, error))
-        else:
-            self._probed.append((self._probe_number, None))
 
     @property
     def threads(self) -> Threads:
@@ -190,6 +187,6 @@ def make_queue(storage: Storage, holder: str, clock: Callable[[], float]) -> Sim
         threads.memory, threads.holder = storage.memory, holder
         return threads
 
-    with patch.object(queue_module, "Workers", make_threads):
+    with patch.multiple(queue_module, Workers=make_threads, Breaker=SimulatedBreaker):
         pool = TierPool(-1, memoryview(bytearray()))
         return SimulatedQueue(storage, pool, "tier", deadline_seconds=DEADLINE_SECONDS, num_threads=4, clock=clock)

@@ -13,7 +13,8 @@ from typing import Any
 from kvdepot.testing.tier import EXTENT_BYTES, NUM_EXTENTS, Damage, extents_of, fill, make_key, read, write
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.mooncake.child import object_name
-from kvdepot.tiers.mooncake.tier import open_tier, parse_options
+from kvdepot.tiers.mooncake.options import parse_options
+from kvdepot.tiers.mooncake.tier import open_tier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 

@@ -35,7 +35,8 @@ from kvdepot.testing.tier import (
 )
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.jobs import Job, Operation
-from kvdepot.tiers.mooncake.tier import MooncakeTier, MooncakeUnavailable, open_tier, parse_options
+from kvdepot.tiers.mooncake.options import MooncakeUnavailable, parse_options
+from kvdepot.tiers.mooncake.tier import MooncakeTier, open_tier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.url import open_tier as open_any_tier

@@ -25,7 +25,8 @@ from kvdepot.testing.tier import (
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
-from kvdepot.tiers.valkey.resp import Connection, Reply, ReplyError, Server
+from kvdepot.tiers.valkey.connections import Connection, Server
+from kvdepot.tiers.valkey.resp import Reply, ReplyError
 from kvdepot.tiers.valkey.tier import PART_BYTES, ValkeyTier, head_name, part_name
 from tests.tiers.servers import ValkeyServer, listening, make_certificate, tls_in_front_of, valkey_program
 

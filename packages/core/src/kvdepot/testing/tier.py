@@ -18,9 +18,10 @@ import pytest
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import wait_until
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
+from kvdepot.tiers.breaker import ERRORS_TO_OPEN
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import label_of, place_of, tier_key
-from kvdepot.tiers.queue import ERRORS_TO_OPEN, TierQueue
+from kvdepot.tiers.queue import TierQueue
 
 EXTENT_BYTES: Final = 8192
 NUM_EXTENTS: Final = 96

@@ -41,9 +41,8 @@ from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import LABEL_BYTES
-from kvdepot.tiers.queue import PATIENCE
 from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
-from kvdepot.tiers.url import TierUrl
+from kvdepot.tiers.url import PATIENCE, TierUrl
 
 if TYPE_CHECKING:
     from obstore import ListResult, ObjectMeta

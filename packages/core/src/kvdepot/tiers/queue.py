@@ -1,19 +1,13 @@
 """Drives one tier from the depot's loop: nothing here ever waits for the storage.
 
 Jobs are cut into calls, which threads of this queue make (`Workers`). A call has a deadline from its start. One that
-overruns it is reported as late, and the **breaker** opens: what is queued fails, nothing new is taken, and a probe (on
-a thread of its own; one that hangs is left behind) decides when the tier is used again. Errors open it too, if several
-calls in a row raise. A call that hangs keeps its extents until it returns, for the storage may still be touching them;
-its thread is replaced.
-
-Storage that answers probes may hang all the same, so a tier that is used again is **on trial**: one question or read
-that fails opens the breaker, and each opening lasts twice as long as the one before, until what had failed succeeds.
-A tier that keeps its deadlines but is too slow for who waits is treated alike, until somebody is served in time.
+overruns it is reported as late and opens the breaker (`Breaker`): calls that wait fail, and nothing new is taken until
+a probe succeeds. A call that hangs keeps its extents until it returns, for the storage may still be touching them; its
+thread is replaced.
 """
 
 import itertools
 import logging
-import math
 import sys
 import threading
 import time
@@ -22,33 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvdepot.tiers.base import Extents, Tier, TierPool
+from kvdepot.tiers.breaker import ERRORS_TO_OPEN, MAXIMUM_HUNG_CALLS, Breaker
 from kvdepot.tiers.jobs import Call, Job, Operation, Part
 from kvdepot.tiers.keys import has_labels
-from kvdepot.tiers.url import DEFAULT_THREADS
+from kvdepot.tiers.url import DEFAULT_THREADS, PATIENCE
 from kvdepot.tiers.workers import Workers
 from kvdepot.wire.operations import TierStatus
 
 logger = logging.getLogger(__name__)
 
-ERRORS_TO_OPEN: Final = 3  # calls in a row that raise
-MAXIMUM_HUNG_CALLS: Final = 16  # or as many as there are threads: beyond it none is replaced, the breaker stays open
-_MOST_HUNG_PROBES: Final = 16
-_FIRST_RETRY_SECONDS: Final = 0.5
-_LAST_RETRY_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
 _QUESTIONS_A_CALL: Final = 512
-PATIENCE: Final = 10  # deadlines that a write or a step of a clear may take
-_LATE_TO_OPEN: Final = 3  # lookups in a row that it brought nothing to in time
 _DROPPED_A_STEP: Final = 256  # calls that are looked at, of each kind
-
-
-# What a call shows, by succeeding in time, to work again: a store may answer questions while its reads hang.
-_SHOWS: Final = {
-    Operation.CLEAR: {Operation.CLEAR},
-    Operation.CONTAINS: {Operation.CLEAR, Operation.CONTAINS, Operation.WRITE},
-    Operation.READ: {*Operation},
-    Operation.WRITE: {Operation.WRITE},
-}
 
 
 class TierQueue:
@@ -84,44 +63,36 @@ class TierQueue:
         self.write_bytes = write_bytes
         self.queued_write_bytes = 0
         self.counters: Counter[str] = Counter()
-        self.why_open = ""
         self._num_threads = max(2, num_threads)
         self._wake = wake
         self._clock = clock
         self._workers = Workers(name, self._num_threads - 1, self._make, self._on_ended, clock)
+        most_hung = max(MAXIMUM_HUNG_CALLS, self._num_threads)
+        self.breaker = Breaker(name, tier, self.counters, most_hung, wake, clock)
         self._done: deque[Call] = deque()
         self.num_calls = 0  # that were handed in and not reported
         self._num_workers = 0
-        self._num_hung = 0
-        self._num_errors = 0  # in a row
-        self._num_too_late = 0  # lookups in a row
-        self._suspects: set[Operation] = set()  # what opened the breaker and has not succeeded since: on trial
-        self._closed_at = -math.inf  # when a probe closed it last
-        self._retry_seconds = _FIRST_RETRY_SECONDS
-        self._probe_at: float | None = None
-        self._probe_started_at: float | None = None
-        self._probe_number = 0  # of the one that is waited for, or was last
-        self._num_hung_probes = 0
-        self._probed: deque[tuple[int, Exception | None]] = deque()
         self._closing = False
-        self._is_retired = False
         self._hire()
 
     @property
     def is_open(self) -> bool:
         """Whether the breaker is open: nothing is taken."""
-        return bool(self.why_open)
+        return bool(self.breaker.why_open)
+
+    @property
+    def why_open(self) -> str:
+        """Why the breaker is open; empty if it is not."""
+        return self.breaker.why_open
 
     @property
     def is_retired(self) -> bool:
         """Whether it was left for good."""
-        return self._is_retired
+        return self.breaker.is_retired
 
     def retire(self) -> None:
         """Leave the tier for good: nothing is taken and it is not probed; it is closed when its calls have ended."""
-        self._is_retired = True
-        self.why_open = "it was removed"
-        self._probe_at = None
+        self.breaker.retire()
         self._close_if_idle()
 
     def _close_if_idle(self) -> None:
@@ -172,23 +143,19 @@ class TierQueue:
         parts: list[Part] = []
         while self._done and len(parts) < most:
             parts.append(self._report(self._done.popleft()))
-        while self._probed:
-            number, error = self._probed.popleft()
-            if number == self._probe_number and self._probe_started_at is not None:
-                self._after_probe(error)
-            else:
-                self._num_hung_probes -= 1
-        if self._is_retired:
+        if self.breaker.take_probes(self.deadline_seconds):
+            self._hire()
+        if self.is_retired:
             self._close_if_idle()
         return parts
 
     def expire(self) -> list[Job]:
-        """Look at the time: return the jobs that are late by now. Where the breaker is open, what waits has failed."""
+        """Look at the time: return the jobs that are late by now. Where the breaker is open, calls that wait fail."""
         now, late, suspects = self._clock(), list[Job](), set[Operation]()
         for call in self._workers.running():
             if not call.is_late and self._due_at(call) <= now:
                 call.is_late = True
-                self._num_hung += 1
+                self.breaker.num_hung += 1
                 suspects.add(call.operation)
                 self.counters["deadline_misses"] += 1
                 if not call.job.is_late:
@@ -196,39 +163,35 @@ class TierQueue:
                     late.append(call.job)
         if suspects:  # also if all of them are of jobs that were late already
             what = min(suspects).name.lower()
-            self._leave_alone(f"a {what} overran its deadline ({self.deadline_seconds:g} s)", *suspects)
+            self.breaker.open(f"a {what} overran its deadline ({self.deadline_seconds:g} s)", *suspects)
         if self.is_open:
             self._fail_waiting()
-        if self._probe_started_at is not None and now - self._probe_started_at > self.deadline_seconds:
-            self._num_hung_probes += 1
-            self._after_probe(TimeoutError(f"its probe overran its deadline ({self.deadline_seconds:g} s)"))
-        if self._may_probe and self._probe_at is not None and now >= self._probe_at:
-            self._start_probe(now)
+        self.breaker.expire(self.deadline_seconds)
         return late
-
-    @property
-    def _may_probe(self) -> bool:
-        return self._probe_started_at is None and self._num_hung_probes < _MOST_HUNG_PROBES
 
     def next_deadline(self) -> float | None:
         """Return when `expire` has something to do at the latest, of the clock; None for never.
 
-        A probe that is late is none of that: nobody waits for it.
+        A probe that is late does not count: nobody waits for it.
         """
-        if self.is_open and self._num_waiting:
+        if self.is_open and any(map(self._workers.num_waiting, Operation)):
             return self._clock()
         times = [self._due_at(call) for call in self._workers.running() if not call.is_late]
-        if self._may_probe and self._probe_at is not None:
-            times.append(self._probe_at)
+        if self.breaker.next_probe is not None:
+            times.append(self.breaker.next_probe)
         return min(times, default=None)
 
     def _due_at(self, call: Call) -> float:
         """Nobody waits for a write: it may take longer before it counts as hung."""
         return call.started_at + self.deadline_seconds * (1 if call.is_urgent else PATIENCE)
 
-    @property
-    def _num_waiting(self) -> int:
-        return sum(map(self._workers.num_waiting, Operation))
+    def was_in_time(self) -> None:
+        """Hear that a lookup waited for entries and got them in time."""
+        self.breaker.was_in_time()
+
+    def was_too_late(self, waited_seconds: float) -> None:
+        """Hear that a lookup waited so long for entries and got none."""
+        self.breaker.was_too_late(waited_seconds)
 
     def status(self) -> TierStatus:
         """Return what an operator wants to see."""
@@ -243,7 +206,7 @@ class TierQueue:
             queued_write_bytes=self.queued_write_bytes,
             num_waiting_reads=self._workers.num_waiting(Operation.READ),
             num_waiting_writes=self._workers.num_waiting(Operation.WRITE),
-            num_hung_calls=self._num_hung,
+            num_hung_calls=self.breaker.num_hung,
             counters={**self.counters, **usage.counters},
         )
 
@@ -252,103 +215,20 @@ class TierQueue:
         if self._closing:
             return
         self._closing = True
-        self._workers.close(0.0 if self.is_open else drain_seconds, _CLOSE_SECONDS, self._num_hung)
+        self._workers.close(0.0 if self.is_open else drain_seconds, _CLOSE_SECONDS, self.breaker.num_hung)
         closer = threading.Thread(target=self.tier.close, name=f"kvdepot-{self.name}-close", daemon=True)
         closer.start()
         closer.join(_CLOSE_SECONDS)
-
-    # --- breaker --------------------------------------------------------------------------------------------------
-
-    def was_in_time(self) -> None:
-        """What a lookup waited for was read while it waited."""
-        self._num_too_late = 0
-
-    def was_too_late(self, waited_seconds: float) -> None:
-        """A lookup waited so long and got nothing: after a few in a row, and then each time, the tier is left alone."""
-        if self.is_open:
-            return
-        self._num_too_late += 1
-        if self._num_too_late >= _LATE_TO_OPEN:
-            why = f"{self._num_too_late} lookups in a row waited {waited_seconds:g} s for it"
-            self._leave_alone(why, Operation.READ)
-
-    def _leave_alone(self, why: str, *suspects: Operation) -> None:
-        """Open the breaker: use the tier again only after a probe, and on trial until `suspects` succeed."""
-        if self._is_retired:
-            return
-        if not self.is_open:
-            logger.error("tier %s is left alone: %s", self.name, why)
-            self.counters["breaker_opened"] += 1
-        self.why_open = why
-        self._suspects.update(suspects)
-        if self._probe_started_at is None:
-            self._probe_at = self._clock() + self._retry_seconds
-
-    def _judge(self, call: Call) -> None:
-        """Learn from a call that has ended: not from one that was late, nor from one of before the last probe."""
-        operation = call.operation
-        if not call.has_run or call.is_late or call.started_at < self._closed_at:
-            return
-        if call.outcomes is not None:
-            self._num_errors = 0
-            self._suspects -= _SHOWS[operation]
-            if not self._suspects and self._num_too_late < _LATE_TO_OPEN:
-                self._retry_seconds = _FIRST_RETRY_SECONDS
-            return
-        self._num_errors += 1
-        if self.is_open:
-            return
-        if self._num_errors >= ERRORS_TO_OPEN:
-            self._leave_alone(f"{self._num_errors} calls in a row failed", operation)
-        elif self._suspects and call.is_urgent:
-            self._leave_alone(f"a {operation.name.lower()} failed, though a probe had not", operation)
-
-    def _start_probe(self, now: float) -> None:
-        self._probe_started_at = now
-        self._probe_at = None
-        self._probe_number = number = self._probe_number + 1
-
-        def work() -> None:
-            error: Exception | None = None
-            try:
-                self.tier.probe()
-            except Exception as caught:
-                error = caught
-            self._probed.append((number, error))
-            self._wake()
-
-        threading.Thread(target=work, name=f"kvdepot-{self.name}-probe", daemon=True).start()
-
-    def _after_probe(self, error: Exception | None) -> None:
-        assert self._probe_started_at is not None
-        seconds = self._clock() - self._probe_started_at
-        self._probe_started_at = None
-        if self._is_retired:
-            return
-        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
-        if error is None and seconds > self.deadline_seconds:
-            error = TimeoutError(f"its probe took {seconds:.1f} s")
-        if error is None and self._num_hung > max(MAXIMUM_HUNG_CALLS, self._num_threads):
-            error = TimeoutError(f"{self._num_hung} calls never came back")
-        if error is not None:
-            self.why_open = f"{type(error).__name__}: {error}"
-            self._probe_at = self._clock() + self._retry_seconds
-            return
-        logger.warning("tier %s answers again", self.name)
-        self.why_open = ""
-        self._num_errors = 0
-        self._closed_at = self._clock()
-        self._hire()
 
     def _fail_waiting(self) -> None:
         for operation in Operation:
             self._done.extend(self._workers.take_back(operation, _DROPPED_A_STEP, lambda _: True))
 
     def _report(self, call: Call) -> Part:
-        self._judge(call)
+        self.breaker.judge(call)
         self.num_calls -= 1
         if call.is_late:
-            self._num_hung -= 1
+            self.breaker.num_hung -= 1
             self._dismiss()
         job, num_keys = call.job, call.last - call.first
         outcomes = call.outcomes or [False] * num_keys
@@ -371,13 +251,13 @@ class TierQueue:
 
     def _hire(self) -> None:
         """Have as many threads that do not hang as there should be."""
-        while self._num_workers - self._num_hung < self._num_threads:
+        while self._num_workers - self.breaker.num_hung < self._num_threads:
             self._num_workers += 1
             self._workers.hire()
 
     def _dismiss(self) -> None:
         """Have no more threads than there should be, once one that was replaced came back."""
-        if self._num_workers - self._num_hung > self._num_threads:
+        if self._num_workers - self.breaker.num_hung > self._num_threads:
             self._num_workers -= 1
             self._workers.dismiss()
 
@@ -406,7 +286,7 @@ class TierQueue:
                 case Operation.WRITE:
                     return self._write(call, keys, extents)
         except Exception as error:
-            level = logging.WARNING if self._num_errors < ERRORS_TO_OPEN else logging.DEBUG
+            level = logging.WARNING if self.breaker.num_errors < ERRORS_TO_OPEN else logging.DEBUG
             logger.log(level, "tier %s: a %s failed: %r", self.name, job.operation.name.lower(), error)
             self.counters["errors"] += 1
             return None

@@ -1,15 +1,15 @@
 """The process in which a `mooncake://` tier keeps Mooncake's SDK: `python -m kvdepot.tiers.mooncake.child`.
 
 The SDK can hold the interpreter for minutes and crash it, so the depot's process never loads it. This one maps the
-pool, registers it once, and moves bytes straight between the pool's extents and the cluster; the messages below only
-name extents. It is given the descriptors of the pool and of some sockets, the **lanes**. A lane carries one request at
+pool, registers it once, and moves bytes straight between the pool's extents and the cluster; the messages only name
+extents. It is given the descriptors of the pool and of some sockets, the **channels**. A channel carries one request at
 a time, served by a thread of its own; the first one carries `Setup` before. Calls of the SDK release the interpreter,
-so that the lanes run side by side.
+so that the channels run side by side.
 
 An object of the cluster is a payload and its seal, put and got as two parts of one object. What does not verify is
 removed here; the tier only hears about it.
 
-The end of any lane ends the process: it leaves the cluster properly if that is possible in a second. It dies with the
+The end of any channel ends the process: it leaves the cluster properly if that is possible in a second. It dies with the
 depot even inside a hung call, for the kernel kills it then (`PR_SET_PDEATHSIG`). Signals that a terminal or a service
 manager sends to the whole group are for the depot, not for it.
 """
@@ -23,17 +23,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from enum import IntEnum
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Any, Final
 
 import msgspec
 
 from kvdepot.processes.children import be_a_child, ignore_signals
-from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, PLACE_BYTES
+from kvdepot.tiers.keys import LABEL_BYTES, PLACE_BYTES
+from kvdepot.tiers.mooncake.messages import (
+    KEYS_A_MESSAGE,
+    MESSAGE_BYTES,
+    Clear,
+    Cleared,
+    Contains,
+    Failed,
+    Outcome,
+    Outcomes,
+    Read,
+    Ready,
+    Reply,
+    Request,
+    Setup,
+    Write,
+)
 from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
-
-KEYS_A_MESSAGE: Final = 256
-MESSAGE_BYTES: Final = 1 << 16
 
 _SEAL_SLOT_BYTES: Final = 128
 _FULL_PAUSES: Final = (0.01, 0.02)  # seconds; the master evicts in the background, within some milliseconds
@@ -46,92 +58,6 @@ _INVALID_SIZE: Final = -600
 _TRANSFER_FAILED: Final = -800
 _MISSES: Final = frozenset({-700, -701, -702, -703, -704, -705, -706})  # not complete, not there, leased
 _NAMES: Final = {-1: "internal error", -601: "unknown client", -900: "the master does not answer"}
-
-Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-Label = Annotated[bytes, msgspec.Meta(min_length=LABEL_BYTES, max_length=LABEL_BYTES)]
-Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_A_MESSAGE)]
-Natural = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Outcome(IntEnum):
-    """What became of one key."""
-
-    MISS = 0
-    HERE = 1
-    CORRUPT = 2  # and removed
-    NO_SPACE = 3
-    TRANSFER_FAILED = 4  # the node that holds it, or should, does not answer
-
-
-class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """How to join the cluster; answered by `Ready` or `Failed`."""
-
-    pool_bytes: int
-    prefix: str
-    local: str
-    metadata: str
-    segment_bytes: int
-    buffer_bytes: int
-    protocol: str
-    device: str
-    master: str
-    replicas: int
-
-
-class Write(msgspec.Struct, frozen=True, array_like=True, tag="write"):
-    """Put extents; answered by `Outcomes`. If either side dies, an entry is there as a whole or not at all."""
-
-    keys: Keys
-    extents: list[tuple[Natural, Natural]]
-
-
-class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """Fill extents; answered by `Outcomes`. If either side dies, they hold anything once this process is dead."""
-
-    keys: Keys
-    extents: list[tuple[Natural, Natural]]
-
-
-class Contains(msgspec.Struct, frozen=True, array_like=True, tag="contains"):
-    """Ask the master; answered by `Outcomes`. Changes nothing."""
-
-    keys: Keys
-
-
-class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
-    """Remove entries by label; answered by `Cleared`. If either side dies, some, all or none are removed."""
-
-    tenant: Label | None
-    model: Label | None
-
-
-Request: TypeAlias = Setup | Write | Read | Contains | Clear
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The cluster is joined and the pool registered."""
-
-
-class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
-    """One for each key."""
-
-    values: list[Outcome]
-
-
-class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):
-    """How many entries were removed."""
-
-    count: int
-
-
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The request as a whole failed; this process goes on, except after `Setup`."""
-
-    text: str
-    is_final: bool = False  # it will not be better next time: something is not installed
-
-
-Reply: TypeAlias = Ready | Outcomes | Cleared | Failed
 
 
 class _ClusterAway(Exception):
@@ -160,13 +86,13 @@ class Node:
         _ClusterAway: the cluster cannot be joined.
     """
 
-    def __init__(self, setup: Setup, pool_fd: int, num_lanes: int) -> None:
+    def __init__(self, setup: Setup, pool_fd: int, num_channels: int) -> None:
         sdk: Any = importlib.import_module("mooncake.store")
         self._prefix = setup.prefix
         self._pool = mmap.mmap(pool_fd, setup.pool_bytes)
         self._view = memoryview(self._pool)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._pool))
-        self._seals = memoryview(mmap.mmap(-1, num_lanes * KEYS_A_MESSAGE * _SEAL_SLOT_BYTES))
+        self._seals = memoryview(mmap.mmap(-1, num_channels * KEYS_A_MESSAGE * _SEAL_SLOT_BYTES))
         self._seals_base = ctypes.addressof(ctypes.c_char.from_buffer(self._seals))
         self._config: Any = sdk.ReplicateConfig()
         self._config.replica_num = setup.replicas
@@ -184,13 +110,13 @@ class Node:
         _check(self._store.register_buffer(self._base, setup.pool_bytes), "registering the pool")
         _check(self._store.register_buffer(self._seals_base, self._seals.nbytes), "registering memory")
 
-    def serve(self, request: Request, lane: int) -> Reply:
+    def serve(self, request: Request, channel: int) -> Reply:
         """Do what one request asks for."""
         match request:
             case Write(keys, extents):
-                return Outcomes(self._write(keys, extents, lane))
+                return Outcomes(self._write(keys, extents, channel))
             case Read(keys, extents):
-                return Outcomes(self._read(keys, extents, lane))
+                return Outcomes(self._read(keys, extents, channel))
             case Contains(keys):
                 codes: list[int] = self._store.batch_is_exist([object_name(self._prefix, key) for key in keys])
                 known = {0: Outcome.MISS, 1: Outcome.HERE}
@@ -206,8 +132,8 @@ class Node:
         """Leave the cluster: what lies here is gone for the others at once, not after the master's time-out."""
         self._store.close()
 
-    def _write(self, keys: list[bytes], extents: list[tuple[int, int]], lane: int) -> list[Outcome]:
-        payloads, pointers, sizes, seals = self._places(keys, extents, lane)
+    def _write(self, keys: list[bytes], extents: list[tuple[int, int]], channel: int) -> list[Outcome]:
+        payloads, pointers, sizes, seals = self._places(keys, extents, channel)
         for key, payload, seal in zip(keys, payloads, seals, strict=True):
             seal[:] = make_seal(key, payload)
         names = [object_name(self._prefix, key) for key in keys]
@@ -227,8 +153,8 @@ class Node:
                 codes[place] = code
         return [Outcome.HERE if code == _OK else _outcome(code) for code in codes]
 
-    def _read(self, keys: list[bytes], extents: list[tuple[int, int]], lane: int) -> list[Outcome]:
-        payloads, pointers, sizes, seals = self._places(keys, extents, lane)
+    def _read(self, keys: list[bytes], extents: list[tuple[int, int]], channel: int) -> list[Outcome]:
+        payloads, pointers, sizes, seals = self._places(keys, extents, channel)
         names = [object_name(self._prefix, key) for key in keys]
         codes: list[int] = self._store.batch_get_into_multi_buffers(names, pointers, sizes)
         outcomes: list[Outcome] = []
@@ -250,12 +176,12 @@ class Node:
         return Outcome.CORRUPT
 
     def _places(
-        self, keys: Sequence[bytes], extents: Sequence[tuple[int, int]], lane: int
+        self, keys: Sequence[bytes], extents: Sequence[tuple[int, int]], channel: int
     ) -> tuple[list[memoryview], list[list[int]], list[list[int]], list[memoryview]]:
         """Return payloads, pointers and sizes of the two parts of each object, and the places of seals."""
         if len(keys) != len(extents) or any(offset + size > self._view.nbytes for offset, size in extents):
             raise _ClusterAway("extents that are not in the pool")
-        first = lane * KEYS_A_MESSAGE * _SEAL_SLOT_BYTES
+        first = channel * KEYS_A_MESSAGE * _SEAL_SLOT_BYTES
         starts = [first + place * _SEAL_SLOT_BYTES for place in range(len(keys))]
         return (
             [self._view[offset : offset + size] for offset, size in extents],
@@ -288,7 +214,7 @@ def _check(code: int, what: str) -> None:
         raise _ClusterAway(f"{what} failed: code {code}" + (f" ({_NAMES[code]})" if code in _NAMES else ""))
 
 
-class _Lanes:
+class _Server:
     """Threads that serve one node."""
 
     def __init__(self, node: Node, sockets: Sequence[socket.socket]) -> None:
@@ -298,27 +224,27 @@ class _Lanes:
         self._ending = threading.Lock()
 
     def run(self) -> None:
-        """Serve until a lane ends; does not return."""
-        for lane in range(1, len(self._sockets)):
-            threading.Thread(target=self._guard, args=(self._serve, lane), daemon=True).start()
+        """Serve until a channel ends; does not return."""
+        for channel in range(1, len(self._sockets)):
+            threading.Thread(target=self._guard, args=(self._serve, channel), daemon=True).start()
         self._guard(self._serve, 0)
 
-    def _guard(self, work: Callable[[int], None], lane: int) -> None:
+    def _guard(self, work: Callable[[int], None], channel: int) -> None:
         """A thread that ends in any way takes the process with it: half a process would be one that hangs."""
         try:
-            work(lane)
+            work(channel)
         finally:
             os._exit(1)
 
-    def _serve(self, lane: int) -> None:
+    def _serve(self, channel: int) -> None:
         decoder = msgspec.msgpack.Decoder(Request)
-        while message := self._sockets[lane].recv(MESSAGE_BYTES):
-            with self._busy[lane]:
+        while message := self._sockets[channel].recv(MESSAGE_BYTES):
+            with self._busy[channel]:
                 try:
-                    reply = self._node.serve(decoder.decode(message), lane)
+                    reply = self._node.serve(decoder.decode(message), channel)
                 except Exception as error:
                     reply = Failed(f"{error}" if isinstance(error, _ClusterAway) else f"{error!r}")
-                self._sockets[lane].send(msgspec.msgpack.encode(reply))
+                self._sockets[channel].send(msgspec.msgpack.encode(reply))
         with self._ending:
             end = time.monotonic() + _LEAVE_SECONDS
             if all(busy.acquire(timeout=max(0.0, end - time.monotonic())) for busy in self._busy):
@@ -327,12 +253,12 @@ class _Lanes:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve one depot: `PARENT_PID POOL_FD LANE_FD...`."""
-    parent_pid, pool_fd, *lane_fds = map(int, arguments)
+    """Serve one depot: `PARENT_PID POOL_FD CHANNEL_FD...`."""
+    parent_pid, pool_fd, *channel_fds = map(int, arguments)
     be_a_child(parent_pid)
     is_quiet = "MC_LOG_LEVEL" not in os.environ  # else a line a second while the master is away, and some a failed put
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    sockets = [socket.socket(fileno=fd) for fd in lane_fds]
+    sockets = [socket.socket(fileno=fd) for fd in channel_fds]
     message = sockets[0].recv(MESSAGE_BYTES)
     if not message:
         return
@@ -347,7 +273,7 @@ def main(arguments: Sequence[str]) -> None:
         if is_quiet:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sockets[0].send(msgspec.msgpack.encode(Ready()))
-        _Lanes(node, sockets).run()
+        _Server(node, sockets).run()
     os._exit(0)
 
 

@@ -23,7 +23,8 @@ from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import LABEL_BYTES
 from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
 from kvdepot.tiers.url import TierUrl
-from kvdepot.tiers.valkey.resp import Command, Connections, Reply, ReplyError, Server
+from kvdepot.tiers.valkey.connections import Connections, Server
+from kvdepot.tiers.valkey.resp import Command, Reply, ReplyError
 
 PART_BYTES: Final = 4 << 20
 

@@ -1,0 +1,194 @@
+"""Decides when a tier is left alone, and when it is used again.
+
+The breaker opens when a call overruns its deadline or several calls in a row raise. A **probe** then decides when the
+tier is used again; it runs on a thread of its own, and one that hangs is left behind.
+
+Storage that answers probes may hang all the same, so a tier that is used again is **on trial**: one question or read
+that fails opens the breaker, and each opening lasts twice as long as the one before, until the operation that had
+failed succeeds. A tier that keeps its deadlines but is too slow for lookups is treated alike, until one is served in
+time.
+"""
+
+import logging
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.tiers.base import Tier
+from kvdepot.tiers.jobs import Call, Operation
+
+logger = logging.getLogger(__name__)
+
+ERRORS_TO_OPEN: Final = 3  # calls in a row that raise
+MAXIMUM_HUNG_CALLS: Final = 16  # or as many as there are threads: with more the breaker stays open
+_MOST_HUNG_PROBES: Final = 16
+_FIRST_RETRY_SECONDS: Final = 0.5
+_LAST_RETRY_SECONDS: Final = 30.0
+_LATE_TO_OPEN: Final = 3  # lookups in a row to which the tier brought nothing in time
+
+
+# By operation: those that work again if it succeeds in time. A store may answer questions while its reads hang.
+_SHOWS: Final = {
+    Operation.CLEAR: {Operation.CLEAR},
+    Operation.CONTAINS: {Operation.CLEAR, Operation.CONTAINS, Operation.WRITE},
+    Operation.READ: {*Operation},
+    Operation.WRITE: {Operation.WRITE},
+}
+
+
+class Breaker:
+    """The breaker of one tier. All of it runs on the thread of its owner, but for probes.
+
+    Args:
+        name: of the tier.
+        tier: asked by its `probe`, which may hang.
+        counters: to count in.
+        most_hung: calls that may hang; beyond it no probe closes the breaker.
+        wake: called from another thread when a probe has ended.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tier: Tier,
+        counters: Counter[str],
+        most_hung: int,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.why_open = ""
+        self.is_retired = False
+        self.num_hung = 0  # calls that are late and have not returned
+        self.num_errors = 0  # in a row
+        self._name = name
+        self._tier = tier
+        self._counters = counters
+        self._most_hung = most_hung
+        self._wake = wake
+        self._clock = clock
+        self._num_too_late = 0  # lookups in a row
+        self._suspects: set[Operation] = set()  # opened the breaker and have not succeeded since: on trial
+        self._closed_at = -math.inf  # when a probe closed it last
+        self._retry_seconds = _FIRST_RETRY_SECONDS
+        self._probe_at: float | None = None
+        self._probe_started_at: float | None = None
+        self._probe_number = 0  # of the current probe, or the last
+        self._num_hung_probes = 0
+        self._probed: deque[tuple[int, Exception | None]] = deque()
+
+    def retire(self) -> None:
+        """Open it for good; no probe is made any more."""
+        self.is_retired = True
+        self.why_open = "it was removed"
+        self._probe_at = None
+
+    def open(self, why: str, *suspects: Operation) -> None:
+        """Open it: the tier is used again only after a probe, and on trial until `suspects` succeed."""
+        if self.is_retired:
+            return
+        if not self.why_open:
+            logger.error("tier %s is left alone: %s", self._name, why)
+            self._counters["breaker_opened"] += 1
+        self.why_open = why
+        self._suspects.update(suspects)
+        if self._probe_started_at is None:
+            self._probe_at = self._clock() + self._retry_seconds
+
+    def was_in_time(self) -> None:
+        """Hear that a lookup waited for entries and got them in time."""
+        self._num_too_late = 0
+
+    def was_too_late(self, waited_seconds: float) -> None:
+        """Hear that a lookup waited so long and got nothing: opens after a few in a row, and then each time."""
+        if self.why_open:
+            return
+        self._num_too_late += 1
+        if self._num_too_late >= _LATE_TO_OPEN:
+            self.open(f"{self._num_too_late} lookups in a row waited {waited_seconds:g} s for it", Operation.READ)
+
+    def judge(self, call: Call) -> None:
+        """Learn from a call that has ended, unless it was late or began before the last probe."""
+        operation = call.operation
+        if not call.has_run or call.is_late or call.started_at < self._closed_at:
+            return
+        if call.outcomes is not None:
+            self.num_errors = 0
+            self._suspects -= _SHOWS[operation]
+            if not self._suspects and self._num_too_late < _LATE_TO_OPEN:
+                self._retry_seconds = _FIRST_RETRY_SECONDS
+            return
+        self.num_errors += 1
+        if self.why_open:
+            return
+        if self.num_errors >= ERRORS_TO_OPEN:
+            self.open(f"{self.num_errors} calls in a row failed", operation)
+        elif self._suspects and call.is_urgent:
+            self.open(f"a {operation.name.lower()} failed, though a probe had not", operation)
+
+    # --- probes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def next_probe(self) -> float | None:
+        """When the next probe is due; None for never."""
+        may_probe = self._probe_started_at is None and self._num_hung_probes < _MOST_HUNG_PROBES
+        return self._probe_at if may_probe else None
+
+    def expire(self, deadline_seconds: float) -> None:
+        """Give up a probe that is late; begin one that is due."""
+        now = self._clock()
+        if self._probe_started_at is not None and now - self._probe_started_at > deadline_seconds:
+            self._num_hung_probes += 1
+            self._end_probe(TimeoutError(f"its probe overran its deadline ({deadline_seconds:g} s)"), deadline_seconds)
+        if self.next_probe is not None and now >= self.next_probe:
+            self._probe_started_at = now
+            self._probe_at = None
+            self._probe_number += 1
+            self._begin_probe(self._probe_number)
+
+    def take_probes(self, deadline_seconds: float) -> bool:
+        """Take in probes that have ended; return whether one of them closed the breaker."""
+        was_open = bool(self.why_open)
+        while self._probed:
+            number, error = self._probed.popleft()
+            if number == self._probe_number and self._probe_started_at is not None:
+                self._end_probe(error, deadline_seconds)
+            else:
+                self._num_hung_probes -= 1
+        return was_open and not self.why_open
+
+    def _begin_probe(self, number: int) -> None:
+        threading.Thread(
+            target=self._make_probe, args=(number,), name=f"kvdepot-{self._name}-probe", daemon=True
+        ).start()
+
+    def _make_probe(self, number: int) -> None:
+        error: Exception | None = None
+        try:
+            self._tier.probe()
+        except Exception as caught:
+            error = caught
+        self._probed.append((number, error))
+        self._wake()
+
+    def _end_probe(self, error: Exception | None, deadline_seconds: float) -> None:
+        assert self._probe_started_at is not None
+        seconds = self._clock() - self._probe_started_at
+        self._probe_started_at = None
+        if self.is_retired:
+            return
+        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
+        if error is None and seconds > deadline_seconds:
+            error = TimeoutError(f"its probe took {seconds:.1f} s")
+        if error is None and self.num_hung > self._most_hung:
+            error = TimeoutError(f"{self.num_hung} calls never came back")
+        if error is not None:
+            self.why_open = f"{type(error).__name__}: {error}"
+            self._probe_at = self._clock() + self._retry_seconds
+            return
+        logger.warning("tier %s answers again", self._name)
+        self.why_open = ""
+        self.num_errors = 0
+        self._closed_at = self._clock()

@@ -1,0 +1,97 @@
+"""What the depot's process and the child process with Mooncake's SDK say to each other, one message a packet."""
+
+from enum import IntEnum
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES
+
+KEYS_A_MESSAGE: Final = 256
+MESSAGE_BYTES: Final = 1 << 16
+
+Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Label = Annotated[bytes, msgspec.Meta(min_length=LABEL_BYTES, max_length=LABEL_BYTES)]
+Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_A_MESSAGE)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Outcome(IntEnum):
+    """What became of one key."""
+
+    MISS = 0
+    HERE = 1
+    CORRUPT = 2  # and removed
+    NO_SPACE = 3
+    TRANSFER_FAILED = 4  # the node that holds it, or should, does not answer
+
+
+class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
+    """How to join the cluster; answered by `Ready` or `Failed`."""
+
+    pool_bytes: int
+    prefix: str
+    local: str
+    metadata: str
+    segment_bytes: int
+    buffer_bytes: int
+    protocol: str
+    device: str
+    master: str
+    replicas: int
+
+
+class Write(msgspec.Struct, frozen=True, array_like=True, tag="write"):
+    """Put extents; answered by `Outcomes`. If either side dies, an entry is there as a whole or not at all."""
+
+    keys: Keys
+    extents: list[tuple[Natural, Natural]]
+
+
+class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
+    """Fill extents; answered by `Outcomes`. If either side dies, they hold anything once this process is dead."""
+
+    keys: Keys
+    extents: list[tuple[Natural, Natural]]
+
+
+class Contains(msgspec.Struct, frozen=True, array_like=True, tag="contains"):
+    """Ask the master; answered by `Outcomes`. Changes nothing."""
+
+    keys: Keys
+
+
+class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
+    """Remove entries by label; answered by `Cleared`. If either side dies, some, all or none are removed."""
+
+    tenant: Label | None
+    model: Label | None
+
+
+Request: TypeAlias = Setup | Write | Read | Contains | Clear
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The cluster is joined and the pool registered."""
+
+
+class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
+    """One for each key."""
+
+    values: list[Outcome]
+
+
+class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):
+    """How many entries were removed."""
+
+    count: int
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The request as a whole failed; this process goes on, except after `Setup`."""
+
+    text: str
+    is_final: bool = False  # it will not be better next time: something is not installed
+
+
+Reply: TypeAlias = Ready | Outcomes | Cleared | Failed

@@ -1,0 +1,112 @@
+"""What the URL of a Mooncake tier says, and how its master is reached."""
+
+import re
+import socket
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.config import parse_size
+from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.tiers.mooncake import messages as m
+from kvdepot.tiers.url import TierUrl
+
+DEFAULT_PORT: Final = 50051
+_LOOK_SECONDS: Final = 0.5  # for the master, by TCP
+
+
+class MooncakeUnavailable(KVDepotError):
+    """The cluster, its master or our child process does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeOptions:
+    """What the URL says."""
+
+    masters: tuple[tuple[str, int], ...]  # or those of etcd, which know the master
+    ha: str  # "" or "etcd"
+    prefix: str  # of all names
+    local: str  # under which others reach this node; "": the address from which the master is reached
+    metadata: str
+    segment_bytes: int  # given to the cluster
+    buffer_bytes: int  # of the SDK's own; our bytes never go through it
+    protocol: str
+    device: str
+    replicas: int
+    timeout_seconds: float  # beyond it a call's child is killed
+    start_seconds: float
+    num_threads: int  # calls at a time, beside probes
+
+    @property
+    def master(self) -> str:
+        """The master as the SDK wants it."""
+        text = ";".join(f"{host}:{port}" for host, port in self.masters)
+        return f"{self.ha}://{text}" if self.ha else text
+
+    def setup(self, pool_bytes: int, reached_from: str) -> m.Setup:
+        """Return what the child has to know; `reached_from` is our address, as the master sees it."""
+        return m.Setup(
+            pool_bytes=pool_bytes,
+            prefix=self.prefix,
+            local=self.local or (f"[{reached_from}]" if ":" in reached_from else reached_from),
+            metadata=self.metadata,
+            segment_bytes=self.segment_bytes,
+            buffer_bytes=self.buffer_bytes,
+            protocol=self.protocol,
+            device=self.device,
+            master=self.master,
+            replicas=self.replicas,
+        )
+
+    def look_for_master(self) -> str:
+        """Return the address from which it is reached.
+
+        Raises:
+            MooncakeUnavailable: it is not.
+        """
+        errors: list[str] = []
+        for address in self.masters:
+            try:
+                with socket.create_connection(address, _LOOK_SECONDS) as connection:
+                    return str(connection.getsockname()[0])
+            except OSError as error:
+                errors.append(f"{address[0]}:{address[1]}: {error}")
+        raise MooncakeUnavailable(f"no master at {', '.join(errors)}")
+
+
+def parse_options(url: TierUrl) -> MooncakeOptions:
+    """Take the options out of a URL.
+
+    Raises:
+        ConfigError: they cannot work.
+    """
+    ha, prefix = url.take("ha", ""), url.take("prefix", "kvdepot")
+    if ha not in ("", "etcd"):
+        raise ConfigError(f"--tier {url.name}: ha={ha}: only etcd, or leave it out")
+    if not re.fullmatch("[A-Za-z0-9_]{1,64}", prefix):
+        raise ConfigError(f"--tier {url.name}: prefix={prefix}: letters, digits and _, 64 at most")
+    hosts = url.location.partition("://")[2].partition("/")[0].split(",")
+    if len(hosts) > 1 and not ha:
+        raise ConfigError(f"--tier {url.name}: several hosts are those of etcd: add ha=etcd")
+    default_port = 2379 if ha else DEFAULT_PORT
+    return MooncakeOptions(
+        masters=tuple(_host_and_port(host, default_port, url) for host in hosts),
+        ha=ha,
+        prefix=prefix,
+        local=url.take("local", ""),
+        metadata=url.take("metadata", "P2PHANDSHAKE"),
+        segment_bytes=url.take_size("segment", parse_size("4GiB")),
+        buffer_bytes=url.take_size("buffer", parse_size("16MiB")),
+        protocol=url.take("protocol", "tcp"),
+        device=url.take("device", ""),
+        replicas=int(url.take_number("replicas", 1, 1)),
+        timeout_seconds=url.take_number("timeout", 10.0, 0.1),
+        start_seconds=url.take_number("start", 60.0, 0.1),
+        num_threads=url.num_threads,
+    )
+
+
+def _host_and_port(text: str, default_port: int, url: TierUrl) -> tuple[str, int]:
+    match = re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?", text)
+    if match is None:
+        raise ConfigError(f"--tier {url.name}: write mooncake://HOST:PORT, the master's")
+    return match[1].strip("[]"), int(match[2] or default_port)

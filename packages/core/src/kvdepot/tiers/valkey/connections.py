@@ -1,0 +1,166 @@
+"""Connections to a Valkey or Redis server, each lent to one thread at a time.
+
+A connection on which a call raised is closed, as the next bytes on it may belong to an earlier question.
+"""
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+
+from kvdepot.tiers.valkey.resp import Command, Reply, ReplyError, receive, send
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a server is and how to get in."""
+
+    host: str
+    port: int = 6379
+    unix_path: str = ""  # instead of host and port
+    user: str = ""
+    password: str = ""
+    database: int = 0
+    tls: ssl.SSLContext | None = None
+    timeout_seconds: float = 0.75  # of connecting, of sending a command, and of each wait for bytes
+
+    def __repr__(self) -> str:  # no password in tracebacks
+        return f"Server({self.unix_path or f'{self.host}:{self.port}'})"
+
+
+class Connection:
+    """One connection.
+
+    Raises:
+        OSError: no connection, or the server does not let us in.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._socket = _connect(server)
+        self._reader = BufferedReader(self._socket.makefile("rb", buffering=0), 4096)
+        try:
+            commands: list[Command] = []
+            if server.password:
+                user = [server.user.encode()] if server.user else []
+                commands.append([b"AUTH", *user, server.password.encode()])
+            if server.database:
+                commands.append([b"SELECT", b"%d" % server.database])
+            for reply in self.call(commands):
+                if isinstance(reply, ReplyError):
+                    raise ConnectionRefusedError(f"the server says: {reply.text}")
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, commands: Sequence[Command], targets: Sequence[memoryview | None] = ()) -> list[Reply]:
+        """Send commands and return their replies, in one round trip.
+
+        Args:
+            commands: names and arguments.
+            targets: for each command (or for none) where its reply shall be read to if it is a string of exactly this
+                size; the reply is the target then.
+
+        Raises:
+            OSError: the connection is of no use any more.
+        """
+        send(self._socket, commands)
+        return [receive(self._reader, target) for target in targets or [None] * len(commands)]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether an idle connection has something to read: its end, or what belongs to nobody."""
+        return bool(_readable(self._socket))
+
+    def shut_down(self) -> None:
+        """Make whoever waits on this connection fail now."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it."""
+        self._reader.close()
+        self._socket.close()
+
+
+class Connections:
+    """Connections to one server, lent to threads."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._lent: set[Connection] = set()
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def lend(self) -> Generator[Connection]:
+        """Lend a connection, an idle one if there is one that is sound."""
+        connection = self._take() or Connection(self._server)
+        with self._lock:
+            self._lent.add(connection)
+            if self._is_closed:
+                connection.shut_down()
+        try:
+            yield connection
+        except BaseException:
+            self._give_back(connection, is_sound=False)
+            raise
+        self._give_back(connection, is_sound=True)
+
+    def close(self) -> None:
+        """Close those that are idle and end what happens on the others; they are closed as they come back."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            for connection in self._lent:
+                connection.shut_down()
+        for connection in idle:
+            connection.close()
+
+    def _take(self) -> Connection | None:
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise OSError("the tier is closed")
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if not connection.is_stale:
+                return connection
+            connection.close()
+
+    def _give_back(self, connection: Connection, *, is_sound: bool) -> None:
+        with self._lock:
+            self._lent.discard(connection)
+            if is_sound and not self._is_closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+def _connect(server: Server) -> socket.socket:
+    if server.unix_path:
+        connected = socket.socket(socket.AF_UNIX)
+    else:
+        connected = socket.create_connection((server.host, server.port), min(1.0, server.timeout_seconds))
+    try:
+        connected.settimeout(server.timeout_seconds)
+        if server.unix_path:
+            connected.connect(server.unix_path)
+        else:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return connected if server.tls is None else server.tls.wrap_socket(connected, server_hostname=server.host)
+    except BaseException:
+        connected.close()
+        raise
+
+
+def _readable(waiting: socket.socket) -> list[tuple[int, int]]:
+    poll = select.poll()
+    poll.register(waiting, select.POLLIN)
+    return poll.poll(0)
