@@ -7,7 +7,8 @@ first, `babbles` answers nonsense, `refuses` every copy, `late` is not ready bef
 import os
 import sys
 
-from kvdepot.movers.protocol import Copy, CopyNow, CopyRefused, MoverError, Setup, run_mover
+from kvdepot.movers.child import CopyNow, run_mover
+from kvdepot.movers.protocol import Copy, CopyRefused, MoverError, Setup
 from kvdepot.pool.files import PoolMemory
 from kvdepot.wire.messages import EXTENT
 

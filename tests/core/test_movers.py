@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Movers as the depot's loop sees them: real processes without a device, a depot without sockets."""
 
 import os
@@ -245,7 +244,7 @@ def test_what_a_mover_may_be_writing_is_free_when_it_is_dead_and_not_before(how:
 
 
 @pytest.mark.parametrize(
-    ("device", "why"), [("dies", "it ended"), ("babbles", "an answer that is none"), ("hangs", "more than 0.3 s")]
+    ("device", "why"), [("dies", "it ended"), ("babbles", "a malformed answer"), ("hangs", "more than 0.3 s")]
 )
 def test_a_lost_mover_fails_its_copy_and_is_replaced_once(device: str, why: str, node: Node) -> None:
     node.movers.move_seconds = 0.3 if device == "hangs" else 20.0
@@ -288,7 +287,7 @@ def test_what_a_new_mover_could_not_do_either_is_not_tried_twice(node: Node) -> 
 def test_a_mover_that_is_never_ready_is_given_up_and_who_waits_is_told(node: Node) -> None:
     context = node.register("late")
     assert node.outcome(node.move(context, 0, wait_seconds=0.05)) is m.MoveOutcome.FAILED
-    node.movers._start_seconds = 0.3
+    node.movers.start_seconds = 0.3
     patient = node.move(context, 0)
     assert node.outcome(patient) is m.MoveOutcome.UNAVAILABLE
     assert "not ready within 0.3 s" in node.movers.status(context)[2]
@@ -317,7 +316,7 @@ def test_without_a_module_or_with_too_many_there_is_none(node: Node, monkeypatch
     assert node.outcome(node.move(first, 0)) is m.MoveOutcome.DONE
     assert node.outcome(node.move(second, 0)) is m.MoveOutcome.UNAVAILABLE
     node.depot.end_session(SESSION)
-    node.turn_until(lambda: not node.movers._by_fd)
+    node.turn_until(lambda: not node.movers.num_processes)
     assert node.outcome(node.move(node.register(), 0)) is m.MoveOutcome.DONE
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.lab.processes import wait_until
-from kvdepot.movers.protocol import run_mover
+from kvdepot.movers.child import run_mover
 from kvdepot_cuda.gather import GatherImage, KernelUnavailable
 from kvdepot_cuda.mover import open_mover
 from kvdepot_cuda.testing import FakeDriver, fake_gather

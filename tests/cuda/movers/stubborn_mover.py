@@ -7,7 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
-from kvdepot.movers.protocol import Copy, CopyNow, Setup, run_mover
+from kvdepot.movers.child import CopyNow, run_mover
+from kvdepot.movers.protocol import Copy, Setup
 from kvdepot.pool.files import PoolMemory
 
 PR_SET_PDEATHSIG = 1

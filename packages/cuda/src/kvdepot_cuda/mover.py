@@ -1,6 +1,6 @@
 """The mover of CUDA workers, `python -m kvdepot_cuda.mover`: opens a worker's IPC handles and copies for it.
 
-The depot starts one for each worker (`kvdepot.movers.protocol`). It needs cuda-bindings and numpy, not torch, and sees
+The depot starts one for each worker (`kvdepot.movers.child`). It needs cuda-bindings and numpy, not torch, and sees
 only the worker's device, which it finds by its UUID. The pool is registered with the device from the first copy on, in
 the background. `kvdepot_cuda.copy` makes the copies, with its kernel if the worker asks for that and Triton is here.
 
@@ -20,7 +20,8 @@ from kvdepot.client.transfers import CopyBatch
 from kvdepot.copying.runs import EXTENT_DTYPE, BatchRuns, Runs
 from kvdepot.errors import ConfigError, LayoutError
 from kvdepot.layout import CacheLayout
-from kvdepot.movers.protocol import Copy, CopyNow, CopyRefused, MoverError, Setup, run_mover
+from kvdepot.movers.child import CopyNow, run_mover
+from kvdepot.movers.protocol import Copy, CopyRefused, MoverError, Setup
 from kvdepot.pool.files import PoolMemory
 from kvdepot.wire.messages import RegisterKVCache
 from kvdepot_cuda.copy import PIECE_BYTES, CopyEngine

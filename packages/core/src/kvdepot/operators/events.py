@@ -1,14 +1,14 @@
-"""KV events: what can be found in the pool, for routers that send a prompt to where its prefix is.
+"""KV events: publish which chunks the pool holds, for routers that send a prompt to the node with its prefix.
 
-In vLLM's schema and framing, so that what listens to an engine listens to a depot: a PUB socket sends `(topic, sequence
-number, batch)`, the number as 8 bytes, big-endian, counted from 0 by each server, and the batch as msgpack. A ROUTER
-sends batches again from a number on to whoever missed some, and ends with the number -1. Hashes are the depot's chunk
-keys (32 bytes); tokens are not known here and their list is empty.
+Schema and framing are vLLM's, so a subscriber of an engine can subscribe to a depot. A PUB socket sends `(topic,
+sequence number, batch)`: the number as 8 bytes, big-endian, counted from 0 by each server, the batch as msgpack. A
+ROUTER socket resends batches from a given number on, and ends with the number -1. Hashes are the depot's chunk keys (32
+bytes). The depot does not know tokens, so their list is empty.
 
-Everything runs on the depot's loop: the index tells of each chunk as it can be found or not any more, and at the end of
-a turn what has come together is one batch. Whoever is too slow misses batches, sees it by the numbers and asks again.
-A chunk that is removed in the midst of a prefix, as its bytes were damaged, is told alone: with it goes what follows,
-until it is stored again.
+Everything runs on the depot's loop. The index reports each chunk that becomes visible or hidden, and each turn of the
+loop publishes its reports as one batch. A subscriber that is too slow misses batches, notices it by the numbers and
+asks again. A chunk removed from the middle of a prefix, because its bytes were damaged, is reported alone: the chunks
+after it are hidden too, until it is stored again.
 """
 
 import time
@@ -30,16 +30,16 @@ END: Final = (-1).to_bytes(8, "big", signed=True)
 
 _KEPT_BATCHES: Final = 10_000
 _KEPT_BYTES: Final = 32 << 20
-_LARGEST_BATCH: Final = 4096  # chunks, after which another batch begins
-_QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # for one subscriber, until it misses some: all of a replay and its end
-_MOST_QUESTIONS: Final = 16  # of one subscriber that were not read yet
+_LARGEST_BATCH: Final = 4096  # chunks
+_QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before it misses some: a whole replay and its end
+_MOST_QUESTIONS: Final = 16  # unread requests of one subscriber
 _HANDSHAKE_MILLISECONDS: Final = 2000
 _REPLAY_STEP: Final = 64
-_MOST_WAITING: Final = 1024  # subscribers that wait for batches to be sent again
+_MOST_WAITING: Final = 1024  # subscribers waiting for a replay
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """A run of chunks can be found."""
+    """A run of chunks became visible."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -51,30 +51,30 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
-    """Chunks can be found no more."""
+    """Chunks became hidden."""
 
     block_hashes: list[bytes]
     medium: str | None
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What happened in one turn of the loop, in its order."""
+    """The events of one turn of the loop, in order."""
 
     ts: float
     events: list[Any]
 
 
 class EventPublisher:
-    """The sockets, what goes out next, and what went out lately.
+    """Publishes events, and resends recent ones.
 
     Args:
-        context: of the sockets, which end with it.
-        index: is told to report here.
+        context: closes the sockets.
+        index: reports here.
         endpoint: of the PUB socket.
-        replay_endpoint: of the ROUTER; None for none.
+        replay_endpoint: of the ROUTER socket, None for no replays.
 
     Raises:
-        ConfigError: an endpoint cannot be listened on.
+        ConfigError: an endpoint cannot be bound.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EventPublisher:
         self._last_space = -1
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        self._asked: dict[bytes, int] = {}  # who waits for batches to be sent again, and from which number on
+        self._asked: dict[bytes, int] = {}  # first batch wanted, by subscriber waiting for a replay
         self._is_replaying = False
         self._encoder = msgspec.msgpack.Encoder()
         self._publisher = _listen(context, zmq.PUB, endpoint, "--events")
@@ -102,7 +102,7 @@ class EventPublisher:
 
     @property
     def bound(self) -> "list[tuple[zmq.Socket[bytes], str]]":
-        """The sockets, and where they listen."""
+        """The sockets and their endpoints."""
         replay = [] if self.replay is None else [(self.replay, self.replay_endpoint)]
         return [(self._publisher, self.endpoint), *replay]
 
@@ -132,7 +132,7 @@ class EventPublisher:
             self.flush()
 
     def flush(self) -> None:
-        """Send what has come together. Never waits."""
+        """Publish the pending events. Never waits."""
         if not self._pending:
             return
         payload = self._encoder.encode(EventBatch(time.time(), self._pending))
@@ -146,10 +146,10 @@ class EventPublisher:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def take_replay(self) -> Iterator[int] | None:
-        """Take one request; return what answers it and those that come meanwhile, in steps, None if that is under way.
+        """Take one request. Return the steps that answer it and later ones, None if such steps are already running.
 
-        Of a subscriber that asks again before it is its turn, the last request is answered. What could not be answered
-        is dropped, and so is what comes while very many wait.
+        If a subscriber asks again before its turn, only its last request is answered. Malformed requests are dropped,
+        and so are new subscribers while very many wait.
         """
         assert self.replay is not None
         try:
@@ -184,10 +184,10 @@ class EventPublisher:
 
 
 def check_endpoint(endpoint: str, flag: str) -> bool:
-    """Return whether only this machine can listen to an endpoint.
+    """Return whether only this machine can reach an endpoint.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is malformed.
     """
     if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
         return True
@@ -200,10 +200,10 @@ def _listen(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str,
     check_endpoint(endpoint, flag)
     listener = context.socket(kind)
     listener.setsockopt(zmq.LINGER, 0)
-    listener.setsockopt(zmq.MAXMSGSIZE, 64)  # of what comes in
+    listener.setsockopt(zmq.MAXMSGSIZE, 64)  # of incoming messages
     listener.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
     listener.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
-    listener.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # of who connects from now on: before `bind`
+    listener.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # applies to later connections: before `bind`
     try:
         listener.bind(endpoint)
     except zmq.ZMQError as error:
@@ -216,4 +216,4 @@ def _send(sender: "zmq.Socket[bytes]", frames: tuple[bytes, ...]) -> None:
     try:
         sender.send_multipart(frames, zmq.NOBLOCK)
     except zmq.ZMQError:
-        return  # nobody there, or too slow: the numbers tell
+        return  # the subscriber left or is too slow; it notices by the numbers

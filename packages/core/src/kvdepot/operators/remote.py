@@ -1,11 +1,10 @@
-"""The control socket for TCP: a ROUTER that only listed CURVE keys reach.
+"""The control socket for TCP: a ROUTER that only clients with listed CURVE keys can reach.
 
-It is a socket of its own, as CURVE holds for whole sockets and as a TCP peer chooses its routing id freely: what comes
-here is never taken for a session. ZMQ's I/O thread asks about every key that knows ours (ZAP, RFC 27) and the server's
-loop answers: `serve` whenever `zap` is readable. A peer that is not let in gets no message and leaves nothing: ZMQ
-tells a key that is not listed so (ERROR 400, whereupon it stops asking), hangs up on anything else, and closes what has
-not finished its handshake after two seconds. While few descriptors are left nobody listens
-(`kvdepot.operators.zeromq`).
+It is separate from the Unix socket because CURVE applies to whole sockets and TCP peers choose their routing ids
+freely; its messages never belong to a session. ZeroMQ's I/O thread asks about each key (ZAP, RFC 27), and the server's
+loop answers when `zap` is readable. A refused peer cannot send a message and holds no resources: ZeroMQ answers an
+unlisted key with ERROR 400, after which its client stops retrying, and closes connections that do not finish the
+handshake within two seconds. While few descriptors are left, the socket does not listen (`kvdepot.operators.zeromq`).
 """
 
 import logging
@@ -21,18 +20,18 @@ from kvdepot.wire.curve import ServerKeys
 
 logger = logging.getLogger(__name__)
 
-MAXIMUM_FRAME_BYTES: Final = 64 << 10  # what is served here is smaller; it bounds what a stranger can make us hold
+MAXIMUM_FRAME_BYTES: Final = 64 << 10  # above every request served here; bounds the memory a peer can use
 
 _HANDSHAKE_MILLISECONDS: Final = 2000
-_HEARTBEAT_MILLISECONDS: Final = 10_000  # a client whose machine went away is noticed
-_MOST_QUEUED: Final = 16  # messages of one client, each way: a larger question is one frame of 64 KiB
+_HEARTBEAT_MILLISECONDS: Final = 10_000  # detects clients whose machine is gone
+_MOST_QUEUED: Final = 16  # messages per client and direction, of at most 64 KiB
 _ANSWERS_PER_TURN: Final = 64
 _SECONDS_BETWEEN_WARNINGS: Final = 10.0
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 
 
 class RemoteSocket:
-    """The ROUTER (`router`), where it listens (`endpoints`), and the socket that asks who may connect (`zap`)."""
+    """The ROUTER (`router`), its endpoints, and the socket on which ZeroMQ asks who may connect (`zap`)."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoints: Sequence[str], keys: ServerKeys) -> None:
         """Bind. `context` closes the sockets.
@@ -56,7 +55,7 @@ class RemoteSocket:
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS),
             (zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS),
             (zmq.CURVE_SERVER, 1),
-            (zmq.ZAP_ENFORCE_DOMAIN, 1),  # nobody is let in should `zap` ever be missing
+            (zmq.ZAP_ENFORCE_DOMAIN, 1),  # refuses everybody if `zap` is missing
         ):
             self.router.setsockopt(option, value)
         self.router.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
@@ -68,7 +67,7 @@ class RemoteSocket:
             except zmq.ZMQError as error:
                 raise ConfigError(
                     f"cannot listen on {endpoint}: {error}; give tcp://ADDRESS:PORT with an address of this machine"
-                    " and a port that nobody uses ('*' finds one)"
+                    " and a free port ('*' chooses one)"
                 ) from error
             self.endpoints.append(self.router.getsockopt_string(zmq.LAST_ENDPOINT))
         self._reader = MessageReader(self.router, most_frames=2)
@@ -78,14 +77,14 @@ class RemoteSocket:
         return self._reader.take()
 
     def send(self, routing_id: bytes, frame: bytes | bytearray) -> None:
-        """Send a reply; it is lost if nobody is there or too many wait."""
+        """Send a reply. It is lost if the client has left or has too many unread replies."""
         try:
             self.router.send_multipart((routing_id, frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.debug("a reply found nobody: %s", error)
+            logger.debug("dropped a reply: %s", error)
 
     def answer_keys(self) -> None:
-        """Say which keys may connect, as far as that was asked; never waits."""
+        """Answer ZeroMQ's questions about keys. Never waits."""
         for _ in range(_ANSWERS_PER_TURN):
             try:
                 question = self.zap.recv_multipart(zmq.NOBLOCK)

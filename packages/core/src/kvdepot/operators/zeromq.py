@@ -1,9 +1,9 @@
-"""Sockets of ZeroMQ that strangers can neither exhaust nor keep busy.
+"""Protects ZeroMQ sockets from peers that open too many connections or send messages of too many frames.
 
-ZeroMQ accepts connections in a thread of its own, until no descriptor is left (and on a Unix socket ends the process
-then), and hands over messages whole, however many frames a peer gave them. So `Listeners` stops listening while the
-reserve of descriptors is touched, which ends the connections there; ZeroMQ makes its clients connect again.
-`MessageReader` drops in steps what has too many frames.
+ZeroMQ's own thread accepts connections until no descriptor is left, and then aborts the process on a Unix socket. So
+`Listeners` stops listening while the reserve of descriptors is touched, which closes the connections there; ZeroMQ
+clients reconnect by themselves. ZeroMQ delivers a message with all its frames; `MessageReader` drops oversized ones in
+steps.
 """
 
 import logging
@@ -17,37 +17,37 @@ from kvdepot.processes.descriptors import is_reserve_touched
 
 logger = logging.getLogger(__name__)
 
-LOOK_MILLISECONDS: Final = 50  # how often to look at the descriptors at least
+LOOK_MILLISECONDS: Final = 50  # between two checks of the descriptors
 
 _SECONDS_BETWEEN_WARNINGS: Final = 10.0
 _TAKEN_AT_ONCE: Final = 256  # frames
 
 
 class Listeners:
-    """Where sockets of ZeroMQ listen, each with its endpoint."""
+    """Listening ZeroMQ sockets with their endpoints."""
 
     def __init__(self, bound: "Sequence[tuple[zmq.Socket[bytes], str]]") -> None:
-        self._bound = dict.fromkeys(bound, True)  # whether it listens there
+        self._bound = dict.fromkeys(bound, True)  # whether the socket listens
         self._warned_at = float("-inf")
 
     def __bool__(self) -> bool:
         return bool(self._bound)
 
     def leave_reserve(self, fd: int) -> None:
-        """Stop listening and end the connections there if the reserve is touched; `fd` is any descriptor."""
+        """Stop listening, which closes all connections, if the reserve is touched. `fd` is any open descriptor."""
         if not any(self._bound.values()) or not is_reserve_touched(fd):
             return
         if time.monotonic() >= self._warned_at + _SECONDS_BETWEEN_WARNINGS:
             self._warned_at = time.monotonic()
             endpoints = ", ".join(endpoint for _, endpoint in self._bound)
-            logger.warning("few descriptors are left: ended the connections at %s, which may come back", endpoints)
+            logger.warning("few descriptors are left: closed all connections at %s; clients may reconnect", endpoints)
         for (bound, endpoint), is_listening in self._bound.items():
             if is_listening:
                 bound.unbind(endpoint)
                 self._bound[bound, endpoint] = False
 
     def listen_again(self, fd: int) -> None:
-        """Listen again where that was given up, if the reserve is not touched any more."""
+        """Resume listening if the reserve is no longer touched."""
         if all(self._bound.values()) or is_reserve_touched(fd):
             return
         for (bound, endpoint), is_listening in self._bound.items():
@@ -62,7 +62,7 @@ class Listeners:
 
 
 class MessageReader:
-    """Takes messages of at most `most_frames` frames from a socket."""
+    """Reads messages of at most `most_frames` frames from a socket."""
 
     def __init__(self, receiver: "zmq.Socket[bytes]", most_frames: int) -> None:
         self._receiver = receiver
@@ -70,7 +70,7 @@ class MessageReader:
         self._frames: list[bytes] = []
 
     def take(self) -> list[bytes] | None:
-        """Return a message. Of one that has too many frames, one more than the most. None: it goes on at the next call.
+        """Return a message, cut to `most_frames` + 1 frames, or None if the rest of it comes at the next call.
 
         Raises:
             zmq.Again: there is no message.

@@ -1,16 +1,16 @@
 """Operations over HTTP: `kvdepot serve --http 127.0.0.1:9460`, with `pip install 'kvdepot[http]'`.
 
-A process of its own asks the depot over its control socket, as any operator's tool does. It shares only the listening
-socket with the depot (`kvdepot.ops.http_process`), so HTTP requests can neither break nor block the loop, and the
-health check says whether the loop answers.
+A separate process serves HTTP and asks the depot over its control socket, like any operator's tool. It shares only the
+listening socket with the depot (`kvdepot.ops.http_process`), so HTTP requests cannot break or block the server's loop,
+and the health check tells whether that loop answers.
 
-Any user of the machine can connect, so everything takes the bearer token but health, readiness, the empty page, the
-OpenAPI document and, on loopback, metrics, which count all tenants as one without it. Requests without the token that
-come together get one answer, so that many cost the depot as little as one does. The Host header has to be an address or
-a name of the depot, as a page whose name was bound to the depot's address could ask in a browser otherwise.
+Any user of the machine can connect, so operations need the bearer token. Health, readiness, the page without data and
+the OpenAPI document do not, nor do metrics on loopback, which then count all tenants as one. Concurrent requests
+without the token share one answer, so that many cost the depot as little as one. The Host header must be an address or
+a name of the depot; otherwise a foreign page could reach the depot through a browser (DNS rebinding).
 
-A connection has one request, a time to make it and a time to take the answer. When there are too many, one that is
-silent is cut off, so a probe, which asks as soon as it is connected, is answered.
+A connection carries one request, with a deadline to send it and a deadline to take the answer. Among too many
+connections, one that has sent nothing is closed, so probes, which send at once, are answered.
 """
 
 import asyncio
@@ -28,11 +28,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 from importlib import resources
-from importlib.metadata import version
-from typing import Annotated, Any, ClassVar, Final, Literal, cast
+from typing import Any, ClassVar, Final, cast
 
 import msgspec
 import uvicorn
@@ -48,6 +45,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from kvdepot.client.connection import ask_depot
 from kvdepot.errors import DepotUnavailable, KVDepotError, RemoteError
 from kvdepot.operators.metrics import MEDIA_TYPE, render_metrics
+from kvdepot.ops.http_operations import (
+    CHANGE_SECONDS,
+    OPERATIONS,
+    STATUS_SECONDS,
+    Ask,
+    Operation,
+    ask_status,
+    own_document,
+)
 from kvdepot.ops.http_process import HttpSettings
 from kvdepot.processes.children import be_a_child
 from kvdepot.processes.logs import set_up_logs
@@ -57,37 +63,20 @@ from kvdepot.wire import operations as o
 
 logger = logging.getLogger(__name__)
 
-HEALTH_SECONDS: Final = 1.0  # within which a healthy loop answers
-_STATUS_SECONDS: Final = 5.0
-_CHANGE_SECONDS: Final = 90.0
+HEALTH_SECONDS: Final = 1.0  # a healthy loop answers within this
 _LARGEST_BODY_BYTES: Final = 8 << 20
 _STOP_SECONDS: Final = 5.0
 _MOST_CONNECTIONS: Final = 256
-_BACKLOG: Final = 128  # connections that are accepted at once
+_BACKLOG: Final = 128  # connections waiting to be accepted
 _HOST: Final = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
-
-Ask = Callable[[o.OperatorRequest, float], frames.Reply]
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One path: what it takes and what it answers. The OpenAPI document and the routes are made of these."""
-
-    method: str
-    path: str
-    summary: str
-    answer: Callable[[Ask, Any], object]  # (ask, body); the body is None for GET
-    reply: type[Any]
-    body: type[Any] | None = None
-    takes_token: bool = True
 
 
 def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
     """Return the application.
 
     Args:
-        ask: sends one request to the depot and waits for its reply that many seconds; raises as `ask_depot` does.
-        settings: the token, and the names that the depot is known by.
+        ask: sends a request to the depot and waits for the reply for the given seconds; raises like `ask_depot`.
+        settings: the token, and the host names of the depot.
     """
 
     def healthz() -> Response:
@@ -101,20 +90,20 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
 
     def readyz() -> Response:
         try:
-            status = _status(ask, HEALTH_SECONDS)
+            status = ask_status(ask, HEALTH_SECONDS)
         except KVDepotError as error:
             return _json({"status": "unhealthy", "why": str(error)}, 503)
         if status.recovering:
-            return _json({"status": "starting", "why": "the entries of an earlier server are being read"}, 503)
+            return _json({"status": "starting", "why": "reading the entries of an earlier server"}, 503)
         if status.draining:
             return _json({"status": "draining", "why": 'stores are declined: POST /drain {"draining": false}'}, 503)
         return _json({"status": "ready", "pool_ready_bytes": status.pool_ready_bytes})
 
     def metrics() -> Response:
-        return Response(render_metrics(_status(ask, _STATUS_SECONDS)), media_type=MEDIA_TYPE)
+        return Response(render_metrics(ask_status(ask, STATUS_SECONDS)), media_type=MEDIA_TYPE)
 
     def open_metrics() -> Response:
-        status = _status(ask, _STATUS_SECONDS)
+        status = ask_status(ask, STATUS_SECONDS)
         status = msgspec.structs.replace(status, tenants={"(all)": _sum(status.tenants)})
         return Response(render_metrics(status), media_type=MEDIA_TYPE)
 
@@ -132,7 +121,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
         return Response(page, headers=headers, media_type="text/html; charset=utf-8")
 
     async def openapi(_request: Request) -> Response:
-        return _json(_own_document())
+        return _json(own_document())
 
     async def body(request: Request, kind: type[Any]) -> Any:
         data = b""
@@ -170,203 +159,8 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
     )
 
 
-class ClearBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /cache/clear` takes; with `digests`, of one prefix, only the pool is cleared."""
-
-    tenant: str | None = None
-    model: str | None = None
-    digests: list[str] = []
-
-
-class FindBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /cache/find` takes: the keys of one prefix's chunks as hex strings."""
-
-    digests: list[str]
-
-
-class WarmBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /cache/warm` takes: the keys of one prefix's chunks as hex strings."""
-
-    digests: list[str]
-    tenant: str = "default"
-    pin_seconds: float = 0.0
-
-
-class UnpinBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /cache/unpin` takes."""
-
-    tenant: str | None = None
-
-
-class QuotaBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /tenants/quota` takes; 0 bytes end a quota."""
-
-    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    quota_bytes: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class TierUrlBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /tiers/add` takes: a URL as `serve --tier` does."""
-
-    url: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-
-
-class TierNameBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /tiers/remove` takes: a name as `/status` shows it."""
-
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-
-
-class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /drain` takes."""
-
-    draining: bool = True
-
-
-class LogLevelBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /loglevel` takes."""
-
-    level: Literal["debug", "info", "warning", "error"]
-
-
-class Count(msgspec.Struct):
-    """How many entries, chunks, pins, stores or tiers an operation was about."""
-
-    count: int
-
-
-class Health(msgspec.Struct):
-    """What `/healthz` and `/readyz` say."""
-
-    status: str
-    why: str = ""
-
-
-def _packed(digests: list[str]) -> bytes:
-    return b"".join(map(bytes.fromhex, digests))
-
-
-def _done(ask: Ask, request: o.OperatorRequest) -> Count:
-    reply = ask(request, _CHANGE_SECONDS)
-    assert isinstance(reply, m.Done)
-    return Count(reply.count)
-
-
-def _settings(ask: Ask) -> dict[str, Any]:
-    reply = ask(o.Configuration(), _STATUS_SECONDS)
-    assert isinstance(reply, o.ConfigurationReply)
-    return reply.settings
-
-
-def _find(ask: Ask, body: FindBody) -> list[o.FoundPrefix]:
-    reply = ask(o.Find(_packed(body.digests)), _STATUS_SECONDS)
-    assert isinstance(reply, o.Found)
-    return reply.prefixes
-
-
-def _clear(ask: Ask, body: ClearBody) -> Count:
-    return _done(ask, o.Clear(body.tenant, body.model, _packed(body.digests)))
-
-
-def _warm(ask: Ask, body: WarmBody) -> Count:
-    return _done(ask, o.Warm(body.tenant, _packed(body.digests), body.pin_seconds))
-
-
-OPERATIONS: Final = (
-    Operation(
-        "GET", "/status", "Everything that 'kvdepot status --json' shows",
-        lambda ask, _: _status(ask, _STATUS_SECONDS), o.DepotStatus,
-    ),
-    Operation(
-        "GET", "/tenants", "Bytes of the pool and quotas by tenant",
-        lambda ask, _: _status(ask, _STATUS_SECONDS).tenants, dict[str, dict[str, int]],
-    ),
-    Operation(
-        "POST", "/tenants/quota", "Change what a tenant can keep against others, until the server ends",
-        lambda ask, body: _done(ask, o.SetQuota(body.tenant, body.quota_bytes)), Count, QuotaBody,
-    ),
-    Operation("GET", "/config", "The server's settings", lambda ask, _: _settings(ask), dict[str, Any]),
-    Operation("POST", "/cache/find", "What the pool has of a prefix", _find, list[o.FoundPrefix], FindBody),
-    Operation("POST", "/cache/clear", "Forget what nobody uses", _clear, Count, ClearBody),
-    Operation("POST", "/cache/warm", "Bring a prefix up from tiers, and pin it", _warm, Count, WarmBody),
-    Operation(
-        "POST", "/cache/unpin", "End pins",
-        lambda ask, body: _done(ask, o.Unpin(body.tenant)), Count, UnpinBody,
-    ),
-    Operation(
-        "POST", "/tiers/add", "Use one more tier below the others, until the server ends; counts tiers",
-        lambda ask, body: _done(ask, o.AddTier(body.url)), Count, TierUrlBody,
-    ),
-    Operation(
-        "POST", "/tiers/remove", "Stop using a tier; what it holds stays there; counts tiers",
-        lambda ask, body: _done(ask, o.RemoveTier(body.name)), Count, TierNameBody,
-    ),
-    Operation(
-        "POST", "/drain", "Take no more stores, or take them again; counts those under way",
-        lambda ask, body: _done(ask, o.Drain(body.draining)), Count, DrainBody,
-    ),
-    Operation(
-        "GET", "/loglevel", "What is logged",
-        lambda ask, _: {"level": _status(ask, _STATUS_SECONDS).log_level}, dict[str, str],
-    ),
-    Operation(
-        "POST", "/loglevel", "Change what is logged, until the server ends",
-        lambda ask, body: _done(ask, o.SetLogLevel(body.level)), Count, LogLevelBody,
-    ),
-)  # fmt: skip
-
-
-def _is_a_route(_ask: Ask, _body: object) -> object:
-    raise NotImplementedError("answered by a route of its own")
-
-
-_PLAIN_OPERATIONS: Final = (
-    Operation("GET", "/healthz", "200 if the request loop answers, else 503", _is_a_route, Health, None, False),
-    Operation("GET", "/readyz", "200 if stores are taken, else 503", _is_a_route, Health, None, False),
-    Operation(
-        "GET", "/metrics", "Prometheus' text format; by tenant with the token, off loopback only with it",
-        _is_a_route, str, None, False,
-    ),
-)  # fmt: skip
-
-
-def openapi_document(server_version: str, operations: Sequence[Operation]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these paths."""
-    types = [kind for each in operations for kind in (each.body, each.reply) if kind is not None]
-    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    schema_of = dict(zip(map(repr, types), schemas, strict=True))
-    paths: dict[str, dict[str, Any]] = {}
-    for each in operations:
-        media = "text/plain" if each.reply is str else "application/json"
-        described: dict[str, Any] = {
-            "summary": each.summary,
-            "responses": {"200": {"description": "Done", "content": {media: {"schema": schema_of[repr(each.reply)]}}}},
-        }
-        if each.body is not None:
-            described["requestBody"] = {"content": {"application/json": {"schema": schema_of[repr(each.body)]}}}
-            described["responses"]["400"] = {"description": "The body is not what this takes; nothing was changed"}
-        if each.takes_token:
-            described["security"] = [{"token": []}]
-            described["responses"] |= {
-                "401": {"description": "The bearer token is missing or another"},
-                "409": {"description": "The depot refused; nothing was changed"},
-            }
-        paths.setdefault(each.path, {})[each.method.lower()] = described
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "kvdepot", "version": server_version, "description": "Operations of one depot"},
-        "paths": paths,
-        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
-    }
-
-
-@cache
-def _own_document() -> dict[str, Any]:
-    return openapi_document(version("kvdepot"), [*OPERATIONS, *_PLAIN_OPERATIONS])
-
-
 class _KnownHosts:
-    """Refuse requests whose Host header is neither an address nor one of the names."""
+    """Refuses requests whose Host header is neither an address nor one of the names."""
 
     def __init__(self, app: ASGIApp, names: set[str]) -> None:
         self._app = app
@@ -386,20 +180,20 @@ class _KnownHosts:
             ipaddress.ip_address(name)
         except ValueError:
             return name.lower() in self._names
-        return True  # an address is nobody's to bind
+        return True  # no DNS name can pretend to be an address
 
 
 class Connection(H11Protocol):
-    """A connection that ends: with its answer, when its time is over, or to make room for another.
+    """A connection that closes after its answer, at a deadline, or to make room for another.
 
-    Room is made by the oldest that has been silent for a second; if there is none, by the oldest.
+    The oldest connection that has been silent for a second makes room, else the oldest of all.
     """
 
     request_seconds: ClassVar[float] = 10.0  # from connecting to the end of the request
-    answer_seconds: ClassVar[float] = _CHANGE_SECONDS + 10.0  # from there until the answer is taken
+    answer_seconds: ClassVar[float] = CHANGE_SECONDS + 10.0  # from there until the client has taken the answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begin the time for the request, and make room."""
+        """Start the request's deadline, and make room if there are too many connections."""
         super().connection_made(transport)
         self.began = now = self.loop.time()
         self.has_asked = False
@@ -412,7 +206,7 @@ class Connection(H11Protocol):
             leaves.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Begin the time for the answer when the request is complete."""
+        """Start the answer's deadline once the request is complete."""
         super().data_received(data)
         cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
         if not self.has_asked and cycle is not None and not cycle.more_body:
@@ -421,13 +215,13 @@ class Connection(H11Protocol):
             self._end = self.loop.call_later(self.answer_seconds, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the time."""
+        """Cancel the deadline."""
         self._end.cancel()
         super().connection_lost(exc)
 
 
 def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
-    """Answer who connects until standard input ends."""
+    """Serve HTTP until standard input is closed."""
 
     def ask(request: o.OperatorRequest, deadline_seconds: float) -> frames.Reply:
         return ask_depot(request, url, deadline_seconds)
@@ -435,7 +229,7 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
     config = uvicorn.Config(
         create_app(ask, settings), http=Connection, ws="none", lifespan="off", backlog=_BACKLOG,
         headers=[("connection", "close")], timeout_keep_alive=1, proxy_headers=False,
-        log_config=None, log_level=logging.ERROR, access_log=False,  # what strangers send is no line of the log
+        log_config=None, log_level=logging.ERROR, access_log=False,  # strangers must not fill the log
     )  # fmt: skip
     server = uvicorn.Server(config)
 
@@ -444,7 +238,7 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
             server.run([listener])
         finally:
             if not server.should_exit:
-                os._exit(1)  # the depot starts another one
+                os._exit(1)  # the depot starts another process
 
     thread = threading.Thread(target=work, name="kvdepot-http", daemon=True)
     thread.start()
@@ -454,7 +248,7 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
 
 
 def _page() -> tuple[bytes, str]:
-    """Return the live view, and the policy by which a browser runs its script and no other, and asks nobody but us."""
+    """Return the live view and its content security policy, which allows only its own script and this server."""
     page = (resources.files("kvdepot.ops") / "page.html").read_bytes()
     script = page[page.index(b"<script>") + len(b"<script>") : page.index(b"</script>")]
     digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
@@ -464,14 +258,8 @@ def _page() -> tuple[bytes, str]:
     )
 
 
-def _status(ask: Ask, deadline_seconds: float) -> o.DepotStatus:
-    reply = ask(o.Status(), deadline_seconds)
-    assert isinstance(reply, o.StatusReply)
-    return reply.status
-
-
 def _sum(tenants: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Return what all tenants have together."""
+    """Return the sums over all tenants."""
     total = Counter(used_bytes=0)
     for usage in tenants.values():
         total.update(usage)
@@ -479,7 +267,7 @@ def _sum(tenants: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 
 def _shared(answer: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that makes one answer at a time, in a thread, for all who ask meanwhile."""
+    """Return an endpoint that computes one answer at a time, in a thread, and shares it among concurrent requests."""
     making: asyncio.Task[Response] | None = None
 
     async def endpoint(_request: Request) -> Response:
@@ -492,7 +280,7 @@ def _shared(answer: Callable[[], Response]) -> Callable[[Request], Awaitable[Res
 
 
 def _why_not(request: Request, token: str) -> Response | None:
-    """Return the refusal of a request without the token."""
+    """Return the refusal of a request without the token, None if it has the token."""
     given = request.headers.get("authorization", "")
     if hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
         return None
@@ -512,7 +300,7 @@ def _remote_error(_request: Request, error: Exception) -> Response:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve one depot: `PARENT_PID LISTENING_FD`, and a line with its URL and the settings at standard input."""
+    """Serve one depot. Arguments: `PARENT_PID LISTENING_FD`; standard input: a line with its URL and settings."""
     parent_pid, listener = map(int, arguments)
     be_a_child(parent_pid)
     set_up_logs("warning", text=f"http {os.getpid()}: %(message)s")

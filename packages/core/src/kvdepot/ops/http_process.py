@@ -1,7 +1,7 @@
-"""Where a depot listens for HTTP, and the process that answers (`kvdepot.ops.http_app`).
+"""The HTTP address of a depot, and the process that serves it (`kvdepot.ops.http_app`).
 
-It is a process of its own, as its Python would make the depot's loop wait for the interpreter's lock: up to 12 ms while
-metrics of very many tenants are written. It is started again if it ends; connections wait meanwhile.
+A separate process keeps HTTP off the interpreter lock of the depot's loop, which would otherwise wait up to 12 ms while
+the metrics of very many tenants are written. A process that ends is restarted; connections wait meanwhile.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 _SHORTEST_TOKEN: Final = 16
 _NEEDED: Final = ("uvicorn", "starlette", "prometheus_client")
 _BACKLOG: Final = 128
-_PAUSE_SECONDS: Final = 1.0  # before it is started again
+_PAUSE_SECONDS: Final = 1.0  # before a restart
 _STOP_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """Where to listen, and what a request has to know."""
+    """The address to listen on, and the token that requests need."""
 
     host: str
-    port: int  # 0: any that is free
+    port: int  # 0: any free port
     token: str
-    names: tuple[str, ...] = ()  # that the depot is known by, beside `host` and its addresses
+    names: tuple[str, ...] = ()  # host names of the depot, besides `host` and addresses
 
     @property
     def is_loopback(self) -> bool:
@@ -53,11 +53,10 @@ class HttpSettings:
 
     @classmethod
     def parse(cls, address: str, token_file: Path | None = None, names: Sequence[str] = ()) -> "HttpSettings":
-        """Return the settings of `HOST:PORT` and a file with a token; on loopback without one, with a new token.
+        """Return the settings for `HOST:PORT` and a token file; without a file, on loopback, make a new token.
 
         Raises:
-            ConfigError: the address is none, the file is missing off loopback, cannot be read or has no token that is
-                long enough.
+            ConfigError: the address is malformed, or the token file is missing off loopback, unreadable or too short.
         """
         host, separator, port = address.rpartition(":")
         if not separator or not port.isdigit() or int(port) > 65535:
@@ -66,7 +65,7 @@ class HttpSettings:
         if token_file is None:
             if not settings.is_loopback:
                 raise ConfigError(
-                    f"--http {settings.host}: off loopback those who ask need a token that you gave them:"
+                    f"--http {settings.host}: off loopback, clients need a token from you:"
                     " give --http-token FILE, or listen on 127.0.0.1"
                 )
             return settings
@@ -82,7 +81,7 @@ class HttpSettings:
         return replace(settings, token=token)
 
     def write_token(self, path: Path) -> None:
-        """Leave the token in a file for this user alone, in place of an earlier server's.
+        """Write the token to a file that only this user can read, replacing an earlier server's.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -93,18 +92,18 @@ class HttpSettings:
                 file.write(self.token + "\n")
         except OSError as error:
             raise ConfigError(f"the token for HTTP cannot be written: {error}; or give --http-token FILE") from error
-        logger.info("HTTP takes the token in %s", path)
+        logger.info("HTTP clients find the token in %s", path)
 
 
 class HttpServer:
-    """The listening socket, and the process behind it.
+    """The listening socket, and the process that answers on it.
 
     Args:
-        url: the depot that is asked.
-        settings: where to listen.
+        url: of the depot.
+        settings: address and token.
 
     Raises:
-        ConfigError: what it needs is not installed, or the address cannot be listened on.
+        ConfigError: a required package is missing, or the address cannot be used.
     """
 
     def __init__(self, url: str, settings: HttpSettings) -> None:
@@ -124,15 +123,15 @@ class HttpServer:
         self._start = msgspec.json.encode((url, settings)) + b"\n"
         self._closing = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._changing = threading.Lock()  # held while it is started, and to end it
-        # The kernel kills the process when the thread ends that started it.
+        self._changing = threading.Lock()  # held while the process is started or told to end
+        # This thread lives as long as the process: the kernel kills a child when its starting thread ends.
         self._thread = threading.Thread(target=self._keep, name="kvdepot-http", daemon=True)
         self._thread.start()
         logger.info("operations at http://%s:%d", settings.host, self.port)
 
     @property
     def pid(self) -> int:
-        """The process that answers, 0 if there is none at the moment."""
+        """The id of the process that answers, 0 if there is none at the moment."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else 0
 
@@ -143,7 +142,7 @@ class HttpServer:
             process = self._process
             if process is not None and process.stdin is not None:
                 with contextlib.suppress(OSError):
-                    process.stdin.close()  # what it is at, it ends
+                    process.stdin.close()  # it finishes its requests and exits
         self._thread.join(_STOP_SECONDS)
         if process is not None and self._thread.is_alive():
             process.kill()
@@ -155,14 +154,14 @@ class HttpServer:
             try:
                 status = self._run()
             except OSError as error:
-                logger.error("the process for HTTP cannot be started: %s", error)
+                logger.error("cannot start the HTTP process: %s", error)
             else:
                 if not self._closing.is_set():
-                    logger.error("the process for HTTP ended with %d: another one is started", status)
+                    logger.error("the HTTP process exited with %d; starting another", status)
             self._closing.wait(_PAUSE_SECONDS)
 
     def _run(self) -> int:
-        """Have one process until it ends; return how it did."""
+        """Run one process until it ends, and return its exit status."""
         listener = self._socket.fileno()
         command = [sys.executable, "-P", "-m", "kvdepot.ops.http_app", str(os.getpid()), str(listener)]
         with self._changing:

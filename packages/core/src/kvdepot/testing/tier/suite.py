@@ -1,36 +1,36 @@
-"""The conformance suite of tiers: storage below the pool that moves `(key, extent)` descriptors.
+"""The conformance suite of tiers, which each tier's tests inherit.
 
-A tier's tests inherit `TierSuite` and open a tier over a given pool, through the queue that the depot drives it with. A
-tier may always miss; it may never read other bytes than were written under a key. `FaultyTier` stands between a queue
-and a tier and does what storage does on bad days: the suite puts each tier behind one, too (`FaultyBench`), and has it
-hang, err, lie, report too little and come back.
+A tier may always miss; it may never read other bytes than were written under a key.
 """
 
 import enum
 import random
-import threading
-from collections.abc import Iterator, Sequence
-from mmap import mmap
+from collections.abc import Iterator
 from typing import Final
 
 import pytest
 
-from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import wait_until
-from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.breaker import ERRORS_TO_OPEN
-from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.keys import label_of, place_of, tier_key
+from kvdepot.testing.tier.faulty import NUM_THREADS, PATIENCE_SECONDS, FaultyBench
+from kvdepot.testing.tier.traffic import (
+    EXTENT_BYTES,
+    clear,
+    contains,
+    content,
+    extents_of,
+    fill,
+    make_key,
+    make_pool,
+    read,
+    run,
+    write,
+)
+from kvdepot.tiers.base import Tier, TierPool
+from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.keys import label_of
 from kvdepot.tiers.queue import TierQueue
 
-EXTENT_BYTES: Final = 8192
-NUM_EXTENTS: Final = 96
 SIZES: Final = (8192, 4096, 5000, 1)  # payloads; the space behind a payload belongs to its extent
-
-NUM_THREADS: Final = 4
-PATIENCE_SECONDS: Final = 10.5  # by then every call of `FaultyBench` is late
-
-PLACE: Final = place_of(b"a spec", 0, 0, 7, EXTENT_BYTES)
 
 
 class Damage(enum.Enum):
@@ -194,14 +194,14 @@ class TierSuite:
         assert hits > 0
 
     @pytest.fixture
-    def faulty(self, pool: TierPool) -> Iterator["FaultyBench"]:
+    def faulty(self, pool: TierPool) -> Iterator[FaultyBench]:
         """The tier under test as it is on bad days; the payloads of 16 keys are in the pool's first extents."""
         bench = FaultyBench(self.open_tier(pool), pool)
         yield bench
         bench.close()
 
     @pytest.mark.promise(31)
-    def test_a_storage_that_hangs_costs_one_deadline_until_it_comes_back(self, faulty: "FaultyBench") -> None:
+    def test_a_storage_that_hangs_costs_one_deadline_until_it_comes_back(self, faulty: FaultyBench) -> None:
         """Nothing is taken meanwhile, and what a call may still touch is not given back."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
@@ -220,7 +220,7 @@ class TierSuite:
         assert faulty.read(0, 8) == [True] * 8
 
     @pytest.mark.promise(31)
-    def test_calls_that_never_come_back_are_left_behind(self, faulty: "FaultyBench") -> None:
+    def test_calls_that_never_come_back_are_left_behind(self, faulty: FaultyBench) -> None:
         """Others are served meanwhile."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
@@ -235,7 +235,7 @@ class TierSuite:
             faulty.tier.hang = True
 
     @pytest.mark.promise(31)
-    def test_a_probe_that_never_comes_back_is_left_behind(self, faulty: "FaultyBench") -> None:
+    def test_a_probe_that_never_comes_back_is_left_behind(self, faulty: FaultyBench) -> None:
         """The next one brings the storage back."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
@@ -250,7 +250,7 @@ class TierSuite:
         assert faulty.read(0, 8) == [True] * 8
 
     @pytest.mark.promise(31)
-    def test_errors_in_a_row_open_the_breaker_until_the_storage_is_back(self, faulty: "FaultyBench") -> None:
+    def test_errors_in_a_row_open_the_breaker_until_the_storage_is_back(self, faulty: FaultyBench) -> None:
         """Each of them is a miss."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.break_down()
@@ -259,7 +259,7 @@ class TierSuite:
         assert faulty.read(0, 16) == [True] * 8 + [False] * 8
         assert faulty.queue.counters["breaker_opened"] == 1
 
-    def test_one_error_costs_one_call(self, faulty: "FaultyBench") -> None:
+    def test_one_error_costs_one_call(self, faulty: FaultyBench) -> None:
         """What was not written is not there, what was is read the next time."""
         faulty.tier.error = OSError(5, "Input/output error")
         assert faulty.write(0, 1) == [False]
@@ -272,7 +272,7 @@ class TierSuite:
         assert faulty.read(0, 1) == [True]
         assert not faulty.queue.is_open
 
-    def test_lies_about_existence_are_misses(self, faulty: "FaultyBench") -> None:
+    def test_lies_about_existence_are_misses(self, faulty: FaultyBench) -> None:
         """Of what was never written, and of what a write said it had stored; what is there is served."""
         assert faulty.write(0, 2) == [True] * 2
         faulty.tier.lie = faulty.tier.forget = True
@@ -284,7 +284,7 @@ class TierSuite:
         assert faulty.write(2, 6) == [True] * 4
         assert faulty.read(0, 6) == [True] * 6
 
-    def test_outcomes_that_are_missing_are_misses(self, faulty: "FaultyBench") -> None:
+    def test_outcomes_that_are_missing_are_misses(self, faulty: FaultyBench) -> None:
         """Each call reports one too few."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.short = True
@@ -296,7 +296,7 @@ class TierSuite:
 
     @pytest.mark.promise(30, 31)
     @pytest.mark.parametrize("how", Damage)
-    def test_what_was_damaged_while_the_storage_was_away_is_a_miss(self, faulty: "FaultyBench", how: Damage) -> None:
+    def test_what_was_damaged_while_the_storage_was_away_is_a_miss(self, faulty: FaultyBench, how: Damage) -> None:
         """And is counted; the others are served."""
         assert faulty.write(0, 3) == [True] * 3
         faulty.break_down()
@@ -306,7 +306,7 @@ class TierSuite:
         assert faulty.queue.tier.usage().counters["corrupt"] == 1
         assert not faulty.queue.is_open
 
-    def test_a_storage_that_comes_back_empty_is_misses_and_is_filled_again(self, faulty: "FaultyBench") -> None:
+    def test_a_storage_that_comes_back_empty_is_misses_and_is_filled_again(self, faulty: FaultyBench) -> None:
         """Without an error."""
         assert faulty.write(0, 4) == [True] * 4
         faulty.break_down()
@@ -320,7 +320,7 @@ class TierSuite:
         assert faulty.queue.counters["errors"] == num_errors
 
     @pytest.mark.promise(31)
-    def test_faults_in_any_order_are_right_bytes_or_a_miss(self, faulty: "FaultyBench") -> None:
+    def test_faults_in_any_order_are_right_bytes_or_a_miss(self, faulty: FaultyBench) -> None:
         """Reads and writes beside each other; after each fault it comes back, sometimes without the calls that hung."""
         rng = random.Random(5)
         hits = 0
@@ -355,312 +355,3 @@ class TierSuite:
         tier = self.open_tier(pool)
         tier.close()
         tier.close()
-
-
-class FaultyTier:
-    """A tier that behaves as told: for tests of what drives tiers.
-
-    Set `hang` to make calls wait until it is cleared (`strand` leaves those that wait and serves new ones), `error` to
-    make them raise, `lie` to make it claim to have everything, `forget` to make it say that it has written what it has
-    not, `short` to make it report one outcome too few.
-    """
-
-    def __init__(self, inner: Tier) -> None:
-        self.inner = inner
-        self.batch_entries = inner.batch_entries
-        self.writer_pid = inner.writer_pid
-        self.error: Exception | None = None
-        self.lie = False
-        self.forget = False
-        self.short = False
-        self.num_calls = 0
-        self._go_on = threading.Event()
-        self._go_on.set()
-        self._stranded: list[threading.Event] = []
-
-    @property
-    def hang(self) -> bool:
-        """Whether calls wait."""
-        return not self._go_on.is_set()
-
-    @hang.setter
-    def hang(self, value: bool) -> None:
-        (self._go_on.clear if value else self._go_on.set)()
-
-    def strand(self) -> None:
-        """Leave the calls that wait now waiting until `close`."""
-        self._stranded.append(self._go_on)
-        self._go_on = threading.Event()
-        self._go_on.set()
-
-    def _suffer(self) -> None:
-        self.num_calls += 1
-        self._go_on.wait()
-        if self.error is not None:
-            raise self.error
-
-    def _cut(self, outcomes: Sequence[bool]) -> Sequence[bool]:
-        return outcomes[:-1] if self.short else outcomes
-
-    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """See `Tier`."""
-        self._suffer()
-        return self._cut([True] * len(keys) if self.lie else self.inner.contains(keys))
-
-    def write(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
-        """See `Tier`."""
-        self._suffer()
-        return self._cut([True] * len(keys) if self.forget else self.inner.write(keys, extents))
-
-    def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
-        """See `Tier`."""
-        self._suffer()
-        return self._cut(self.inner.read(keys, extents))
-
-    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        """See `Tier`."""
-        self._suffer()
-        yield from self.inner.clear(tenant, model)
-
-    def probe(self) -> None:
-        """See `Tier`."""
-        self._suffer()
-        self.inner.probe()
-
-    def usage(self) -> TierUsage:
-        """See `Tier`."""
-        return self.inner.usage()
-
-    def close(self) -> None:
-        """See `Tier`."""
-        self.let_go()
-        self.inner.close()
-
-    def let_go(self) -> None:
-        """Let every call that waits go on."""
-        for event in (*self._stranded, self._go_on):
-            event.set()
-
-
-class Clock:
-    """Monotonic seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self.now
-
-
-class FaultyBench:
-    """A tier behind a `FaultyTier`, its queue with a deadline of one second, and a clock that moves when told to.
-
-    Args:
-        tier: closed with this object.
-        pool: the one that it was opened with; the payloads of `keys`, 4 KiB each, are put into its first extents.
-        num_threads: see `TierQueue`.
-        write_bytes: see `TierQueue`.
-        batch_entries: instead of the tier's own; 0 for that.
-    """
-
-    def __init__(
-        self,
-        tier: Tier,
-        pool: TierPool,
-        num_threads: int = NUM_THREADS,
-        write_bytes: int = 1 << 30,
-        batch_entries: int = 0,
-    ) -> None:
-        self.pool = pool
-        self.clock = Clock()
-        self.tier = FaultyTier(tier)
-        self.tier.batch_entries = batch_entries or tier.batch_entries
-        self.num_threads = num_threads
-        self.queue = TierQueue(
-            self.tier, pool, "faulty", deadline_seconds=1.0, clock=self.clock, num_threads=num_threads,
-            write_bytes=write_bytes,
-        )  # fmt: skip
-        self.keys = [make_key(number) for number in range(16)]
-        self.outcomes: dict[int, list[bool]] = {}  # of jobs, by their id
-        self._calls_before: dict[int, int] = {}  # of the tier, when a job was submitted
-        fill(pool, 0, self.keys, [4096] * 16)
-
-    def submit(self, operation: Operation, first: int, last: int, to: int = -1) -> Job:
-        """Begin a job for some of the keys, with the extents from number `to` on; by default those of the payloads."""
-        extents = extents_of(first if to < 0 else to, [4096] * (last - first))
-        job = Job(operation, self.keys[first:last], extents)
-        self._calls_before[id(job)] = self.tier.num_calls
-        self.outcomes[id(job)] = [False] * len(job.keys)
-        assert self.queue.submit(job), f"not taken: {self.queue.why_open}"
-        return job
-
-    def take(self) -> list[Part]:
-        """Take in what has ended."""
-        parts = self.queue.poll()
-        for part in parts:
-            if id(part.job) in self.outcomes:
-                self.outcomes[id(part.job)][part.first : part.first + len(part.outcomes)] = part.outcomes
-        return parts
-
-    def wait_for(self, *jobs: Job) -> None:
-        """Wait until every key of the jobs has its outcome."""
-
-        def are_done() -> bool:
-            self.take()
-            return not any(job.num_left for job in jobs)
-
-        wait_until(are_done, what="the outcomes of jobs")
-
-    def write(self, first: int, last: int) -> list[bool]:
-        """Write some of the keys and wait."""
-        return write(self.queue, self.keys[first:last], extents_of(first, [4096] * (last - first)))
-
-    def read(self, first: int, last: int) -> list[bool]:
-        """Read some of the keys into the extents from 32 on and wait; what is said to be there has the right bytes."""
-        self.wipe(32, last - first)
-        outcomes = read(self.queue, self.keys[first:last], extents_of(32, [4096] * (last - first)))
-        self._check(self.keys[first:last], extents_of(32, [4096] * (last - first)), outcomes)
-        return outcomes
-
-    def wipe(self, first: int, count: int) -> None:
-        """Put something else into extents."""
-        for offset, size in extents_of(first, [4096] * count):
-            self.pool.view[offset : offset + size] = bytes(size)
-
-    def checked(self, job: Job) -> list[bool]:
-        """Return the outcomes of a read that has ended; what is said to be there has the right bytes."""
-        outcomes = self.outcomes[id(job)]
-        self._check(job.keys, job.extents, outcomes)
-        return outcomes
-
-    def _check(self, keys: Sequence[bytes], extents: Extents, outcomes: Sequence[bool]) -> None:
-        for key, (offset, size), is_here in zip(keys, extents, outcomes, strict=True):
-            assert not is_here or self.pool.view[offset : offset + size] == content(key, size), "wrong bytes were read"
-
-    def wait_for_calls(self, count: int) -> None:
-        """Wait until the tier was called so often in all."""
-        wait_until(lambda: self.tier.num_calls >= count, what=f"{count} calls")
-
-    def wait_for_calls_of(self, *jobs: Job) -> None:
-        """Wait until as many calls of the jobs that were submitted last have begun as can hang at a time."""
-        num_calls = sum(-(-len(job.keys) // max(1, self.tier.batch_entries)) for job in jobs)
-        only_writes = all(job.operation is Operation.WRITE for job in jobs)
-        self.wait_for_calls(self._calls_before[id(jobs[0])] + min(self.num_threads - only_writes, num_calls))
-
-    def let_pass(self, seconds: float) -> tuple[list[Job], int]:
-        """Return what is late then, and how many keys failed."""
-        self.clock.now += seconds
-        return self.queue.expire(), sum(len(part.outcomes) for part in self.take())
-
-    def probe(self) -> None:
-        """Let the time of the next probe come and the probe end."""
-        due = self.queue.next_deadline()
-        assert due is not None
-        before = self.queue.counters["breaker_opened"], self.queue.why_open
-        self.let_pass(max(0.0, due - self.clock.now))
-
-        def is_over() -> bool:
-            self.take()
-            return self.queue.next_deadline() is not None or not self.queue.is_open
-
-        wait_until(is_over, what=f"a probe {before}")
-
-    def break_down(self) -> None:
-        """Have the storage raise until the breaker is open, and a probe raise."""
-        self.tier.error = OSError(5, "Input/output error")
-        for number in range(ERRORS_TO_OPEN):
-            assert self.read(number, number + 1) == [False]
-        assert self.queue.is_open
-        self.probe()
-        assert self.queue.is_open
-
-    def come_back(self) -> None:
-        """Have the storage answer again, and be probed if the breaker is open."""
-        self.tier.error = None
-        if self.queue.is_open:
-            self.probe()
-        assert not self.queue.is_open, self.queue.why_open
-
-    def close(self) -> None:
-        """End it all."""
-        self.tier.let_go()
-        self.queue.close()
-
-
-def make_pool(num_bytes: int = NUM_EXTENTS * EXTENT_BYTES) -> TierPool:
-    """Return memory that stands for a pool, without a file."""
-    return TierPool(-1, memoryview(mmap(-1, num_bytes)))
-
-
-def make_key(number: int, tenant: str = "", model: str = "a model") -> bytes:
-    """Return one of many keys."""
-    return tier_key(label_of(tenant), label_of(model), PLACE, number.to_bytes(DIGEST_BYTES, "big"))
-
-
-def content(key: bytes, size: int) -> bytes:
-    """Return the payload that belongs to a key."""
-    return random.Random(key).randbytes(size)
-
-
-def extents_of(first: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return extents from number `first` on, with payloads of these sizes."""
-    return [((first + place) * EXTENT_BYTES, size) for place, size in enumerate(sizes)]
-
-
-def fill(pool: TierPool, first: int, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
-    """Put the payloads of keys into extents."""
-    for key, (offset, size) in zip(keys, extents_of(first, sizes), strict=True):
-        pool.view[offset : offset + size] = content(key, size)
-
-
-def run(queue: TierQueue, *jobs: Job, woken: threading.Event | None = None) -> list[list[bool]]:
-    """Have jobs done; return the outcomes of their keys.
-
-    Args:
-        queue: which does them.
-        jobs: to be done.
-        woken: what the queue sets when it has something; without it is asked now and then, which costs up to 5 ms.
-    """
-    outcomes = {id(job): [False] * len(job.keys) for job in jobs}
-    for job in jobs:
-        assert queue.submit(job), f"not taken: {queue.why_open}"
-    left = {id(job) for job in jobs}
-
-    def is_done() -> bool:
-        for part in queue.poll():
-            outcomes[id(part.job)][part.first : part.first + len(part.outcomes)] = part.outcomes
-            if not part.job.num_left:
-                left.discard(id(part.job))
-        return not left
-
-    if woken is None:
-        wait_until(is_done, what="the outcomes of jobs")
-    else:
-        while not is_done():
-            assert woken.wait(60.0), "no outcomes of jobs within a minute"
-            woken.clear()
-    return [outcomes[id(job)] for job in jobs]
-
-
-def write(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[bool]:
-    """Write and wait."""
-    return run(queue, Job(Operation.WRITE, keys, extents))[0]
-
-
-def read(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[bool]:
-    """Read and wait."""
-    return run(queue, Job(Operation.READ, keys, extents))[0]
-
-
-def contains(queue: TierQueue, keys: Sequence[bytes]) -> list[bool]:
-    """Ask and wait."""
-    return run(queue, Job(Operation.CONTAINS, keys))[0]
-
-
-def clear(queue: TierQueue, tenant: bytes | None, model: bytes | None) -> int:
-    """Clear and wait."""
-    job = Job(Operation.CLEAR, labels=(tenant, model))
-    run(queue, job)
-    assert job.num_cleared is not None, "it failed"
-    return job.num_cleared

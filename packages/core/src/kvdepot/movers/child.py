@@ -1,0 +1,138 @@
+"""The mover's side: the loop of a process that opens a worker's device memory and copies for the depot.
+
+A mover is disposable. It exits when its socket closes, and the kernel kills it when the depot dies, even inside a call
+that hangs. If its device fails, it sends `Failed` and exits: only its death guarantees that nothing is copied any more.
+Signals sent to the process group by a terminal or a service manager are for the depot, so a mover ignores them.
+"""
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, NoReturn, TypeAlias
+
+import msgspec
+
+from kvdepot.errors import KVDepotError
+from kvdepot.movers.protocol import (
+    MAXIMUM_FRAME_BYTES,
+    Copied,
+    Copy,
+    CopyRefused,
+    Failed,
+    FromMover,
+    MoverError,
+    Ready,
+    Refused,
+    Setup,
+    ToMover,
+    decode_request,
+    encode,
+)
+from kvdepot.pool.files import PoolMemory
+from kvdepot.processes.children import be_a_child
+from kvdepot.processes.logs import set_up_logs
+
+_MAXIMUM_TEXT: Final = 1000
+
+CopyNow: TypeAlias = Callable[[Copy], bool | None]
+"""Copies, and returns when the bytes are in place. Two threads call it, one per direction.
+
+It returns True once it has nothing left to warm up: later copies will not be faster. It raises `CopyRefused` before the
+first byte; any other exception ends the process."""
+
+
+def run_mover(arguments: Sequence[str], open_device: Callable[[Setup, PoolMemory], CopyNow]) -> None:
+    """Be a mover until the depot closes the connection. Does not return.
+
+    Args:
+        arguments: of the command line: `PARENT_PID POOL_FD SOCKET_FD`.
+        open_device: opens the device memory named by a registration's offer; raises `MoverError`.
+    """
+    parent_pid, pool_fd, socket_fd = map(int, arguments)
+    be_a_child(parent_pid)
+    set_up_logs("warning", text=f"mover {os.getpid()}: %(message)s")
+    depot = _Depot(socket.socket(fileno=socket_fd))
+    setup = depot.receive()
+    if not isinstance(setup, Setup):
+        os._exit(0)
+    try:
+        copy = open_device(setup, PoolMemory(pool_fd, setup.pool_size_bytes))
+    except Exception as error:
+        depot.send_last(error)
+    else:
+        depot.send(Ready())
+        _serve(depot, copy)
+
+
+def _serve(depot: "_Depot", copy: CopyNow) -> NoReturn:
+    threads = [_CopyThread(depot, copy) for _ in range(2)]  # retrieves, stores
+    while True:
+        request = depot.receive()
+        if not isinstance(request, Copy):
+            os._exit(0)
+        threads[request.is_store].put(request)
+
+
+class _Depot:
+    """The connection to the depot."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._lock = threading.Lock()
+
+    def receive(self) -> ToMover | None:
+        """Return the next message, None if there are no more."""
+        try:
+            length = int.from_bytes(self._read(4), "little")
+            return decode_request(self._read(length)) if 0 < length <= MAXIMUM_FRAME_BYTES else None
+        except (OSError, EOFError, msgspec.DecodeError):
+            return None
+
+    def send(self, answer: FromMover) -> None:
+        with self._lock:
+            try:
+                self._socket.sendall(encode(answer))
+            except OSError:
+                os._exit(0)
+
+    def send_last(self, error: Exception) -> NoReturn:
+        """Report an error and exit."""
+        text = str(error) if isinstance(error, KVDepotError) else repr(error)
+        self.send(Failed(text[:_MAXIMUM_TEXT], isinstance(error, MoverError) and error.is_final))
+        os._exit(1)
+
+    def _read(self, num_bytes: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < num_bytes:
+            part = self._socket.recv(min(num_bytes - len(parts), 1 << 20))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+
+class _CopyThread:
+    """Makes the copies of one direction, in order."""
+
+    def __init__(self, depot: _Depot, copy: CopyNow) -> None:
+        self._depot = depot
+        self._copy = copy
+        self._requests: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name="kvdepot-mover-copy", daemon=True).start()
+
+    def put(self, request: Copy) -> None:
+        self._requests.put(request)
+
+    def _loop(self) -> None:
+        while True:
+            request = self._requests.get()
+            try:
+                is_settled = bool(self._copy(request))
+            except CopyRefused as error:
+                self._depot.send(Refused(request.number, str(error)[:_MAXIMUM_TEXT]))
+            except BaseException as error:
+                self._depot.send_last(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            else:
+                self._depot.send(Copied(request.number, is_settled))

@@ -1,0 +1,128 @@
+"""One mover process as the depot sees it: its socket, its pidfd, and the copies it has been asked for.
+
+Nothing here waits. A request that the socket does not take at once stays in a buffer until `flush`.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Generic, Self, TypeVar
+
+from kvdepot.movers.protocol import FromMover, MoverError, ToMover, encode, take_answers
+from kvdepot.pool.table import Writer
+from kvdepot.processes.identity import process_start_time
+
+_Pending = TypeVar("_Pending")
+
+
+class MoverProcess(Generic[_Pending]):
+    """A mover process, from its start until it is reaped. Start it on the thread that outlives it."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", connection: socket.socket, pidfd: int) -> None:
+        self.pidfd = pidfd
+        self.writer = Writer(process.pid, process_start_time(process.pid))
+        self.started_at = time.monotonic()
+        self.copies: dict[int, _Pending] = {}  # by the number in `Copy`
+        self.is_ready = False
+        self.is_settled = False  # as in `Copied`
+        self.is_lost = False  # killed, and maybe not dead yet
+        self._process = process
+        self._socket = connection
+        self._inbox = bytearray()
+        self._outbox = bytearray()
+
+    @classmethod
+    def start(cls, module: str, pool_fd: int) -> Self:
+        """Start a mover.
+
+        Args:
+            module: calls `run_mover`.
+            pool_fd: the pool's file, inherited by the mover.
+
+        Raises:
+            MoverError: it cannot be started or watched.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            fds = (pool_fd, theirs.fileno())
+            command = [sys.executable, "-P", "-m", module, str(os.getpid()), *map(str, fds)]
+            process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        except OSError as error:
+            ours.close()
+            raise MoverError(f"no mover can be started: {error}") from error
+        finally:
+            theirs.close()
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError as error:
+            ours.close()
+            process.kill()
+            process.wait()
+            raise MoverError(f"no mover can be watched: {error}") from error
+        ours.setblocking(False)
+        return cls(process, ours, pidfd)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def socket_fd(self) -> int:
+        """The descriptor of the socket."""
+        return self._socket.fileno()
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `flush` has something left to send."""
+        return bool(self._outbox)
+
+    def send(self, message: ToMover) -> None:
+        """Queue a message for `flush`."""
+        self._outbox += encode(message)
+
+    def flush(self) -> None:
+        """Send as much as the socket takes.
+
+        Raises:
+            MoverError: the connection is lost.
+        """
+        try:
+            while self._outbox:
+                del self._outbox[: self._socket.send(self._outbox)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise MoverError(f"it was lost: {error}") from error
+
+    def receive(self) -> list[FromMover]:
+        """Return the answers that have arrived.
+
+        Raises:
+            MoverError: the mover has ended, or sent something else.
+        """
+        try:
+            data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            raise MoverError("it ended")
+        self._inbox += data
+        return take_answers(self._inbox)
+
+    def kill(self) -> None:
+        """Kill the process; its copies may still be in progress until `reap` returns its status."""
+        self._process.kill()
+
+    def reap(self) -> int | None:
+        """Return the exit status, None while the process lives."""
+        return self._process.poll()
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        self._socket.close()
+        os.close(self.pidfd)

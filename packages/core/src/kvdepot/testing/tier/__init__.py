@@ -1,0 +1,48 @@
+"""The conformance suite of tiers: storage below the pool that moves `(key, extent)` descriptors.
+
+A tier's tests inherit `TierSuite` and open a tier over a given pool, through the queue that the depot uses. The suite
+also puts each tier behind a `FaultyTier` (`FaultyBench`), which stands between a queue and a tier and fails like real
+storage: it hangs, errs, lies, reports too little and comes back.
+"""
+
+from kvdepot.testing.tier.faulty import NUM_THREADS, PATIENCE_SECONDS, Clock, FaultyBench, FaultyTier
+from kvdepot.testing.tier.suite import SIZES, Damage, TierSuite
+from kvdepot.testing.tier.traffic import (
+    EXTENT_BYTES,
+    NUM_EXTENTS,
+    PLACE,
+    clear,
+    contains,
+    content,
+    extents_of,
+    fill,
+    make_key,
+    make_pool,
+    read,
+    run,
+    write,
+)
+
+__all__ = [
+    "EXTENT_BYTES",
+    "NUM_EXTENTS",
+    "NUM_THREADS",
+    "PATIENCE_SECONDS",
+    "PLACE",
+    "SIZES",
+    "Clock",
+    "Damage",
+    "FaultyBench",
+    "FaultyTier",
+    "TierSuite",
+    "clear",
+    "contains",
+    "content",
+    "extents_of",
+    "fill",
+    "make_key",
+    "make_pool",
+    "read",
+    "run",
+    "write",
+]

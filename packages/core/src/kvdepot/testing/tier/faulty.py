@@ -1,0 +1,246 @@
+"""A tier that hangs, errs, lies, reports too little and comes back when told to, and a queue over it."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvdepot.lab.processes import wait_until
+from kvdepot.testing.tier.traffic import content, extents_of, fill, make_key, read, write
+from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
+from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.breaker import ERRORS_TO_OPEN
+from kvdepot.tiers.queue import TierQueue
+
+NUM_THREADS: Final = 4
+PATIENCE_SECONDS: Final = 10.5  # by then every call of `FaultyBench` is late
+
+
+class FaultyTier:
+    """A tier that behaves as told: for tests of what drives tiers.
+
+    Set `hang` to make calls wait until it is cleared (`strand` leaves those that wait and serves new ones), `error` to
+    make them raise, `lie` to make it claim to have everything, `forget` to make it say that it has written what it has
+    not, `short` to make it report one outcome too few.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.batch_entries = inner.batch_entries
+        self.writer_pid = inner.writer_pid
+        self.error: Exception | None = None
+        self.lie = False
+        self.forget = False
+        self.short = False
+        self.num_calls = 0
+        self._go_on = threading.Event()
+        self._go_on.set()
+        self._stranded: list[threading.Event] = []
+
+    @property
+    def hang(self) -> bool:
+        """Whether calls wait."""
+        return not self._go_on.is_set()
+
+    @hang.setter
+    def hang(self, value: bool) -> None:
+        (self._go_on.clear if value else self._go_on.set)()
+
+    def strand(self) -> None:
+        """Leave the calls that wait now waiting until `close`."""
+        self._stranded.append(self._go_on)
+        self._go_on = threading.Event()
+        self._go_on.set()
+
+    def _suffer(self) -> None:
+        self.num_calls += 1
+        self._go_on.wait()
+        if self.error is not None:
+            raise self.error
+
+    def _cut(self, outcomes: Sequence[bool]) -> Sequence[bool]:
+        return outcomes[:-1] if self.short else outcomes
+
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """See `Tier`."""
+        self._suffer()
+        return self._cut([True] * len(keys) if self.lie else self.inner.contains(keys))
+
+    def write(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        """See `Tier`."""
+        self._suffer()
+        return self._cut([True] * len(keys) if self.forget else self.inner.write(keys, extents))
+
+    def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        """See `Tier`."""
+        self._suffer()
+        return self._cut(self.inner.read(keys, extents))
+
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
+        """See `Tier`."""
+        self._suffer()
+        yield from self.inner.clear(tenant, model)
+
+    def probe(self) -> None:
+        """See `Tier`."""
+        self._suffer()
+        self.inner.probe()
+
+    def usage(self) -> TierUsage:
+        """See `Tier`."""
+        return self.inner.usage()
+
+    def close(self) -> None:
+        """See `Tier`."""
+        self.let_go()
+        self.inner.close()
+
+    def let_go(self) -> None:
+        """Let every call that waits go on."""
+        for event in (*self._stranded, self._go_on):
+            event.set()
+
+
+class Clock:
+    """Monotonic seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+class FaultyBench:
+    """A tier behind a `FaultyTier`, its queue with a deadline of one second, and a clock that moves when told to.
+
+    Args:
+        tier: closed with this object.
+        pool: the one that it was opened with; the payloads of `keys`, 4 KiB each, are put into its first extents.
+        num_threads: see `TierQueue`.
+        write_bytes: see `TierQueue`.
+        batch_entries: instead of the tier's own; 0 for that.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        pool: TierPool,
+        num_threads: int = NUM_THREADS,
+        write_bytes: int = 1 << 30,
+        batch_entries: int = 0,
+    ) -> None:
+        self.pool = pool
+        self.clock = Clock()
+        self.tier = FaultyTier(tier)
+        self.tier.batch_entries = batch_entries or tier.batch_entries
+        self.num_threads = num_threads
+        self.queue = TierQueue(
+            self.tier, pool, "faulty", deadline_seconds=1.0, clock=self.clock, num_threads=num_threads,
+            write_bytes=write_bytes,
+        )  # fmt: skip
+        self.keys = [make_key(number) for number in range(16)]
+        self.outcomes: dict[int, list[bool]] = {}  # of jobs, by their id
+        self._calls_before: dict[int, int] = {}  # of the tier, when a job was submitted
+        fill(pool, 0, self.keys, [4096] * 16)
+
+    def submit(self, operation: Operation, first: int, last: int, to: int = -1) -> Job:
+        """Begin a job for some of the keys, with the extents from number `to` on; by default those of the payloads."""
+        extents = extents_of(first if to < 0 else to, [4096] * (last - first))
+        job = Job(operation, self.keys[first:last], extents)
+        self._calls_before[id(job)] = self.tier.num_calls
+        self.outcomes[id(job)] = [False] * len(job.keys)
+        assert self.queue.submit(job), f"not taken: {self.queue.why_open}"
+        return job
+
+    def take(self) -> list[Part]:
+        """Take in what has ended."""
+        parts = self.queue.poll()
+        for part in parts:
+            if id(part.job) in self.outcomes:
+                self.outcomes[id(part.job)][part.first : part.first + len(part.outcomes)] = part.outcomes
+        return parts
+
+    def wait_for(self, *jobs: Job) -> None:
+        """Wait until every key of the jobs has its outcome."""
+
+        def are_done() -> bool:
+            self.take()
+            return not any(job.num_left for job in jobs)
+
+        wait_until(are_done, what="the outcomes of jobs")
+
+    def write(self, first: int, last: int) -> list[bool]:
+        """Write some of the keys and wait."""
+        return write(self.queue, self.keys[first:last], extents_of(first, [4096] * (last - first)))
+
+    def read(self, first: int, last: int) -> list[bool]:
+        """Read some of the keys into the extents from 32 on and wait; what is said to be there has the right bytes."""
+        self.wipe(32, last - first)
+        outcomes = read(self.queue, self.keys[first:last], extents_of(32, [4096] * (last - first)))
+        self._check(self.keys[first:last], extents_of(32, [4096] * (last - first)), outcomes)
+        return outcomes
+
+    def wipe(self, first: int, count: int) -> None:
+        """Put something else into extents."""
+        for offset, size in extents_of(first, [4096] * count):
+            self.pool.view[offset : offset + size] = bytes(size)
+
+    def checked(self, job: Job) -> list[bool]:
+        """Return the outcomes of a read that has ended; what is said to be there has the right bytes."""
+        outcomes = self.outcomes[id(job)]
+        self._check(job.keys, job.extents, outcomes)
+        return outcomes
+
+    def _check(self, keys: Sequence[bytes], extents: Extents, outcomes: Sequence[bool]) -> None:
+        for key, (offset, size), is_here in zip(keys, extents, outcomes, strict=True):
+            assert not is_here or self.pool.view[offset : offset + size] == content(key, size), "wrong bytes were read"
+
+    def wait_for_calls(self, count: int) -> None:
+        """Wait until the tier was called so often in all."""
+        wait_until(lambda: self.tier.num_calls >= count, what=f"{count} calls")
+
+    def wait_for_calls_of(self, *jobs: Job) -> None:
+        """Wait until as many calls of the jobs that were submitted last have begun as can hang at a time."""
+        num_calls = sum(-(-len(job.keys) // max(1, self.tier.batch_entries)) for job in jobs)
+        only_writes = all(job.operation is Operation.WRITE for job in jobs)
+        self.wait_for_calls(self._calls_before[id(jobs[0])] + min(self.num_threads - only_writes, num_calls))
+
+    def let_pass(self, seconds: float) -> tuple[list[Job], int]:
+        """Return what is late then, and how many keys failed."""
+        self.clock.now += seconds
+        return self.queue.expire(), sum(len(part.outcomes) for part in self.take())
+
+    def probe(self) -> None:
+        """Let the time of the next probe come and the probe end."""
+        due = self.queue.next_deadline()
+        assert due is not None
+        before = self.queue.counters["breaker_opened"], self.queue.why_open
+        self.let_pass(max(0.0, due - self.clock.now))
+
+        def is_over() -> bool:
+            self.take()
+            return self.queue.next_deadline() is not None or not self.queue.is_open
+
+        wait_until(is_over, what=f"a probe {before}")
+
+    def break_down(self) -> None:
+        """Have the storage raise until the breaker is open, and a probe raise."""
+        self.tier.error = OSError(5, "Input/output error")
+        for number in range(ERRORS_TO_OPEN):
+            assert self.read(number, number + 1) == [False]
+        assert self.queue.is_open
+        self.probe()
+        assert self.queue.is_open
+
+    def come_back(self) -> None:
+        """Have the storage answer again, and be probed if the breaker is open."""
+        self.tier.error = None
+        if self.queue.is_open:
+            self.probe()
+        assert not self.queue.is_open, self.queue.why_open
+
+    def close(self) -> None:
+        """End it all."""
+        self.tier.let_go()
+        self.queue.close()
