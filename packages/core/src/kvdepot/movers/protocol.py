@@ -55,7 +55,7 @@ class Setup(Struct, frozen=True, array_like=True, tag="setup"):
 
 
 class Copy(Struct, frozen=True, array_like=True, tag="copy"):
-    """Copy between extents and blocks; fields as in `kvdepot.client.transfers.CopyBatch`, block ids as packed i32."""
+    """Copy between extents and blocks; fields as in `kvdepot.backends.CopyBatch`, block ids as packed i32."""
 
     number: int
     is_store: bool

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvdepot.backends import DeviceBench, find_benches, list_backends
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.config import HTTP_TOKEN, Demotion, ServerConfig, default_directory, format_size, parse_size
 from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError, printable
 from kvdepot.index.eviction import POLICIES
