@@ -288,8 +288,9 @@ class Cache:
         self, setting: Setting, url: str, mode: str, *, page_bytes: int, num_layers: int, num_blocks: int,
         block_outermost: bool, **options: Any,
     ) -> None:  # fmt: skip
-        from kvdepot.backends import CacheGroup
+        from kvdepot.backends import CacheGroup, KVCache
         from kvdepot.errors import BackendUnavailable, ConfigError
+        from kvdepot_cuda.carrier import CudaOptions
         from kvdepot_cuda.context import CudaTransferContext
 
         if setting.is_fake and mode != "direct":
@@ -321,9 +322,9 @@ class Cache:
             ]
         try:
             self.context = CudaTransferContext(
-                [CacheGroup(tensors, 16)], "cuda_gpu", dtype="bytes", chunk_tokens=16, url=url, mode=mode,
-                deadline_seconds=20.0, **options,
-            )  # fmt: skip
+                KVCache([CacheGroup(tensors, 16)], "cuda_gpu", "bytes", chunk_tokens=16),
+                CudaOptions(url=url, mode=mode, deadline_seconds=20.0, **options),
+            )
         except (BackendUnavailable, ConfigError) as reason:
             raise Skipped(f"mode {mode!r} is not available: {reason}") from reason
 

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot import SchedulerClient
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.config import HTTP_TOKEN
 from kvdepot.index.eviction import POLICIES
 from kvdepot.lab.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key

@@ -199,14 +199,14 @@ def test_a_depot_that_dies_is_a_miss_at_once_also_while_something_abandoned_is_t
     with SchedulerClient(SPEC, "engine", url=depot.url, deadline_seconds=120.0) as client:
         client.wait_until_connected(5)
         connection, lock = client._connection, client._lock  # pyright: ignore[reportPrivateUsage]
-        tidy, num_tries = connection._on_tidy, 0  # pyright: ignore[reportPrivateUsage]
+        tidy, num_tries = connection._reap_late_replies, 0  # pyright: ignore[reportPrivateUsage]
 
         def counted() -> bool:
             nonlocal num_tries
             num_tries += 1
             return tidy()
 
-        monkeypatch.setattr(connection, "_on_tidy", counted)
+        monkeypatch.setattr(connection, "_reap_late_replies", counted)
         depot.signal(signal.SIGSTOP)
         client.submit_lookup("abandoned", prompt(3)).cancel()
         pending = client.submit_lookup("r", prompt(3))

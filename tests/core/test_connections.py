@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from kvdepot.client.connection import Connection, ask_depot
+from kvdepot.client.connection import Connection
+from kvdepot.client.operator import ask_depot
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
 from kvdepot.errors import DepotUnavailable, ErrorCode
 from kvdepot.index.index import ChunkIndex

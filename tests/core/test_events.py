@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until

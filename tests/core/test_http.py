@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import ConfigError
 from kvdepot.keys import KeyRun, Namespace, hash_prefix

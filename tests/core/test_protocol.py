@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvdepot.client.connection import Connection, ask_depot, open_session
+from kvdepot.client.connection import Connection, open_session
+from kvdepot.client.operator import ask_depot
 from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET
 from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.keys import KeyRun, Namespace, hash_prefix

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops.cli import main, make_parser

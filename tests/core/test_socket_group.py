@@ -25,7 +25,8 @@ CHILD = f"""
 import os, sys
 from pathlib import Path
 from kvdepot import KVDepotError, messages as m
-from kvdepot.client.connection import Connection, ask_depot
+from kvdepot.client.connection import Connection
+from kvdepot.client.operator import ask_depot
 from kvdepot.server.access import Access
 from tests.core.test_protocol import Peer, prompt, registration
 

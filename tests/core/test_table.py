@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvdepot.client.transfers import count_valid_chunks
+from kvdepot.client.verify import count_valid_chunks
 from kvdepot.errors import PoolError
 from kvdepot.pool.table import (
     FREE,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.client.remote import RemoteChannel
 from kvdepot.errors import ConfigError, DepotUnavailable, ErrorCode, RemoteError
 from kvdepot.lab.processes import DepotProcess, wait_until

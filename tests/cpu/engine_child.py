@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from kvdepot import SchedulerClient
-from kvdepot.backends import CacheGroup
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.testing.backend import GroupPlan, prompt
 from kvdepot.wire import messages as m
-from kvdepot_cpu.context import CpuTransferContext
+from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
 NUM_BLOCKS, NUM_LAYERS, PAGE = 256, 4, 16384
 
@@ -25,7 +25,9 @@ def fill_value(salt: int, block: int) -> int:
 def main() -> None:
     url, instance = sys.argv[1:]
     cache = [np.zeros((NUM_BLOCKS, PAGE), np.uint8) for _ in range(NUM_LAYERS)]
-    context = CpuTransferContext([CacheGroup(cache, GroupPlan().block_tokens)], instance, dtype="bytes", url=url)
+    context = CpuTransferContext(
+        KVCache([CacheGroup(cache, GroupPlan().block_tokens)], instance, "bytes"), CpuOptions(url=url)
+    )
     scheduler = SchedulerClient(context.spec, instance, url=url)
     context.wait_until_connected(10)
     scheduler.wait_until_connected(10)
@@ -58,8 +60,8 @@ def answer(command: str, salt: int, num_chunks: int, cache: list[Any], context: 
         case "lookup":
             return [scheduler.lookup("request", run).num_chunks]
         case "prepare":
-            link = context._connection.wait_until_open(10)
-            channel = context._connection.channel(link)
+            link = context.connection.wait_until_open(10)
+            channel = context.connection.channel(link)
             request = m.PrepareStore(link.context, "r", "t", run.digests, 0, run.parent, (num_chunks,))
             plan = channel.call(request, 5)
             offset, num_bytes = m.EXTENT.unpack_from(plan.extents)[6:]

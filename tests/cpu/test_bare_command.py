@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvdepot.backends import CacheGroup
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import wait_until

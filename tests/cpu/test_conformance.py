@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvdepot.backends import CacheGroup
-from kvdepot.testing.backend import BackendSuite, GroupPlan, WorkerPlan
-from kvdepot_cpu.context import CpuTransferContext
+from kvdepot.testing.backend import BackendSuite, WorkerPlan
+from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 from kvdepot_cpu.kernels import copy as kernels
 
 
@@ -17,11 +16,7 @@ class NumpyWorker:
         self.pages = [
             [_padded(plan.num_blocks, size, g.padding_bytes) for size in g.page_sizes_bytes] for g in plan.groups
         ]
-        groups = [_cache_group(group, pages) for group, pages in zip(plan.groups, self.pages, strict=True)]
-        self.context = CpuTransferContext(
-            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
-            chunk_tokens=plan.chunk_tokens, url=url, **options,
-        )  # fmt: skip
+        self.context = CpuTransferContext(plan.cache(self.pages), CpuOptions(url=url, **options))
         self.spec = self.context.spec
 
     def wait_until_connected(self, timeout_seconds: float) -> None:
@@ -36,10 +31,6 @@ class NumpyWorker:
 
 def _padded(num_blocks: int, page_size_bytes: int, padding_bytes: int) -> npt.NDArray[np.uint8]:
     return np.zeros((num_blocks, page_size_bytes + padding_bytes), np.uint8)[:, :page_size_bytes]
-
-
-def _cache_group(group: GroupPlan, pages: list[npt.NDArray[np.uint8]]) -> CacheGroup:
-    return CacheGroup(pages, group.block_tokens, group.kind, group.window_tokens, group.shard, group.num_shards)
 
 
 class TestWithTheCompiledCopy(BackendSuite):

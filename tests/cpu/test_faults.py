@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdepot.backends import CacheGroup
-from kvdepot.client.connection import ask_depot
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import CacheGroup, CopyBatch, KVCache
+from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import prompt
 from kvdepot.wire import messages as m
-from kvdepot_cpu.context import CpuTransferContext
+from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 from kvdepot_cpu.kernels.copy import PageCopier
 from tests.cpu.engines import CHUNK, Engine
 
@@ -167,7 +166,7 @@ class Gate:
 
     def __init__(self, context: CpuTransferContext, name: str) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        copier = context._copier  # pyright: ignore[reportPrivateUsage]
+        copier = context.copier
         self._copy = getattr(copier, name)
         setattr(copier, name, self)
 
@@ -183,7 +182,9 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., CpuTransferCo
 
     def make(depot: DepotProcess, instance: str = "engine", fill: int = 0) -> CpuTransferContext:
         cache = np.full((1, 64, 65536), fill, np.uint8)
-        made.append(CpuTransferContext([CacheGroup(list(cache), 16)], instance, dtype="bytes", url=depot.url))
+        made.append(
+            CpuTransferContext(KVCache([CacheGroup(list(cache), 16)], instance, "bytes"), CpuOptions(url=depot.url))
+        )
         made[-1].cache = cache  # type: ignore[attr-defined]
         made[-1].wait_until_connected(10)
         return made[-1]

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdepot.backends import CacheGroup
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot_cpu.context import CpuTransferContext
+from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
 
 def resident_bytes(folder: Path) -> int:
@@ -25,7 +25,9 @@ def resident_bytes(folder: Path) -> int:
 @pytest.mark.promise(38)
 def test_a_worker_touches_the_whole_pool_before_it_needs_it() -> None:
     with DepotProcess() as depot:
-        context = CpuTransferContext([CacheGroup([np.zeros((8, 64), np.uint8)], 16)], "e", dtype="bytes", url=depot.url)
+        context = CpuTransferContext(
+            KVCache([CacheGroup([np.zeros((8, 64), np.uint8)], 16)], "e", "bytes"), CpuOptions(url=depot.url)
+        )
         try:
             context.wait_until_connected(10)
             wait_until(

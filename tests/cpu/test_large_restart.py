@@ -5,10 +5,10 @@ import time
 import numpy as np
 import pytest
 
-from kvdepot.backends import CacheGroup
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot_cpu.context import CpuTransferContext
+from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
 _LAYERS, _BLOCKS, _PAGE = 8, 128, 65536  # 64 MiB, of which each prompt has its own copy in the pool
 _PROMPTS = 66  # two more than fit
@@ -20,7 +20,7 @@ def test_four_gibibytes_of_chunks_are_found_again() -> None:
     keys = [hash_prefix(Namespace(f"model-{number}"), 64, range(_BLOCKS * 16)) for number in range(_PROMPTS)]
     with DepotProcess(pool_size="4GiB") as depot:
         wait_until(lambda: depot.status().pool_ready_bytes == 4 << 30, 60, "the pool")
-        worker = CpuTransferContext([CacheGroup(cache, 16)], "engine", dtype="bytes", url=depot.url)
+        worker = CpuTransferContext(KVCache([CacheGroup(cache, 16)], "engine", "bytes"), CpuOptions(url=depot.url))
         try:
             worker.wait_until_connected(10)
             for number, key in enumerate(keys):

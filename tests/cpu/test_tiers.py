@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import prompt
 from kvdepot.wire import messages as m

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot.backends import CacheGroup
 from kvdepot.lab.processes import wait_until
 from kvdepot.testing.backend import WorkerPlan
+from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import Direction, Driver, OpenDriver
 from kvdepot_cuda.nvidia import CudaDriver
@@ -76,24 +76,20 @@ class DeviceWorker:
                 steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in group_sizes]
                 self._addresses.append([free + sum(steps[:number]) for number in range(len(steps))])
                 free += sum(steps)
-        groups = [
-            CacheGroup(
-                [
-                    FakeTensor(address, (plan.num_blocks, size), (size + group.padding_bytes, 1))
-                    for address, size in zip(addresses, group.page_sizes_bytes, strict=True)
-                ],
-                group.block_tokens, group.kind, group.window_tokens, group.shard, group.num_shards,
-            )
+        tensors = [
+            [
+                FakeTensor(address, (plan.num_blocks, size), (size + group.padding_bytes, 1))
+                for address, size in zip(addresses, group.page_sizes_bytes, strict=True)
+            ]
             for addresses, group in zip(self._addresses, plan.groups, strict=True)
-        ]  # fmt: skip
+        ]
         options = {"piece_bytes": PIECE_BYTES} | options
         self._plan = plan
         self._has_kernel = bool(options.get("kernel_run_bytes"))
         self.context = CudaTransferContext(
-            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
-            chunk_tokens=plan.chunk_tokens, url=url, stream=lambda: DEFAULT_STREAM, open_driver=open_driver,
-            **options,
-        )  # fmt: skip
+            plan.cache(tensors),
+            CudaOptions(url=url, stream=lambda: DEFAULT_STREAM, open_driver=open_driver, **options),
+        )
         self.spec = self.context.spec
 
     def wait_until_connected(self, timeout_seconds: float) -> None:

@@ -1,11 +1,12 @@
 """A worker of the conformance suite whose device is the fake driver."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvdepot.backends import CacheGroup
 from kvdepot.testing.backend import WorkerPlan
+from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver
 
@@ -23,16 +24,11 @@ class FakeWorker:
             [self.driver.tensor(plan.num_blocks, size, group.padding_bytes) for size in group.page_sizes_bytes]
             for group in plan.groups
         ]
-        groups = [
-            CacheGroup(tensors, g.block_tokens, g.kind, g.window_tokens, g.shard, g.num_shards)
-            for g, tensors in zip(plan.groups, self.tensors, strict=True)
-        ]
         options = {"piece_bytes": PIECE_BYTES, "batch_runs": 64, "stream": lambda: DEFAULT_STREAM} | options
+        cache = replace(plan.cache(self.tensors), instance=instance or plan.instance)
         self.context = CudaTransferContext(
-            groups, instance or plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size,
-            format=plan.format, chunk_tokens=plan.chunk_tokens, url=url,
-            open_driver=lambda _ordinal: self.driver, **options,
-        )  # fmt: skip
+            cache, CudaOptions(url=url, open_driver=lambda _ordinal: self.driver, **options)
+        )
         self.spec = self.context.spec
 
     def wait_until_connected(self, timeout_seconds: float) -> None:

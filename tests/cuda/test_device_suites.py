@@ -10,7 +10,8 @@ from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN
 from kvdepot.testing.faults import FaultSuite
-from kvdepot_cuda.gather import GatherImage, KernelUnavailable
+from kvdepot_cuda.gather import KernelUnavailable
+from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.testing import FakeDriver, fake_gather
 from tests.cuda.device_worker import DeviceWorker
 from tests.cuda.fake_worker import FakeWorker

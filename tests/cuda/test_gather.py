@@ -15,7 +15,8 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, BackendSuite, Cache, MakeCache, WorkerPlan, prompt
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError
-from kvdepot_cuda.gather import Gather, GatherImage, KernelUnavailable, KernelUse, compile_gather
+from kvdepot_cuda.gather import Gather, KernelUnavailable, KernelUse, compile_gather
+from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.testing import FakeDriver
 from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
 

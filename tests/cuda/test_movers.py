@@ -16,14 +16,15 @@ from typing import Any, cast
 
 import pytest
 
-from kvdepot.client.connection import Channel
+from kvdepot.client.channel import Channel
 from kvdepot.errors import BackendUnavailable
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.movers.client import await_mover
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, WorkerPlan, prompt
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.wire import messages as m
-from kvdepot_cuda.gather import GatherImage, KernelUse
+from kvdepot_cuda.gather import KernelUse
+from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
 from tests.cuda.mover_faults import (
@@ -335,7 +336,7 @@ def test_a_worker_that_fell_back_lets_go_of_the_pool_of_the_depot_that_had_its_m
     worker = cache(mode="auto")
     assert worker.store(prompt(3))
     made: Any = worker.context
-    made._fall_back("a test")
+    made.carrier.fall_back("a test")
     worker.context.wait_until_connected(WAIT_SECONDS)
     for salt in range(2):
         depot.kill()
@@ -388,7 +389,7 @@ def test_a_depot_that_is_restarted_while_its_mover_is_waited_for_is_waited_for(
         waits.append(wait_seconds)
         await_mover(channel, wait_seconds, deadline_seconds)
 
-    monkeypatch.setattr("kvdepot_cuda.context.await_mover", await_after_a_restart)
+    monkeypatch.setattr("kvdepot_cuda.carrier.await_mover", await_after_a_restart)
     worker.context.wait_until_connected(WAIT_SECONDS)
     assert len(waits) > 1
     wait_until(lambda: not depot.status().recovering, WAIT_SECONDS)
@@ -663,7 +664,7 @@ def test_a_message_cannot_make_a_mover_touch_anything_else(
     assert worker.store(prompt(2))
     worker.wipe()
     before = wait_for_mover(depot)
-    connection: Any = cast("Any", worker.context)._connection
+    connection: Any = cast("Any", worker.context).connection
     link = connection.link
     channel = connection.channel(link)
     run = prompt(2, salt=int(is_store))

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import CopyBatch
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.movers.client import MoveFailed
 from kvdepot.movers.client import move as real_move
 from kvdepot.pool.files import PoolMapping, PoolMemory
 from kvdepot.testing.backend import PLANS, Cache, prompt
 from kvdepot.wire import messages as m
-from kvdepot_cuda import context, probation
+from kvdepot_cuda import carrier, probation
 from kvdepot_cuda.copy import CopyEngine
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.probation import LEAST_BYTES, PAIRS, Probation, slower
@@ -265,9 +265,9 @@ def make_worker(
         clock.now += by_mover
         return is_settled
 
-    monkeypatch.setattr(context, "move", move)
+    monkeypatch.setattr(carrier, "move", move)
     monkeypatch.setattr(probation, "LEAST_BYTES", 4 << 20)
-    monkeypatch.setattr(context, "Probation", functools.partial(Probation, clock=clock))
+    monkeypatch.setattr(carrier, "Probation", functools.partial(Probation, clock=clock))
     driver = TimedDriver(root=device.memory)
     driver.clock = clock
     worker = Cache(device.worker(depot.url, PLAN, mode=mode, driver=driver), PLAN)
@@ -281,15 +281,15 @@ def test_a_slower_mover_is_given_up_with_the_figures_in_the_status(
 ) -> None:
     worker, driver = make_worker(device, depot, monkeypatch, 3.0, "auto")
     made: Any = worker.context
-    register_as = made._connection.register_as
+    register_as = made.connection.register_as
     modes: list[str] = []
 
     def noted(registration: m.RegisterKVCache) -> None:
         modes.append(made.transfer_mode)
         register_as(registration)
-        assert made._connection.link is None
+        assert made.connection.link is None
 
-    monkeypatch.setattr(made._connection, "register_as", noted)
+    monkeypatch.setattr(made.connection, "register_as", noted)
     wait_until(
         lambda: worker.retrieve(prompt(12)) in (0, 12) and made.transfer_mode == "direct", WAIT_SECONDS, "the verdict"
     )

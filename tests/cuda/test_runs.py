@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.backends import NO_BLOCK
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import NO_BLOCK, CopyBatch
 from kvdepot.copying.runs import BatchRuns, Runs, merge, split
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout
 from kvdepot.pool.files import PoolMapping

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvdepot import get_backend, list_backends
-from kvdepot.backends import CacheGroup, Capability
+from kvdepot.backends import CacheGroup, Capability, KVCache
 from kvdepot.errors import BackendUnavailable, ConfigError, LayoutError
 from kvdepot_cuda import availability, backend
+from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.nvidia import CudaDriver
@@ -40,7 +41,7 @@ def test_asking_for_it_is_an_error_with_the_way_out() -> None:
     with pytest.raises(BackendUnavailable, match=r"NVIDIA.*"):
         get_backend("cuda")
     with pytest.raises(BackendUnavailable, match=r"NVIDIA.*"):
-        backend.create_context([], "engine", dtype="bytes")
+        backend.create_context(KVCache([], "engine", "bytes"))
 
 
 @without_a_device
@@ -148,7 +149,7 @@ def make_context(driver: FakeDriver, *, tensors: list[Any] | None = None, **opti
 
     options.setdefault("open_driver", open_driver)
     groups = [CacheGroup(tensors or [driver.tensor(4, 64)], block_tokens=16)]
-    return CudaTransferContext(groups, "engine", dtype="bytes", **options)
+    return CudaTransferContext(KVCache(groups, "engine", "bytes"), CudaOptions(**options))
 
 
 def test_finding_it_loads_no_device_library() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops.cli import make_parser
 from kvdepot.ops.http_app import create_app

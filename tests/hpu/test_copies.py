@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.backends import CacheGroup
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.copying.staged.arrays import byte_view, page_layout_of
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind
@@ -46,7 +46,7 @@ def test_no_new_shape_is_met_in_service(mode: str, fake: FakeDevice) -> None:
 def test_keys_without_values_are_refused_with_the_way_out() -> None:
     keys = [torch().zeros(8, 16, 2, 8, device="hpu") for _ in range(3)]
     with pytest.raises(LayoutError, match="fp8 with dynamic scales"):
-        HpuTransferContext([CacheGroup(keys, 16)], "engine", dtype="float8")
+        HpuTransferContext(KVCache([CacheGroup(keys, 16)], "engine", "float8"))
     assert len(tensors_of(CacheGroup(keys, 16, is_mla=True))) == 3
     assert len(tensors_of(CacheGroup(keys, 16, GroupKind.RECURRENT))) == 3
     assert len(tensors_of(CacheGroup([*keys, *keys], 16, num_layers=3))) == 6

@@ -5,12 +5,10 @@ This keeps the other tests honest: on the pretend device a step that could go un
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 
-from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.copying.staged import copy as kernels
 from kvdepot.copying.staged import moves
 from kvdepot.copying.staged.copy import StagedCopier
@@ -26,6 +24,10 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def _nothing(*_: object) -> None: ...
+
+
+def _does_not_launch(_copier: object, _direction: object, ready: object) -> object:
+    return ready
 
 
 def _without(step: str) -> Patch:
@@ -93,7 +95,9 @@ def test_mark_step_that_does_nothing_is_missed_at_registration(
 
 
 @pytest.mark.parametrize("launches", [True, False])
-def test_a_store_without_launching_what_the_engine_accumulated_is_wrong(launches: bool, lazy: FakeDevice) -> None:
+def test_a_store_without_launching_what_the_engine_accumulated_is_wrong(
+    launches: bool, lazy: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, run = WorkerPlan(), prompt(2)
     with DepotProcess() as depot:
         worker = HpuWorker(depot.url, plan)
@@ -105,8 +109,10 @@ def test_a_store_without_launching_what_the_engine_accumulated_is_wrong(launches
         cache.wipe()
         for page, content in zip(worker.pages[0], contents, strict=True):
             page.copy_(content, non_blocking=True)
-        submit: Any = worker.context.submit_store if launches else partial(WorkerTransfers.submit_store, worker.context)
-        assert submit("request", run, block_ids).result(20)
+        with monkeypatch.context() as patch:
+            if not launches:
+                patch.setattr(StagedCopier, "mark_ready", _does_not_launch)
+            assert worker.context.submit_store("request", run, block_ids).result(20)
         cache.wipe()
         assert worker.context.submit_retrieve("request", run, block_ids).result(20)
         assert cache.holds(run, block_ids) == launches

@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdepot.backends import KVCache
 from kvdepot.errors import LayoutError
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.layout import GroupKind
 from kvdepot.testing.backend import prompt
 from kvdepot.testing.device import FakeDevice
 from kvdepot_hpu.arrays import without_pad_block
-from kvdepot_hpu.context import HpuTransferContext
+from kvdepot_hpu.context import HpuOptions, HpuTransferContext
 from kvdepot_vllm.groups import EngineCache, EngineGroup, worker_groups
 from tests.hpu.workers import TensorTuple
 from tests.staged.bench import torch
@@ -55,9 +56,9 @@ ENGINES: dict[str, tuple[EngineGroup, ...]] = {
 def register(groups: tuple[EngineGroup, ...], layers: dict[str, Any], url: str) -> HpuTransferContext:
     cache = EngineCache(groups, len(groups), 64, 1, "bfloat16", "test")
     return HpuTransferContext(
-        worker_groups(cache, layers, NUM_BLOCKS, 0), "engine", dtype="bfloat16", format="test", chunk_tokens=64,
-        url=url, synchronous=True,
-    )  # fmt: skip
+        KVCache(worker_groups(cache, layers, NUM_BLOCKS, 0), "engine", "bfloat16", format="test", chunk_tokens=64),
+        HpuOptions(url=url, synchronous=True),
+    )
 
 
 @pytest.mark.parametrize("lazy", [False, True])

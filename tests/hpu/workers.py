@@ -1,12 +1,13 @@
 """Workers whose cache lies on an HPU, arranged as vllm-gaudi arranges it."""
 
+from dataclasses import replace
 from typing import Any
 
 from kvdepot.backends import CacheGroup
 from kvdepot.testing.backend import STATE, GroupPlan, WorkerPlan
 from kvdepot_hpu.arrays import without_pad_block
 from kvdepot_hpu.bridge import load_bridge
-from kvdepot_hpu.context import HpuTransferContext
+from kvdepot_hpu.context import HpuOptions, HpuTransferContext
 from tests.staged.bench import Bench, torch
 
 
@@ -48,10 +49,8 @@ class HpuWorker:
             for group in plan.groups
         ]
         groups = [cache_group(group, pages) for group, pages in zip(plan.groups, self.pages, strict=True)]
-        self.context = HpuTransferContext(
-            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
-            chunk_tokens=plan.chunk_tokens, url=url, **options,
-        )  # fmt: skip
+        cache = replace(plan.cache(self.pages), groups=groups)
+        self.context = HpuTransferContext(cache, HpuOptions(url=url, **options))
         self.spec = self.context.spec
 
     def wait_until_connected(self, timeout_seconds: float) -> None:

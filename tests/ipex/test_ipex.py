@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvdepot.backends import CacheGroup
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
-from kvdepot_cpu.context import CpuTransferContext
+from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ class TensorWorker:
             torch.zeros((plan.num_blocks, size // 2), dtype=torch.bfloat16) for size in group.page_sizes_bytes
         ]
         self.context = CpuTransferContext(
-            [CacheGroup(self._pages, group.block_tokens)], plan.instance, dtype="bfloat16", url=url
+            KVCache([CacheGroup(self._pages, group.block_tokens)], plan.instance, "bfloat16"), CpuOptions(url=url)
         )
         self.spec = self.context.spec
 

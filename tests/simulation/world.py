@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvdepot.client.transfers import count_valid_chunks
+from kvdepot.client.verify import count_valid_chunks
 from kvdepot.config import Demotion
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex, digest_of

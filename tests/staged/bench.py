@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import CopyBatch
 from kvdepot.copying.staged.arrays import page_layout_of
 from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.copying.staged.copy import StagedCopier

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, prompt
-from kvdepot_cuda.gather import GatherImage
+from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.kernels import gather
 from kvdepot_cuda.testing import FakeDriver
 from tests.cuda.fake_worker import FakeWorker

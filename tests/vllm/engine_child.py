@@ -256,7 +256,7 @@ class Child:
 
     @staticmethod
     def _groups_of(context: Any) -> Any:
-        return context._copier._keep_alive
+        return [group.tensors for group in context.copier._keep_alive.groups]
 
     def submit(self, requests: dict[str, list[int]], max_tokens: int, steps: int = 0) -> Any:
         """Add requests and step a few times."""

@@ -25,7 +25,7 @@ layer = lambda isa: Space(get_attn_backend=lambda: type("CPUAttentionBackend", (
 good = {
     "engine_cache": lambda *_: EngineCache((group,), 1, 16, 1, "bfloat16", "base"),
     "worker_groups": lambda *_: ["groups"],
-    "get_backend": lambda _: Space(create_context=lambda *a, **k: Space(format=k["format"], close=lambda: None)),
+    "get_backend": lambda _: Space(create_context=lambda cache, **k: Space(format=cache.format, close=lambda: None)),
     "engine_namespace": lambda *_: Namespace("m"),
     "on_device": module.on_device,
     "_recorded_event": lambda: None,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvdepot.client.connection import Connection, ask_depot
+from kvdepot.client.connection import Connection
+from kvdepot.client.operator import ask_depot
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.layout import GroupKind

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from kvdepot.backends import CacheGroup
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.errors import LayoutError
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import prompt
 from kvdepot.testing.device import FakeDevice
 from kvdepot.testing.xpu_kernels import FakeKernels
-from kvdepot_cpu.xpu.context import XpuTransferContext
+from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
 from tests.staged.bench import NUM_BLOCKS, round_trip, torch
 from tests.staged.suite import CopySuite
 from tests.xpu.workers import XpuBench, device_type
@@ -49,7 +49,9 @@ def test_where_memory_cannot_be_pinned_no_copy_is_late(fake: FakeDevice, monkeyp
 @pytest.mark.usefixtures("device")
 def test_tensors_that_are_not_on_the_device_are_refused() -> None:
     def make(layers: list[Any]) -> XpuTransferContext:
-        return XpuTransferContext([CacheGroup(layers, 16)], "engine", dtype="bfloat16", device_type=device_type())
+        return XpuTransferContext(
+            KVCache([CacheGroup(layers, 16)], "engine", "bfloat16"), XpuOptions(device_type=device_type())
+        )
 
     cache = torch().zeros(8, 16, 2, 8, device=device_type())
     with pytest.raises(LayoutError, match="tensor on cpu"):
@@ -64,9 +66,9 @@ def test_tensors_that_are_not_on_the_device_are_refused() -> None:
 def test_keys_and_values_may_be_apart() -> None:
     pairs = [tuple(torch().zeros(8, 16, 2, 8, device=device_type()) for _ in range(2)) for _ in range(3)]
     context = XpuTransferContext(
-        [CacheGroup(pairs, 16)], "engine", dtype="float32", device_type=device_type(), url="/x"
+        KVCache([CacheGroup(pairs, 16)], "engine", "float32"), XpuOptions(device_type=device_type(), url="/x")
     )
-    assert len(context._layout.groups[0].pages) == 6  # pyright: ignore[reportPrivateUsage]
+    assert len(context.layout.groups[0].pages) == 6
     context.close()
 
 
@@ -76,7 +78,8 @@ def test_views_in_another_order_than_memory_are_the_same_bytes(path: str, kernel
     views = [layer.transpose(1, 2) for layer in layers]
     with DepotProcess() as depot:
         context = XpuTransferContext(
-            [CacheGroup(views, 16)], "engine", dtype="float32", device_type=device_type(), url=depot.url, path=path
+            KVCache([CacheGroup(views, 16)], "engine", "float32"),
+            XpuOptions(device_type=device_type(), url=depot.url, path=path),
         )
         context.wait_until_connected(20)
         for layer in layers:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdepot.client.transfers import WorkerTransfers
+from kvdepot.backends import Copier
 from kvdepot.copying.runs import Runs
 from kvdepot.copying.staged import copy, moves
 from kvdepot.copying.staged.copy import StagedCopier
@@ -19,7 +19,7 @@ from kvdepot.testing.backend import Cache, WorkerPlan, prompt
 from kvdepot.testing.device import FakeDevice
 from kvdepot.testing.xpu_kernels import FakeKernels
 from kvdepot_cpu.xpu import registered
-from kvdepot_cpu.xpu.context import Path, XpuTransferContext
+from kvdepot_cpu.xpu.context import Path, XpuCopier
 from kvdepot_cpu.xpu.kernels import Kernels, NoKernels
 from kvdepot_cpu.xpu.registered import RegisteredCopier
 from tests.staged.bench import Bench, Pool, round_trip, torch
@@ -232,7 +232,7 @@ def _follows_reads(worker: XpuWorker, fake: FakeDevice) -> bool:
     return all(torch().equal(*pair) for pair in zip(read, expected, strict=True))
 
 
-def _does_not_wait(context: Any, lane: int, ready: Any) -> Any:
+def _does_not_wait(*_: object) -> Any:
     return None
 
 
@@ -243,7 +243,7 @@ def test_without_marking_the_engines_stream_bytes_are_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     if not waits:
-        monkeypatch.setattr(XpuTransferContext, "_ready_of", _does_not_wait)
+        monkeypatch.setattr(XpuCopier, "mark_ready", _does_not_wait)
     worker = XpuWorker(depot.url, WorkerPlan(), path=path)
     worker.wait_until_connected(20)
     wait_until(lambda: path is not Path.REGISTERED or worker.context.is_registered)
@@ -256,7 +256,7 @@ def test_without_marking_the_engines_stream_bytes_are_wrong(
 def test_an_event_that_is_not_waited_for_is_missed(
     fake: FakeDevice, depot: DepotProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WorkerTransfers, "_wait_for", _nothing)
+    monkeypatch.setattr(Copier, "wait_for", _nothing)
     worker = XpuWorker(depot.url, WorkerPlan(), path="staged")
     worker.wait_until_connected(20)
     assert not _follows_writes(worker, fake, with_event=True)

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +13,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
 from kvdepot.testing.device import FakeDevice
 from kvdepot.testing.xpu_kernels import FakeKernels
-from kvdepot_cpu.xpu.context import Path
+from kvdepot_cpu.xpu.context import Path, XpuCopier
 from kvdepot_cpu.xpu.kernels import Kernels
 from tests.xpu.workers import XpuWorker
 
@@ -178,7 +178,7 @@ def test_an_operator_that_fails_costs_one_line_and_no_bytes(
 ) -> None:
     worker = make()
     wait_until_registered(worker)
-    copier: Any = worker.context._registered  # pyright: ignore[reportPrivateUsage]
+    copier: Any = cast("XpuCopier", worker.context.copier).registered
     monkeypatch.setattr(copier, "_call_bytes", 1024)
     kernels.fails_after_calls = kernels.num_calls + after
     assert comes_back(worker)
@@ -192,7 +192,7 @@ def test_one_call_takes_no_more_than_its_share_of_pinned_memory(
 ) -> None:
     worker = make()
     wait_until_registered(worker)
-    copier: Any = worker.context._registered  # pyright: ignore[reportPrivateUsage]
+    copier: Any = cast("XpuCopier", worker.context.copier).registered
     monkeypatch.setattr(copier, "_call_bytes", 3072)
     kernels.largest_call_bytes = 0
     assert comes_back(worker)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvdepot import get_backend, list_backends
-from kvdepot.backends import CacheGroup
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.errors import BackendUnavailable
 from kvdepot_cpu.xpu import backend
 from tests.staged.bench import torch
@@ -41,7 +41,7 @@ def test_asking_for_it_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPa
 def test_a_context_cannot_be_made_past_the_registry_either(monkeypatch: pytest.MonkeyPatch) -> None:
     _hide_torch(monkeypatch)
     with pytest.raises(BackendUnavailable, match=r"torch is not installed.*kvdepot\[cpu\]"):
-        backend.create_context([CacheGroup([], 16)], "engine", dtype="bfloat16")
+        backend.create_context(KVCache([CacheGroup([], 16)], "engine", "bfloat16"))
 
 
 @pytest.mark.usefixtures("device")

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from kvdepot.backends import CacheGroup
 from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.backend import GroupPlan, WorkerPlan
-from kvdepot_cpu.xpu.context import XpuTransferContext
+from kvdepot.testing.backend import WorkerPlan
+from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
 from tests.staged.bench import Bench, torch
 
 
@@ -48,20 +47,14 @@ def pages_of(plan: WorkerPlan) -> list[list[Any]]:
     ]
 
 
-def cache_group(plan: GroupPlan, pages: list[Any]) -> CacheGroup:
-    return CacheGroup(pages, plan.block_tokens, plan.kind, plan.window_tokens, plan.shard, plan.num_shards)
-
-
 class XpuWorker:
     """See `kvdepot.testing.backend.Worker`. Touches the cache only as an engine could: by operations of the device."""
 
     def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
         self.pages = pages_of(plan)
-        groups = [cache_group(group, pages) for group, pages in zip(plan.groups, self.pages, strict=True)]
         self.context = XpuTransferContext(
-            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
-            chunk_tokens=plan.chunk_tokens, url=url, device_type=device_type(), **options,
-        )  # fmt: skip
+            plan.cache(self.pages), XpuOptions(url=url, device_type=device_type(), **options)
+        )
         self.spec = self.context.spec
 
     def wait_until_connected(self, timeout_seconds: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 from worker import ToyWorker
 
 from kvdepot import get_backend, list_backends
-from kvdepot.backends import CacheGroup
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.errors import LayoutError
 from kvdepot.testing.backend import BackendSuite, WorkerPlan
 from kvdepot.testing.faults import FaultSuite
@@ -42,4 +42,4 @@ def test_finding_it_loads_no_device() -> None:
 
 def test_memory_of_another_device_is_refused() -> None:
     with pytest.raises(LayoutError, match="use the backend of its device"):
-        get_backend("toy").create_context([CacheGroup([bytearray(8)], 16)], "engine", dtype="bytes")
+        get_backend("toy").create_context(KVCache([CacheGroup([bytearray(8)], 16)], "engine", "bytes"))

@@ -4,7 +4,7 @@ from typing import Any
 
 from kvdepot_toy import device
 
-from kvdepot.backends import CacheGroup, get_backend
+from kvdepot.backends import get_backend
 from kvdepot.testing.backend import WorkerPlan
 
 
@@ -16,14 +16,7 @@ class ToyWorker:
             [device.allocate(plan.num_blocks, size, size + group.padding_bytes) for size in group.page_sizes_bytes]
             for group in plan.groups
         ]
-        groups = [
-            CacheGroup(tensors, g.block_tokens, g.kind, g.window_tokens, g.shard, g.num_shards)
-            for g, tensors in zip(plan.groups, self.tensors, strict=True)
-        ]
-        self.context = get_backend("toy").create_context(
-            groups, plan.instance, dtype="bytes", rank=plan.rank, world_size=plan.world_size, format=plan.format,
-            chunk_tokens=plan.chunk_tokens, url=url, **options,
-        )  # fmt: skip
+        self.context = get_backend("toy").create_context(plan.cache(self.tensors), url=url, **options)
         self.spec = self.context.spec
 
     def wait_until_connected(self, timeout_seconds: float) -> None:

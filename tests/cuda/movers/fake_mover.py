@@ -14,7 +14,8 @@ from typing import Any
 
 from kvdepot.lab.processes import wait_until
 from kvdepot.movers.child import run_mover
-from kvdepot_cuda.gather import GatherImage, KernelUnavailable
+from kvdepot_cuda.gather import KernelUnavailable
+from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.mover import open_mover
 from kvdepot_cuda.testing import FakeDriver, fake_gather
 

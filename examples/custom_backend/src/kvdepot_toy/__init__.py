@@ -1,14 +1,10 @@
 """A kvdepot backend for a toy accelerator. Finding it loads nothing of the device."""
 
 import importlib.util
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvdepot.backends import CacheGroup, Capability
+from kvdepot.backends import Capability, KVCache, TransferContext
 from kvdepot.errors import BackendUnavailable
-
-if TYPE_CHECKING:
-    from kvdepot_toy.context import ToyTransferContext
 
 
 class ToyBackend:
@@ -25,15 +21,16 @@ class ToyBackend:
         return None
 
     def create_context(
-        self, groups: Sequence[CacheGroup], instance: str, *, dtype: str, **options: Any
-    ) -> "ToyTransferContext":
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
+    ) -> TransferContext:
         """Return a context for one worker."""
         reason = self.why_unavailable()
         if reason is not None:
             raise BackendUnavailable(f"backend 'toy': {reason}")
-        from kvdepot_toy.context import ToyTransferContext
+        from kvdepot.client import TransferOptions
+        from kvdepot_toy.context import create_context
 
-        return ToyTransferContext(groups, instance, dtype=dtype, **options)
+        return create_context(cache, TransferOptions(url=url, deadline_seconds=deadline_seconds, **options))
 
 
 backend = ToyBackend()

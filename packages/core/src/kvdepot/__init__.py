@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvdepot.backends import CacheGroup as CacheGroup
+    from kvdepot.backends import KVCache as KVCache
     from kvdepot.backends import get_backend as get_backend
     from kvdepot.backends import list_backends as list_backends
     from kvdepot.client.scheduler import Lease as Lease
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CacheGroup": "kvdepot.backends",
+    "KVCache": "kvdepot.backends",
     "KVDepotError": "kvdepot.errors",
     "KeyRun": "kvdepot.keys",
     "Lease": "kvdepot.client.scheduler",
@@ -33,6 +35,7 @@ _HOMES = {
 
 __all__ = [
     "CacheGroup",
+    "KVCache",
     "KVDepotError",
     "KeyRun",
     "Lease",

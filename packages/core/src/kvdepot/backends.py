@@ -1,19 +1,44 @@
-"""Backends of accelerators: what one offers (contexts, futures), and how it is found by its entry point.
+"""The contracts of accelerator backends, and how a backend is found by its entry point.
 
-Finding a backend imports nothing heavy. `kvdepot.client.transfers` is the part of a context that is the same for all.
+A backend author implements `Backend` and `Copier`; `kvdepot.client.WorkerTransfers` makes a `TransferContext` of the
+copier. Finding a backend imports nothing heavy.
 """
 
 import argparse
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from kvdepot.errors import BackendUnavailable
 from kvdepot.keys import KeyRun
-from kvdepot.layout import GroupKind
+from kvdepot.kvcache import NO_BLOCK, BlockIds, CacheGroup, CopyBatch, Direction, KVCache
+from kvdepot.pool.files import PoolMemory
 from kvdepot.wire.messages import CacheSpec
+
+__all__ = [
+    "NO_BLOCK",
+    "Backend",
+    "BackendStatus",
+    "BlockIds",
+    "CacheGroup",
+    "Capability",
+    "Copier",
+    "CopyBarrier",
+    "CopyBatch",
+    "DeviceBench",
+    "Direction",
+    "KVCache",
+    "ReadyEvent",
+    "TransferContext",
+    "TransferFuture",
+    "find_benches",
+    "get_backend",
+    "list_backends",
+    "mover_module",
+]
 
 ENTRY_POINT_GROUP = "kvdepot.backends"
 MOVER_GROUP = "kvdepot.movers"
@@ -22,51 +47,17 @@ KNOWN_BACKENDS = {"cpu": "kvdepot[cpu]", "cuda": "kvdepot[cuda]", "xpu": "kvdepo
 
 T_co = TypeVar("T_co", covariant=True)
 
-BlockIds = Sequence[Sequence[int]]
-"""Block ids of a run of chunks, one sequence for each layer group, in token order.
-
-A sequence may cover fewer chunks than the run: then it covers the run's *last* chunks (a sliding window holds only the
-end of a prefix, a recurrent group one state for its last chunks). Always whole chunks. In a retrieve `NO_BLOCK` stands
-for a block that is not wanted (before the window, in the first chunk that it reaches)."""
-
-NO_BLOCK: Final = -1
-
-
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """One layer group of an engine's KV cache, as a backend gets it.
-
-    `tensors` has one tensor for each layer (or two, keys and values), each `(num_blocks, ...)` with the blocks as first
-    dimension, on the backend's device: anything with `data_ptr`, `stride`, `element_size` and `shape`, in host memory
-    also with `__array_interface__`. Blocks may be padded or interleaved with other layers', but the bytes of one block
-    of one tensor are contiguous; where they do not lie in the order of the tensor's dimensions, the context's `format`
-    names the order. The rest describes the group to the depot and its operator.
-    """
-
-    tensors: Sequence[Any]
-    block_tokens: int
-    kind: GroupKind = GroupKind.FULL_ATTENTION
-    window_tokens: int = 0
-    shard: int = 0
-    num_shards: int = 1
-    num_layers: int = 0  # 0: one a tensor
-    physical_block_tokens: int = 0  # 0: the same as the logical block
-    compress_ratio: int = 1
-    hidden_dims: tuple[int, ...] = ()
-    is_mla: bool = False
-    attention_backend: str = ""
-
 
 @runtime_checkable
 class TransferFuture(Protocol[T_co]):
-    """The outcome of one store or retrieve. The adapter that submitted it owns it and polls it.
+    """The outcome of one store or retrieve, owned and polled by the adapter that submitted it.
 
     Until it is done the engine must neither write nor free the blocks of the transfer.
     """
 
     @property
     def num_chunks(self) -> int:
-        """Once done: leading chunks of the run that are in place (retrieve) or in the depot (store)."""
+        """Once done: how many leading chunks of the run are in place (retrieve) or in the depot (store)."""
         ...
 
     @property
@@ -76,7 +67,7 @@ class TransferFuture(Protocol[T_co]):
 
     @property
     def seconds(self) -> float:
-        """Once done: how long it took, waiting in the queue left out."""
+        """Once done: how long it took, without waiting in the queue."""
         ...
 
     def query(self) -> bool:
@@ -95,23 +86,70 @@ class TransferFuture(Protocol[T_co]):
 
 
 class ReadyEvent(Protocol):
-    """What a device records when the blocks of a store are written, for example `torch.cuda.Event`."""
+    """An event that a device records when the blocks of a store are written, for example `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
         """Wait until the work before the event is done."""
         ...
 
 
+CopyBarrier = Callable[[], AbstractContextManager[object]]
+"""While the returned context manager is entered, no copy of the worker runs; a copy that runs is waited for first."""
+
+
+class Copier(Protocol):
+    """Moves bytes between one worker's device memory and the mapped pool.
+
+    One store and one retrieve may run at the same time, each on a thread of its own. `mark_ready` runs on the thread
+    that submits. A copier that inherits this class overrides only the hooks that its device needs.
+    """
+
+    def store(self, batch: CopyBatch) -> None:
+        """Copy blocks into extents. Return or raise only when nothing reads the blocks or writes the extents."""
+        ...
+
+    def retrieve(self, batch: CopyBatch) -> None:
+        """Copy extents into blocks. Return or raise only when nothing reads the extents or writes the blocks."""
+        ...
+
+    def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """Return the event that the transfer has to wait for, None for none. Never wait here.
+
+        A device that orders its work by streams marks the engine's stream here: a retrieve, and a store without
+        `ready`, comes after the work that this stream has now.
+        """
+        del direction
+        return ready
+
+    def wait_for(self, direction: Direction, ready: ReadyEvent) -> None:
+        """Make the following copies of this direction come after `ready`. Called by the thread that copies."""
+        del direction
+        ready.synchronize()
+
+    def attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
+        """Prepare for a new mapping of the pool, for example register it with the device. Copies may use it already.
+
+        Args:
+            mapping: replaces the one before.
+            barrier: enter it to let go of the mapping before: afterwards no copy uses that.
+        """
+        del mapping, barrier
+
+    def close(self) -> None:
+        """Give up threads, buffers and the mapping. Nothing is being copied."""
+        ...
+
+
 class TransferContext(Protocol):
     """Moves blocks between one worker's paged KV cache and the depot.
 
-    Submitting never waits for the device or the depot. A context keeps no list of what is pending: the caller owns the
-    futures. Several transfers of one request are several futures.
+    Submitting never waits for the device or the depot. The caller owns the futures; several transfers of one request
+    are several futures.
     """
 
     @property
     def spec(self) -> CacheSpec:
-        """What decides who can share; the scheduler of the same engine looks up with an equal one."""
+        """The properties that two caches must share to exchange chunks. The engine's scheduler looks up with them."""
         ...
 
     @property
@@ -123,7 +161,7 @@ class TransferContext(Protocol):
         """Wait for the depot.
 
         Raises:
-            DepotUnavailable: none within `timeout_seconds`; the text says why.
+            DepotUnavailable: none within `timeout_seconds`; the text gives the reason.
         """
         ...
 
@@ -153,12 +191,12 @@ class TransferContext(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what is running and leave the depot. Twice is harmless."""
+        """Finish the running transfers and leave the depot. Twice is harmless."""
         ...
 
 
 class Capability(enum.StrEnum):
-    """What a backend can do beyond store and retrieve."""
+    """An ability of a backend beyond store and retrieve."""
 
     ASYNCHRONOUS = "asynchronous"  # transfers run beside the caller
     COMPILED_COPY = "compiled_copy"  # the backend's own copy was built; without it copies are slower
@@ -180,7 +218,7 @@ class Backend(Protocol):
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What it can do."""
+        """Its abilities beyond store and retrieve."""
         ...
 
     def why_unavailable(self) -> str | None:
@@ -188,38 +226,19 @@ class Backend(Protocol):
         ...
 
     def create_context(
-        self,
-        groups: Sequence[CacheGroup],
-        instance: str,
-        *,
-        dtype: str,
-        rank: int = 0,
-        world_size: int = 1,
-        model: str = "",
-        format: str = "",  # noqa: A002  # the field's word
-        chunk_tokens: int | None = None,
-        url: str | None = None,
-        deadline_seconds: float = 2.0,
-        **options: Any,
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
     ) -> TransferContext:
         """Return a context for one worker.
 
         Args:
-            groups: the cache; its tensors are kept alive until `close`.
-            instance: the engine's name.
-            dtype: of the cache, for example "bfloat16".
-            rank: of this worker.
-            world_size: workers of the engine.
-            model: for the operator.
-            format: how the bytes inside a block are arranged; caches that differ in it never share.
-            chunk_tokens: None for the default (`default_chunk_tokens`). All workers and the scheduler say the same.
-            url: the depot, None for the one in the default directory.
+            cache: of the worker; its tensors are kept alive until `close`.
+            url: of the depot, None for the one in the default directory.
             deadline_seconds: of each request to the depot.
             options: the backend's own.
 
         Raises:
             BackendUnavailable: `why_unavailable` is not None.
-            LayoutError: the tensors are not what they are said to be.
+            LayoutError: the tensors do not fit their description.
         """
         ...
 
@@ -240,7 +259,7 @@ class DeviceBench(Protocol):
         ...
 
     def run(self, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-        """Measure, say a line for people now and then, and return all of it for JSON.
+        """Measure, report progress by `say`, and return all figures for JSON.
 
         Raises:
             BackendUnavailable: no such device here.
@@ -294,7 +313,7 @@ def _load(entry: EntryPoint) -> Backend:
 
 
 def find_benches() -> dict[str, DeviceBench | BackendUnavailable]:
-    """Return every bench that a backend brings, by its name; what does not load is the error that says why."""
+    """Return every bench that a backend brings, by its name; one that does not load is the error instead."""
     found: dict[str, DeviceBench | BackendUnavailable] = {}
     for entry in entry_points(group=BENCH_GROUP):
         try:

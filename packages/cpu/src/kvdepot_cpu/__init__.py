@@ -4,10 +4,9 @@
 """
 
 import importlib.util
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.backends import CacheGroup, Capability
+from kvdepot.backends import Capability, KVCache
 from kvdepot.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class CpuBackend:
         return None
 
     def create_context(
-        self, groups: Sequence[CacheGroup], instance: str, *, dtype: str, **options: Any
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
     ) -> "CpuTransferContext":
         """Return a `CpuTransferContext`; see `Backend`.
 
@@ -43,9 +42,9 @@ class CpuBackend:
         reason = self.why_unavailable()
         if reason is not None:
             raise BackendUnavailable(reason)
-        from kvdepot_cpu.context import CpuTransferContext
+        from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
-        return CpuTransferContext(groups, instance, dtype=dtype, **options)
+        return CpuTransferContext(cache, CpuOptions(url=url, deadline_seconds=deadline_seconds, **options))
 
 
 backend = CpuBackend()

@@ -1,62 +1,42 @@
 """`CpuTransferContext`: a worker whose KV cache lies in host memory.
 
-Each byte is copied once, straight between the engine's paged cache and the depot's pool, by numpy with the GIL
-released. The protocol with the depot is in `kvdepot.client.transfers`; what is particular to the device, here and in
-`kernels.copy`. A new worker-driven backend starts as a copy of this module.
+Each byte is copied once, straight between the engine's paged cache and the depot's pool, with the GIL released.
+`kvdepot.client.transfers` speaks with the depot; only the copies of `kernels.copy` belong to the device. A new backend
+starts as a copy of this module.
 """
 
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kvdepot.backends import CacheGroup
-from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers, detail_of, layer_group_of
-from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
-from kvdepot.wire import messages as m
+from kvdepot.backends import KVCache
+from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 from kvdepot_cpu.arrays import page_layout_of
 from kvdepot_cpu.kernels.copy import PageCopier
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuOptions(TransferOptions):
+    """Options of a `CpuTransferContext`."""
+
+    copy_threads: int | None = None  # of one large copy; None: half of the cores to store, all to retrieve, at most 4
+
+    @property
+    def num_threads(self) -> tuple[int, int]:
+        """Threads of a store and of a retrieve."""
+        if self.copy_threads is not None:
+            return self.copy_threads, self.copy_threads
+        cores = os.cpu_count() or 1
+        return max(1, min(4, cores // 2)), min(4, cores)
 
 
 class CpuTransferContext(WorkerTransfers):
     """Moves blocks between an engine's KV cache in host memory and the depot.
 
-    Args as in `Backend.create_context`, and:
-        synchronous: transfer on the caller's thread.
-        copy_threads: threads that share one large copy; None for half of the cores to store and all to retrieve, at
-            most 4.
-        batch_bytes: how much of a run is asked for at once.
-
     Raises:
-        LayoutError: the tensors are not what they are said to be.
+        LayoutError: the tensors do not fit their description.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        instance: str,
-        *,
-        dtype: str,
-        rank: int = 0,
-        world_size: int = 1,
-        model: str = "",
-        format: str = "",  # noqa: A002  # the field's word
-        chunk_tokens: int | None = None,
-        url: str | None = None,
-        deadline_seconds: float = 2.0,
-        synchronous: bool = False,
-        copy_threads: int | None = None,
-        batch_bytes: int = BATCH_BYTES,
-    ) -> None:
-        if chunk_tokens is None:
-            chunk_tokens = default_chunk_tokens(g.block_tokens for g in groups if g.kind is not GroupKind.RECURRENT)
-        layer_groups = [layer_group_of(group, list(map(page_layout_of, group.tensors))) for group in groups]
-        layout = CacheLayout(tuple(layer_groups), chunk_tokens, dtype, format)
-        registration = m.RegisterKVCache(
-            m.PROTOCOL_VERSION, instance, rank, world_size, "cpu", "worker-driven", model, m.spec_of(layout),
-            tuple(detail_of(*each, dtype, each[0].tensors[0].shape) for each in zip(groups, layer_groups, strict=True)),
-        )  # fmt: skip
-        cores = os.cpu_count() or 1
-        threads = (max(1, min(4, cores // 2)), min(4, cores)) if copy_threads is None else (copy_threads, copy_threads)
-        super().__init__(
-            registration, layout, PageCopier(layout, threads, keep_alive=[list(group.tensors) for group in groups]),
-            url=url, deadline_seconds=deadline_seconds, synchronous=synchronous, batch_bytes=batch_bytes,
-        )  # fmt: skip
+    def __init__(self, cache: KVCache, options: CpuOptions = CpuOptions()) -> None:  # frozen
+        layout = cache.layout(page_layout_of)
+        copier = PageCopier(layout, options.num_threads, keep_alive=cache)
+        super().__init__(cache.registration(layout, "cpu"), layout, copier, options)

@@ -4,10 +4,9 @@
 Written against the driver's documentation and tested over a driver without a device: it never ran on a GPU.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.backends import CacheGroup, Capability
+from kvdepot.backends import Capability, KVCache
 from kvdepot.errors import BackendUnavailable
 from kvdepot_cuda.availability import why_unavailable
 
@@ -27,7 +26,7 @@ class CudaBackend:
         return why_unavailable()
 
     def create_context(
-        self, groups: Sequence[CacheGroup], instance: str, *, dtype: str, **options: Any
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
     ) -> "CudaTransferContext":
         """Return a `CudaTransferContext`; see `Backend`.
 
@@ -37,9 +36,10 @@ class CudaBackend:
         reason = self.why_unavailable()
         if reason is not None:
             raise BackendUnavailable(f"backend 'cuda': {reason}")
+        from kvdepot_cuda.carrier import CudaOptions
         from kvdepot_cuda.context import CudaTransferContext
 
-        return CudaTransferContext(groups, instance, dtype=dtype, **options)
+        return CudaTransferContext(cache, CudaOptions(url=url, deadline_seconds=deadline_seconds, **options))
 
 
 backend = CudaBackend()

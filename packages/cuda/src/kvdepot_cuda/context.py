@@ -2,151 +2,65 @@
 
 In mode `direct` the worker's own process registers the depot's pool with its device and copies on two streams of low
 priority, one for stores and one for retrieves. In mode `ipc` it hands the depot handles of its memory, and a process
-of the depot, its mover, copies on streams of its own. The protocol with the depot is in `kvdepot.client.transfers` and,
-for movers, `kvdepot.movers.client`; the copies of both are in `kvdepot_cuda.copy`. `auto` is `ipc` until that turns out
-to be impossible, or slower (`probation`), and then `direct`: the worker registers again, with the reason.
+of the depot, its mover, copies on streams of its own. `kvdepot.client.transfers` speaks with the depot, and
+`kvdepot.movers.client` with the mover; `kvdepot_cuda.copy` makes the copies of both modes. `auto` is `ipc` until that
+turns out to be impossible, or slower (`probation`). Then the worker registers again as `direct`, with the reason.
 
-Order: a store reads its blocks after `ready`, or, if none is given, after what the engine's stream has at the time of
-the call. A retrieve always comes after what that stream has then, which may still read or clear the blocks. In mode
-`direct` both waits are the device's own and no thread waits for the engine. In mode `ipc` the thread of the transfer
-does, before it asks for anything: no event is shared between processes. Which stream that is says `stream`.
+`kvdepot_cuda.carrier` has the order with the engine's stream.
 """
 
 import importlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec.structs
 
-from kvdepot.backends import CacheGroup, ReadyEvent
-from kvdepot.client.connection import Channel, Link
-from kvdepot.client.transfers import BATCH_BYTES, CopyBatch, WorkerTransfers, detail_of, layer_group_of
-from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable, ErrorCode, RemoteError
-from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
-from kvdepot.movers.client import MoverUnavailable, await_mover, move
-from kvdepot.pool.files import PoolMapping
+from kvdepot.backends import KVCache
+from kvdepot.client.transfers import WorkerTransfers
+from kvdepot.errors import BackendUnavailable, DepotUnavailable, ErrorCode, RemoteError
+from kvdepot.layout import CacheLayout
 from kvdepot.wire import messages as m
 from kvdepot_cuda.arrays import ordinal_of, page_layout_of
-from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
-from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
-from kvdepot_cuda.export import MOVER, offer_of
-from kvdepot_cuda.gather import KERNEL_PROGRAMS, KERNEL_RUNS, CompileGather, KernelUse, compile_gather
-from kvdepot_cuda.nvidia import CudaDriver
-from kvdepot_cuda.probation import Probation
+from kvdepot_cuda.carrier import AUTO, DIRECT, IPC, CudaCopier, CudaOptions, MoverCarrier
+from kvdepot_cuda.copy import CopyEngine
+from kvdepot_cuda.driver import Driver, DriverError
+from kvdepot_cuda.export import offer_of
+from kvdepot_cuda.gather import KernelUse
 
 logger = logging.getLogger(__name__)
-
-DIRECT: Final = "direct"
-IPC: Final = "ipc"
-AUTO: Final = "auto"
-_T = TypeVar("_T")
 
 
 class CudaTransferContext(WorkerTransfers):
     """Moves blocks between an engine's KV cache on a CUDA device and the depot.
 
-    Args as in `Backend.create_context`, and:
-        mode: who copies: "direct", the worker itself; "ipc", a mover of the depot; "auto", a mover as long as that is
-            possible and not slower, else the worker.
-        stream: returns the handle of the stream on which the engine writes and reads its cache, asked at each
-            submission; None for torch's current stream if the tensors are torch's, else nothing is waited for but
-            `ready`.
-        synchronous: transfer on the caller's thread.
-        batch_bytes: how much of a run is asked for at once.
-        piece_bytes: how much of the pool is registered by one call of the driver.
-        batch_runs: how many runs one call of the driver copies.
-        kernel_run_bytes: runs of at most so many bytes are retrieved by a kernel; 0: none.
-        kernel_runs: if a call has at least so many of them.
-        kernel_programs: thread blocks of the kernel.
-        compile_gather: makes that kernel.
-        open_driver: opens the driver of a device by its number.
-        mover: the entry point of the mover, where the depot runs.
-
     Raises:
-        LayoutError: the tensors are not what they are said to be.
+        LayoutError: the tensors do not fit their description.
         BackendUnavailable: a device that cannot be used, or whose memory cannot be shared as mode "ipc" needs; the
-            text has the driver's word.
+            text quotes the driver.
         ConfigError: an option that cannot work.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        instance: str,
-        *,
-        dtype: str,
-        rank: int = 0,
-        world_size: int = 1,
-        model: str = "",
-        format: str = "",  # noqa: A002  # the field's word
-        chunk_tokens: int | None = None,
-        url: str | None = None,
-        deadline_seconds: float = 2.0,
-        mode: str = DIRECT,
-        stream: Callable[[], int] | None = None,
-        synchronous: bool = False,
-        batch_bytes: int = BATCH_BYTES,
-        piece_bytes: int = PIECE_BYTES,
-        batch_runs: int = BATCH_RUNS,
-        kernel_run_bytes: int = 0,
-        kernel_runs: int = KERNEL_RUNS,
-        kernel_programs: int = KERNEL_PROGRAMS,
-        compile_gather: CompileGather = compile_gather,
-        open_driver: OpenDriver = CudaDriver,
-        mover: str = MOVER,
-    ) -> None:
-        if mode not in (DIRECT, IPC, AUTO):
-            raise ConfigError(f"mode {mode!r}: there are {DIRECT!r}, {IPC!r} and {AUTO!r}")
-        kernel = KernelUse(kernel_run_bytes, kernel_runs, kernel_programs)
-        if chunk_tokens is None:
-            chunk_tokens = default_chunk_tokens(g.block_tokens for g in groups if g.kind is not GroupKind.RECURRENT)
-        layer_groups = [layer_group_of(group, list(map(page_layout_of, group.tensors))) for group in groups]
-        layout = CacheLayout(tuple(layer_groups), chunk_tokens, dtype, format)
-        ordinal = ordinal_of(tensor for group in groups for tensor in group.tensors)
-        registration = m.RegisterKVCache(
-            m.PROTOCOL_VERSION, instance, rank, world_size, f"cuda:{ordinal}", DIRECT, model, m.spec_of(layout),
-            tuple(detail_of(*each, dtype, each[0].tensors[0].shape) for each in zip(groups, layer_groups, strict=True)),
-        )  # fmt: skip
-        self._stream = stream or _stream_of_torch(groups[0].tensors[0], ordinal)
-        self._mapping: PoolMapping | None = None
-        self._mode = mode
-        self._ready_link: Link | None = None  # whose mover can be asked
-        self._patient_until = 0.0  # that it is waited for: not by every transfer of a queue anew
-        self._moved_links: list[Link] = []  # those with movers: the last one, and earlier ones whose movers still live
-        self._is_mover_settled = False
-        self._falling_back = threading.Lock()
+    def __init__(self, cache: KVCache, options: CudaOptions = CudaOptions()) -> None:  # noqa: B008  # frozen
+        kernel = KernelUse(options.kernel_run_bytes, options.kernel_runs, options.kernel_programs)
+        layout = cache.layout(page_layout_of)
+        ordinal = ordinal_of(tensor for group in cache.groups for tensor in group.tensors)
+        stream = options.stream or _stream_of_torch(cache.groups[0].tensors[0], ordinal)
+        driver, self._engine = _open(ordinal, cache, layout, kernel, options)
         try:
-            driver = open_driver(ordinal)
-        except DriverError as error:
-            raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
-        try:
-            self._engine = CopyEngine(
-                driver, layout, [list(group.tensors) for group in groups],
-                piece_bytes=piece_bytes, batch_runs=batch_runs, kernel=kernel, compile_gather=compile_gather,
-            )  # fmt: skip
-        except BaseException as error:
-            with suppress(DriverError):
-                driver.close()
-            if isinstance(error, DriverError):
-                raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
-            raise
-        try:
-            registration = self._offer(registration, driver, layout, mover, kernel)
+            registration = _offer(
+                cache.registration(layout, f"cuda:{ordinal}", DIRECT), driver, layout, kernel, options
+            )
         except BaseException:
             self._engine.close()
             raise
-        self._probation: Probation | None = None
-        if mode == AUTO and registration.offer is not None:
-            self._probation = Probation(self._engine, self._no_copy_running)
-        self._registration = registration
-        super().__init__(
-            registration, layout, self._engine,
-            url=url, deadline_seconds=deadline_seconds, synchronous=synchronous, batch_bytes=batch_bytes,
-        )  # fmt: skip
+        copier = CudaCopier(self._engine, stream)
+        self.carrier: Final = MoverCarrier(
+            copier, self._engine, registration, options, lambda changed: self.connection.register_as(changed)
+        )
+        super().__init__(registration, layout, copier, options, self.carrier)
 
     @property
     def num_registered(self) -> int:
@@ -155,44 +69,37 @@ class CudaTransferContext(WorkerTransfers):
 
     @property
     def uses_kernel(self) -> bool:
-        """Whether a kernel is loaded here that retrieves small pages; a mover's is its own affair."""
+        """Whether a kernel is loaded here that retrieves small pages; a mover has its own."""
         return self._engine.uses_kernel
 
     @property
     def is_settled(self) -> bool:
-        """Whether later copies will be no faster: who copies has the pool registered, as far as the driver takes it.
+        """Whether later copies will be no faster: the copying process has registered all that the driver takes.
 
-        Of a mover that is known from its last copy.
+        A mover reports this with each copy.
         """
-        return self._engine.is_settled if self.transfer_mode == DIRECT else self._is_mover_settled
+        return self._engine.is_settled if self.transfer_mode == DIRECT else self.carrier.is_mover_settled
 
     @property
     def transfer_mode(self) -> str:
         """Who copies now: "direct" or "ipc"."""
-        return self._registration.transfer_mode
+        return self.carrier.transfer_mode
 
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot, and in mode `ipc` for its mover.
 
         Raises:
-            DepotUnavailable: not there within `timeout_seconds`; the text says why.
+            DepotUnavailable: not there within `timeout_seconds`; the text gives the reason.
             BackendUnavailable: mode "ipc" was asked for and is impossible.
         """
         end = time.monotonic() + timeout_seconds
         while True:
-            link = self._connection.wait_until_open(max(0.0, end - time.monotonic()))
-            if self.transfer_mode == DIRECT or self._ready_link is link:
+            link = self.connection.wait_until_open(max(0.0, end - time.monotonic()))
+            if self.carrier.is_ready(link):
                 return
-            channel = self._connection.channel(link)
+            channel = self.connection.channel(link)
             try:
-                await_mover(channel, max(0.0, end - time.monotonic()), self._deadline_seconds)
-                self._ready_link = link
-            except MoverUnavailable as error:
-                if self._mode == IPC:
-                    raise BackendUnavailable(
-                        f"mode {IPC!r}: {error}; mode={AUTO!r} lets the worker copy by itself"
-                    ) from error
-                self._fall_back(f"no mover: {error}")
+                self.carrier.wait_for_mover(channel, max(0.0, end - time.monotonic()))
             except (DepotUnavailable, RemoteError) as error:  # the session may have ended meanwhile
                 is_over = isinstance(error, RemoteError) and error.code not in (
                     ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT
@@ -203,135 +110,51 @@ class CudaTransferContext(WorkerTransfers):
                 channel.close()
 
     def close(self) -> None:
-        """Finish what is running and leave the depot. Twice is harmless.
+        """Finish the running transfers and leave the depot. Twice is harmless.
 
         No other process has the device's memory open after that: freeing it before would be undefined.
         """
         super().close()
-        for link in self._moved_links:
-            link.end_movers()
-
-    # --- who copies -----------------------------------------------------------------------------------------------
-
-    def _offer(
-        self, registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, mover: str, kernel: KernelUse
-    ) -> m.RegisterKVCache:
-        """Return the registration with what the mode needs."""
-        if self._mode == DIRECT:
-            return registration
-        try:
-            offer = offer_of(driver, layout, mover, kernel)
-        except DriverError as error:
-            if self._mode == IPC:
-                raise BackendUnavailable(
-                    f"mode {IPC!r}: the memory of {registration.device} cannot be shared: {error};"
-                    f" mode={AUTO!r} lets the worker copy by itself"
-                ) from error
-            logger.warning("the worker copies by itself, as its memory cannot be shared: %s", error)
-            return msgspec.structs.replace(registration, fallback=f"memory that cannot be shared: {error}"[:1024])
-        return msgspec.structs.replace(registration, transfer_mode=IPC, offer=offer)
-
-    def _fall_back(self, why: str) -> None:
-        """Copy by ourselves from the next session on, which begins at once."""
-        with self._falling_back:
-            if self.transfer_mode == DIRECT:
-                return
-            registration = msgspec.structs.replace(
-                self._registration, transfer_mode=DIRECT, offer=None, fallback=why[:1024]
-            )
-            # In this order: who sees the new mode leaves waits to our streams, and no mover may copy after that.
-            self._connection.register_as(registration)
-            self._registration = registration
-        logger.warning("the worker copies by itself from now on: %s", why)
-
-    def _is_moved(self, link: Link) -> bool:
-        """Whether a mover copies in this session."""
-        return isinstance(link.registration, m.RegisterKVCache) and link.registration.offer is not None
-
-    def _before(self, channel: Channel) -> None:
-        if not self._is_moved(channel.link) or self._ready_link is channel.link:
-            return
-        wait_seconds = max(0.0, self._patient_until - time.monotonic())
-        self._with_mover(lambda: await_mover(channel, wait_seconds, self._deadline_seconds))
-        self._ready_link = channel.link
-
-    def _copy_batch(self, lane: int, channel: Channel, batch: CopyBatch) -> None:
-        if not self._is_moved(channel.link):
-            super()._copy_batch(lane, channel, batch)
-            return
-        probation = self._probation if lane == 1 else None
-        if probation is None:
-            self._move(lane, channel, batch)
-            return
-        probation.retrieve(batch, lambda: self._move(lane, channel, batch))
-        if probation.is_over:
-            self._probation = None
-            if probation.why_slower:
-                self._fall_back(probation.why_slower)
-
-    def _move(self, lane: int, channel: Channel, batch: CopyBatch) -> bool:
-        """See `kvdepot.movers.client.move`."""
-        try:
-            settled = self._with_mover(lambda: move(channel, lane, batch, self._deadline_seconds))
-        except DepotUnavailable:
-            self._ready_link = None
-            self._is_mover_settled = False
-            self._patient_until = time.monotonic() + self._deadline_seconds
-            raise
-        self._is_mover_settled = settled
-        return settled
-
-    def _with_mover(self, ask: Callable[[], _T]) -> _T:
-        try:
-            return ask()
-        except MoverUnavailable as error:
-            if self._mode == AUTO:
-                self._fall_back(f"no mover: {error}")
-            raise
-
-    # --- order ----------------------------------------------------------------------------------------------------
-
-    def _ready_of(self, lane: int, ready: ReadyEvent | None) -> ReadyEvent | None:
-        if self._stream is None or (lane == 0 and ready is not None):
-            return ready
-        try:
-            return self._engine.mark(self._stream())
-        except DriverError as error:
-            return _Unordered(error)
-
-    def _wait_for(self, lane: int, ready: ReadyEvent) -> None:
-        if self.transfer_mode == DIRECT:
-            self._engine.wait_for(lane, ready)
-        else:
-            self._engine.wait_here(ready)
-
-    def _on_open(self, link: Link) -> None:
-        probation = self._probation
-        if probation is not None and any(moved is not link for moved in self._moved_links):
-            with self._no_copy_running():
-                probation.end()
-        earlier = [moved for moved in self._moved_links if moved is not link and moved.has_movers()]
-        if self._is_moved(link):
-            self._moved_links = [*earlier, link]
-            self._patient_until = time.monotonic() + self._deadline_seconds
-            self._populated = link.mapping  # only the headers are read here, and checksums made
-            super()._on_open(link)
-            return
-        self._moved_links, self._ready_link = earlier, None  # a link keeps its pool mapped
-        super()._on_open(link)
-        if link.mapping is not None and link.mapping is not self._mapping:
-            self._mapping = link.mapping
-            self._engine.attach(link.mapping, self._no_copy_running)
+        self.carrier.end_movers()
 
 
-class _Unordered:
-    """The engine's stream could not be marked: the transfer fails when it comes to it, which is a miss."""
+def _open(
+    ordinal: int, cache: KVCache, layout: CacheLayout, kernel: KernelUse, options: CudaOptions
+) -> tuple[Driver, CopyEngine]:
+    try:
+        driver = options.open_driver(ordinal)
+    except DriverError as error:
+        raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
+    try:
+        return driver, CopyEngine(
+            driver, layout, cache, piece_bytes=options.piece_bytes, batch_runs=options.batch_runs, kernel=kernel,
+            compile_gather=options.compile_gather,
+        )  # fmt: skip
+    except BaseException as error:
+        with suppress(DriverError):
+            driver.close()
+        if isinstance(error, DriverError):
+            raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
+        raise
 
-    def __init__(self, error: DriverError) -> None:
-        self._error = error
 
-    def synchronize(self) -> None:
-        raise self._error
+def _offer(
+    registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, kernel: KernelUse, options: CudaOptions
+) -> m.RegisterKVCache:
+    """Return the registration with the offer that the mode needs."""
+    if options.mode == DIRECT:
+        return registration
+    try:
+        offer = offer_of(driver, layout, options.mover, kernel)
+    except DriverError as error:
+        if options.mode == IPC:
+            raise BackendUnavailable(
+                f"mode {IPC!r}: the memory of {registration.device} cannot be shared: {error};"
+                f" mode={AUTO!r} lets the worker copy by itself"
+            ) from error
+        logger.warning("the worker copies by itself, as its memory cannot be shared: %s", error)
+        return msgspec.structs.replace(registration, fallback=f"memory that cannot be shared: {error}"[:1024])
+    return msgspec.structs.replace(registration, transfer_mode=IPC, offer=offer)
 
 
 def _stream_of_torch(tensor: Any, ordinal: int) -> Callable[[], int] | None:

@@ -21,8 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.backends import ReadyEvent
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import CopyBatch, ReadyEvent
 from kvdepot.copying.runs import EXTENT_DTYPE, BatchRuns, Runs, merge, split
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout

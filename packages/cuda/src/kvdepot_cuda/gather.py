@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvdepot.copying.runs import Addresses
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot_cuda.driver import Direction, Driver
+from kvdepot_cuda.image import GatherImage
 
 KERNEL_RUNS: Final = 16
 KERNEL_PROGRAMS: Final = 8
@@ -78,17 +79,6 @@ class KernelUse:
         if np.count_nonzero(suits) < self.min_runs:
             suits[:] = False
         return suits
-
-
-@dataclass(frozen=True, slots=True)
-class GatherImage:
-    """The kernel for one kind of device. It takes an address (u64) and a count (u32), and hidden null pointers."""
-
-    image: bytes
-    name: str
-    num_threads: int
-    shared_bytes: int
-    num_hidden: int
 
 
 CompileGather = Callable[[int], GatherImage]

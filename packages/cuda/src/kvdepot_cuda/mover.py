@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import CopyBatch
 from kvdepot.copying.runs import EXTENT_DTYPE, BatchRuns, Runs
 from kvdepot.errors import ConfigError, LayoutError
 from kvdepot.layout import CacheLayout

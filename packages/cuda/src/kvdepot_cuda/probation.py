@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import CopyBatch
 from kvdepot.copying.runs import EXTENT_DTYPE
 from kvdepot_cuda.copy import CopyEngine
 from kvdepot_cuda.driver import DriverError

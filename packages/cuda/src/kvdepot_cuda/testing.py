@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from kvdepot.copying.runs import Addresses
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, DriverError
-from kvdepot_cuda.gather import GatherImage
+from kvdepot_cuda.image import GatherImage
 
 POISON: Final = 0xAB
 DEFAULT_STREAM: Final = 0

@@ -6,10 +6,9 @@
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.backends import CacheGroup, Capability
+from kvdepot.backends import Capability, KVCache
 from kvdepot.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class HpuBackend:
         return None
 
     def create_context(
-        self, groups: Sequence[CacheGroup], instance: str, *, dtype: str, **options: Any
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
     ) -> "HpuTransferContext":
         """Return an `HpuTransferContext`; see `Backend`.
 
@@ -64,9 +63,9 @@ class HpuBackend:
         reason = self.why_unavailable()
         if reason is not None:
             raise BackendUnavailable(f"backend 'hpu': {reason}")
-        from kvdepot_hpu.context import HpuTransferContext
+        from kvdepot_hpu.context import HpuOptions, HpuTransferContext
 
-        return HpuTransferContext(groups, instance, dtype=dtype, **options)
+        return HpuTransferContext(cache, HpuOptions(url=url, deadline_seconds=deadline_seconds, **options))
 
 
 backend = HpuBackend()

@@ -38,7 +38,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvdepot.backends import get_backend
+from kvdepot.backends import KVCache, get_backend
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.layout import GroupKind
 from kvdepot_vllm import gaudi
@@ -285,14 +285,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             cache, kv_caches, self._kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
         )
         context = backend.create_context(
-            groups,
-            self._instance,
-            dtype=cache.dtype,
-            rank=pp_rank * parallel.tensor_parallel_size + tp_rank,
-            world_size=parallel.world_size,
-            model=str(self._vllm_config.model_config.model),
-            format=cache.format,
-            chunk_tokens=cache.chunk_tokens,
+            KVCache(
+                groups,
+                self._instance,
+                cache.dtype,
+                rank=pp_rank * parallel.tensor_parallel_size + tp_rank,
+                world_size=parallel.world_size,
+                model=str(self._vllm_config.model_config.model),
+                format=cache.format,
+                chunk_tokens=cache.chunk_tokens,
+            ),
             url=self._settings.url,
             deadline_seconds=self._settings.deadline_seconds,
             synchronous=self._settings.is_synchronous(device),

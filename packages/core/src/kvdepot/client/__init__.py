@@ -1,1 +1,29 @@
-"""The engine's side: a connection that comes back by itself, lookups for schedulers, transfers for workers."""
+"""The engine's side: lookups for schedulers, transfers for workers, and requests of operators' tools.
+
+- `connection`, `link`, `channel`: a session that comes back by itself, and requests over it.
+- `scheduler`: lookups and leases.
+- `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (threads), `exchange` (the
+  protocol of one store or retrieve), `carrier` (which process copies), `verify` (checks after the copy) and `jobs`.
+- `operator`, `remote`: one request without a session, to this machine or over TCP.
+"""
+
+from kvdepot.client.carrier import Carrier
+from kvdepot.client.channel import Channel
+from kvdepot.client.connection import Connection
+from kvdepot.client.link import Link
+from kvdepot.client.operator import ask_depot
+from kvdepot.client.scheduler import Lease, PendingLookup, SchedulerClient
+from kvdepot.client.transfers import TransferOptions, WorkerTransfers
+
+__all__ = [
+    "Carrier",
+    "Channel",
+    "Connection",
+    "Lease",
+    "Link",
+    "PendingLookup",
+    "SchedulerClient",
+    "TransferOptions",
+    "WorkerTransfers",
+    "ask_depot",
+]

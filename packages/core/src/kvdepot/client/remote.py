@@ -13,7 +13,7 @@ class RemoteChannel:
     """A connection to one endpoint, tcp://HOST:PORT, made by ZeroMQ in the background.
 
     Raises:
-        ConfigError: it is no endpoint.
+        ConfigError: the endpoint is malformed.
     """
 
     def __init__(self, endpoint: str, keys: ClientKeys) -> None:
@@ -40,7 +40,7 @@ class RemoteChannel:
         Raises:
             RemoteError: the depot refused the request.
             DepotTimeout: no reply in time.
-            DepotUnavailable: what came is no reply.
+            DepotUnavailable: the bytes received are no reply.
         """
         self._sequence += 1
         self._socket.send(frames.encode_frame(self._sequence, request))
@@ -60,7 +60,7 @@ class RemoteChannel:
 
 
 def ask_remote(request: o.OperatorRequest, endpoint: str, deadline_seconds: float, keys: ClientKeys) -> frames.Reply:
-    """Send one request; see `kvdepot.client.connection.ask_depot`."""
+    """Send one request; see `kvdepot.client.operator.ask_depot`."""
     channel = RemoteChannel(endpoint, keys)
     try:
         return channel.call(request, deadline_seconds)

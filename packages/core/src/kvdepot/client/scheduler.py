@@ -1,4 +1,4 @@
-"""The scheduler's side: which prefix is in the depot, and leases on it."""
+"""The scheduler's side: looks up prefixes in the depot and holds leases on them."""
 
 import contextlib
 import logging
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from kvdepot.client.connection import Channel, Connection, Link
+from kvdepot.client.channel import Channel
+from kvdepot.client.connection import Connection
+from kvdepot.client.link import Link
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.keys import KeyRun
 from kvdepot.wire import frames
@@ -24,8 +26,8 @@ _GONE = (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT)  # the connection
 class Lease:
     """The answer to a lookup: `num_chunks` leading chunks are in the depot and stay there.
 
-    They stay until the lease is released, its request ends, its scheduler goes, or `lease_seconds` are over. 0 chunks
-    are a miss, and there is nothing to release.
+    They stay until the lease is released, its request or its scheduler ends, or `lease_seconds` have passed. 0 chunks
+    are a miss: there is nothing to release.
     """
 
     num_chunks: int
@@ -38,24 +40,24 @@ MISS = Lease(0)
 
 
 class PendingLookup:
-    """A lookup under way; owned by the caller, who polls `query` and then takes `result`."""
+    """A lookup under way. The caller owns it, polls `query` and then takes `result`."""
 
     def __init__(self, client: "SchedulerClient", channel: Channel | None, sequence: int) -> None:
         self.channel = channel
         self.sequence = sequence
-        self.submitted_at = self.missing_at = time.monotonic()  # when it was last seen that there is no answer yet
+        self.submitted_at = self.missing_at = time.monotonic()  # the last time without an answer
         self.deadline = self.submitted_at + client.deadline_seconds
         self._client = client
         self._lease: Lease | None = MISS if channel is None else None
 
     def query(self) -> bool:
-        """Return whether the answer is here, or its deadline over. Never waits."""
+        """Return whether the answer is here or its deadline has passed. Never wait."""
         if self._lease is None:
             self._lease = self._client.take_answer(self, may_wait=False)
         return self._lease is not None
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Like `query`, but give the answer `timeout_seconds` to come."""
+        """Like `query`, but wait up to `timeout_seconds` for the answer."""
         end = time.monotonic() + timeout_seconds
         while not self.query():
             if time.monotonic() >= end:
@@ -70,7 +72,7 @@ class PendingLookup:
         return self._lease
 
     def cancel(self) -> None:
-        """Give up; a lease that is granted all the same is given back."""
+        """Give up. A lease that is granted later is released."""
         if self._lease is None:
             self._client.give_up(self.channel, self.sequence)
             self._lease = MISS
@@ -82,9 +84,9 @@ class SchedulerClient:
     Args:
         spec: the engine's cache, as its workers register it.
         instance: the engine's name; the same as its workers'.
-        model: for the operator.
-        url: the depot, None for the one in the default directory.
-        deadline_seconds: the most that one call may cost.
+        model: shown to operators.
+        url: of the depot, None for the one in the default directory.
+        deadline_seconds: limit of one call.
     """
 
     def __init__(
@@ -97,15 +99,13 @@ class SchedulerClient:
         deadline_seconds: float = 2.0,
     ) -> None:
         self.deadline_seconds = deadline_seconds
-        self.token_seconds = (
-            0.0  # that computing a token of prompt takes the engine, 0 for unknown; its adapter's to set
-        )
+        self.token_seconds = 0.0  # the engine needs to compute a token of prompt, 0 if unknown; set by its adapter
         registration = m.RegisterScheduler(m.PROTOCOL_VERSION, instance, model, spec)
         self._channel: Channel | None = None
         self._lock = threading.RLock()
         self._connection = Connection(
             url, f"scheduler of {instance}", registration,
-            maps_pool=False, deadline_seconds=deadline_seconds, on_tidy=self._tidy,
+            maps_pool=False, deadline_seconds=deadline_seconds, reap_late_replies=self._reap_late_replies,
         )  # fmt: skip
 
     @property
@@ -117,7 +117,7 @@ class SchedulerClient:
         """Wait for the depot.
 
         Raises:
-            DepotUnavailable: none within `timeout_seconds`; the text says why.
+            DepotUnavailable: none within `timeout_seconds`; the text gives the reason.
         """
         self._connection.wait_until_open(timeout_seconds)
 
@@ -144,21 +144,21 @@ class SchedulerClient:
         return m.Lookup(link.context, request_id, key.digests, key.tenant, wait_seconds, self.token_seconds)
 
     def release(self, lease: Lease) -> None:
-        """Give a lease back. Twice is harmless; one of an earlier server is gone anyway."""
+        """Release a lease. Twice is harmless; leases of an earlier server are gone."""
         if lease.link is not None:
             self._post(lease.link, m.Release(lease.link.context, (lease.number,)))
 
     def end_request(self, request_id: str) -> None:
-        """Give back every lease of a request, lookups still under way included."""
+        """Release every lease of a request, also those of lookups under way."""
         with self._lock:
             channel = self._current() or self._channel
             if channel is not None:
                 self._post(channel.link, m.EndRequest(channel.link.context, request_id))
 
     def hint(self, key: KeyRun, *, session_ended: bool = False, priority: int = 0, ttl_seconds: float = 0.0) -> None:
-        """Say how long the chunks of `key` (a run from chunk 0 on) are worth keeping; see `messages.Hint`.
+        """Tell the depot how long the chunks of `key` (a run from chunk 0 on) are worth keeping; see `messages.Hint`.
 
-        Nothing comes back, and a depot that is away, or too old to know hints, does not matter.
+        There is no reply. A depot that is away, or does not know hints, gets none.
         """
         with self._lock:
             channel = self._current()
@@ -170,7 +170,7 @@ class SchedulerClient:
                 )
 
     def close(self) -> None:
-        """Leave the depot; every lease ends. Twice is harmless."""
+        """Leave the depot, which ends every lease. Twice is harmless."""
         with self._lock:
             if self._channel is not None:
                 self._channel.close()
@@ -219,18 +219,18 @@ class SchedulerClient:
             return _lease_of(reply, link)
 
     def wait_for_answers(self, channel: Channel | None, timeout_seconds: float) -> None:
-        """Wait until something has come over a channel. For `PendingLookup`."""
+        """Wait until a channel has something to receive. For `PendingLookup`."""
         with self._lock:
             if channel is not None and channel is self._channel:
                 channel.wait_for_any(timeout_seconds)
 
     def give_up(self, channel: Channel | None, sequence: int) -> None:
-        """Forget a lookup, and give back what it may still pin. For `PendingLookup`."""
+        """Forget a lookup and release the lease that it may still be granted. For `PendingLookup`."""
         if channel is None:
             return
 
         def give_back(reply: frames.Reply) -> None:
-            # over this channel, even while the depot is left alone: it answers again, or there would be no reply
+            # Also over a suspended link: a depot that replies takes requests.
             if isinstance(reply, m.LookupReply) and reply.lease:
                 with contextlib.suppress(DepotUnavailable):
                     channel.post(m.Release(channel.link.context, (reply.lease,)))
@@ -238,10 +238,10 @@ class SchedulerClient:
         with self._lock:
             channel.abandon(sequence, give_back)
             if channel is self._channel and channel.num_owed:
-                self._connection.tidy_soon()
+                self._connection.reap_soon()
 
-    def _tidy(self) -> bool:
-        # Never waits: whoever has the lock may be waiting for this very thread to see that the depot is dead.
+    def _reap_late_replies(self) -> bool:
+        # Never wait: the holder of the lock may be waiting for this very thread to see that the depot is dead.
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -267,7 +267,7 @@ class SchedulerClient:
         return self._channel
 
     def _post(self, link: Link, request: frames.Request) -> None:
-        """Send over the channel of a link, also while a hung depot is left alone: it has to hear it when it goes on."""
+        """Send over the channel of a link, also of a suspended one: a hung depot gets it when it goes on."""
         with self._lock:
             channel = self._channel
             if channel is None or channel.link is not link:
@@ -277,7 +277,7 @@ class SchedulerClient:
             except DepotUnavailable as error:
                 logger.warning("%s", error)
             if channel.num_owed:
-                self._connection.tidy_soon()
+                self._connection.reap_soon()
 
 
 def _lease_of(reply: m.LookupReply, link: Link) -> Lease:

@@ -1,1 +1,9 @@
-"""The toolkit of backend authors: which bytes a batch moves, and how to stage them."""
+"""The toolkit of backend authors: turns a `CopyBatch` into copies. Needs numpy.
+
+- `runs`: for devices whose blocks have addresses.
+- `staged`: for devices that torch drives and whose memory has none.
+"""
+
+from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns, Runs, merge, split
+
+__all__ = ["EXTENT_DTYPE", "Addresses", "BatchRuns", "Runs", "merge", "split"]

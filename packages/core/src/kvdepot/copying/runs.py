@@ -1,10 +1,9 @@
-"""Which bytes a batch of a worker moves: arithmetic on columns of numbers, no Python object for a block.
+"""Computes the bytes that a batch moves, in columns of numbers: no Python object for a block.
 
-For backends whose copies are given by addresses. A **run** is `(address on the device, offset in the pool, bytes)`.
-Neighbours that continue each other on both sides become one, since drivers merge nothing and each run costs them
-something. No run crosses the end of a device allocation, which a driver may refuse even if another one begins there;
-and none crosses the end of a piece of the pool, as far as it is registered piece by piece. Needs numpy, which backends
-bring; neither server nor client loads it.
+For backends that copy by addresses. A **run** is `(address on the device, offset in the pool, bytes)`. Neighbours that
+continue each other on both sides become one run, since drivers merge nothing and each run has a cost. No run crosses
+the end of a device allocation: a driver may refuse that even if another allocation begins there. `split` also cuts runs
+where a registered piece of the pool ends.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.kvcache import CopyBatch
 from kvdepot.layout import CacheLayout, PageLayout
 from kvdepot.wire.messages import EXTENT
 
@@ -47,8 +46,8 @@ class Runs:
 class BatchRuns:
     """Turns batches of one cache into runs.
 
-    `starts` are the addresses, in order, at which an allocation of the cache may begin: those of the tensors that begin
-    within no other one.
+    `starts` are the addresses, in order, at which an allocation of the cache may begin: where a tensor begins outside
+    every other tensor.
     """
 
     def __init__(self, layout: CacheLayout) -> None:
@@ -80,10 +79,10 @@ class BatchRuns:
 
 
 def merge(runs: Runs, starts: Addresses | None = None) -> Runs:
-    """Make one run of those that follow each other and continue each other on the device and in the pool.
+    """Join successive runs that continue each other on the device and in the pool.
 
     Args:
-        runs: in the order in which they may follow each other.
+        runs: only successive ones are joined.
         starts: addresses on the device, in order, at which no run continues another; None for none.
     """
     if len(runs) < 2:
@@ -115,7 +114,7 @@ def split(runs: Runs, piece_bytes: int) -> Runs:
 
 
 def _starts_of(pages: Sequence[PageLayout]) -> Addresses:
-    """Return where pages begin that lie within no other one, in order: bytes of one tensor are of one allocation."""
+    """Return where pages begin outside every other page, in order. One tensor lies in one allocation."""
     starts: list[int] = []
     end = 0
     for page in sorted(pages, key=lambda page: page.address):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import format_size
 from kvdepot.keys import Namespace, hash_prefix

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvdepot.backends import CacheGroup, get_backend
+from kvdepot.backends import CacheGroup, KVCache, get_backend
 from kvdepot.client.scheduler import Lease, SchedulerClient
 from kvdepot.errors import BackendUnavailable, ConfigError
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, PrefixHasher
@@ -127,10 +127,10 @@ class EngineModel:
                 attention_backend="model",
             )
         ]  # fmt: skip
-        self.context: Any = backend.create_context(
-            groups, instance, dtype=geometry.dtype, model=geometry.name, chunk_tokens=self.chunk_tokens, url=url,
-            format="model", copy_threads=copy_threads,
-        )  # fmt: skip
+        cache = KVCache(
+            groups, instance, geometry.dtype, model=geometry.name, format="model", chunk_tokens=self.chunk_tokens
+        )
+        self.context: Any = backend.create_context(cache, url=url, copy_threads=copy_threads)
         self.scheduler = SchedulerClient(self.context.spec, instance, model=geometry.name, url=url)
 
     def wait_until_connected(self, timeout_seconds: float = 10.0) -> None:

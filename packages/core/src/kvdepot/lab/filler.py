@@ -1,6 +1,7 @@
 """Entries without bytes: what fills an index when the index is what is looked at."""
 
-from kvdepot.client.connection import Channel, Connection
+from kvdepot.client.channel import Channel
+from kvdepot.client.connection import Connection
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.errors import KVDepotError, RemoteError
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry, RequestReport
 from kvdepot.lab.fleet import EngineProcess, EngineSettings, Prompt

@@ -1,18 +1,17 @@
-"""Transfers whose bytes a mover of the depot copies: what a worker sends in place of a copy, and what it waits for.
+"""Has a mover of the depot copy a batch, in place of the worker's own copier.
 
-A store asks for space and commits as in `client.transfers`, a retrieve takes a lease and checks it; in between stands a
-`Move`, which names the ticket or the lease and the block ids. Its reply comes when nothing is being copied any more. If
-it does not come, because the depot died or hangs, the blocks of a retrieve are not free before the mover is dead: the
-depot's death kills it, and who waited for a hanging depot kills it himself. A store's blocks are only read, and what
-becomes of its extents is the depot's affair.
+Stores and retrieves ask, check and commit as in `client.exchange`. In between the worker sends a `Move` with the ticket
+or lease and the block ids, and the depot replies when nothing is being copied any more. If the reply does not come,
+because the depot died or hangs, the blocks of a retrieve are not free before the mover is dead. The depot's death kills
+it; if the depot hangs, the worker kills it. The blocks of a store are only read, and the depot looks after its extents.
 """
 
 from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from kvdepot.client.connection import Channel
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import CopyBatch, Direction
+from kvdepot.client.channel import Channel
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -24,20 +23,20 @@ _FOR_EVER_SECONDS: Final = 1e6
 
 
 class MoveFailed(DepotUnavailable):
-    """A copy was not made, or not to its end: a miss."""
+    """The mover did not copy, or not to the end: a miss."""
 
 
 class MoverUnavailable(KVDepotError):
-    """No mover of the depot copies for this worker, and none will; the text says why."""
+    """No mover of the depot copies for this worker, and none will; the text gives the reason."""
 
 
 def await_mover(channel: Channel, wait_seconds: float, deadline_seconds: float) -> None:
-    """Return when this worker's mover can be asked.
+    """Wait until this worker's mover takes requests.
 
     Args:
         channel: of this thread.
-        wait_seconds: how long it may still be starting.
-        deadline_seconds: for the depot's own part of it.
+        wait_seconds: how long the mover may still be starting.
+        deadline_seconds: for the depot's own work.
 
     Raises:
         MoveFailed: not ready within `wait_seconds`.
@@ -49,28 +48,28 @@ def await_mover(channel: Channel, wait_seconds: float, deadline_seconds: float) 
     _wait(channel, channel.submit(request), wait_seconds + deadline_seconds)
 
 
-def move(channel: Channel, lane: int, batch: CopyBatch, deadline_seconds: float) -> bool:
-    """Have a batch copied; return when the bytes are in place, and whether the mover makes nothing ready any more.
+def move(channel: Channel, direction: Direction, batch: CopyBatch, deadline_seconds: float) -> bool:
+    """Have a batch copied. Return, once the bytes are in place, whether the mover has warmed up.
 
-    Whatever is raised, no block of a retrieve is written any more. Where the mover is another user's process and cannot
-    be killed, a retrieve waits for a depot that hangs until that goes on or dies.
+    After an exception, too, no block of a retrieve is written any more. If the mover is another user's process, which
+    cannot be killed, a retrieve waits for a hanging depot until that goes on or dies.
 
     Args:
         channel: of this thread.
-        lane: 0 for a store, 1 for a retrieve.
+        direction: of the batch.
         batch: what to copy.
-        deadline_seconds: for the depot's own part of it.
+        deadline_seconds: for the depot's own work.
 
     Raises:
         MoveFailed: the mover failed, or is not ready.
-        MoverUnavailable: no other comes.
+        MoverUnavailable: there will be no other mover.
         RemoteError: the depot refused it.
         DepotUnavailable: the depot is away, or does not answer.
     """
     link = channel.link
     starts = [max(0, first) for first in batch.first_covered]
     request = m.Move(
-        link.context, batch.number, lane == 0,
+        link.context, batch.grant_id, direction is Direction.STORE,
         tuple(
             _pack(ids, (start - first) * per_chunk, (batch.num_chunks - first) * per_chunk)
             for ids, start, first, per_chunk in zip(
@@ -80,13 +79,13 @@ def move(channel: Channel, lane: int, batch: CopyBatch, deadline_seconds: float)
         tuple(starts), batch.skip_blocks, min(deadline_seconds, _MOST_WAIT_SECONDS),
     )  # fmt: skip
     sequence = channel.submit(request)
-    can_end_it = lane == 0 or link.can_kill_movers()
+    can_end_it = direction is Direction.STORE or link.can_kill_movers()
     try:
         return _wait(channel, sequence, 2 * deadline_seconds + link.move_seconds if can_end_it else _FOR_EVER_SECONDS)
     except MoveFailed:
         raise
     except DepotTimeout:
-        if lane == 1:
+        if direction is Direction.RETRIEVE:
             link.wait_for_movers(kill=True)
         raise
     except DepotUnavailable:

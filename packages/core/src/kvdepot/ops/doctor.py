@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.backends import BackendStatus, list_backends
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig, format_size
 from kvdepot.errors import KVDepotError
 from kvdepot.pool.room import available_memory_bytes

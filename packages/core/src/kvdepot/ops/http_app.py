@@ -42,7 +42,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable, KVDepotError, RemoteError
 from kvdepot.operators.metrics import MEDIA_TYPE, render_metrics
 from kvdepot.ops.http_operations import (

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.config import format_size, parse_size
 from kvdepot.errors import ConfigError, printable
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvdepot.client.connection import ask_depot
+from kvdepot.client.operator import ask_depot
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError, printable
 from kvdepot.ops.operate import client_keys

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from kvdepot.backends import CopyBatch
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.client.transfers import CopyBatch
 from kvdepot.testing.backend import PLANS, Cache, Worker, WorkerPlan, prompt
 from kvdepot.wire.messages import EXTENT
 
@@ -77,7 +77,7 @@ class _Gate:
     """Stops one copy, once."""
 
     def __init__(self, context: Any, direction: str, where: str) -> None:
-        self._copier = context._copier
+        self._copier = context.copier
         self._direction = direction
         self._copy: Callable[[CopyBatch], None] = getattr(self._copier, direction)
         self._where = where

@@ -14,12 +14,12 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import Copier, CopyBatch
 from kvdepot.copying.runs import Addresses, BatchRuns
 from kvdepot.layout import CacheLayout
 
 _BYTES_WORTH_A_THREAD: Final = 8 << 20
-_BYTES_WORTH_STREAMING: Final = 1 << 20  # less than this stays in the caches for whoever comes next
+_BYTES_WORTH_STREAMING: Final = 1 << 20  # smaller copies stay in the caches for the next reader
 
 CopyRuns = Callable[[Addresses, Addresses, Addresses], None]
 """Copies runs: sources, targets and sizes in bytes, each `(num_runs,)`; no two targets overlap."""
@@ -42,7 +42,7 @@ def native_copy_runs() -> CopyRuns | None:
 
 
 def memcpy_runs() -> CopyRuns:
-    """Return the copy that needs nothing built: libc's memcpy, run by run."""
+    """Return a copy by libc's memcpy, run by run. It needs no compiler."""
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     memcpy.restype = ctypes.c_void_p
@@ -54,15 +54,15 @@ def memcpy_runs() -> CopyRuns:
     return copy_runs
 
 
-class PageCopier:
+class PageCopier(Copier):
     """The `Copier` of host memory.
 
     Args:
         layout: where the blocks are.
-        num_threads: how many threads share a large copy into the pool, and out of it. An engine waits for what it
-            retrieves, and for nothing that it stores.
-        keep_alive: what owns the memory of the blocks.
-        copy_runs: how bytes are moved; None for the best there is.
+        num_threads: how many threads share a large store, and a large retrieve. An engine waits for its retrieves, not
+            for its stores.
+        keep_alive: owns the memory of the blocks.
+        copy_runs: moves the bytes; None for the fastest function available.
     """
 
     def __init__(
@@ -100,6 +100,6 @@ class PageCopier:
             for start, stop in itertools.pairwise(bounds)
         ]
         for job in jobs:
-            job.exception()  # all of them end before anybody learns of an error
+            job.exception()  # wait for all of them before raising
         for job in jobs:
             job.result()

@@ -6,10 +6,9 @@ Tested on a pretend device alone, see `docs/xpu.md`: it has never run on an Inte
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.backends import CacheGroup, Capability
+from kvdepot.backends import Capability, KVCache
 from kvdepot.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class XpuBackend:
         )
 
     def create_context(
-        self, groups: Sequence[CacheGroup], instance: str, *, dtype: str, **options: Any
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
     ) -> "XpuTransferContext":
         """Return an `XpuTransferContext`; see `Backend`.
 
@@ -68,9 +67,9 @@ class XpuBackend:
         reason = self.why_unavailable()
         if reason is not None:
             raise BackendUnavailable(f"backend 'xpu': {reason}")
-        from kvdepot_cpu.xpu.context import XpuTransferContext
+        from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
 
-        return XpuTransferContext(groups, instance, dtype=dtype, **options)
+        return XpuTransferContext(cache, XpuOptions(url=url, deadline_seconds=deadline_seconds, **options))
 
 
 backend = XpuBackend()

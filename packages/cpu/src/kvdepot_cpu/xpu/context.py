@@ -1,7 +1,8 @@
 """`XpuTransferContext`: a worker whose KV cache lies in the memory of an Intel GPU.
 
 No memory handle of such a device can be opened in another process, so the worker copies, on the best of three paths
-that is found to work when the context is made. The protocol with the depot is in `kvdepot.client.transfers`.
+that is found to work when the context is made. `kvdepot.client.transfers` speaks
+with the depot.
 
 Order: a store reads its blocks after `ready`, or, if none is given, after what the submitting thread's stream has at
 the time of the call; a retrieve always comes after that, as the engine may still read or clear the blocks. The thread
@@ -12,18 +13,17 @@ import enum
 import importlib
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from kvdepot.backends import CacheGroup, ReadyEvent
-from kvdepot.client.connection import Link
-from kvdepot.client.transfers import BATCH_BYTES, WorkerTransfers, detail_of, layer_group_of
-from kvdepot.copying.staged.arrays import page_layout_of, tensors_of
+from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction, KVCache, ReadyEvent
+from kvdepot.client.transfers import TransferOptions, WorkerTransfers
+from kvdepot.copying.staged.arrays import flattened, page_layout_of
 from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.copying.staged.copy import StagedCopier
 from kvdepot.errors import BackendUnavailable, ConfigError, LayoutError
-from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
-from kvdepot.pool.files import PoolMapping
-from kvdepot.wire import messages as m
+from kvdepot.layout import CacheLayout
+from kvdepot.pool.files import PoolMemory
 from kvdepot_cpu.xpu.kernels import Kernels, NoKernels
 from kvdepot_cpu.xpu.registered import RegisteredCopier
 
@@ -41,103 +41,91 @@ class Path(enum.StrEnum):
     SYNCHRONOUS = "synchronous"  # the same through pageable memory, each copy waited for
 
 
-class XpuTransferContext(WorkerTransfers):
-    """Moves blocks between an engine's KV cache on an Intel GPU and the depot.
+@dataclass(frozen=True, kw_only=True)
+class XpuOptions(TransferOptions):
+    """Options of an `XpuTransferContext`."""
 
-    Construct it where the cache is registered: after it is allocated, on the thread and stream that compute, before the
-    first request. Block 0 of each tensor is written and restored.
+    path: str | None = None  # "registered", "staged" or "synchronous": that one or none; None: the best that works
+    staging_bytes: int = STAGING_BYTES  # limit of one staging slot: four on the host, two such buffers on the device
+    max_blocks: int = MAX_BLOCKS  # staged at once, at most
+    device_type: str = "xpu"  # torch's name of the device; another one for tests on a pretend device
 
-    Args as in `Backend.create_context`; `groups` may have a `(keys, values)` tuple for each layer, and:
-        path: "registered", "staged" or "synchronous" for that one or none; None for the best that works.
-        synchronous: transfer on the caller's thread.
-        batch_bytes: how much of a run is asked for at once.
-        staging_bytes: of one staging slot, at most; four are on the host, and two buffers of that size on the device.
-        max_blocks: how many blocks are staged at once, at most.
-        device_type: what torch calls the device; for tests on a pretend one.
+
+class XpuCopier(Copier):
+    """The `Copier` of an Intel GPU: on the best path that works, in order with the engine's stream.
+
+    Args:
+        cache: with its tensors one by one.
+        layout: of the cache, without addresses.
+        options: of the context.
 
     Raises:
-        LayoutError: the tensors are not what they are said to be, or cannot be seen as bytes.
-        BackendUnavailable: the path that was asked for does not work; the text says why.
+        LayoutError: the tensors cannot be viewed as bytes, or are on several devices.
+        BackendUnavailable: the path that the options name does not work; the text gives the reason.
         ConfigError: no such path.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        instance: str,
-        *,
-        dtype: str,
-        rank: int = 0,
-        world_size: int = 1,
-        model: str = "",
-        format: str = "",  # noqa: A002  # the field's word
-        chunk_tokens: int | None = None,
-        url: str | None = None,
-        deadline_seconds: float = 2.0,
-        path: str | None = None,
-        synchronous: bool = False,
-        batch_bytes: int = BATCH_BYTES,
-        staging_bytes: int = STAGING_BYTES,
-        max_blocks: int = MAX_BLOCKS,
-        device_type: str = "xpu",
-    ) -> None:
-        wanted = _path(path)
-        if chunk_tokens is None:
-            chunk_tokens = default_chunk_tokens(g.block_tokens for g in groups if g.kind is not GroupKind.RECURRENT)
-        tensors = [tensors_of(group) for group in groups]
-        layout = CacheLayout(
-            tuple(
-                layer_group_of(group, [page_layout_of(tensor, device_type) for tensor in each])
-                for group, each in zip(groups, tensors, strict=True)
-            ),
-            chunk_tokens, dtype, format,
-        )  # fmt: skip
-        index = _index_of(tensor for each in tensors for tensor in each)
-        self._bridge: Final = _load_bridge(device_type, pins=wanted is not Path.SYNCHRONOUS)
-        self._device: Final = self._bridge.torch.device(device_type, index)
-        self._mapping: PoolMapping | None = None
-        self._registered: RegisteredCopier | None = None
-        with self._bridge.module.device(index):
+    def __init__(self, cache: KVCache, layout: CacheLayout, options: XpuOptions) -> None:
+        wanted = _path(options.path)
+        tensors = [group.tensors for group in cache.groups]
+        self.index: Final = _index_of(tensor for each in tensors for tensor in each)
+        self._bridge = _load_bridge(options.device_type, pins=wanted is not Path.SYNCHRONOUS)
+        self._device = self._bridge.torch.device(options.device_type, self.index)
+        self.registered: RegisteredCopier | None = None
+        with self._bridge.module.device(self.index):
             self._staged = StagedCopier(
-                self._bridge, layout, tensors, max_blocks=max_blocks, staging_bytes=staging_bytes, follows=False,
-                needs_pinned=True,
+                self._bridge, layout, tensors, max_blocks=options.max_blocks, staging_bytes=options.staging_bytes,
+                follows=False, needs_pinned=True,
             )  # fmt: skip
             try:
-                self._choose(wanted, layout, tensors, index)
+                self._choose(wanted, layout, tensors)
             except BaseException:
                 self._staged.close()
                 raise
-        registration = m.RegisterKVCache(
-            m.PROTOCOL_VERSION, instance, rank, world_size, f"{device_type}:{index}", str(self.path), model,
-            m.spec_of(layout),
-            tuple(
-                detail_of(group, layer_group, dtype, each[0].shape)
-                for group, layer_group, each in zip(groups, layout.groups, tensors, strict=True)
-            ),
-        )  # fmt: skip
-        super().__init__(
-            registration, layout, self._registered or self._staged, url=url, deadline_seconds=deadline_seconds,
-            synchronous=synchronous, batch_bytes=batch_bytes,
-        )  # fmt: skip
+        self._copier: Copier = self.registered or self._staged
 
     @property
     def path(self) -> Path:
-        """How bytes move; while the pool is being registered, and once an operator has failed, they are staged."""
-        if self._registered is not None and not self._registered.is_left:
+        """How bytes move. While the pool is being registered, and once an operator has failed, they are staged."""
+        if self.registered is not None and not self.registered.is_left:
             return Path.REGISTERED
         return Path.STAGED if self._staged.is_pinned else Path.SYNCHRONOUS
 
-    @property
-    def is_registered(self) -> bool:
-        """Whether the whole pool is registered with the device now, so that blocks go straight."""
-        return self._registered is not None and self._registered.is_registered
+    def store(self, batch: CopyBatch) -> None:
+        """See `Copier`."""
+        self._copier.store(batch)
 
-    def _choose(self, wanted: Path | None, layout: CacheLayout, tensors: Sequence[Sequence[Any]], index: int) -> None:
+    def retrieve(self, batch: CopyBatch) -> None:
+        """See `Copier`."""
+        self._copier.retrieve(batch)
+
+    def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """See `Copier`. Mark the engine's stream, except for a store with `ready`."""
+        if direction is Direction.STORE and ready is not None:
+            return ready
+        try:
+            event = self._bridge.module.Event()
+            event.record(self._bridge.module.current_stream(self._device))
+        except RuntimeError as error:
+            return _Unordered(error)
+        return event
+
+    def attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
+        """See `Copier`."""
+        self._copier.attach(mapping, barrier)
+
+    def close(self) -> None:
+        """See `Copier`."""
+        self._copier.close()
+
+    def _choose(self, wanted: Path | None, layout: CacheLayout, tensors: Sequence[Sequence[Any]]) -> None:
         reason = ""
         if wanted in (None, Path.REGISTERED):
             try:
                 kernels = Kernels(self._bridge.torch)
-                self._registered = RegisteredCopier(self._bridge, kernels, layout, tensors, self._staged, index=index)
+                self.registered = RegisteredCopier(
+                    self._bridge, kernels, layout, tensors, self._staged, index=self.index
+                )
             except NoKernels as error:
                 reason = f"the pool cannot be registered with the device: {error}"
         if wanted is not None and self.path is not wanted:
@@ -149,27 +137,40 @@ class XpuTransferContext(WorkerTransfers):
         elif reason:
             logger.info("blocks are staged in pinned memory: %s", reason)
 
-    # --- order ----------------------------------------------------------------------------------------------------
 
-    def _ready_of(self, lane: int, ready: ReadyEvent | None) -> ReadyEvent | None:
-        if lane == 0 and ready is not None:
-            return ready
-        try:
-            event = self._bridge.module.Event()
-            event.record(self._bridge.module.current_stream(self._device))
-        except RuntimeError as error:
-            return _Unordered(error)
-        return event
+class XpuTransferContext(WorkerTransfers):
+    """Moves blocks between an engine's KV cache on an Intel GPU and the depot.
 
-    def _on_open(self, link: Link) -> None:
-        super()._on_open(link)
-        if self._registered is not None and link.mapping is not None and link.mapping is not self._mapping:
-            self._mapping = link.mapping
-            self._registered.attach(link.mapping, self._no_copy_running)
+    Construct it where the cache is registered: after it is allocated, on the thread and stream that compute, before the
+    first request. Block 0 of each tensor is written and restored. The groups of the cache may have a `(keys, values)`
+    tuple for each layer.
+
+    Raises:
+        LayoutError: the tensors do not fit their description, or cannot be viewed as bytes.
+        BackendUnavailable: the path that the options name does not work; the text gives the reason.
+        ConfigError: no such path.
+    """
+
+    def __init__(self, cache: KVCache, options: XpuOptions = XpuOptions()) -> None:  # frozen
+        cache = flattened(cache)
+        layout = cache.layout(lambda tensor: page_layout_of(tensor, options.device_type))
+        self._paths = XpuCopier(cache, layout, options)
+        registration = cache.registration(layout, f"{options.device_type}:{self._paths.index}", str(self.path))
+        super().__init__(registration, layout, self._paths, options)
+
+    @property
+    def path(self) -> Path:
+        """See `XpuCopier`."""
+        return self._paths.path
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the whole pool is registered with the device now, so that blocks go straight."""
+        return self._paths.registered is not None and self._paths.registered.is_registered
 
 
 class _Unordered:
-    """The engine's stream could not be marked: the transfer fails when it comes to it, which is a miss."""
+    """Stands for a stream that could not be marked: the transfer fails when it waits for it, which is a miss."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error

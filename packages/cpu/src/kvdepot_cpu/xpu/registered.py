@@ -1,28 +1,27 @@
 """`RegisteredCopier`: blocks straight between an Intel GPU and the pool, which is registered with the device.
 
-The fast path, where `vllm_xpu_kernels` offers it, above a `StagedCopier` that is always there: that one works until the
-pool is registered, which a thread does after each connection to a new depot, and for good once the device has refused
-a piece or an operator has failed. Nothing is reported before the copies are done, and nothing is thrown before either.
+The fast path, where `vllm_xpu_kernels` offers it, above a `StagedCopier` that is always there. The staged one copies
+until a thread has registered the pool, after each connection to a new depot, and for good once the device has refused
+a piece or an operator has failed. A copy returns or raises only when the device is done.
 """
 
 import contextlib
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction
 from kvdepot.copying.runs import Addresses, BatchRuns, Runs, merge, split
 from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.copying.staged.copy import StagedCopier
 from kvdepot.layout import CacheLayout
-from kvdepot.pool.files import PoolMapping
+from kvdepot.pool.files import PoolMemory
 from kvdepot_cpu.xpu.kernels import ADDRESS_MASK, WAY_OUT, Kernels, NoKernels
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ PIECE_BYTES: Final = 1 << 30  # registered by one call; 4 GiB is said to be the 
 CALL_BYTES: Final = 64 << 20  # of one batch, which takes as much pinned memory on its way to the device
 
 
-class RegisteredCopier:
+class RegisteredCopier(Copier):
     """The `Copier` of an Intel GPU with `vllm_xpu_kernels`.
 
     Args:
@@ -39,13 +38,13 @@ class RegisteredCopier:
         kernels: its operators.
         layout: of the cache, without addresses.
         tensors: of each group, in the order of the layout's pages; kept alive.
-        below: copies where this cannot; owned by this object from now on.
+        below: copies as long as this one cannot; owned by this object from now on.
         index: of the device.
         piece_bytes: how much of the pool is registered by one call; a multiple of `call_bytes`.
         call_bytes: how much one call copies.
 
     Raises:
-        NoKernels: what the operators copy does not arrive.
+        NoKernels: bytes copied by the operators do not arrive.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class RegisteredCopier:
         except RuntimeError as error:
             raise NoKernels(f"the tensors do not say where they lie: {error}") from error
         self._runs = BatchRuns(_with_addresses(layout, placed))
-        self._streams = (bridge.module.Stream(), bridge.module.Stream())  # of stores, of retrieves
+        self._streams = (bridge.module.Stream(), bridge.module.Stream())  # by direction
         self._registration: _Registration | None = None
         self._registering: threading.Thread | None = None
         self._stop = threading.Event()
@@ -88,21 +87,16 @@ class RegisteredCopier:
 
     def store(self, batch: CopyBatch) -> None:
         """See `Copier`."""
-        if not self._has_moved(0, batch):
+        if not self._has_moved(Direction.STORE, batch):
             self._below.store(batch)
 
     def retrieve(self, batch: CopyBatch) -> None:
         """See `Copier`."""
-        if not self._has_moved(1, batch):
+        if not self._has_moved(Direction.RETRIEVE, batch):
             self._below.retrieve(batch)
 
-    def attach(self, mapping: PoolMapping, fence: Callable[[], AbstractContextManager[object]]) -> None:
-        """Register a new mapping of the pool, and unregister the one before, on a thread.
-
-        Args:
-            mapping: the new one; copies may use it already.
-            fence: held while no copy runs; after it none uses the mapping before.
-        """
+    def attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
+        """See `Copier`. Register the new mapping and unregister the one before, on a thread."""
         if self._is_closed or self.is_left:
             return
         self._stop.set()
@@ -112,7 +106,7 @@ class RegisteredCopier:
             if before is not None:
                 before.join()
             new = _Registration(self._kernels, mapping, self._piece_bytes)
-            with fence():
+            with barrier():
                 old, self._registration = self._registration, new
             with self._bridge.module.device(self._index):
                 if old is not None:
@@ -140,8 +134,8 @@ class RegisteredCopier:
 
     # --- copies ---------------------------------------------------------------------------------------------------
 
-    def _has_moved(self, lane: int, batch: CopyBatch) -> bool:
-        """Move a batch; False if the copier below has to, again or at all."""
+    def _has_moved(self, direction: Direction, batch: CopyBatch) -> bool:
+        """Move a batch. Return False if the copier below has to do it, or do it again."""
         registration = self._registration
         if not self.is_registered or registration is None or registration.mapping is not batch.mapping:
             return False
@@ -149,25 +143,26 @@ class RegisteredCopier:
         try:
             for some in _calls(runs, self._call_bytes):
                 pool = some.offsets + np.uint64(batch.mapping.address)
-                self._issue(lane, *((some.blocks, pool) if lane == 0 else (pool, some.blocks)), some.sizes)
-            self._wait(lane)
+                sources, targets = (some.blocks, pool) if direction is Direction.STORE else (pool, some.blocks)
+                self._issue(direction, sources, targets, some.sizes)
+            self._wait(direction)
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):
-                self._wait(lane)  # the caller may give blocks and extents away: nothing may be under way
+                self._wait(direction)  # the caller may give blocks and extents away: nothing may be under way
             self._leave(str(error))
             return False
         return True
 
-    def _issue(self, lane: int, sources: Addresses, targets: Addresses, sizes: Addresses) -> None:
-        with self._bridge.issuing(self._streams[lane]):
+    def _issue(self, direction: Direction, sources: Addresses, targets: Addresses, sizes: Addresses) -> None:
+        with self._bridge.issuing(self._streams[direction]):
             self._kernels.copy(sources, targets, sizes)
 
-    def _wait(self, lane: int) -> None:
-        """Wait for what a lane has queued.
+    def _wait(self, direction: Direction) -> None:
+        """Wait for the queued copies of a direction.
 
         Before the middle of August 2026 the operators queued on device 0 whatever device the memory was on.
         """
-        self._streams[lane].synchronize()
+        self._streams[direction].synchronize()
         if self._index:
             self._bridge.module.synchronize(0)
 
@@ -193,12 +188,12 @@ class RegisteredCopier:
         host, device = (np.array([each], np.uint64) for each in (memory.ctypes.data, address))
         size = np.array([len(memory)], np.uint64)
         try:
-            self._issue(0, device, host, size)
-            self._wait(0)
+            self._issue(Direction.STORE, device, host, size)
+            self._wait(Direction.STORE)
             came_out = np.array_equal(memory, saved)
             memory[:] = ~saved
-            self._issue(1, host, device, size)
-            self._wait(1)
+            self._issue(Direction.RETRIEVE, host, device, size)
+            self._wait(Direction.RETRIEVE)
             arrived = first.to("cpu").contiguous().view(self._bridge.torch.uint8).numpy().reshape(-1)
             went_in = np.array_equal(arrived, ~saved)
         except RuntimeError as error:
@@ -214,7 +209,7 @@ class RegisteredCopier:
 class _Registration:
     """One mapping of the pool in pieces, kept alive until `close`."""
 
-    def __init__(self, kernels: Kernels, mapping: PoolMapping, piece_bytes: int) -> None:
+    def __init__(self, kernels: Kernels, mapping: PoolMemory, piece_bytes: int) -> None:
         self.mapping = mapping
         self.is_whole = False
         self.refused_bytes = 0

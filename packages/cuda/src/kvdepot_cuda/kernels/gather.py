@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvdepot_cuda.gather import GatherImage
+from kvdepot_cuda.image import GatherImage
 
 WORDS: Final = 1024  # of 8 bytes, copied by a program at a time: 8 KiB
 NUM_WARPS: Final = 4  # 64 bytes of each lane under way, in words of 16 bytes

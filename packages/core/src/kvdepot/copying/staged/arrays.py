@@ -1,9 +1,11 @@
 """The tensors of an engine's KV cache on a device, as pages and as bytes."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
-from kvdepot.backends import CacheGroup
 from kvdepot.errors import LayoutError
+from kvdepot.kvcache import CacheGroup, KVCache
 from kvdepot.layout import PageLayout, strided_pages
 
 
@@ -34,9 +36,22 @@ def tensors_of(group: CacheGroup) -> list[Any]:
     return [_in_memory_order(tensor) for tensor in found]
 
 
+def flattened(cache: KVCache, split_group: Callable[[CacheGroup], list[Any]] = tensors_of) -> KVCache:
+    """Return `cache` with the tensors of each group one by one, as `split_group` returns them.
+
+    Raises:
+        LayoutError: not one or two tensors a layer, or some layers have one and some two.
+    """
+    groups = [
+        replace(group, tensors=split_group(group), num_layers=group.num_layers or len(group.tensors))
+        for group in cache.groups
+    ]
+    return replace(cache, groups=groups)
+
+
 def _in_memory_order(tensor: Any) -> Any:
     if not hasattr(tensor, "permute"):
-        return tensor  # refused when its place is looked for
+        return tensor  # `page_layout_of` refuses it
     places = sorted(zip(tensor.stride()[1:], tensor.shape[1:], range(1, tensor.dim()), strict=True), reverse=True)
     order = [dimension for _, size, dimension in places if size != 1]
     if order == sorted(order):
@@ -47,7 +62,7 @@ def _in_memory_order(tensor: Any) -> Any:
 def page_layout_of(tensor: Any, device_type: str) -> PageLayout:
     """Return how the blocks of `tensor`, `(num_blocks, ...)` on a device, lie.
 
-    Without an address: what `data_ptr()` says may be virtual, and nothing here is computed with it.
+    The address is 0: `data_ptr()` may be virtual, and nothing here computes with it.
 
     Raises:
         LayoutError: not on such a device, no blocks, or the bytes of one are not contiguous.

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.client.transfers import CopyBatch
+from kvdepot.backends import Copier, CopyBatch, Direction, ReadyEvent
 from kvdepot.copying.staged.arrays import byte_view
 from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.copying.staged.moves import Bytes, GroupShape, Ids, Move, moves
@@ -52,8 +52,8 @@ class _Views:
     staged_ids: tuple[Any, ...]
 
 
-class _Direction:
-    """Stores or retrieves: a stream, a buffer on the device, two staging slots."""
+class _Buffers:
+    """Of one direction: a stream, a buffer on the device, two staging slots."""
 
     def __init__(self, bridge: Bridge, shapes: Sequence[GroupShape]) -> None:
         torch = bridge.torch
@@ -103,7 +103,7 @@ class _Direction:
         self._staged, self._staged_ids = [], []
 
 
-class StagedCopier:
+class StagedCopier(Copier):
     """The `Copier` of a device.
 
     Construct it before the engine computes, on its stream: it compiles every shape, where that is needed, and checks
@@ -116,8 +116,8 @@ class StagedCopier:
         tensors: of each group, in the order of the layout's pages; kept alive.
         max_blocks: how many blocks are moved at once, at most.
         staging_bytes: of a staging slot, at most; there are four, and two buffers of that size on the device.
-        follows: have each batch wait on the device for what the stream of this call has by then; else whoever submits
-            has waited for the engine.
+        follows: have each batch wait on the device for the work of this call's stream by then; else the copier
+            above this one has waited for the engine.
         needs_pinned: make each copy between host and device wait where the staging memory could not be pinned.
 
     Raises:
@@ -144,7 +144,7 @@ class StagedCopier:
         self._pages = [[byte_view(tensor, bridge.torch.int8) for tensor in group] for group in tensors]
         self._compute = bridge.module.current_stream()  # what the engine's work runs on
         self._issuing = threading.Lock()  # lazy mode accumulates for the process: a move is issued in one piece
-        self._stores, self._retrieves = (_Direction(bridge, self._shapes) for _ in range(2))
+        self._stores, self._retrieves = (_Buffers(bridge, self._shapes) for _ in range(2))
         bridge.launch()
         self.is_pinned: Final = self._stores.is_pinned and self._retrieves.is_pinned
         self._is_late = self.is_pinned or not needs_pinned  # copies between host and device return before they are done
@@ -162,6 +162,11 @@ class StagedCopier:
         """See `Copier`."""
         self._run(batch, self._retrieves, self._retrieve_in_turns)
 
+    def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """See `Copier`. Launch the engine's deferred work: only launched work can be waited for."""
+        self._bridge.launch()
+        return super().mark_ready(direction, ready)
+
     def close(self) -> None:
         """See `Copier`."""
         self._pages = []
@@ -177,9 +182,7 @@ class StagedCopier:
 
     # --- a batch --------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, batch: CopyBatch, direction: _Direction, work: Callable[[CopyBatch, _Direction, Bytes], None]
-    ) -> None:
+    def _run(self, batch: CopyBatch, direction: _Buffers, work: Callable[[CopyBatch, _Buffers, Bytes], None]) -> None:
         self._follow_compute(direction)
         pool: Bytes = np.frombuffer(batch.mapping.pool, np.uint8)
         try:
@@ -191,7 +194,7 @@ class StagedCopier:
                 direction.stream.synchronize()
             raise
 
-    def _store_in_turns(self, batch: CopyBatch, direction: _Direction, pool: Bytes) -> None:
+    def _store_in_turns(self, batch: CopyBatch, direction: _Buffers, pool: Bytes) -> None:
         before: tuple[Move, _Slot] | None = None
         for number, move in enumerate(moves(batch, self._shapes)):
             slot = self._gather(direction, move, number % _NUM_SLOTS)
@@ -205,7 +208,7 @@ class StagedCopier:
         self._wait_until_staged(slot)
         move.to_pool(self._shapes[move.group], slot.bytes_on_host, pool)
 
-    def _retrieve_in_turns(self, batch: CopyBatch, direction: _Direction, pool: Bytes) -> None:
+    def _retrieve_in_turns(self, batch: CopyBatch, direction: _Buffers, pool: Bytes) -> None:
         used = 0
         for number, move in enumerate(moves(batch, self._shapes)):
             slot = direction.slots[number % _NUM_SLOTS]
@@ -221,12 +224,12 @@ class StagedCopier:
 
     # --- the device -----------------------------------------------------------------------------------------------
 
-    def _follow_compute(self, direction: _Direction) -> None:
+    def _follow_compute(self, direction: _Buffers) -> None:
         """Have the direction's stream wait for what the engine has launched: it may still write or read the blocks."""
         if self._follows:
             direction.stream.wait_stream(self._compute)
 
-    def _gather(self, direction: _Direction, move: Move, number: int) -> _Slot:
+    def _gather(self, direction: _Buffers, move: Move, number: int) -> _Slot:
         """Issue the copy of blocks to a slot."""
         views, slot = self._prepare(direction, move, number)
         index_select = self._bridge.torch.index_select
@@ -240,7 +243,7 @@ class StagedCopier:
             slot.event.record(direction.stream)
         return slot
 
-    def _scatter(self, direction: _Direction, move: Move, number: int) -> _Slot:
+    def _scatter(self, direction: _Buffers, move: Move, number: int) -> _Slot:
         """Issue the copy of a slot to blocks."""
         views, slot = self._prepare(direction, move, number)
         with self._issue(direction):
@@ -253,7 +256,7 @@ class StagedCopier:
             slot.event.record(direction.stream)
         return slot
 
-    def _prepare(self, direction: _Direction, move: Move, number: int) -> tuple[_Views, _Slot]:
+    def _prepare(self, direction: _Buffers, move: Move, number: int) -> tuple[_Views, _Slot]:
         slot = direction.slots[number]
         count = len(move.block_ids)
         slot.ids_on_host[:count] = move.block_ids
@@ -261,7 +264,7 @@ class StagedCopier:
         return direction.views_of(move), slot
 
     @contextlib.contextmanager
-    def _issue(self, direction: _Direction) -> Generator[None]:
+    def _issue(self, direction: _Buffers) -> Generator[None]:
         with self._issuing, self._bridge.issuing(direction.stream):
             yield
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.client.transfers import CopyBatch
 from kvdepot.copying.runs import EXTENT_DTYPE
+from kvdepot.kvcache import CopyBatch
 from kvdepot.layout import LayerGroup
 
 Ids = npt.NDArray[np.int64]

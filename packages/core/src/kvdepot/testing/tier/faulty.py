@@ -7,8 +7,8 @@ from typing import Final
 from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier.traffic import content, extents_of, fill, make_key, read, write
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.breaker import ERRORS_TO_OPEN
+from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.queue import TierQueue
 
 NUM_THREADS: Final = 4

@@ -15,192 +15,19 @@ Tests name the promises of `docs/promises.md` that they show by the marker `prom
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
-from kvdepot.backends import NO_BLOCK, TransferContext
+from kvdepot.backends import NO_BLOCK
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import LayoutError
-from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
-from kvdepot.lab.pattern import PagePattern
+from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.layout import GroupKind
 from kvdepot.pool.files import POOL_FILE
-from kvdepot.wire.messages import CacheSpec
-
-FULL: Final = GroupKind.FULL_ATTENTION
-WINDOW: Final = GroupKind.SLIDING_WINDOW
-STATE: Final = GroupKind.RECURRENT
-
-_WAIT_SECONDS: Final = 20.0
-_FILL: Final = 0xA5  # what blocks hold before a retrieve
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """One layer group of a worker under test: pages are opaque bytes, multiples of 8."""
-
-    kind: GroupKind = FULL
-    block_tokens: int = 16
-    page_sizes_bytes: tuple[int, ...] = (1024,) * 4  # one tensor each
-    padding_bytes: int = 0  # behind each block
-    window_tokens: int = 0
-    shard: int = 0
-    num_shards: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """A worker under test."""
-
-    groups: tuple[GroupPlan, ...] = (GroupPlan(),)
-    num_blocks: int = 64  # of every group
-    chunk_tokens: int = 64
-    instance: str = "engine"
-    rank: int = 0
-    world_size: int = 1
-    format: str = "test"
-
-    def blocks_per_chunk(self, group: int) -> int:
-        """Return the blocks of one chunk."""
-        plan = self.groups[group]
-        return 1 if plan.kind is STATE else self.chunk_tokens // plan.block_tokens
-
-    def chunk_size_bytes(self, group: int) -> int:
-        """Return the bytes of one chunk, as they lie in the pool."""
-        return sum(self.groups[group].page_sizes_bytes) * self.blocks_per_chunk(group)
-
-
-class Worker(Protocol):
-    """What a backend's tests provide: a context, and a way into its device memory."""
-
-    @property
-    def context(self) -> TransferContext:
-        """The context under test."""
-        ...
-
-    @property
-    def spec(self) -> CacheSpec:
-        """What it registered."""
-        ...
-
-    def wait_until_connected(self, timeout_seconds: float) -> None:
-        """Wait for the depot."""
-        ...
-
-    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
-        """Put bytes into one block of one tensor."""
-        ...
-
-    def read_block(self, group: int, page: int, block: int) -> bytes:
-        """Return the bytes of one block of one tensor."""
-        ...
-
-
-PLANS: Final = {
-    "one group": WorkerPlan(),
-    "one block a chunk": WorkerPlan((GroupPlan(block_tokens=64),)),
-    "one layer": WorkerPlan((GroupPlan(page_sizes_bytes=(4096,)),)),
-    "odd page sizes": WorkerPlan((GroupPlan(page_sizes_bytes=(1000, 8, 4104)),)),
-    "large pages": WorkerPlan((GroupPlan(page_sizes_bytes=(65536, 65536)),)),
-    "padded pages": WorkerPlan((GroupPlan(page_sizes_bytes=(1000, 1000), padding_bytes=24),)),
-    "several block sizes": WorkerPlan((GroupPlan(), GroupPlan(block_tokens=32, page_sizes_bytes=(2048,)))),
-    "window and full": WorkerPlan((GroupPlan(), GroupPlan(WINDOW, window_tokens=128))),
-    "recurrent and full": WorkerPlan((GroupPlan(), GroupPlan(STATE, page_sizes_bytes=(3000, 720), padding_bytes=376))),
-    "only a window": WorkerPlan((GroupPlan(WINDOW, window_tokens=100),)),
-    "only states": WorkerPlan((GroupPlan(STATE),)),
-}  # fmt: skip
-
-
-def prompt(num_chunks: int, *, salt: int = 0, chunk_tokens: int = 64) -> KeyRun:
-    """Return the key of a prompt; prompts of one salt are prefixes of each other."""
-    return hash_prefix(Namespace("test", tenant_salt=str(salt)), chunk_tokens, range(num_chunks * chunk_tokens))
-
-
-class Cache:
-    """A worker with the oracle beside it."""
-
-    def __init__(self, worker: Worker, plan: WorkerPlan) -> None:
-        self.worker = worker
-        self.plan = plan
-        self.context = worker.context
-        self._pattern = PagePattern(max(max(group.page_sizes_bytes) for group in plan.groups))
-
-    def blocks(self, run: KeyRun, *, rotate: int = 0, covered: Sequence[int] | None = None) -> list[list[int]]:
-        """Return distinct blocks for a run, one list a group, different for each `rotate`."""
-        found: list[list[int]] = []
-        for group in range(len(self.plan.groups)):
-            count = (run.num_chunks if covered is None else covered[group]) * self.plan.blocks_per_chunk(group)
-            assert count <= self.plan.num_blocks, "the plan has too few blocks"
-            order = random.Random(rotate * 31 + group).sample(range(self.plan.num_blocks), count)
-            found.append(order)
-        return found
-
-    def fill(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> None:
-        """Write what belongs to the run into its blocks."""
-        for group, page, block, data in self._expected(run, block_ids):
-            self.worker.write_block(group, page, block, data)
-
-    def wipe(self) -> None:
-        """Make every block hold nothing of use."""
-        for group, plan in enumerate(self.plan.groups):
-            for page, size in enumerate(plan.page_sizes_bytes):
-                for block in range(self.plan.num_blocks):
-                    self.worker.write_block(group, page, block, bytes([_FILL]) * size)
-
-    def holds(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Return whether the blocks hold exactly what belongs to the run."""
-        return all(
-            self.worker.read_block(group, page, block) == data
-            for group, page, block, data in self._expected(run, block_ids)
-        )
-
-    def untouched(self, but: Sequence[Sequence[int]]) -> bool:
-        """Return whether every block not named is as `wipe` left it."""
-        return all(
-            self.worker.read_block(group, page, block) == bytes([_FILL]) * size
-            for group, plan in enumerate(self.plan.groups)
-            for page, size in enumerate(plan.page_sizes_bytes)
-            for block in set(range(self.plan.num_blocks)) - set(but[group])
-        )
-
-    def store(self, run: KeyRun, *, rotate: int = 0, request_id: str = "request") -> bool:
-        """Fill blocks and store them."""
-        block_ids = self.blocks(run, rotate=rotate)
-        self.fill(run, block_ids)
-        return self.context.submit_store(request_id, run, block_ids).result(_WAIT_SECONDS)
-
-    def retrieve(self, run: KeyRun, *, rotate: int = 1) -> int:
-        """Retrieve into wiped blocks, check every byte, and return the chunks that came."""
-        block_ids = self.blocks(run, rotate=rotate)
-        self.wipe()
-        future = self.context.submit_retrieve("request", run, block_ids)
-        complete = future.result(_WAIT_SECONDS)
-        assert complete == (future.num_chunks == run.num_chunks)
-        count = future.num_chunks
-        kept = [ids[: count * self.plan.blocks_per_chunk(group)] for group, ids in enumerate(block_ids)]
-        assert self.holds(run.slice(0, count), kept), "wrong bytes were served"
-        assert self.untouched(block_ids), "blocks that nobody named were written"
-        return count
-
-    def _expected(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, bytes]]:
-        for group, plan in enumerate(self.plan.groups):
-            step = self.plan.blocks_per_chunk(group)
-            first = run.num_chunks - len(block_ids[group]) // step
-            for chunk in range(first, run.num_chunks):
-                key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
-                seeds = self._pattern.seeds(key, len(plan.page_sizes_bytes), step, tag=group * 64 + plan.shard)
-                for page, size in enumerate(plan.page_sizes_bytes):
-                    for place in range(step):
-                        words: npt.NDArray[Any] = np.empty((1, size // 8), np.uint64)
-                        self._pattern.write(words, seeds[page, place : place + 1])
-                        yield group, page, block_ids[group][(chunk - first) * step + place], words.tobytes()
-
+from kvdepot.testing.backend.plan import FILL, PLANS, WAIT_SECONDS, Cache, GroupPlan, Worker, WorkerPlan, prompt
 
 MakeCache = Callable[..., Cache]
 
@@ -238,7 +65,7 @@ class BackendSuite:
             worker = self.make_worker(depot.url if url is None else url, plan, **options)
             made.append(Cache(worker, plan))
             if url is None:
-                worker.wait_until_connected(_WAIT_SECONDS)
+                worker.wait_until_connected(WAIT_SECONDS)
             return made[-1]
 
         yield make
@@ -281,10 +108,10 @@ class BackendSuite:
         run = prompt(6)
         stored = writer.blocks(run, covered=(6, 2))
         writer.fill(run, stored)
-        assert writer.context.submit_store("request", run, stored).result(_WAIT_SECONDS)
+        assert writer.context.submit_store("request", run, stored).result(WAIT_SECONDS)
         reader.wipe()
         wanted = reader.blocks(run, rotate=1, covered=(6, 2))
-        assert reader.context.submit_retrieve("request", run, wanted).result(_WAIT_SECONDS)
+        assert reader.context.submit_retrieve("request", run, wanted).result(WAIT_SECONDS)
         assert reader.holds(run, wanted)
         assert reader.untouched(wanted)
 
@@ -297,11 +124,11 @@ class BackendSuite:
         reader.wipe()
         wanted = reader.blocks(run, rotate=1, covered=(6, 2))
         left_out = [wanted[0], [NO_BLOCK, NO_BLOCK, *wanted[1][2:]]]
-        assert reader.context.submit_retrieve("request", run, left_out).result(_WAIT_SECONDS)
+        assert reader.context.submit_retrieve("request", run, left_out).result(WAIT_SECONDS)
         assert reader.untouched(left_out)
         assert reader.holds(run.slice(5), [wanted[0][20:], wanted[1][4:]])
         for block in wanted[1][2:4]:
-            assert reader.worker.read_block(1, 0, block) != bytes([_FILL]) * plan.groups[1].page_sizes_bytes[0]
+            assert reader.worker.read_block(1, 0, block) != bytes([FILL]) * plan.groups[1].page_sizes_bytes[0]
 
     @pytest.mark.parametrize("skip_tokens", [16, 48, 64, 80, 320])
     def test_tokens_that_are_skipped_keep_their_blocks(self, skip_tokens: int, cache: MakeCache) -> None:
@@ -312,7 +139,7 @@ class BackendSuite:
         block_ids = worker.blocks(run, rotate=1)
         worker.wipe()
         future = worker.context.submit_retrieve("request", run, block_ids, skip_tokens=skip_tokens)
-        assert future.result(_WAIT_SECONDS)
+        assert future.result(WAIT_SECONDS)
         first = -(-skip_tokens // 64)
         assert worker.holds(run.slice(first), [block_ids[0][first * 4 :]])
         assert worker.untouched([block_ids[0][skip_tokens // 16 :]])
@@ -370,7 +197,7 @@ class BackendSuite:
         plans = [WorkerPlan((GroupPlan(shard=rank, num_shards=2),), rank=rank, world_size=2) for rank in range(2)]
         ranks = [cache(plan) for plan in plans]
         with SchedulerClient(ranks[0].worker.spec, "engine", url=depot.url) as scheduler:
-            scheduler.wait_until_connected(_WAIT_SECONDS)
+            scheduler.wait_until_connected(WAIT_SECONDS)
             assert ranks[0].store(prompt(3))
             assert scheduler.lookup("request", prompt(3)).num_chunks == 0
             assert ranks[1].store(prompt(3))
@@ -416,7 +243,7 @@ class BackendSuite:
             )
             for start in range(0, 12, 3)
         ]
-        assert all(future.result(_WAIT_SECONDS) for future in futures)
+        assert all(future.result(WAIT_SECONDS) for future in futures)
         assert all(future.query() for future in futures)
         assert worker.retrieve(run) == 12
 
@@ -430,7 +257,7 @@ class BackendSuite:
             def synchronize(self) -> None:
                 worker.fill(run, block_ids)
 
-        assert worker.context.submit_store("request", run, block_ids, ready=Ready()).result(_WAIT_SECONDS)
+        assert worker.context.submit_store("request", run, block_ids, ready=Ready()).result(WAIT_SECONDS)
         assert worker.retrieve(run) == 2
 
     @pytest.mark.parametrize(
@@ -482,7 +309,7 @@ class BackendSuite:
         depot.kill()
         assert worker.retrieve(prompt(4)) == 0
         depot.start()
-        worker.worker.wait_until_connected(_WAIT_SECONDS)
+        worker.worker.wait_until_connected(WAIT_SECONDS)
         wait_until(lambda: not depot.status().recovering)
         assert worker.retrieve(prompt(4)) == 4
 
@@ -492,7 +319,7 @@ class BackendSuite:
         """A chunk whose bytes do not have their checksum is never served; the depot says which, and takes it again."""
         with DepotProcess("--verify", verify) as depot:
             worker = cache(url=depot.url)
-            worker.worker.wait_until_connected(_WAIT_SECONDS)
+            worker.worker.wait_until_connected(WAIT_SECONDS)
             run = prompt(5)
             assert worker.store(run)
             assert worker.retrieve(run) == 5
@@ -507,7 +334,7 @@ class BackendSuite:
     def _came_of_corrupt(self, worker: Cache, run: KeyRun) -> int:
         block_ids = worker.blocks(run)
         future = worker.context.submit_retrieve("request", run, block_ids)
-        future.result(_WAIT_SECONDS)
+        future.result(WAIT_SECONDS)
         return future.num_chunks
 
     @pytest.mark.promise(30)
@@ -515,13 +342,13 @@ class BackendSuite:
         """They are in the index table."""
         with DepotProcess("--verify", "all") as depot:
             worker = cache(url=depot.url)
-            worker.worker.wait_until_connected(_WAIT_SECONDS)
+            worker.worker.wait_until_connected(WAIT_SECONDS)
             run = prompt(3)
             assert worker.store(run)
             depot.kill()
             _flip_a_byte(depot, 5)
             depot.start()
-            worker.worker.wait_until_connected(_WAIT_SECONDS)
+            worker.worker.wait_until_connected(WAIT_SECONDS)
             wait_until(lambda: not depot.status().recovering)
             assert worker.retrieve(run) == 0
             wait_until(lambda: depot.status().counters.get("entries_corrupt") == 1)
@@ -534,7 +361,7 @@ class BackendSuite:
         chunk_bytes = 4 * 2 * 65536
         fits = (64 << 20) // chunk_bytes
         with SchedulerClient(worker.worker.spec, "engine", url=depot.url) as scheduler:
-            scheduler.wait_until_connected(_WAIT_SECONDS)
+            scheduler.wait_until_connected(WAIT_SECONDS)
             for salt in range(fits // 8):
                 assert worker.store(prompt(8, salt=salt))
                 assert scheduler.lookup(f"request-{salt}", prompt(8, salt=salt)).num_chunks == 8

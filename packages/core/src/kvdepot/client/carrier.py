@@ -1,0 +1,36 @@
+"""`Carrier`: decides for `WorkerTransfers` which process copies a batch."""
+
+from typing import Final
+
+from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction
+from kvdepot.client.channel import Channel
+from kvdepot.client.link import Link
+
+
+class Carrier:
+    """Has every batch copied by the copier of this process.
+
+    A backend whose copies can also be made by a mover of the depot overrides these methods.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self.copier: Final = copier
+
+    def copies_here(self, link: Link) -> bool:
+        """Return whether this process copies in this session, and so needs the pool mapped and attached."""
+        del link
+        return True
+
+    def opened(self, link: Link, barrier: CopyBarrier) -> None:
+        """Take note of a link that has become usable: new, or no longer suspended. Called before `attach`."""
+
+    def prepare(self, channel: Channel) -> None:
+        """Get ready for a transfer, before it asks the depot for anything. An exception makes it a miss."""
+
+    def copy(self, direction: Direction, channel: Channel, batch: CopyBatch) -> None:
+        """Copy a batch. Return or raise only when nothing moves any more."""
+        del channel
+        if direction is Direction.STORE:
+            self.copier.store(batch)
+        else:
+            self.copier.retrieve(batch)

@@ -1,0 +1,233 @@
+"""`Channel`: requests and replies of one thread, over a connection of its own to the control socket."""
+
+import math
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.client.link import Link
+from kvdepot.errors import DepotTimeout, DepotUnavailable, RemoteError
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+
+_READ_BYTES: Final = 64 << 10
+_MOST_REPLY_BYTES: Final = 64 << 20
+_MOST_UNSENT_BYTES: Final = 16 << 20  # kept by a channel for a depot that does not take requests now
+_ZEROMQ: Final = b"\xff" + bytes(7)  # first bytes of a depot before protocol 2; no reply begins so
+_TIMEVAL: Final = struct.Struct("ll")
+
+
+class Channel:
+    """Requests and replies over one link, for one thread at a time.
+
+    The first request connects. A lost connection does not come back: its link is lost, too.
+
+    Args:
+        link: with the depot.
+        connect_seconds: how long connecting may wait for a depot that is busy accepting others.
+    """
+
+    def __init__(self, link: Link, connect_seconds: float = 0.0) -> None:
+        self.link = link
+        self._connect_seconds = connect_seconds
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._close = weakref.finalize(self, self._socket.close)
+        self._is_connected = False
+        self._poller = select.poll()
+        self._poller.register(link.lost_fd, select.POLLIN)
+        self._sequence = 0
+        self._unsent = bytearray()
+        self._received = bytearray()
+        self._replies: dict[int, frames.Reply] = {}
+        self._ignored: dict[int, Callable[[frames.Reply], None] | None] = {}
+        self._num_owed = 0
+
+    def submit(self, request: frames.Request) -> int:
+        """Send a request and return the number under which `poll` and `wait` know its reply.
+
+        Raises:
+            DepotUnavailable: it cannot be sent.
+        """
+        frame = frames.encode_frame(self._sequence + 1, request)
+        data = frames.LENGTH.pack(len(frame)) + frame
+        if not self._is_connected:
+            self._connect()
+            data = frames.encode_greeting(self.link.token) + data
+        if self._unsent:
+            self._flush()
+        if len(self._unsent) + len(data) > _MOST_UNSENT_BYTES:
+            raise DepotUnavailable(f"the depot has not taken {len(self._unsent)} bytes of requests yet")
+        num_sent = 0 if self._unsent else self._send(data)
+        if num_sent < len(data):
+            self._unsent += memoryview(data)[num_sent:]
+            self._poller.modify(self._socket, select.POLLIN | select.POLLOUT)
+        self._sequence += 1
+        return self._sequence
+
+    def post(self, request: frames.Request) -> None:
+        """Send a request and ignore its reply."""
+        self._ignored[self.submit(request)] = None
+        if len(self._ignored) > 64:
+            self.drain()
+
+    def poll(self, sequence: int) -> frames.Reply | None:
+        """Return the reply if it is here, else None. Never wait.
+
+        Raises:
+            RemoteError: the depot refused the request.
+            DepotUnavailable: the connection was lost.
+        """
+        if sequence not in self._replies:
+            self.drain()
+        return self._take(sequence)
+
+    def wait(self, sequence: int, deadline_seconds: float) -> frames.Reply:
+        """Return the reply, waiting at most `deadline_seconds`.
+
+        Raises:
+            RemoteError: the depot refused the request.
+            DepotTimeout: no reply in time.
+            DepotUnavailable: the connection was lost.
+        """
+        end = time.monotonic() + deadline_seconds
+        while sequence not in self._replies:
+            rest = end - time.monotonic()
+            ready = self._poller.poll(max(0, int(rest * 1000)))
+            if any(fd != self.link.lost_fd for fd, _ in ready):
+                self.drain()
+            elif ready:
+                raise DepotUnavailable("the connection to the depot was lost")
+            elif rest <= 0:
+                self.abandon(sequence)
+                raise DepotTimeout(f"no answer within {deadline_seconds} s")
+        reply = self._take(sequence)
+        assert reply is not None
+        return reply
+
+    def wait_for_any(self, timeout_seconds: float) -> None:
+        """Wait at most `timeout_seconds` for something to receive."""
+        self._poller.poll(max(0, math.ceil(timeout_seconds * 1000)))
+
+    def call(self, request: frames.Request, deadline_seconds: float) -> frames.Reply:
+        """Send a request and wait for its reply; raises as `submit` and `wait` do."""
+        return self.wait(self.submit(request), deadline_seconds)
+
+    def abandon(self, sequence: int, on_reply: Callable[[frames.Reply], None] | None = None) -> None:
+        """Forget a request. If its reply still comes, `on_reply` gets it."""
+        reply = self._replies.pop(sequence, None)
+        if reply is None:
+            self._ignored[sequence] = on_reply
+            self._num_owed += on_reply is not None
+        elif on_reply is not None:
+            on_reply(reply)
+
+    @property
+    def num_owed(self) -> int:
+        """Late replies that somebody has to take in: of abandoned requests, and one more if requests are unsent."""
+        return self._num_owed + bool(self._unsent) if self.link.mark_lost.alive else 0
+
+    def drain(self) -> None:
+        """Send unsent requests and take in replies. Never wait.
+
+        Raises:
+            DepotUnavailable: the connection was lost, or the bytes received are no reply.
+        """
+        if self._unsent:
+            self._flush()
+        while self._is_connected and self._receive():
+            pass
+
+    def _connect(self) -> None:
+        try:
+            if self._connect_seconds:
+                seconds = math.floor(self._connect_seconds)
+                microseconds = int((self._connect_seconds - seconds) * 1e6)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(seconds, microseconds))
+            else:
+                self._socket.setblocking(False)
+            self._socket.connect(str(self.link.control))
+            self._socket.setblocking(False)
+        except OSError as error:
+            raise DepotUnavailable(f"cannot connect to it: {error}") from error
+        self._is_connected = True
+        self._poller.register(self._socket, select.POLLIN)
+
+    def _send(self, data: bytes | memoryview) -> int:
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise DepotUnavailable(f"the connection to the depot was lost: {error}") from error
+
+    def _flush(self) -> None:
+        with memoryview(self._unsent) as unsent:
+            num_sent = self._send(unsent)
+        del self._unsent[:num_sent]
+        if not self._unsent:
+            self._poller.modify(self._socket, select.POLLIN)
+
+    def _receive(self) -> bool:
+        """Read once; return whether there may be more."""
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise DepotUnavailable(f"the connection to the depot was lost: {error}") from error
+        if not data:
+            raise DepotUnavailable("the depot closed the connection")
+        if data.startswith(_ZEROMQ):
+            raise DepotUnavailable(
+                f"it is of a release before protocol {m.PROTOCOL_VERSION}: install the same version of kvdepot on both"
+                " sides"
+            )
+        self._received += data
+        while (frame := self._take_frame()) is not None:
+            self._accept(frame)  # may send and receive, too
+        return len(data) == _READ_BYTES
+
+    def _take_frame(self) -> bytes | None:
+        received = self._received
+        if len(received) < frames.LENGTH.size:
+            return None
+        (length,) = frames.LENGTH.unpack_from(received)
+        if length > _MOST_REPLY_BYTES:
+            raise DepotUnavailable(f"the depot speaks another language: a reply of {length} bytes")
+        end = frames.LENGTH.size + length
+        if len(received) < end:
+            return None
+        with memoryview(received) as view:
+            frame = bytes(view[frames.LENGTH.size : end])
+        del received[:end]
+        return frame
+
+    def _accept(self, frame: bytes) -> None:
+        sequence = frames.sequence_of(frame)
+        try:
+            reply = frames.decode_reply(frame)
+        except frames.FrameError as error:
+            raise DepotUnavailable(f"the depot speaks another language: {error}") from error
+        if sequence in self._ignored:
+            on_reply = self._ignored.pop(sequence)
+            if on_reply is not None:
+                self._num_owed -= 1
+                on_reply(reply)
+        else:
+            self._replies[sequence] = reply
+
+    def _take(self, sequence: int) -> frames.Reply | None:
+        reply = self._replies.pop(sequence, None)
+        if isinstance(reply, m.ErrorReply):
+            raise RemoteError(reply.code, reply.message)
+        return reply
+
+    def close(self) -> None:
+        """Close the connection. Twice is harmless."""
+        if self._is_connected and self._close.alive:
+            self._poller.unregister(self._socket)
+        self._close()

@@ -1,0 +1,244 @@
+"""`Exchange`: the protocol of one store or retrieve with the depot.
+
+A store asks for extents, has them filled and commits them; a retrieve takes a lease, has the extents copied, checks
+that they are still the same and releases the lease. Both work through the run in batches.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.backends import CopyBatch, Direction
+from kvdepot.client.carrier import Carrier
+from kvdepot.client.channel import Channel
+from kvdepot.client.connection import Connection
+from kvdepot.client.jobs import TransferJob
+from kvdepot.client.verify import Verifier
+from kvdepot.errors import DepotTimeout, DepotUnavailable, KVDepotError, LayoutError
+from kvdepot.keys import KeyRun
+from kvdepot.layout import CacheLayout, GroupKind
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+
+_LATE_LEASE_SECONDS: Final = 0.1  # an unwanted lease is waited for so long, then left to a late reply
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Consecutive chunks of a run that are asked for with one request."""
+
+    start: int  # within the run
+    key: KeyRun
+    covered: tuple[int, ...]  # chunks that each group covers at the end of the batch
+
+
+class Exchange:
+    """Does the stores and retrieves of one worker.
+
+    Args:
+        layout: of the worker's cache.
+        carrier: copies the batches.
+        verifier: checks them.
+        batch_bytes: how much of a run is asked for at once.
+    """
+
+    def __init__(self, layout: CacheLayout, carrier: Carrier, verifier: Verifier, batch_bytes: int) -> None:
+        self._layout = layout
+        self._carrier = carrier
+        self._verifier = verifier
+        self._batch_chunks = tuple(
+            max(1, min(most // len(layout.groups), batch_bytes // sum(layout.chunk_sizes_bytes)))
+            for most in (m.MAXIMUM_STORE_ENTRIES, m.MAXIMUM_RETRIEVE_ENTRIES)
+        )
+        self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
+        self._copy_locks = (threading.Lock(), threading.Lock())  # by direction: held while the pool is touched
+
+    @contextlib.contextmanager
+    def barrier(self) -> Generator[None]:
+        """See `CopyBarrier`."""
+        with self._copy_locks[0], self._copy_locks[1]:
+            yield
+
+    def store(self, connection: Connection, channel: Channel, job: TransferJob) -> bool:
+        """Store a run; return whether the depot took all of it."""
+        if job.ready is not None:
+            self._carrier.copier.wait_for(Direction.STORE, job.ready)
+        commits: list[tuple[int, int]] = []
+        complete = True
+        for batch in self._batches(Direction.STORE, job, 0):
+            key = batch.key
+            request = m.PrepareStore(
+                channel.link.context, job.request_id, key.tenant, key.digests, key.first_chunk, key.parent,
+                batch.covered,
+            )  # fmt: skip
+            plan = self._wait(connection, channel, channel.submit(request), _abort)
+            if not isinstance(plan, m.StorePlan):
+                raise DepotUnavailable(f"it answered a store with {type(plan).__name__}")
+            if plan.ticket:
+                try:
+                    copied = self._copy(Direction.STORE, connection, channel, job, batch, plan)
+                except BaseException:
+                    _abort(channel, plan)
+                    raise
+                if not copied:
+                    _abort(channel, plan)
+                    return False
+                checksums = self._verifier.checksums(channel.link, plan.extents)
+                commit = m.CommitStore(channel.link.context, plan.ticket, checksums)
+                commits.append((channel.submit(commit), batch.start))
+            if plan.num_declined:
+                complete = False
+                break
+            job.transfer.num_chunks = batch.start + key.num_chunks
+        for sequence, start in commits:
+            try:
+                channel.wait(sequence, connection.deadline_seconds)
+            except KVDepotError:
+                job.transfer.num_chunks = min(job.transfer.num_chunks, start)
+                raise
+        return complete
+
+    def retrieve(self, connection: Connection, channel: Channel, job: TransferJob) -> bool:
+        """Retrieve a run; return whether all of it came."""
+        if job.ready is not None:
+            self._carrier.copier.wait_for(Direction.RETRIEVE, job.ready)
+        transfer = job.transfer
+        first = job.skip_tokens // self._layout.chunk_tokens
+        transfer.num_chunks = first
+        with contextlib.ExitStack() as undo:
+            for batch, sequence in self._ask_ahead(connection, channel, job, first, undo):
+                plan = self._wait(connection, channel, sequence, _release)
+                if not isinstance(plan, m.RetrievePlan):
+                    raise DepotUnavailable(f"it answered a retrieve with {type(plan).__name__}")
+                num_chunks = batch.key.num_chunks
+                if plan.num_chunks and plan.lease:
+                    try:
+                        if not self._copy(Direction.RETRIEVE, connection, channel, job, batch, plan):
+                            return False
+                        valid = self._verifier.valid_chunks(channel, plan, batch.key.digests)
+                    finally:
+                        _release(channel, plan)
+                    transfer.num_chunks = batch.start + valid
+                    if valid < num_chunks:
+                        return False
+                elif plan.num_chunks < num_chunks:
+                    return False
+                else:
+                    transfer.num_chunks = batch.start + num_chunks
+        return True
+
+    def _ask_ahead(
+        self, connection: Connection, channel: Channel, job: TransferJob, first: int, undo: contextlib.ExitStack
+    ) -> Iterator[tuple[_Batch, int]]:
+        """Yield the batches of a retrieve with the sequence of their request, asking for one batch ahead.
+
+        Leases that are still being asked for when `undo` closes are released.
+        """
+        batches = self._batches(Direction.RETRIEVE, job, first)
+        pending: list[int] = []
+
+        def ask() -> tuple[_Batch, int] | None:
+            batch = next(batches, None)
+            if batch is None:
+                return None
+            key = batch.key
+            request = m.PrepareRetrieve(
+                channel.link.context, job.request_id, key.digests, key.first_chunk, batch.covered
+            )
+            pending.append(channel.submit(request))
+            return batch, pending[-1]
+
+        def release_pending() -> None:
+            for sequence in pending:
+                try:
+                    _release(channel, channel.wait(sequence, _LATE_LEASE_SECONDS))
+                except KVDepotError:
+                    channel.abandon(sequence, lambda reply: _release(channel, reply))
+                    connection.reap_soon()
+
+        undo.callback(release_pending)
+        current = ask()
+        while current is not None:
+            following = ask()
+            pending.remove(current[1])
+            yield current
+            current = following
+
+    def _wait(
+        self, connection: Connection, channel: Channel, sequence: int, undo: Callable[[Channel, frames.Reply], None]
+    ) -> frames.Reply:
+        """Return the reply to a request; `undo` gets it if it comes after the deadline."""
+        began = time.monotonic()
+        try:
+            reply = channel.wait(sequence, connection.deadline_seconds)
+            connection.note_wait(channel.link, time.monotonic() - began)
+            return reply
+        except DepotTimeout:
+            channel.abandon(sequence, lambda reply: undo(channel, reply))
+            raise
+
+    def _batches(self, direction: Direction, job: TransferJob, first: int) -> Iterator[_Batch]:
+        total = job.key.num_chunks
+        for start in range(first, total, self._batch_chunks[direction]):
+            stop = min(start + self._batch_chunks[direction], total)
+            covered = tuple(max(0, stop - max(start, total - count)) for count in job.covered)
+            yield _Batch(start, job.key.slice(start, stop), covered)
+
+    def _copy(
+        self,
+        direction: Direction,
+        connection: Connection,
+        channel: Channel,
+        job: TransferJob,
+        batch: _Batch,
+        plan: m.StorePlan | m.RetrievePlan,
+    ) -> bool:
+        """Have a batch copied; return False if the link was lost before the copy began."""
+        mapping = channel.link.mapping
+        assert mapping is not None
+        total, num_chunks = job.key.num_chunks, batch.key.num_chunks
+        skip_blocks = tuple(
+            max(0, job.skip_tokens - batch.start * self._layout.chunk_tokens) // group.block_tokens
+            if group.kind is not GroupKind.RECURRENT else 0
+            for group in self._layout.groups
+        )  # fmt: skip
+        first_covered = tuple(total - count - batch.start for count in job.covered)
+        grant_id = plan.ticket if isinstance(plan, m.StorePlan) else plan.lease
+        copies = CopyBatch(
+            mapping, plan.extents, job.block_ids, first_covered, skip_blocks, grant_id, num_chunks,
+            self._blocks_per_chunk,
+        )  # fmt: skip
+        self._check(copies)
+        with self._copy_locks[direction]:
+            if connection.link is not channel.link:
+                return False
+            self._carrier.copy(direction, channel, copies)
+        job.transfer.num_bytes += sum(record[7] for record in m.EXTENT.iter_unpack(plan.extents))
+        return True
+
+    def _check(self, batch: CopyBatch) -> None:
+        """Refuse a plan that names anything but whole entries of this batch."""
+        sizes = self._layout.chunk_sizes_bytes
+        for chunk, group, _, _, _, _, offset, num_bytes in m.EXTENT.iter_unpack(batch.extents):
+            if (
+                group >= len(sizes)
+                or num_bytes != sizes[group]
+                or not batch.first_covered[group] <= chunk < batch.num_chunks
+                or offset + num_bytes > batch.mapping.size_bytes
+            ):
+                raise LayoutError(f"the depot named {num_bytes} bytes at {offset} for chunk {chunk} of group {group}")
+
+
+def _abort(channel: Channel, reply: frames.Reply) -> None:
+    if isinstance(reply, m.StorePlan) and reply.ticket:
+        with contextlib.suppress(DepotUnavailable):
+            channel.post(m.AbortStore(channel.link.context, reply.ticket))
+
+
+def _release(channel: Channel, reply: frames.Reply) -> None:
+    if isinstance(reply, m.RetrievePlan) and reply.lease:
+        with contextlib.suppress(DepotUnavailable):
+            channel.post(m.Release(channel.link.context, (reply.lease,)))

@@ -1,0 +1,50 @@
+"""The future of one transfer, and the job that a direction's thread does for it."""
+
+import threading
+from dataclasses import dataclass
+
+from kvdepot.backends import BlockIds, ReadyEvent
+from kvdepot.client.link import Link
+from kvdepot.keys import KeyRun
+
+
+class Transfer:
+    """A `TransferFuture[bool]`."""
+
+    __slots__ = ("_done", "_ok", "num_bytes", "num_chunks", "seconds")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._ok = False
+        self.num_chunks = 0
+        self.num_bytes = 0  # moved by this transfer
+        self.seconds = 0.0  # spent on it, without waiting in the queue
+
+    def query(self) -> bool:
+        """See `TransferFuture`."""
+        return self._done.is_set()
+
+    def result(self, timeout_seconds: float | None = None) -> bool:
+        """See `TransferFuture`."""
+        if not self._done.wait(timeout_seconds):
+            raise TimeoutError(f"the transfer is not done after {timeout_seconds} s")
+        return self._ok
+
+    def resolve(self, ok: bool) -> None:
+        """Set the outcome."""
+        self._ok = ok
+        self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferJob:
+    """One submitted store or retrieve. It is a miss if `link` is not the current one when its turn comes."""
+
+    transfer: Transfer
+    link: Link
+    request_id: str
+    key: KeyRun
+    block_ids: BlockIds
+    covered: tuple[int, ...]  # chunks that each group's block ids cover, at the end of the run
+    ready: ReadyEvent | None = None
+    skip_tokens: int = 0

@@ -1,0 +1,65 @@
+"""`ask_depot`: one request of an operator's tool, which needs no session."""
+
+import os
+from pathlib import Path
+
+from kvdepot.client.channel import Channel
+from kvdepot.client.link import Link
+from kvdepot.config import CONTROL_SOCKET, directory_of_url, is_tcp
+from kvdepot.errors import ConfigError, DepotUnavailable
+from kvdepot.wire import frames
+from kvdepot.wire import operations as o
+from kvdepot.wire.curve import ClientKeys
+
+
+def ask_depot(
+    request: o.OperatorRequest,
+    url: str | None = None,
+    deadline_seconds: float = 2.0,
+    keys: ClientKeys | None = None,
+) -> frames.Reply:
+    """Send one request without a session and return the reply. Over TCP it needs `keys`.
+
+    Raises:
+        ConfigError: the URL and the keys do not go together, or the URL is malformed.
+        DepotUnavailable: there is no depot, or it does not answer; the text says which.
+        RemoteError: it refused.
+    """
+    if is_tcp(url) != (keys is not None):
+        raise ConfigError(
+            f"{url} needs --curve-secret (this side's keys) and --curve-server (the depot's public key):"
+            " make keys with 'kvdepot keys generate DIR'"
+            if keys is None
+            else "keys are for a depot at tcp://HOST:PORT: leave --curve-secret and --curve-server out, or give --url"
+        )
+    if url is not None and keys is not None:
+        from kvdepot.client.remote import ask_remote  # loads ZeroMQ
+
+        return ask_remote(request, url, deadline_seconds, keys)
+    link = Link(frames.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)
+    channel = Channel(link, connect_seconds=deadline_seconds)
+    try:
+        return channel.call(request, deadline_seconds)
+    except DepotUnavailable as error:
+        raise DepotUnavailable(f"the depot in {directory_of_url(url)} does not answer: {error}") from error
+    finally:
+        channel.close()
+
+
+def _control_socket(url: str | None) -> Path:
+    directory = directory_of_url(url)
+    control = directory / CONTROL_SOCKET
+    if os.access(control, os.W_OK):
+        return control
+    try:
+        control.stat()
+    except PermissionError:
+        pass
+    except OSError as error:
+        raise DepotUnavailable(
+            f"no depot in {directory}: start one with 'kvdepot serve', or name its directory by --url"
+        ) from error
+    raise DepotUnavailable(
+        f"the depot in {directory} is not for this user: ask as its user, or serve with --socket-group GROUP and be a"
+        " member of it"
+    )

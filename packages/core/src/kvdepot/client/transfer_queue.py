@@ -1,0 +1,83 @@
+"""`TransferQueue`: the transfers of one direction, one after the other, on a thread or on the caller's."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+
+from kvdepot.client.channel import Channel
+from kvdepot.client.jobs import TransferJob
+from kvdepot.errors import DepotUnavailable
+
+RunJob = Callable[[Channel | None, TransferJob], Channel | None]
+"""Does a job over a channel, None for a new one, and returns the channel for the next job."""
+
+
+class TransferQueue:
+    """The queue, the thread and the channel of one direction.
+
+    Args:
+        run_job: does one job.
+        name: of the thread.
+    """
+
+    def __init__(self, run_job: RunJob, name: str) -> None:
+        self._run_job = run_job
+        self._jobs: queue.SimpleQueue[TransferJob | None] = queue.SimpleQueue()  # None wakes the thread
+        self._channel: Channel | None = None
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name=f"kvdepot-{name}", daemon=True)
+
+    @property
+    def num_owed(self) -> int:
+        """See `Channel.num_owed`."""
+        channel = self._channel
+        return 0 if channel is None else channel.num_owed
+
+    def start(self) -> None:
+        """Start the thread. Without it use `run` only."""
+        self._thread.start()
+
+    def put(self, job: TransferJob) -> None:
+        """Queue a job for the thread."""
+        self._jobs.put(job)
+
+    def run(self, job: TransferJob) -> None:
+        """Do a job on the calling thread."""
+        with self._lock:
+            self._channel = self._run_job(self._channel, job)
+
+    def drain_soon(self) -> None:
+        """Take in replies to abandoned requests, on the thread if there is one. Never wait."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+        elif self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+
+    def stop(self) -> None:
+        """Finish the queued jobs and close the channel."""
+        self._stopping = True
+        self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._channel is not None:
+            self._channel.close()
+
+    def _loop(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is not None:
+                self.run(job)
+            elif self._stopping and self._jobs.empty():
+                return
+            else:
+                self._drain()
+
+    def _drain(self) -> None:
+        if self._channel is not None:
+            with contextlib.suppress(DepotUnavailable):
+                self._channel.drain()

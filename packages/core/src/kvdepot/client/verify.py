@@ -1,0 +1,92 @@
+"""Checks of a retrieve after its copy: entries that were evicted under it, and bytes that lost their checksum."""
+
+import contextlib
+import importlib
+import logging
+import random
+from collections.abc import Callable
+
+from kvdepot.client.channel import Channel
+from kvdepot.client.link import Link
+from kvdepot.errors import DepotUnavailable
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.pool.table import TableReader
+from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+
+class Verifier:
+    """Makes the checksums of stored entries, and compares those of retrieved ones as the depot asks for.
+
+    Without xxhash it makes and compares none.
+    """
+
+    def __init__(self) -> None:
+        self._checksum = _xxh3_128()
+
+    def warn_if_impossible(self, link: Link) -> None:
+        """Log an error if the depot wants checksums and xxhash is missing."""
+        if link.verify is not m.Verify.OFF and self._checksum is None:
+            logger.error("the depot wants checksums and xxhash is not installed: pip install xxhash; none are made")
+
+    def checksums(self, link: Link, extents: bytes) -> bytes:
+        """Return the packed checksums of extents that have just been filled, nothing if none are wanted."""
+        if link.verify is m.Verify.OFF or self._checksum is None:
+            return b""
+        assert link.mapping is not None
+        pool = memoryview(link.mapping.pool)
+        bounds = ((offset, offset + size) for *_, offset, size in m.EXTENT.iter_unpack(extents))
+        return b"".join(self._checksum(pool[start:stop]) for start, stop in bounds)
+
+    def valid_chunks(self, channel: Channel, plan: m.RetrievePlan, digests: bytes) -> int:
+        """Return how many leading chunks of a copied plan are right, as far as the table and checksums tell."""
+        assert channel.link.mapping is not None
+        valid = count_valid_chunks(plan, digests, channel.link.mapping.table)
+        if valid < plan.num_chunks:
+            logger.warning("chunk %d of a retrieve was evicted under it: a miss", valid)
+        return min(valid, self._intact_chunks(channel, plan))
+
+    def _intact_chunks(self, channel: Channel, plan: m.RetrievePlan) -> int:
+        """Compare the checksums that are due, report wrong entries, and return how many leading chunks are intact."""
+        link = channel.link
+        if link.verify is m.Verify.OFF or self._checksum is None:
+            return plan.num_chunks
+        assert link.mapping is not None
+        table, pool = link.mapping.table, memoryview(link.mapping.pool)
+        wrong: list[tuple[int, int]] = []
+        intact = plan.num_chunks
+        sample = random.randrange(m.VERIFY_ONE_IN)
+        for chunk, _, _, record, _, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
+            if link.verify is m.Verify.SAMPLE and chunk % m.VERIFY_ONE_IN != sample:
+                continue
+            expected = table.checksum_of(record)
+            if not any(expected) or self._checksum(pool[offset : offset + num_bytes]) == expected:
+                continue
+            if table.is_same(record, header):
+                wrong.append((record, header))
+            intact = min(intact, chunk)
+        if wrong:
+            logger.error("%d entries of the pool do not have their checksum: misses, and reported", len(wrong))
+            with contextlib.suppress(DepotUnavailable):
+                channel.post(m.ReportCorrupt(link.context, tuple(wrong)))
+        return intact
+
+
+def count_valid_chunks(plan: m.RetrievePlan, digests: bytes, table: TableReader) -> int:
+    """Return how many leading chunks of a plan were still in place after the copy, as the reader of a seqlock.
+
+    It also compares the key of each record, so that a depot with a wrong index causes a miss and never wrong bytes.
+    """
+    for chunk, _, _, record, _, header, _, _ in m.EXTENT.iter_unpack(plan.extents):
+        if not table.holds(record, header, digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]):
+            return chunk
+    return plan.num_chunks
+
+
+def _xxh3_128() -> Callable[[memoryview], bytes] | None:
+    try:
+        xxhash = importlib.import_module("xxhash")
+    except ImportError:
+        return None
+    return xxhash.xxh3_128_digest

@@ -1,0 +1,141 @@
+"""One worker's KV cache, as an engine hands it to a backend, and the batches that are copied of it."""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, default_chunk_tokens
+from kvdepot.pool.files import PoolMemory
+from kvdepot.wire.messages import PROTOCOL_VERSION, GroupDetail, RegisterKVCache, spec_of
+
+WORKER_DRIVEN: Final = "worker-driven"
+
+BlockIds = Sequence[Sequence[int]]
+"""Block ids of a run of chunks, one sequence for each layer group, in token order.
+
+A sequence may cover fewer chunks than the run. Then it covers the *last* chunks: a sliding window keeps only the end of
+a prefix, a recurrent group one state for its last chunks. It always covers whole chunks. In a retrieve, `NO_BLOCK`
+stands for a block that is not wanted: one before the window, in the first chunk that the window reaches."""
+
+NO_BLOCK: Final = -1
+
+
+class Direction(enum.IntEnum):
+    """Where bytes go. The numbers index pairs, such as one stream for each direction."""
+
+    STORE = 0  # from the device to the pool
+    RETRIEVE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One layer group of an engine's KV cache.
+
+    `tensors` has one tensor for each layer, or two: keys and values. Each is `(num_blocks, ...)`, on the backend's
+    device: anything with `data_ptr`, `stride`, `element_size` and `shape`, and in host memory also anything with
+    `__array_interface__`. Blocks may be padded or interleaved with those of other layers, but the bytes of one block of
+    one tensor are contiguous. If they are not in the order of the tensor's dimensions, `KVCache.format` names the
+    order. The other fields describe the group to the depot and its operator.
+    """
+
+    tensors: Sequence[Any]
+    block_tokens: int
+    kind: GroupKind = GroupKind.FULL_ATTENTION
+    window_tokens: int = 0
+    shard: int = 0
+    num_shards: int = 1
+    num_layers: int = 0  # 0: one a tensor
+    physical_block_tokens: int = 0  # 0: the same as the logical block
+    compress_ratio: int = 1
+    hidden_dims: tuple[int, ...] = ()
+    is_mla: bool = False
+    attention_backend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The KV cache of one worker: its tensors, and what the depot has to know about them.
+
+    All workers of an engine and its scheduler use the same `dtype`, `format` and `chunk_tokens`.
+    """
+
+    groups: Sequence[CacheGroup]  # the context keeps the tensors alive until `close`
+    instance: str  # the engine's name
+    dtype: str  # for example "bfloat16"
+    rank: int = 0
+    world_size: int = 1  # workers of the engine
+    model: str = ""  # shown to operators
+    format: str = ""  # how the bytes inside a block are arranged: caches that differ in it never share
+    chunk_tokens: int | None = None  # None: `default_chunk_tokens`
+
+    def layout(self, pages_of: Callable[[Any], PageLayout]) -> CacheLayout:
+        """Return where the blocks lie.
+
+        Args:
+            pages_of: returns where the blocks of one tensor lie.
+
+        Raises:
+            LayoutError: the tensors do not fit their description.
+        """
+        chunk_tokens = self.chunk_tokens
+        if chunk_tokens is None:
+            sizes = (group.block_tokens for group in self.groups if group.kind is not GroupKind.RECURRENT)
+            chunk_tokens = default_chunk_tokens(sizes)
+        groups = tuple(
+            LayerGroup(
+                group.kind, group.block_tokens, tuple(map(pages_of, group.tensors)),
+                group.window_tokens, group.shard, group.num_shards,
+            )
+            for group in self.groups
+        )  # fmt: skip
+        return CacheLayout(groups, chunk_tokens, self.dtype, self.format)
+
+    def registration(self, layout: CacheLayout, device: str, mode: str = WORKER_DRIVEN) -> RegisterKVCache:
+        """Return the message that registers this cache with a depot.
+
+        Args:
+            layout: from `layout`.
+            device: shown to operators, for example "cuda:0".
+            mode: who copies; shown to operators.
+        """
+        details = tuple(self._detail(*each) for each in zip(self.groups, layout.groups, strict=True))
+        return RegisterKVCache(
+            PROTOCOL_VERSION, self.instance, self.rank, self.world_size, device, mode, self.model, spec_of(layout),
+            details,
+        )  # fmt: skip
+
+    def _detail(self, group: CacheGroup, layer_group: LayerGroup) -> GroupDetail:
+        shape: Sequence[int] = getattr(group.tensors[0], "shape", ())
+        return GroupDetail(
+            page_sizes_bytes=tuple(page.page_size_bytes for page in layer_group.pages),
+            num_blocks=layer_group.num_blocks,
+            shard=group.shard,
+            physical_block_tokens=group.physical_block_tokens,
+            compress_ratio=group.compress_ratio,
+            num_layers=group.num_layers or len(group.tensors),
+            hidden_dims=group.hidden_dims,
+            dtype=self.dtype,
+            is_mla=group.is_mla,
+            shape=tuple(int(size) for size in shape)[:8],
+            attention_backend=group.attention_backend,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """Extents of the pool and the engine's blocks that belong to them.
+
+    `extents` are packed `EXTENT` records. Chunk `c` of group `g` lies in the blocks
+    `block_ids[g][(c - first_covered[g]) * blocks_per_chunk:]`. Do not copy the first `skip_blocks[g]` blocks of chunk
+    0, nor blocks named `NO_BLOCK` (only retrieves have these).
+    """
+
+    mapping: PoolMemory
+    extents: bytes
+    block_ids: BlockIds
+    first_covered: tuple[int, ...]
+    skip_blocks: tuple[int, ...]
+    grant_id: int = 0  # id of the ticket or lease
+    num_chunks: int = 0
+    blocks_per_chunk: tuple[int, ...] = ()

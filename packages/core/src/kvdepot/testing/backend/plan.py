@@ -1,0 +1,196 @@
+"""Workers under test: their layouts, the bytes that belong into their blocks, and how a test stores and retrieves.
+
+The oracle is `PagePattern`: the bytes follow from the chunk's key, so a retrieve that mixes anything up cannot pass.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.backends import CacheGroup, KVCache, TransferContext
+from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.lab.pattern import PagePattern
+from kvdepot.layout import GroupKind
+from kvdepot.wire.messages import CacheSpec
+
+FULL: Final = GroupKind.FULL_ATTENTION
+WINDOW: Final = GroupKind.SLIDING_WINDOW
+STATE: Final = GroupKind.RECURRENT
+
+WAIT_SECONDS: Final = 20.0
+FILL: Final = 0xA5  # what blocks hold before a retrieve
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One layer group of a worker under test: pages are opaque bytes, multiples of 8."""
+
+    kind: GroupKind = FULL
+    block_tokens: int = 16
+    page_sizes_bytes: tuple[int, ...] = (1024,) * 4  # one tensor each
+    padding_bytes: int = 0  # behind each block
+    window_tokens: int = 0
+    shard: int = 0
+    num_shards: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """A worker under test."""
+
+    groups: tuple[GroupPlan, ...] = (GroupPlan(),)
+    num_blocks: int = 64  # of every group
+    chunk_tokens: int = 64
+    instance: str = "engine"
+    rank: int = 0
+    world_size: int = 1
+    format: str = "test"
+
+    def cache(self, tensors: Sequence[Sequence[Any]], dtype: str = "bytes") -> KVCache:
+        """Return the cache that has these tensors, one list a group."""
+        groups = [
+            CacheGroup(each, g.block_tokens, g.kind, g.window_tokens, g.shard, g.num_shards)
+            for g, each in zip(self.groups, tensors, strict=True)
+        ]
+        return KVCache(
+            groups, self.instance, dtype, self.rank, self.world_size, format=self.format, chunk_tokens=self.chunk_tokens
+        )
+
+    def blocks_per_chunk(self, group: int) -> int:
+        """Return the blocks of one chunk."""
+        plan = self.groups[group]
+        return 1 if plan.kind is STATE else self.chunk_tokens // plan.block_tokens
+
+    def chunk_size_bytes(self, group: int) -> int:
+        """Return the bytes of one chunk, as they lie in the pool."""
+        return sum(self.groups[group].page_sizes_bytes) * self.blocks_per_chunk(group)
+
+
+class Worker(Protocol):
+    """A worker of the backend under test: its context, and a way into its device memory."""
+
+    @property
+    def context(self) -> TransferContext:
+        """The context under test."""
+        ...
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The spec that it registered."""
+        ...
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        """Wait for the depot."""
+        ...
+
+    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
+        """Put bytes into one block of one tensor."""
+        ...
+
+    def read_block(self, group: int, page: int, block: int) -> bytes:
+        """Return the bytes of one block of one tensor."""
+        ...
+
+
+PLANS: Final = {
+    "one group": WorkerPlan(),
+    "one block a chunk": WorkerPlan((GroupPlan(block_tokens=64),)),
+    "one layer": WorkerPlan((GroupPlan(page_sizes_bytes=(4096,)),)),
+    "odd page sizes": WorkerPlan((GroupPlan(page_sizes_bytes=(1000, 8, 4104)),)),
+    "large pages": WorkerPlan((GroupPlan(page_sizes_bytes=(65536, 65536)),)),
+    "padded pages": WorkerPlan((GroupPlan(page_sizes_bytes=(1000, 1000), padding_bytes=24),)),
+    "several block sizes": WorkerPlan((GroupPlan(), GroupPlan(block_tokens=32, page_sizes_bytes=(2048,)))),
+    "window and full": WorkerPlan((GroupPlan(), GroupPlan(WINDOW, window_tokens=128))),
+    "recurrent and full": WorkerPlan((GroupPlan(), GroupPlan(STATE, page_sizes_bytes=(3000, 720), padding_bytes=376))),
+    "only a window": WorkerPlan((GroupPlan(WINDOW, window_tokens=100),)),
+    "only states": WorkerPlan((GroupPlan(STATE),)),
+}  # fmt: skip
+
+
+def prompt(num_chunks: int, *, salt: int = 0, chunk_tokens: int = 64) -> KeyRun:
+    """Return the key of a prompt; prompts of one salt are prefixes of each other."""
+    return hash_prefix(Namespace("test", tenant_salt=str(salt)), chunk_tokens, range(num_chunks * chunk_tokens))
+
+
+class Cache:
+    """A worker with the oracle beside it."""
+
+    def __init__(self, worker: Worker, plan: WorkerPlan) -> None:
+        self.worker = worker
+        self.plan = plan
+        self.context = worker.context
+        self._pattern = PagePattern(max(max(group.page_sizes_bytes) for group in plan.groups))
+
+    def blocks(self, run: KeyRun, *, rotate: int = 0, covered: Sequence[int] | None = None) -> list[list[int]]:
+        """Return distinct blocks for a run, one list a group, different for each `rotate`."""
+        found: list[list[int]] = []
+        for group in range(len(self.plan.groups)):
+            count = (run.num_chunks if covered is None else covered[group]) * self.plan.blocks_per_chunk(group)
+            assert count <= self.plan.num_blocks, "the plan has too few blocks"
+            order = random.Random(rotate * 31 + group).sample(range(self.plan.num_blocks), count)
+            found.append(order)
+        return found
+
+    def fill(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> None:
+        """Write what belongs to the run into its blocks."""
+        for group, page, block, data in self._expected(run, block_ids):
+            self.worker.write_block(group, page, block, data)
+
+    def wipe(self) -> None:
+        """Make every block hold nothing of use."""
+        for group, plan in enumerate(self.plan.groups):
+            for page, size in enumerate(plan.page_sizes_bytes):
+                for block in range(self.plan.num_blocks):
+                    self.worker.write_block(group, page, block, bytes([FILL]) * size)
+
+    def holds(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> bool:
+        """Return whether the blocks hold exactly what belongs to the run."""
+        return all(
+            self.worker.read_block(group, page, block) == data
+            for group, page, block, data in self._expected(run, block_ids)
+        )
+
+    def untouched(self, but: Sequence[Sequence[int]]) -> bool:
+        """Return whether every block not named is as `wipe` left it."""
+        return all(
+            self.worker.read_block(group, page, block) == bytes([FILL]) * size
+            for group, plan in enumerate(self.plan.groups)
+            for page, size in enumerate(plan.page_sizes_bytes)
+            for block in set(range(self.plan.num_blocks)) - set(but[group])
+        )
+
+    def store(self, run: KeyRun, *, rotate: int = 0, request_id: str = "request") -> bool:
+        """Fill blocks and store them."""
+        block_ids = self.blocks(run, rotate=rotate)
+        self.fill(run, block_ids)
+        return self.context.submit_store(request_id, run, block_ids).result(WAIT_SECONDS)
+
+    def retrieve(self, run: KeyRun, *, rotate: int = 1) -> int:
+        """Retrieve into wiped blocks, check every byte, and return the chunks that came."""
+        block_ids = self.blocks(run, rotate=rotate)
+        self.wipe()
+        future = self.context.submit_retrieve("request", run, block_ids)
+        complete = future.result(WAIT_SECONDS)
+        assert complete == (future.num_chunks == run.num_chunks)
+        count = future.num_chunks
+        kept = [ids[: count * self.plan.blocks_per_chunk(group)] for group, ids in enumerate(block_ids)]
+        assert self.holds(run.slice(0, count), kept), "wrong bytes were served"
+        assert self.untouched(block_ids), "blocks that nobody named were written"
+        return count
+
+    def _expected(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, bytes]]:
+        for group, plan in enumerate(self.plan.groups):
+            step = self.plan.blocks_per_chunk(group)
+            first = run.num_chunks - len(block_ids[group]) // step
+            for chunk in range(first, run.num_chunks):
+                key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+                seeds = self._pattern.seeds(key, len(plan.page_sizes_bytes), step, tag=group * 64 + plan.shard)
+                for page, size in enumerate(plan.page_sizes_bytes):
+                    for place in range(step):
+                        words: npt.NDArray[Any] = np.empty((1, size // 8), np.uint64)
+                        self._pattern.write(words, seeds[page, place : place + 1])
+                        yield group, page, block_ids[group][(chunk - first) * step + place], words.tobytes()

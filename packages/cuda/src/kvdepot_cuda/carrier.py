@@ -1,0 +1,264 @@
+"""Makes the copies of a CUDA worker, in its own process or by a mover of the depot.
+
+`CudaCopier` is the worker's own copier. `MoverCarrier` asks a mover instead, as long as the registration offers the
+worker's memory to one; in mode `auto` it falls back to the copier.
+
+Order: a store reads its blocks after `ready`, or, if none is given, after what the engine's stream has at the time of
+the call. A retrieve always comes after what that stream has then, which may still read or clear the blocks. In mode
+`direct` the device makes both waits, and no thread waits for the engine. In mode `ipc` the thread of the transfer
+waits, before it asks for anything: no event is shared between processes. The option `stream` names the stream.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import msgspec.structs
+
+from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction, ReadyEvent
+from kvdepot.client.carrier import Carrier
+from kvdepot.client.channel import Channel
+from kvdepot.client.link import Link
+from kvdepot.client.transfers import TransferOptions
+from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable
+from kvdepot.movers.client import MoverUnavailable, await_mover, move
+from kvdepot.pool.files import PoolMemory
+from kvdepot.wire import messages as m
+from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
+from kvdepot_cuda.driver import DriverError, OpenDriver
+from kvdepot_cuda.export import MOVER
+from kvdepot_cuda.gather import KERNEL_PROGRAMS, KERNEL_RUNS, CompileGather, compile_gather
+from kvdepot_cuda.nvidia import CudaDriver
+from kvdepot_cuda.probation import Probation
+
+logger = logging.getLogger(__name__)
+
+DIRECT: Final = "direct"
+IPC: Final = "ipc"
+AUTO: Final = "auto"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaOptions(TransferOptions):
+    """Options of a `CudaTransferContext`.
+
+    Raises:
+        ConfigError: no such mode.
+    """
+
+    mode: str = DIRECT
+    """Who copies: "direct", the worker itself; "ipc", a mover of the depot; "auto", a mover as long as that is possible
+    and not slower, else the worker."""
+    stream: Callable[[], int] | None = None
+    """Returns the handle of the stream on which the engine writes and reads its cache; called at each submission. None:
+    torch's current stream if the tensors are torch's, else transfers wait only for `ready`."""
+    piece_bytes: int = PIECE_BYTES  # of the pool, registered by one call of the driver
+    batch_runs: int = BATCH_RUNS  # copied by one call of the driver
+    kernel_run_bytes: int = 0  # a kernel retrieves runs of at most so many bytes; 0: none
+    kernel_runs: int = KERNEL_RUNS  # if a call has at least so many of them
+    kernel_programs: int = KERNEL_PROGRAMS  # thread blocks of the kernel
+    compile_gather: CompileGather = compile_gather  # makes that kernel
+    open_driver: OpenDriver = CudaDriver  # opens the driver of a device by its number
+    mover: str = MOVER  # entry point of the mover, where the depot runs
+
+    def __post_init__(self) -> None:
+        if self.mode not in (DIRECT, IPC, AUTO):
+            raise ConfigError(f"mode {self.mode!r}: there are {DIRECT!r}, {IPC!r} and {AUTO!r}")
+
+
+class CudaCopier(Copier):
+    """The copies of a `CopyEngine`, in order with the stream of the inference engine."""
+
+    def __init__(self, engine: CopyEngine, stream: Callable[[], int] | None) -> None:
+        self._engine = engine
+        self._stream = stream
+        self.waits_on_host = False  # a mover copies: its streams cannot wait for an event of this process
+
+    def store(self, batch: CopyBatch) -> None:
+        """See `Copier`."""
+        self._engine.store(batch)
+
+    def retrieve(self, batch: CopyBatch) -> None:
+        """See `Copier`."""
+        self._engine.retrieve(batch)
+
+    def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """See `Copier`. Mark the engine's stream, except for a store with `ready`."""
+        if self._stream is None or (direction is Direction.STORE and ready is not None):
+            return ready
+        try:
+            return self._engine.mark(self._stream())
+        except DriverError as error:
+            return _Unordered(error)
+
+    def wait_for(self, direction: Direction, ready: ReadyEvent) -> None:
+        """See `Copier`."""
+        if self.waits_on_host:
+            self._engine.wait_here(ready)
+        else:
+            self._engine.wait_for(direction, ready)
+
+    def attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
+        """See `Copier`."""
+        self._engine.attach(mapping, barrier)
+
+    def close(self) -> None:
+        """See `Copier`."""
+        self._engine.close()
+
+
+class MoverCarrier(Carrier):
+    """Has batches copied by a mover of the depot, as long as the registration offers the worker's memory to one.
+
+    Args:
+        copier: of the worker.
+        engine: of the copier.
+        registration: with an offer, if a mover is to copy.
+        options: of the context.
+        register_as: see `Connection`.
+    """
+
+    def __init__(
+        self,
+        copier: CudaCopier,
+        engine: CopyEngine,
+        registration: m.RegisterKVCache,
+        options: CudaOptions,
+        register_as: Callable[[m.RegisterKVCache], None],
+    ) -> None:
+        super().__init__(copier)
+        self._cuda_copier = copier
+        self._engine = engine
+        self._registration = registration
+        self._mode = options.mode
+        self._deadline_seconds = options.deadline_seconds
+        self._register_as = register_as
+        self._ready_link: Link | None = None  # its mover takes requests
+        self._patient_until = 0.0  # until then transfers wait for the mover, but not each of a queue anew
+        self._moved_links: list[Link] = []  # with movers: the last link, and earlier ones whose movers still live
+        self._falling_back = threading.Lock()
+        self._probation: Probation | None = None
+        self.is_mover_settled = False
+        copier.waits_on_host = self.transfer_mode == IPC
+
+    @property
+    def transfer_mode(self) -> str:
+        """Who copies now: "direct" or "ipc"."""
+        return self._registration.transfer_mode
+
+    def is_ready(self, link: Link) -> bool:
+        """Return whether transfers of a link need not wait for a mover."""
+        return self.transfer_mode == DIRECT or self._ready_link is link
+
+    def wait_for_mover(self, channel: Channel, timeout_seconds: float) -> None:
+        """Wait for the mover of a link, or fall back if there will be none.
+
+        Raises:
+            BackendUnavailable: mode "ipc" was asked for and is impossible.
+            DepotUnavailable: the depot or its mover is not there within `timeout_seconds`.
+            RemoteError: the depot refused it.
+        """
+        try:
+            await_mover(channel, timeout_seconds, self._deadline_seconds)
+            self._ready_link = channel.link
+        except MoverUnavailable as error:
+            if self._mode == IPC:
+                raise BackendUnavailable(
+                    f"mode {IPC!r}: {error}; mode={AUTO!r} lets the worker copy by itself"
+                ) from error
+            self.fall_back(f"no mover: {error}")
+
+    def fall_back(self, why: str) -> None:
+        """Make the worker copy by itself from the next session on, which begins at once."""
+        with self._falling_back:
+            if self.transfer_mode == DIRECT:
+                return
+            registration = msgspec.structs.replace(
+                self._registration, transfer_mode=DIRECT, offer=None, fallback=why[:1024]
+            )
+            # In this order: once waits are left to our streams, no mover may copy.
+            self._register_as(registration)
+            self._registration = registration
+            self._cuda_copier.waits_on_host = False
+        logger.warning("the worker copies by itself from now on: %s", why)
+
+    def end_movers(self) -> None:
+        """End the movers of all sessions, so that no other process has the device's memory open."""
+        for link in self._moved_links:
+            link.end_movers()
+
+    def copies_here(self, link: Link) -> bool:
+        """See `Carrier`."""
+        return not (isinstance(link.registration, m.RegisterKVCache) and link.registration.offer is not None)
+
+    def opened(self, link: Link, barrier: CopyBarrier) -> None:
+        """See `Carrier`."""
+        if not self.copies_here(link) and self._mode == AUTO and not self._moved_links:
+            self._probation = Probation(self._engine, barrier)
+        probation = self._probation
+        if probation is not None and any(moved is not link for moved in self._moved_links):
+            with barrier():
+                probation.end()
+        earlier = [moved for moved in self._moved_links if moved is not link and moved.has_movers()]
+        if self.copies_here(link):
+            self._moved_links, self._ready_link = earlier, None  # a link keeps its pool mapped
+        else:
+            self._moved_links = [*earlier, link]
+            self._patient_until = time.monotonic() + self._deadline_seconds
+
+    def prepare(self, channel: Channel) -> None:
+        """See `Carrier`."""
+        if self.copies_here(channel.link) or self._ready_link is channel.link:
+            return
+        wait_seconds = max(0.0, self._patient_until - time.monotonic())
+        self._with_mover(lambda: await_mover(channel, wait_seconds, self._deadline_seconds))
+        self._ready_link = channel.link
+
+    def copy(self, direction: Direction, channel: Channel, batch: CopyBatch) -> None:
+        """See `Carrier`."""
+        if self.copies_here(channel.link):
+            super().copy(direction, channel, batch)
+            return
+        probation = self._probation if direction is Direction.RETRIEVE else None
+        if probation is None:
+            self._move(direction, channel, batch)
+            return
+        probation.retrieve(batch, lambda: self._move(direction, channel, batch))
+        if probation.is_over:
+            self._probation = None
+            if probation.why_slower:
+                self.fall_back(probation.why_slower)
+
+    def _move(self, direction: Direction, channel: Channel, batch: CopyBatch) -> bool:
+        """See `kvdepot.movers.client.move`."""
+        try:
+            settled = self._with_mover(lambda: move(channel, direction, batch, self._deadline_seconds))
+        except DepotUnavailable:
+            self._ready_link = None
+            self.is_mover_settled = False
+            self._patient_until = time.monotonic() + self._deadline_seconds
+            raise
+        self.is_mover_settled = settled
+        return settled
+
+    def _with_mover(self, ask: Callable[[], _T]) -> _T:
+        try:
+            return ask()
+        except MoverUnavailable as error:
+            if self._mode == AUTO:
+                self.fall_back(f"no mover: {error}")
+            raise
+
+
+class _Unordered:
+    """Stands for a stream that could not be marked: the transfer fails when it waits for it, which is a miss."""
+
+    def __init__(self, error: DriverError) -> None:
+        self._error = error
+
+    def synchronize(self) -> None:
+        raise self._error
