@@ -174,6 +174,7 @@ class WorkerTransfers:
         self._closed = False
         self._failures: set[str] = set()  # that were logged
         self._device_is_lost = False
+        self.hangs = False  # the device is lost as a copy does not return
         self._checksum = _xxh3_128()
         self._copy_locks = (threading.Lock(), threading.Lock())  # store, retrieve: held while the pool is touched
         self._populated: PoolMapping | None = None
@@ -227,6 +228,8 @@ class WorkerTransfers:
         self._closed = True
         for lane in self._lanes:
             lane.stop()
+        if any(lane.is_busy for lane in self._lanes):  # for ever: the end of this process gives everything back
+            return
         link = self._connection.link
         if link is not None:
             # Nothing is being copied any more: what was prepared can be freed without waiting for our death.
@@ -560,6 +563,19 @@ class WorkerTransfers:
                 "the device is lost for this process, every transfer is a miss until the engine is restarted: %s", error
             )
 
+    def device_hangs(self, lane: int, why: str) -> None:
+        """Give the device up although a copy in `lane` has not returned. Whatever waits behind that copy is a miss.
+
+        The store that hangs ends as not stored; the depot frees its extents when the driver returns or this process is
+        dead. The retrieve that hangs ends when the driver returns: until then its blocks may still be written.
+        """
+        self._device_is_lost = self.hangs = True
+        logger.error("the device is lost for this process, transfers are misses until the engine is restarted: %s", why)
+        if lane == 0:
+            self._lanes[0].give_up()
+        for each in self._lanes:
+            each.drop()
+
     def _tidy(self) -> bool:
         for lane in self._lanes:
             lane.nudge()
@@ -612,7 +628,12 @@ class _Lane:
         self._channel: Channel | None = None
         self._lock = threading.Lock()
         self._stopping = False
+        self._current: _Job | None = None
         self._thread = threading.Thread(target=self._loop, name=f"kvdepot-{name}", daemon=True)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._current is not None
 
     @property
     def num_owed(self) -> int:
@@ -624,6 +645,21 @@ class _Lane:
 
     def put(self, job: _Job) -> None:
         self._jobs.put(job)
+        if self._transfers.hangs:
+            self.drop()
+
+    def drop(self) -> None:
+        """Make misses of the jobs in the queue."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    job.transfer.resolve(False)
+
+    def give_up(self) -> None:
+        """End the job that hangs, before its copy returns."""
+        if self._current is not None:
+            self._current.transfer.resolve(False)
 
     def nudge(self) -> None:
         """Take in what the depot says to requests that were given up."""
@@ -637,14 +673,22 @@ class _Lane:
 
     def run(self, job: _Job) -> None:
         with self._lock:
-            self._channel = self._transfers.run_job(self._channel, job, self._work)
+            self._current = job
+            try:
+                self._channel = self._transfers.run_job(self._channel, job, self._work)
+            finally:
+                self._current = None
 
     def stop(self) -> None:
-        """Finish what was put in; then close."""
+        """Finish what was put in; then close. A job that hangs is left alone."""
         self._stopping = True
         self._jobs.put(None)
-        if self._thread.ident is not None:
-            self._thread.join()
+        while self._thread.ident is not None and self._thread.is_alive():
+            self._thread.join(0.1)
+            if self._transfers.hangs and self.is_busy:
+                return
+            if self._transfers.hangs:
+                self._jobs.put(None)  # the first one may have been dropped
         if self._channel is not None:
             self._channel.close()
 
