@@ -30,6 +30,7 @@ from kvdepot.layout import CacheLayout, GroupKind, default_chunk_tokens
 from kvdepot.movers.client import MoverUnavailable, await_mover, move
 from kvdepot.pool.files import PoolMapping
 from kvdepot.wire import messages as m
+from kvdepot_cuda import watchdog
 from kvdepot_cuda.arrays import ordinal_of, page_layout_of
 from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
@@ -59,6 +60,8 @@ class CudaTransferContext(WorkerTransfers):
         batch_bytes: how much of a run is asked for at once.
         piece_bytes: how much of the pool is registered by one call of the driver.
         batch_runs: how many runs one call of the driver copies.
+        register_when_asked: register the pool when the first blocks are copied, or when `start_registering` is called,
+            for engines that capture graphs before they serve; else as soon as the depot is there.
         kernel_run_bytes: runs of at most so many bytes are retrieved by a kernel; 0: none.
         kernel_runs: if a call has at least so many of them.
         kernel_programs: thread blocks of the kernel.
@@ -92,6 +95,7 @@ class CudaTransferContext(WorkerTransfers):
         batch_bytes: int = BATCH_BYTES,
         piece_bytes: int = PIECE_BYTES,
         batch_runs: int = BATCH_RUNS,
+        register_when_asked: bool = False,
         kernel_run_bytes: int = 0,
         kernel_runs: int = KERNEL_RUNS,
         kernel_programs: int = KERNEL_PROGRAMS,
@@ -127,6 +131,7 @@ class CudaTransferContext(WorkerTransfers):
             self._engine = CopyEngine(
                 driver, layout, [list(group.tensors) for group in groups],
                 piece_bytes=piece_bytes, batch_runs=batch_runs, kernel=kernel, compile_gather=compile_gather,
+                register_when_asked=register_when_asked,
             )  # fmt: skip
         except BaseException as error:
             with suppress(DriverError):
@@ -147,6 +152,11 @@ class CudaTransferContext(WorkerTransfers):
             registration, layout, self._engine,
             url=url, deadline_seconds=deadline_seconds, synchronous=synchronous, batch_bytes=batch_bytes,
         )  # fmt: skip
+        self._engine.watch(self.device_hangs, watchdog.HANG_SECONDS)
+
+    def start_registering(self) -> None:
+        """Register the pool from now on: the engine has captured its graphs. See `register_when_asked`."""
+        self._engine.start_registering()
 
     @property
     def num_registered(self) -> int:
