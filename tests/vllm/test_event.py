@@ -23,7 +23,8 @@ print(type(event).__name__, getattr(event, "recorded", 0), getattr(event, "block
 
 
 @pytest.mark.parametrize(
-    ("device", "expected"), [("cpu", "NoneType 0"), ("cuda", "Cuda 1 True"), ("xpu", "Any 1 False"), ("hpu", "NoneType 0")]
+    ("device", "expected"),
+    [("cpu", "NoneType 0"), ("cuda", "Cuda 1 True"), ("xpu", "Any 1 False"), ("hpu", "NoneType 0")],
 )
 def test_a_store_waits_for_an_event_that_was_recorded_on_the_engine_s_stream(
     device: str, expected: str, run_code: RunCode

@@ -99,9 +99,7 @@ def engine_cache(
     )
 
 
-def wished_layout(
-    wish: str, *, is_cuda: bool, block_tokens: int | None, capability: int | None = None
-) -> str | None:
+def wished_layout(wish: str, *, is_cuda: bool, block_tokens: int | None, capability: int | None = None) -> str | None:
     """Return the KV cache layout that vLLM is asked for, None to leave it to vLLM.
 
     With the block outermost a block is one run of all layers, which a copy engine moves near the bus's limit, instead
