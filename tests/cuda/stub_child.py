@@ -15,10 +15,14 @@ BEAT_SECONDS = 0.002
 beats: list[float] = []
 
 
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+
+
 def beat() -> None:
-    while True:
+    never = threading.Event()
+    while not never.wait(BEAT_SECONDS):
         beats.append(time.monotonic())
-        time.sleep(BEAT_SECONDS)
 
 
 def check_released(name: str, work: Callable[[], object]) -> None:
@@ -27,20 +31,20 @@ def check_released(name: str, work: Callable[[], object]) -> None:
     work()
     ended = time.monotonic()
     inside = sum(began + 0.05 < moment < ended - 0.05 for moment in list(beats))
-    print(name, "released" if inside > 5 else f"held: {inside} beats", flush=True)
+    say(name, "released" if inside > 5 else f"held: {inside} beats")
 
 
 def refused(name: str, work: Callable[[], object]) -> None:
     try:
         work()
     except DriverError as error:
-        print(name, error, flush=True)
+        say(name, error)
 
 
 def main() -> None:
     threading.Thread(target=beat, daemon=True).start()
     driver = CudaDriver(3)
-    print(driver.description, driver.uuid, driver.capability, driver.has_batch_copy, flush=True)
+    say(driver.description, driver.uuid, driver.capability, driver.has_batch_copy)
     sources, targets, sizes = (np.array(column, np.uint64) for column in ((2**40, 11), (20, 2**41), (4, 2**33)))
     odd = np.array([13], np.uint64)
     with driver.activated():
@@ -50,9 +54,9 @@ def main() -> None:
         check_released("synchronize_event", lambda: driver.synchronize_event(event))
         check_released("synchronize_stream", lambda: driver.synchronize_stream(stream))
         check_released("register_host", lambda: driver.register_host(4096, 8192))
-        print(driver.device_address_of(4096), flush=True)
+        say(driver.device_address_of(4096))
         handle, base, num_bytes = driver.export_memory(0x7F0000201000)
-        print(handle == bytes(range(64)), hex(base), num_bytes, flush=True)
+        say(handle == bytes(range(64)), hex(base), num_bytes)
         check_released("open_memory", lambda: driver.open_memory(handle))
         driver.copy(1, 2, 3, Direction.TO_HOST, stream)
         check_released("copy", lambda: driver.copy(1, 2, 3, Direction.TO_DEVICE, stream))
