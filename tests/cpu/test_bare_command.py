@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdepot.backends import CacheGroup
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import Namespace, hash_prefix
@@ -17,7 +17,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.ops.cli import main
 from kvdepot.pool.found import find_pools
 from kvdepot.wire import operations as o
-from kvdepot_cpu.context import CpuTransferContext
+from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def status_of(directory: Path) -> o.DepotStatus:
 def store(directory: Path) -> None:
     """Store a prompt of 640 tokens."""
     cache = CacheGroup([np.ones((64, 4096), np.uint8)], 16)
-    worker = CpuTransferContext([cache], "engine", dtype="bytes", url=str(directory))
+    worker = CpuTransferContext(KVCache([cache], "engine", dtype="bytes"), CpuOptions(url=str(directory)))
     try:
         worker.wait_until_connected(10)
         key = hash_prefix(Namespace("m"), worker.spec.chunk_tokens, range(640))

@@ -1,7 +1,7 @@
 """A worker of the suites whose memory the driver allocates: NVIDIA's, or the fake one as if it were that.
 
-All its tensors are views of one allocation of whole 2 MiB, as an engine's are: a driver may put smaller allocations into
-one block of its own and share that block whole. `small_allocations` makes one for each tensor nevertheless.
+Its tensors are views of one allocation of whole 2 MiB, as an engine's are: a driver may put smaller allocations
+into one block of its own and share that block whole. `small_allocations` makes one for each tensor nevertheless.
 
 Needs no torch. In mode `direct` `wait_until_connected` returns when pieces of the pool are registered and the kernel is
 loaded, if one was asked for, so that a suite that passes has used both.

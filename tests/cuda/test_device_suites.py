@@ -41,7 +41,8 @@ class SharedDriver(FakeDriver):
 
 
 def device_worker(url: str, driver: FakeDriver, **options: Any) -> DeviceWorker:
-    return DeviceWorker(url, PLAN, open_driver=lambda _ordinal: driver, **({"compile_gather": fake_gather} | options))
+    given: dict[str, Any] = {"compile_gather": fake_gather} | options
+    return DeviceWorker(url, PLAN, open_driver=lambda _ordinal: driver, **given)
 
 
 @pytest.mark.parametrize("small_allocations", [False, True])

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvdepot.index.index import ChunkIndex
+from kvdepot.index.entries import Entries
 from kvdepot.pool.table import IndexTable
 from kvdepot.server.depot import Depot
 from tests.simulation.history import replay, run_seed, shrink, story
@@ -54,21 +54,21 @@ def test_a_living_writer_that_is_taken_for_dead_is_found(monkeypatch: pytest.Mon
 
 
 def test_an_unfinished_entry_whose_extent_is_given_away_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    abandon, free, freed = ChunkIndex.abandon_entry, ChunkIndex.free_abandoned, list[int]()
+    abandon, free, freed = Entries.abandon, Entries.free_abandoned, list[int]()
 
-    def free_now(index: ChunkIndex, record: int) -> None:
-        abandon(index, record)
-        free(index, record)
+    def free_now(entries: Entries, record: int) -> None:
+        abandon(entries, record)
+        free(entries, record)
         freed.append(record)
 
-    def free_once(index: ChunkIndex, record: int) -> None:
+    def free_once(entries: Entries, record: int) -> None:
         if record in freed:
             freed.remove(record)
         else:
-            free(index, record)
+            free(entries, record)
 
-    monkeypatch.setattr(ChunkIndex, "abandon_entry", free_now)
-    monkeypatch.setattr(ChunkIndex, "free_abandoned", free_once)
+    monkeypatch.setattr(Entries, "abandon", free_now)
+    monkeypatch.setattr(Entries, "free_abandoned", free_once)
     assert "may still write to it" in story(first_failure())
 
 

@@ -189,3 +189,37 @@ def test_the_scheduler_looks_up_what_its_workers_register(run_code: RunCode, tmp
     found = said(run_code(FORMATS, str(tmp_path)))
     assert len(found) == 3 + 5 * 3
     assert [line for line in found if "False" in line] == []
+
+
+CUDA = (
+    SCENE
+    + """
+from vllm import platforms
+calls = []
+def create_context(*_, **options):
+    name = len([call for call in calls if call.startswith("create")])
+    calls.append(f"create{name}{options.get('register_when_asked')}")
+    return Space(close=lambda: calls.append(f"close{name}"), start_registering=lambda: calls.append(f"serve{name}"))
+for device, expected in (("cpu", "None"), ("cuda", "True")):
+    platforms._current_platform = Space(device_type=device, device_name=device, is_rocm=lambda: False)
+    calls.clear()
+    use(get_backend=lambda _: Space(create_context=create_context), on_device=lambda cache, *_: cache)
+    made = worker()
+    made.register_kv_caches({})
+    print("registered", calls == [f"create0{expected}", "close0", f"create1{expected}"])
+    made.reset_capture_state()
+    print("captured", calls[3:] == ["serve1"])
+    use(get_backend=lambda _: Space(create_context=lambda *a, **k: Space(close=lambda: None)))
+    made = worker()
+    made.reset_capture_state()
+    print("others", made._worker is not None)
+"""
+)
+
+
+def test_a_second_registration_closes_the_first_and_captures_end_before_the_pool_is_registered(
+    run_code: RunCode,
+) -> None:
+    output = said(run_code(CUDA, "/nowhere"))
+    assert len(output) == 6
+    assert all(word == "True" for _, word in output), output

@@ -58,6 +58,9 @@ class CudaOptions(TransferOptions):
     torch's current stream if the tensors are torch's, else transfers wait only for `ready`."""
     piece_bytes: int = PIECE_BYTES  # of the pool, registered by one call of the driver
     batch_runs: int = BATCH_RUNS  # copied by one call of the driver
+    register_when_asked: bool = False
+    """Register the pool at the first copy or when `start_registering` is called, for engines that capture graphs before
+    they serve; else as soon as the depot is there."""
     kernel_run_bytes: int = 0  # a kernel retrieves runs of at most so many bytes; 0: none
     kernel_runs: int = KERNEL_RUNS  # if a call has at least so many of them
     kernel_programs: int = KERNEL_PROGRAMS  # thread blocks of the kernel

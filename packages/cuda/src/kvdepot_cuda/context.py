@@ -18,11 +18,12 @@ from typing import Any, Final
 
 import msgspec.structs
 
-from kvdepot.backends import KVCache
+from kvdepot.backends import Direction, KVCache
 from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.errors import BackendUnavailable, DepotUnavailable, ErrorCode, RemoteError
 from kvdepot.layout import CacheLayout
 from kvdepot.wire import messages as m
+from kvdepot_cuda import watchdog
 from kvdepot_cuda.arrays import ordinal_of, page_layout_of
 from kvdepot_cuda.carrier import AUTO, DIRECT, IPC, CudaCopier, CudaOptions, MoverCarrier
 from kvdepot_cuda.copy import CopyEngine
@@ -61,6 +62,11 @@ class CudaTransferContext(WorkerTransfers):
             copier, self._engine, registration, options, lambda changed: self.connection.register_as(changed)
         )
         super().__init__(registration, layout, copier, options, self.carrier)
+        self._engine.watch(lambda lane, why: self.device_hangs(Direction(lane), why), watchdog.HANG_SECONDS)
+
+    def start_registering(self) -> None:
+        """Register the pool from now on: the engine has captured its graphs. See `CudaOptions.register_when_asked`."""
+        self._engine.start_registering()
 
     @property
     def num_registered(self) -> int:
@@ -128,7 +134,7 @@ def _open(
     try:
         return driver, CopyEngine(
             driver, layout, cache, piece_bytes=options.piece_bytes, batch_runs=options.batch_runs, kernel=kernel,
-            compile_gather=options.compile_gather,
+            compile_gather=options.compile_gather, register_when_asked=options.register_when_asked,
         )  # fmt: skip
     except BaseException as error:
         with suppress(DriverError):

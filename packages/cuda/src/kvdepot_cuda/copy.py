@@ -29,6 +29,7 @@ from kvdepot.pool.files import PoolMemory
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
+from kvdepot_cuda.watchdog import NAMES, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class CopyEngine:
         runs: makes the runs of a batch; None for those of `layout`, unchecked.
         kernel: which runs of a retrieve the kernel copies.
         compile_gather: makes that kernel; asked on a thread, once.
+        register_when_asked: register the pool from the first copy or `start_registering` on, and not at `attach`.
+            Engines capture CUDA graphs before that, and others saw captures fail or hang beside a registration.
 
     Raises:
         ConfigError: a size that cannot work.
@@ -67,6 +70,7 @@ class CopyEngine:
         runs: BatchRuns | None = None,
         kernel: KernelUse = KernelUse(),  # noqa: B008  # frozen
         compile_gather: CompileGather = compile_gather,
+        register_when_asked: bool = False,
     ) -> None:
         if piece_bytes % _PAGE_BYTES or not 0 < piece_bytes <= MAXIMUM_REGISTERED_BYTES:
             raise ConfigError(f"piece_bytes={piece_bytes}: a multiple of {_PAGE_BYTES}, at most 64 GiB")
@@ -86,6 +90,10 @@ class CopyEngine:
         self._registration: PoolRegistration | None = None
         self._registering: threading.Thread | None = None
         self._stop_registering = threading.Event()
+        self._attaching = threading.RLock()
+        self._may_register = not register_when_asked
+        self._put_off: Callable[[], None] | None = None  # an `attach`
+        self._watchdog: Watchdog | None = None
         self._is_closed = False
         self._events: list[int] = []
         self._idle_events: collections.deque[int] = collections.deque()
@@ -117,6 +125,10 @@ class CopyEngine:
         extents = np.frombuffer(batch.extents, EXTENT_DTYPE)
         starts, sizes = extents["offset"].astype(np.uint64), extents["num_bytes"].astype(np.uint64)
         return bool((registration.covers(starts) & registration.covers(starts + sizes - np.uint64(1))).all())
+
+    def watch(self, on_hang: Callable[[int, str], None], seconds: float) -> None:
+        """Report, from now on, a copy that does not return within `seconds`: see `Watchdog`. Such a copy fails."""
+        self._watchdog = Watchdog(on_hang, seconds)
 
     # --- order ----------------------------------------------------------------------------------------------------
 
@@ -165,8 +177,26 @@ class CopyEngine:
         Args:
             mapping: the new one, None for none; copies may use it already.
             fence: held while no copy runs; after it none uses the mapping before.
-            only_at: register no more than the piece that has this offset.
+            only_at: register no more than the piece that has this offset, and at once.
         """
+        with self._attaching:
+            if self._may_register or mapping is None or only_at is not None:
+                self._put_off = None
+                self._attach(mapping, fence, only_at)
+            else:
+                self._put_off = lambda: self._attach(mapping, fence, only_at)
+
+    def start_registering(self) -> None:
+        """Register what was attached, and what will be, without waiting for a copy. Twice is harmless."""
+        with self._attaching:
+            self._may_register = True
+            put_off, self._put_off = self._put_off, None
+            if put_off is not None:
+                put_off()
+
+    def _attach(
+        self, mapping: PoolMemory | None, fence: Callable[[], AbstractContextManager[object]], only_at: int | None
+    ) -> None:
         if self._is_closed:
             return
         self._stop_registering.set()
@@ -200,10 +230,13 @@ class CopyEngine:
         self._move(1, batch)
 
     def close(self) -> None:
-        """See `Copier`."""
-        if self._is_closed:
+        """See `Copier`. While a copy hangs in the driver nothing is given back: the end of the process does that."""
+        if self._is_closed or (self._watchdog is not None and self._watchdog.has_hung_copy):
             return
-        self._is_closed = True
+        with self._attaching:
+            self._is_closed = True
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._stop_registering.set()
         if self._registering is not None:
             self._registering.join()
@@ -221,7 +254,21 @@ class CopyEngine:
             self._driver.close()
 
     def _move(self, lane: int, batch: CopyBatch) -> None:
+        if not self._may_register:
+            self.start_registering()
         runs = split(merge(self._runs.of(batch), self._runs.starts), self._unit_bytes)
+        if self._watchdog is None:
+            self._copy(lane, batch, runs)
+            return
+        self._watchdog.begin(lane)
+        try:
+            self._copy(lane, batch, runs)
+        finally:
+            is_late = self._watchdog.end(lane)
+        if is_late:  # blocks of a store may belong to others by now
+            raise DriverError(f"a {NAMES[lane]}", "returned after it was given up", is_permanent=True)
+
+    def _copy(self, lane: int, batch: CopyBatch, runs: Runs) -> None:
         registration = self._registration
         with self._driver.activated():
             try:

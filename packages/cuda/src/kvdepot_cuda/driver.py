@@ -30,11 +30,11 @@ PERMANENT: Final = frozenset({
 class DriverError(DeviceError):
     """A call of the driver failed: `call` names it, `code` is the driver's word for what happened."""
 
-    def __init__(self, call: str, code: str, detail: str = "") -> None:
+    def __init__(self, call: str, code: str, detail: str = "", *, is_permanent: bool = False) -> None:
         super().__init__(f"{call}: {code}" + (f" ({detail})" if detail else ""))
         self.call = call
         self.code = code
-        self.is_permanent = code.partition(" ")[0] in PERMANENT
+        self.is_permanent = is_permanent or code.partition(" ")[0] in PERMANENT
 
 
 class Direction(enum.Enum):

@@ -298,11 +298,19 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             url=self._settings.url,
             deadline_seconds=self._settings.deadline_seconds,
             synchronous=self._settings.is_synchronous(device),
+            # Not while vLLM captures its graphs: it reports captures that fail or hang beside a registration.
+            **({"register_when_asked": True} if device == "cuda" else {}),
             **self._settings.backend_options(device),
         )
         only = cache.groups[0] if cache.num_groups == 1 else None
         block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
         return WorkerSide(context, cache.chunk_tokens, block_tokens), cache.format
+
+    @_never_raises(_nothing)
+    def reset_capture_state(self) -> None:
+        """Take note that vLLM has captured its graphs: the pool may be registered with the device from now on."""
+        if self._worker is not None:
+            self._worker.end_of_captures()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan and start its loads: they run beside the forward pass."""

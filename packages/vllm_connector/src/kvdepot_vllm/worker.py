@@ -54,6 +54,12 @@ class WorkerSide:
         self._ended: dict[int, tuple[int, int]] = {}
         self.counters: dict[str, float] = {}
 
+    def end_of_captures(self) -> None:
+        """Have the context register the pool with its device, if it put that off."""
+        start_registering = getattr(self._context, "start_registering", None)
+        if start_registering is not None:
+            start_registering()
+
     def start_loads(self, plan: StepPlan) -> None:
         """Start the step's retrieves. One that cannot be started has failed, whatever the reason."""
         for job in plan.loads:

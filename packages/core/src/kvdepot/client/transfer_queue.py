@@ -4,10 +4,13 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from kvdepot.client.channel import Channel
 from kvdepot.client.jobs import TransferJob
 from kvdepot.errors import DepotUnavailable
+
+_LOOK_SECONDS: Final = 0.1  # while it ends
 
 RunJob = Callable[[Channel | None, TransferJob], Channel | None]
 """Does a job over a channel, None for a new one, and returns the channel for the next job."""
@@ -27,7 +30,14 @@ class TransferQueue:
         self._channel: Channel | None = None
         self._lock = threading.Lock()
         self._stopping = False
+        self._is_lost = False  # the device hangs: no further job is done
+        self._current: TransferJob | None = None
         self._thread = threading.Thread(target=self._loop, name=f"kvdepot-{name}", daemon=True)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is being done."""
+        return self._current is not None
 
     @property
     def num_owed(self) -> int:
@@ -42,11 +52,27 @@ class TransferQueue:
     def put(self, job: TransferJob) -> None:
         """Queue a job for the thread."""
         self._jobs.put(job)
+        if self._is_lost:
+            self._drop()
 
     def run(self, job: TransferJob) -> None:
         """Do a job on the calling thread."""
         with self._lock:
-            self._channel = self._run_job(self._channel, job)
+            self._current = job
+            try:
+                self._channel = self._run_job(self._channel, job)
+            finally:
+                self._current = None
+
+    def lose(self) -> None:
+        """Make misses of the queued jobs and of all later ones: the current one may never end."""
+        self._is_lost = True
+        self._drop()
+
+    def give_up(self) -> None:
+        """Resolve the current job as a miss, although its copy has not returned."""
+        if self._current is not None:
+            self._current.transfer.resolve(False)
 
     def drain_soon(self) -> None:
         """Take in replies to abandoned requests, on the thread if there is one. Never wait."""
@@ -59,13 +85,24 @@ class TransferQueue:
                 self._lock.release()
 
     def stop(self) -> None:
-        """Finish the queued jobs and close the channel."""
+        """Finish the queued jobs and close the channel. Leave a job alone that hangs."""
         self._stopping = True
         self._jobs.put(None)
-        if self._thread.ident is not None:
-            self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_SECONDS)
+            if self._is_lost and self.is_busy:
+                return
+            if self._is_lost:
+                self._jobs.put(None)  # the first one may have been dropped
         if self._channel is not None:
             self._channel.close()
+
+    def _drop(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    job.transfer.resolve(False)
 
     def _loop(self) -> None:
         while True:

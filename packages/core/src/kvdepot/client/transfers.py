@@ -129,6 +129,10 @@ class WorkerTransfers:
         self._closed = True
         for each in self._queues:
             each.stop()
+        if any(
+            each.is_busy for each in self._queues
+        ):  # its copy never returns: the end of this process frees everything
+            return
         link = self.connection.link
         if link is not None:
             # Nothing is being copied any more: the depot can free unfinished stores without waiting for our death.
@@ -240,6 +244,19 @@ class WorkerTransfers:
             logger.error(
                 "the device is lost for this process, every transfer is a miss until the engine is restarted: %s", error
             )
+
+    def device_hangs(self, direction: Direction, why: str) -> None:
+        """Give the device up although a copy has not returned. Every transfer behind that copy is a miss.
+
+        A store that hangs ends as not stored; the depot frees its extents when the driver returns or this process is
+        dead. A retrieve that hangs ends when the driver returns: until then its blocks may still be written.
+        """
+        self._device_is_lost = True
+        logger.error("the device is lost for this process, transfers are misses until the engine is restarted: %s", why)
+        for each in self._queues:
+            each.lose()
+        if direction is Direction.STORE:
+            self._queues[direction].give_up()
 
     # --- called by the connection -----------------------------------------------------------------------------------
 

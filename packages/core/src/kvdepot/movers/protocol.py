@@ -39,7 +39,7 @@ class Setup(Struct, frozen=True, array_like=True, tag="setup"):
 
 
 class Copy(Struct, frozen=True, array_like=True, tag="copy"):
-    """Asks for a copy between extents and blocks. Fields as in `kvdepot.backends.CopyBatch`, block ids packed as i32."""
+    """Asks for a copy between extents and blocks. Fields are those of `backends.CopyBatch`, block ids packed as i32."""
 
     number: int
     is_store: bool

@@ -1,0 +1,74 @@
+"""Notices copies that hang in the driver. In mode `ipc` the depot kills a mover that hangs; here only a thread hangs.
+
+A copy also waits for the engine's stream, so the limit is far above a long step.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+HANG_SECONDS: Final = 60.0
+NAMES: Final = ("store", "retrieve")  # by lane
+
+
+@dataclass(slots=True)
+class _Copy:
+    began: float
+    is_hung: bool = False
+
+
+class Watchdog:
+    """Watches one copy in each lane, on a thread of its own.
+
+    Args:
+        on_hang: called once, by that thread, with the lane and the reason in words.
+        seconds: that a copy may take.
+    """
+
+    def __init__(self, on_hang: Callable[[int, str], None], seconds: float) -> None:
+        self._on_hang = on_hang
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._copies: list[_Copy | None] = [None, None]
+        self._reported = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="kvdepot-watchdog", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_hung_copy(self) -> bool:
+        """Whether a copy that was reported has not returned yet."""
+        return any(copy is not None and copy.is_hung for copy in self._copies)
+
+    def begin(self, lane: int) -> None:
+        """Watch the copy that the calling thread begins now."""
+        self._copies[lane] = _Copy(time.monotonic())
+
+    def end(self, lane: int) -> bool:
+        """Stop watching it, and return whether it was reported; then wait until `on_hang` has returned."""
+        with self._lock:
+            copy, self._copies[lane] = self._copies[lane], None
+        if copy is None or not copy.is_hung:
+            return False
+        self._reported.wait()
+        return True
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(self._seconds / 4):
+            for lane, name in enumerate(NAMES):
+                with self._lock:
+                    copy = self._copies[lane]
+                    if copy is None or copy.is_hung or time.monotonic() - copy.began < self._seconds:
+                        continue
+                    copy.is_hung = True
+                try:
+                    self._on_hang(lane, f"a {name} has not returned from the driver for {self._seconds:.0f} s")
+                finally:
+                    self._reported.set()

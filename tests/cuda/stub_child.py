@@ -1,0 +1,82 @@
+"""Makes every call of `CudaDriver` over the stub library, and says whether another thread ran meanwhile."""
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvdepot_cuda.driver import Direction, DriverError
+from kvdepot_cuda.nvidia import CudaDriver
+
+BEAT_SECONDS = 0.002
+beats: list[float] = []
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+
+
+def beat() -> None:
+    never = threading.Event()
+    while not never.wait(BEAT_SECONDS):
+        beats.append(time.monotonic())
+
+
+def check_released(name: str, work: Callable[[], object]) -> None:
+    """Say whether the other thread ran while the library slept for 0.3 s; it may be late on a busy machine."""
+    began = time.monotonic()
+    work()
+    ended = time.monotonic()
+    inside = sum(began + 0.05 < moment < ended - 0.05 for moment in list(beats))
+    say(name, "released" if inside > 5 else f"held: {inside} beats")
+
+
+def refused(name: str, work: Callable[[], object]) -> None:
+    try:
+        work()
+    except DriverError as error:
+        say(name, error)
+
+
+def main() -> None:
+    threading.Thread(target=beat, daemon=True).start()
+    driver = CudaDriver(3)
+    say(driver.description, driver.uuid, driver.capability, driver.has_batch_copy)
+    sources, targets, sizes = (np.array(column, np.uint64) for column in ((2**40, 11), (20, 2**41), (4, 2**33)))
+    odd = np.array([13], np.uint64)
+    with driver.activated():
+        stream, event = driver.create_stream(), driver.create_event()
+        driver.record_event(event, stream)
+        driver.wait_for_event(stream, event)
+        check_released("synchronize_event", lambda: driver.synchronize_event(event))
+        check_released("synchronize_stream", lambda: driver.synchronize_stream(stream))
+        check_released("register_host", lambda: driver.register_host(4096, 8192))
+        say(driver.device_address_of(4096))
+        handle, base, num_bytes = driver.export_memory(0x7F0000201000)
+        say(handle == bytes(range(64)), hex(base), num_bytes)
+        check_released("open_memory", lambda: driver.open_memory(handle))
+        driver.copy(1, 2, 3, Direction.TO_HOST, stream)
+        check_released("copy", lambda: driver.copy(1, 2, 3, Direction.TO_DEVICE, stream))
+        check_released(
+            "copy_batch", lambda: driver.copy_batch(sources, targets, sizes, Direction.TO_DEVICE, stream)
+        )  # fmt: skip
+        driver.copy_batch(sources[:1], targets[:1], sizes[:1], Direction.TO_HOST, stream)
+        refused("copy", lambda: driver.copy(1, 2, 13, Direction.TO_DEVICE, stream))
+        refused("batch", lambda: driver.copy_batch(odd, odd, odd, Direction.TO_DEVICE, stream))
+        driver.unregister_host(4096)
+        memory = driver.allocate_device(8192)
+        kernel = driver.load_kernel(b"\x7fELF image", "gather_runs")
+        arguments = [ctypes.c_uint64(2**40), ctypes.c_uint32(5), ctypes.c_uint64(0)]
+        driver.launch_kernel(kernel, 8, 128, 1024, arguments, stream)
+        driver.unload_kernel(kernel)
+        driver.free_device(memory)
+        driver.destroy_event(event)
+        driver.destroy_stream(stream)
+    driver.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
