@@ -11,57 +11,57 @@ from prometheus_client.registry import Collector
 from kvdepot.wire import operations as o
 
 COUNTERS: Final = {  # those that are exposed from the start, at 0
-    "lookups": "Lookups by schedulers",
-    "lookup_chunks": "Chunks that lookups asked for",
-    "lookup_chunks_hit": "Chunks that lookups found, in the pool or promoted from tiers in time",
-    "lookup_chunks_pool_hit": "Chunks that lookups found without asking a tier",
+    "lookups": "Requests of schedulers",
+    "lookup_chunks": "Chunks asked for",
+    "lookup_chunks_hit": "Chunks found, in the pool or brought up from tiers in time",
+    "lookup_chunks_pool_hit": "Chunks found without asking a tier",
     "stores": "Stores prepared",
-    "store_chunks": "Chunks of prepared stores",
-    "store_entries_present": "Entries of stores that were already in the pool",
+    "store_chunks": "Chunks of stores",
+    "store_entries_present": "Entries of stores that were here already",
     "store_entries_declined": "Entries of stores that found no room",
-    "store_entries_over_share": "Entries declined because their tenant's share has enough unfinished ones",
-    "stores_without_commit": "Stores declined because their worker has half of the pool in unfinished stores",
-    "stores_late": "Stores that ended by time before their worker ended them",
+    "store_entries_over_share": "Entries declined as their tenant's share has enough unfinished ones",
+    "stores_without_commit": "Stores declined as their worker has half of the pool in stores that it has not ended",
+    "stores_late": "Stores that ended before their worker ended them",
     "entries_stored": "Entries committed",
-    "entries_aborted": "Entries given up before their commit",
-    "entries_corrupt": "Entries removed because their checksum did not match",
-    "entries_promoted": "Entries promoted from tiers",
+    "entries_aborted": "Entries given up before they were committed",
+    "entries_corrupt": "Entries removed as their bytes lacked their checksum",
+    "entries_promoted": "Entries brought up from tiers",
     "retrieves": "Retrieves prepared",
-    "retrieve_chunks": "Chunks that retrieves asked for",
-    "retrieve_chunks_hit": "Chunks that retrieves found",
-    "chunks_evicted": "Chunks evicted to make room",
-    "chunks_evicted_leased": "Evicted chunks that tenants above their quota had leased",
-    "leases_expired": "Leases that expired before their release",
+    "retrieve_chunks": "Chunks that workers asked for",
+    "retrieve_chunks_hit": "Chunks that workers got",
+    "chunks_evicted": "Chunks that left to make room",
+    "chunks_evicted_leased": "Of these, leased by tenants above their quota, for one within its own",
+    "leases_expired": "Leases that nobody gave back in time",
     "promotions": "Lookups that asked tiers",
     "promotions_late": "Lookups whose tiers did not answer in time",
-    "promotions_failed": "Entries that a tier had but did not deliver",
-    "demotions_dropped": "Entries not written to a tier because too many bytes waited",
-    "requests_refused": "Requests answered with an error",
-    "requests_failed": "Requests that failed because of a bug",
-    "chores_failed": "Background tasks that failed because of a bug",
-    "policy_errors": "Failed calls of eviction policies",
-    "hints": "Hints from clients",
-    "hints_cut": "Hints and uses of long prefixes of which only the end was ordered, because too many waited",
-    "lookups_not_sampled": "Very long lookups left out of the estimates because another was being counted",
-    "moves": "Copies by movers",
-    "moves_failed": "Copies that a mover did not finish",
-    "moves_refused": "Copies that a mover refused because they left its memory",
-    "movers_started": "Movers started",
-    "movers_lost": "Movers that died or hung",
-    "movers_given_up": "Workers whose mover was given up",
-    "workers_fallen_back": "Workers that copy by themselves because no mover could",
-    "promotions_not_worth_it": "Promotions skipped because the engine computes faster than the tier reads",
+    "promotions_failed": "Entries that tiers had and did not deliver",
+    "demotions_dropped": "Entries not written to a tier, as too much waited",
+    "requests_refused": "Requests that were answered with an error",
+    "requests_failed": "Requests that failed by a bug",
+    "chores_failed": "What was to be done between messages and failed by a bug",
+    "policy_errors": "Calls of eviction policies that failed",
+    "hints": "Hints of clients",
+    "hints_cut": "Hints and uses of long prefixes of which only the end was ranked, as too many waited",
+    "lookups_not_sampled": "Very long lookups left out of the estimates, as another was being counted",
+    "moves": "Copies by processes of the depot",
+    "moves_failed": "Copies that such a process did not finish",
+    "moves_refused": "Copies that such a process refused, as they left the memory that it was given",
+    "movers_started": "Processes started that copy for a worker",
+    "movers_lost": "Such processes that died or hung",
+    "movers_given_up": "Workers for which none is started any more",
+    "workers_fallen_back": "Workers that copy by themselves as no such process could",
+    "promotions_not_worth_it": "Promotions left out, as the engine computes faster than the tier reads",
 }
 TIER_COUNTERS: Final = {
-    "read_bytes": "Bytes read into the pool",
+    "read_bytes": "Read into the pool",
     "read_entries": "Entries read",
-    "failed_reads": "Entries that were missing or unreadable",
-    "written_bytes": "Bytes written from the pool",
+    "failed_reads": "Entries that were not there or not readable",
+    "written_bytes": "Written from the pool",
     "written_entries": "Entries written",
-    "failed_writes": "Entries that could not be written",
-    "corrupt": "Entries whose checksum did not match",
-    "deadline_misses": "Calls that overran their deadline",
-    "breaker_opened": "Times that the breaker opened",
+    "failed_writes": "Entries that were not written",
+    "corrupt": "Entries without their checksum",
+    "deadline_misses": "Calls that took longer than their deadline",
+    "breaker_opened": "Times that it was left alone",
     "errors": "Calls that failed",
 }
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -84,38 +84,36 @@ class StatusCollector(Collector):
         """Yield every metric."""
         status = self._status
         gauges = {
-            "pool_size_bytes": (status.pool_size_bytes, "Size of the pool"),
-            "pool_ready_bytes": (status.pool_ready_bytes, "Bytes of the pool that are allocated so far"),
-            "pool_used_bytes": (status.pool_used_bytes, "Bytes of the pool in use"),
-            "quarantined_bytes": (status.quarantined_bytes, "Bytes held until their writer registers again or is dead"),
-            "entries": (status.num_entries, "Sealed entries in the index"),
+            "pool_size_bytes": (status.pool_size_bytes, "The pool"),
+            "pool_ready_bytes": (status.pool_ready_bytes, "Of it, allocated so far"),
+            "pool_used_bytes": (status.pool_used_bytes, "Of it, in use"),
+            "quarantined_bytes": (status.quarantined_bytes, "Held until their writer is back or dead"),
+            "entries": (status.num_entries, "Sealed entries of the index"),
             "entries_limit": (status.max_entries, "Entries that the index can hold"),
             "chunks": (status.num_chunks, "Chunks in the index"),
-            "leases": (status.num_leases, "Leases held by requests"),
-            "pins": (status.num_pins, "Prefixes pinned by operators"),
-            "stores_under_way": (status.num_tickets, "Stores prepared and not committed"),
+            "leases": (status.num_leases, "Leases of requests"),
+            "pins": (status.num_pins, "Prefixes that operators keep"),
+            "stores_under_way": (status.num_tickets, "Prepared and not committed"),
             "sessions": (status.num_sessions, "Connected workers and schedulers"),
-            "recovering": (int(status.recovering), "Whether the depot is reading back an earlier server's entries"),
-            "uptime_seconds": (status.uptime_seconds, "Time since the server started"),
+            "recovering": (int(status.recovering), "Whether an earlier server's entries are being read"),
+            "uptime_seconds": (status.uptime_seconds, "Since the server started"),
             "loop_longest_turn_seconds": (status.loop_longest_seconds, "Longest turn of the request loop"),
             "loop_longest_blocked_seconds": (
                 status.loop_longest_blocked_seconds,
-                "Longest turn of the request loop, without waits for a core",
+                "Longest turn of the request loop, without waiting for a core",
             ),
         }
         for name, (value, text) in gauges.items():
             yield GaugeMetricFamily(f"kvdepot_{name}", text, value)
-        slow = "Turns of more than 5 ms, without waits for a core"
+        slow = "Turns of more than 5 ms, without waiting for a core"
         yield CounterMetricFamily("kvdepot_loop_slow_turns", slow, status.loop_slow_turns)
-        saved = "Time that computing the retrieved tokens would have taken, at the engines' own cost per token"
+        saved = "Seconds of computing what was retrieved, as engines say how long a token takes them"
         yield CounterMetricFamily("kvdepot_prefill_seconds_saved", saved, status.prefill_seconds_saved)
         for name, value in sorted({**dict.fromkeys(COUNTERS, 0), **status.counters}.items()):
             text = COUNTERS.get(name) or name.replace("_", " ").capitalize()
             yield CounterMetricFamily(f"kvdepot_{name}", text, value)
-        used = GaugeMetricFamily(
-            "kvdepot_tenant_used_bytes", "Bytes of the pool in use by the tenant", labels=["tenant"]
-        )
-        quota = GaugeMetricFamily("kvdepot_tenant_quota_bytes", "Quota of the tenant", labels=["tenant"])
+        used = GaugeMetricFamily("kvdepot_tenant_used_bytes", "Of the pool", labels=["tenant"])
+        quota = GaugeMetricFamily("kvdepot_tenant_quota_bytes", "Kept against others", labels=["tenant"])
         for tenant, usage in sorted(status.tenants.items()):
             used.add_metric([tenant], usage["used_bytes"])
             if "quota_bytes" in usage:
@@ -129,8 +127,8 @@ class StatusCollector(Collector):
         yield from self._tiers()
 
     def _tokens(self) -> Iterator[Metric]:
-        asked = CounterMetricFamily("kvdepot_lookup_tokens", "Tokens that lookups asked for", labels=["tenant"])
-        hit = CounterMetricFamily("kvdepot_lookup_hit_tokens", "Tokens that lookups found", labels=["tenant", "source"])
+        asked = CounterMetricFamily("kvdepot_lookup_tokens", "Tokens asked for", labels=["tenant"])
+        hit = CounterMetricFamily("kvdepot_lookup_hit_tokens", "Tokens found", labels=["tenant", "source"])
         for tenant, usage in sorted(self._status.tenants.items()):
             if "lookup_tokens" in usage:
                 asked.add_metric([tenant], usage["lookup_tokens"])
@@ -142,9 +140,7 @@ class StatusCollector(Collector):
     def _devices(self) -> Iterator[Metric]:
         for direction, name in (("store", "stored_bytes"), ("retrieve", "retrieved_bytes")):
             family = CounterMetricFamily(
-                f"kvdepot_{direction}_bytes",
-                f"Bytes of each {direction}: retrieves as planned, stores as committed",
-                labels=["device"],
+                f"kvdepot_{direction}_bytes", f"Planned and, if stores, committed: {direction}", labels=["device"]
             )
             for device, moved in sorted(self._status.devices.items()):
                 family.add_metric([device], moved[name])
@@ -152,9 +148,9 @@ class StatusCollector(Collector):
 
     def _histograms(self) -> Iterator[Metric]:
         status = self._status
-        texts = {"store": "Time from a store's plan to its commit: the worker's copy", "loop_turn": "Turns of the loop"}
+        texts = {"store": "From a store's plan to its commit: the worker's copy", "loop_turn": "Turns of the loop"}
         requests = HistogramMetricFamily(
-            "kvdepot_request_seconds", "Time from a request to its reply, in the server", labels=["operation"]
+            "kvdepot_request_seconds", "From a request to its reply, in the server", labels=["operation"]
         )
         for name, histogram in sorted(status.latencies.items()):
             if name in texts:
@@ -163,18 +159,16 @@ class StatusCollector(Collector):
                 requests.add_metric([name], _buckets(histogram), histogram.total)
         yield requests
         if status.eviction_ages is not None:
-            text = "Time since the last use of evicted chunks"
+            text = "Since the last use of chunks that were evicted"
             yield _histogram("kvdepot_eviction_age_seconds", text, status.eviction_ages)
 
     def _estimates(self) -> Iterator[Metric]:
         status = self._status
         yield CounterMetricFamily(
-            "kvdepot_estimated_lookup_chunks",
-            "Chunks that lookups asked for, extrapolated from the sample",
-            status.estimated_chunks,
+            "kvdepot_estimated_lookup_chunks", "Asked for, as far as the sample tells", status.estimated_chunks
         )
         found = CounterMetricFamily(
-            "kvdepot_estimated_hit_chunks", "Chunks that a pool of another size would have found", labels=["pool_scale"]
+            "kvdepot_estimated_hit_chunks", "Of them, found in a pool of another size", labels=["pool_scale"]
         )
         for estimate in status.estimates:
             found.add_metric([f"{estimate.scale:g}"], estimate.hit_chunks)
@@ -183,21 +177,19 @@ class StatusCollector(Collector):
     def _tiers(self) -> Iterator[Metric]:
         tiers = self._status.tiers
         for name, text in {
-            "num_entries": "Entries, if the storage reports them",
-            "used_bytes": "Bytes of the storage in use",
-            "capacity_bytes": "Capacity of the storage",
-            "queued_write_bytes": "Bytes that wait to be written",
-            "num_waiting_reads": "Reads that wait",
-            "num_waiting_writes": "Writes that wait",
-            "num_hung_calls": "Calls that overran their deadline and have not returned",
+            "num_entries": "Entries, as far as the storage tells",
+            "used_bytes": "Of the storage",
+            "capacity_bytes": "Of the storage",
+            "queued_write_bytes": "Waiting to be written",
+            "num_waiting_reads": "Calls that wait",
+            "num_waiting_writes": "Calls that wait",
+            "num_hung_calls": "Calls that have overrun their deadline and not come back",
         }.items():
             family = GaugeMetricFamily(f"kvdepot_tier_{name.removeprefix('num_')}", text, labels=["tier"])
             for tier in tiers:
                 family.add_metric([tier.name], getattr(tier, name))
             yield family
-        is_open = GaugeMetricFamily(
-            "kvdepot_tier_breaker_open", "Whether the breaker leaves the tier alone", labels=["tier"]
-        )
+        is_open = GaugeMetricFamily("kvdepot_tier_breaker_open", "Whether it is left alone", labels=["tier"])
         for tier in tiers:
             is_open.add_metric([tier.name], tier.state != "closed")
         yield is_open
@@ -216,7 +208,7 @@ def _histogram(name: str, text: str, histogram: o.HistogramStatus) -> Metric:
 
 
 def _buckets(histogram: o.HistogramStatus) -> list[tuple[str, float]]:
-    """Return each upper bound with the number of values below it."""
+    """Return the upper bounds and what is below each of them."""
     below = list(itertools.accumulate(histogram.counts))
     bounds = [f"{histogram.base * 2**number:g}" for number in range(len(below) - 1)]
     return list(zip([*bounds, "+Inf"], map(float, below), strict=True))
