@@ -763,6 +763,6 @@ class World:
 
 
 def _failed(error: AssertionError) -> str:
-    """Return the source of the assertion, because an assertion without a message has no text."""
+    """Return the assertion, as one without a message says nothing of itself."""
     frames = traceback.extract_tb(error.__traceback__)
     return str(error) or str(frames[-1].line)

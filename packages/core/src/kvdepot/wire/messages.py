@@ -242,9 +242,9 @@ class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=Tr
 class Move(Struct, array_like=True, tag="move", frozen=True):
     """Have the context's mover copy the extents of a ticket (a store) or of a lease (a retrieve).
 
-    `number` 0 copies nothing: its reply says when the mover is ready. A starting mover is waited for `wait_seconds`.
-    `block_ids`, `first_covered` and `skip_blocks` are as in `kvdepot.client.transfers.CopyBatch`, for each
-    group. A context has at most one running move per direction.
+    `number` 0 copies nothing: its reply says when the mover can be used. `wait_seconds` is how long the mover may still
+    be starting. `block_ids`, `first_covered` and `skip_blocks` are as in `kvdepot.client.transfers.CopyBatch`, for each
+    group. At most one a direction is under way for a context.
     """
 
     context: Identifier
