@@ -1,10 +1,10 @@
-"""How long a disk tier takes to know what an earlier depot left: `python benchmarks/disk_index.py FOLDER`.
+"""Measures how long a disk tier takes to index an earlier depot's files: `python benchmarks/disk_index.py FOLDER`.
 
-Makes files with the names and sizes of entries (sparse, 4 MiB each; nothing is written into them) in a new folder
-below FOLDER, and removes them afterwards. Each round walks the tree with nothing but `os.scandir` and the `stat` of
-every file, then opens a tier over it and waits for the whole index, then does so again while a thread asks for keys
-by the tier's queue, as the depot's loop does for lookups: 512 at a time, the next ones when those are answered. What
-counts is the ratio of tier and walk within a round. The kernel's caches are warm: the files were made just before.
+Makes files with the names and sizes of entries (sparse, 4 MiB each) in a new folder below FOLDER, and removes them
+afterwards. Each round first walks the tree with only `os.scandir` and a `stat` of every file. Then it opens a tier and
+waits for the complete index. Then it does so again while a thread asks for keys through the tier's queue, as the
+depot's loop does for lookups: 512 at a time, without a pause. The result is the ratio of tier and walk within a round.
+The kernel's caches are warm, because the files were made just before.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SWITCH_SECONDS = 0.001  # as in a depot
 
 
 def make_files(folder: Path, num_entries: int, num_tenants: int) -> list[bytes]:
-    """Make the files of entries; return their keys."""
+    """Create the files of entries and return their keys."""
     keys: list[bytes] = []
     for number in range(num_entries):
         digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
@@ -45,7 +45,7 @@ def make_files(folder: Path, num_entries: int, num_tenants: int) -> list[bytes]:
 
 
 def walk(folder: str) -> int:
-    """Return how many files there are, after a `stat` of each."""
+    """Call `stat` on every file and return their number."""
     count = 0
     with os.scandir(folder) as items:
         for item in items:
@@ -57,7 +57,7 @@ def walk(folder: str) -> int:
 
 
 def ask(queue: TierQueue, answered: threading.Event, keys: list[bytes], is_over: threading.Event) -> list[float]:
-    """Ask for keys until it is over; return how long each question took."""
+    """Ask for keys until the end of the measurement and return the duration of each question."""
     seconds: list[float] = []
     first = 0
     while not is_over.is_set():
@@ -72,7 +72,7 @@ def ask(queue: TierQueue, answered: threading.Event, keys: list[bytes], is_over:
 
 
 def open_and_wait(folder: Path, keys: list[bytes], seconds: list[float] | None) -> float:
-    """Return how long it took until the index was complete, with questions beside it if there is a list for them."""
+    """Return the time until the index was complete. With a list for their durations, ask questions meanwhile."""
     is_over, answered, pool = threading.Event(), threading.Event(), make_pool()
     start = time.perf_counter()
     tier = DiskTier(pool, folder, 1 << 50)

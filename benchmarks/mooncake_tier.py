@@ -1,9 +1,9 @@
-"""What a tier in Mooncake Store costs: `python benchmarks/mooncake_tier.py` in tox's environment `mooncake`.
+"""Measures a tier in Mooncake Store: `python benchmarks/mooncake_tier.py` in tox's environment `mooncake`.
 
-A master and a cluster on loopback, over TCP. Entries are written from and read into a pool, through the queue with
-which the depot drives a tier: seals, checks and the child process are included. Either this node's own part of the
-cluster holds them (`own`) or that of another process (`other`). Each round writes, reads and copies the same number of
-bytes (memcpy, one thread, between halves of the pool); printed are medians and extremes of the ratios within a round.
+Starts a master and a cluster on loopback, over TCP. Entries are written from and read into a pool through the depot's
+tier queue, including seals, checks and the child process. They lie in this node's own part of the cluster (`own`) or in
+that of another process (`other`). Each round writes, reads and copies the same number of bytes (memcpy, one thread,
+between halves of the pool). Prints medians and extremes of the ratios within a round.
 """
 
 import argparse

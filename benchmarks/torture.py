@@ -1,10 +1,10 @@
-"""Runs `kvdepot soak` over a disk tier on a small file system that fills up and turns read-only: needs root and ext4.
+"""Runs `kvdepot soak` over a disk tier on a small file system that fills up and turns read-only. Needs root and ext4.
 
     python benchmarks/torture.py --seconds 600 --seed 1
 
 The soak kills and stops engines and depots, and damages files of the tier. This script makes the file system in a
-file, mounts it, and gives it phases: full, read-only, and neither. The last phase is a good one: the audit finds
-a depot at rest then. Ends with the soak's exit status and prints what the soak prints.
+file, mounts it, and puts it through phases: full, read-only, and healthy. The last phase is healthy, so that the audit
+finds a depot at rest. Prints the soak's output and ends with its exit status.
 """
 
 import argparse
@@ -18,24 +18,24 @@ from contextlib import suppress
 from pathlib import Path
 
 _IMAGE_BYTES = 400 << 20  # somewhat more than the soak's tier may take
-_LAST_GOOD_SECONDS = 45.0  # for the breaker to close, and for writes that wait
+_LAST_GOOD_SECONDS = 45.0  # for the breaker to close and waiting writes to finish
 _STEP_BYTES = 1 << 20
 
 
 def fill(folder: Path) -> None:
-    """Take what is left of the file system."""
+    """Fill up the file system."""
     with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
         while file.write(bytes(_STEP_BYTES)) == _STEP_BYTES:
             pass
 
 
 def remount(folder: Path, mode: str) -> bool:
-    """Remount the file system; False if files that are open for writing forbid it."""
+    """Remount the file system. Return False if files open for writing prevent it."""
     return subprocess.run(["mount", "-o", f"remount,{mode}", folder], check=False, capture_output=True).returncode == 0
 
 
 def disturb(folder: Path, until: float, seed: int, is_over: threading.Event, counts: dict[str, int]) -> None:
-    """Give the file system one phase after the other."""
+    """Put the file system through one phase after the other."""
     rng = random.Random(seed)
     while time.monotonic() < until and not is_over.is_set():
         phase = rng.choice(("full", "read-only", "good"))
@@ -50,7 +50,7 @@ def disturb(folder: Path, until: float, seed: int, is_over: threading.Event, cou
 
 
 def main() -> int:
-    """Run the soak over such a file system."""
+    """Run the soak over the file system."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--engines", type=int, default=3)

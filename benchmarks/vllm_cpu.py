@@ -1,15 +1,14 @@
-"""What a depot costs and brings to a real vLLM on CPU: `python benchmarks/vllm_cpu.py` in tox's environment `vllm`.
+"""Measures a depot with a real vLLM on CPU: `python benchmarks/vllm_cpu.py` in tox's environment `vllm`.
 
-A small model with KV of a realistic size (128 KiB of float32 a token). Three engines are up at the same time and serve
-one request at a time, turn and turn about, so that what else the machine does hits all alike. Each computes a prompt
-and then reuses one:
+Uses a small model with KV of a realistic size (128 KiB of float32 per token). Three engines run at the same time and
+serve one request at a time in turn, so that other work on the machine affects all alike. Each computes a prompt and
+then reuses one:
 
-- `alone` has no connector: a prompt computed, then again out of vLLM's own prefix cache;
-- `depot` stores a prompt, then has it again after its own prefix cache was emptied;
-- `other` computes a prompt that nobody knows and stores nothing (the depot is of no use to it), then has what `depot`
-  stored;
-- `disk` (with `--disk FOLDER`) has a depot whose pool holds little more than one prompt, and a tier below it; it
-  stores the prompt, then one that pushes it out of the pool, and then has it from the disk.
+- `alone` has no connector: it computes a prompt, then takes it from vLLM's own prefix cache;
+- `depot` stores a prompt, then loads it after its own prefix cache was emptied;
+- `other` computes an unknown prompt and stores nothing, then loads the prompt that `depot` stored;
+- `disk` (with `--disk FOLDER`) has a depot whose pool holds little more than one prompt, and a tier below it. It
+  stores the prompt, then another that pushes it out of the pool, and then loads it from the disk.
 
 Prints medians of the time to the first token, and the medians of the ratios within each prompt.
 """
@@ -40,7 +39,7 @@ def serve(
     max_tokens: int,
     settled: Callable[[], bool],
 ) -> Any:
-    """Serve one prompt in every way; return the times to the first token in seconds, and what was reused."""
+    """Serve one prompt in every way. Return the times to the first token in seconds, and the reused tokens."""
     row: dict[str, Any] = {}
 
     def ask(name: str, engine: str) -> None:
@@ -114,7 +113,7 @@ def main() -> int:
     parser.add_argument("--pool-size", default="6GiB")
     parser.add_argument("--disk", type=Path, help="measure hits from a tier in this folder, too")
     parser.add_argument("--json", type=Path, help="write every measurement here")
-    parser.add_argument("--plot", type=Path, help="draw them here (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="draw all measurements here (needs matplotlib)")
     arguments = parser.parse_args()
     options: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 2048}
     with contextlib.ExitStack() as stack:

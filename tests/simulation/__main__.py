@@ -1,7 +1,7 @@
 """The deterministic simulation: `python -m tests.simulation --seconds N --seed S`.
 
-Each seed is one history of a node, in which the server is killed at any write of its table and names. One that fails is
-shrunk, and printed as a story; `--story SEED` prints that of one seed.
+Each seed is one history of a node. The server may be killed at any write to its table and names. A failing history is
+shrunk and printed as a story; `--story SEED` prints the story of one seed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _SEEDS_AT_ONCE = 25
 
 
 def run_seeds(seeds: range) -> tuple[int, int, int, list[int]]:
-    """Run some histories, in a process of the pool; return events, crashes, chunks read, and the seeds that fail."""
+    """Run histories in a process of the pool. Return events, crashes, chunks read, and the failing seeds."""
     logging.disable(logging.CRITICAL)
     num_events = num_crashes = num_reads = 0
     failed: list[int] = []
@@ -32,7 +32,7 @@ def run_seeds(seeds: range) -> tuple[int, int, int, list[int]]:
 
 
 def main() -> int:
-    """Run histories until the time is over or one fails."""
+    """Run histories until the time is up or one fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="simulate a node with crashes")
     parser.add_argument("--seconds", type=float, default=120, help="how long (default 120)")
     parser.add_argument("--crashes", type=int, default=0, help="end earlier, after so many crashes")

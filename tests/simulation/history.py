@@ -1,4 +1,4 @@
-"""Histories: made from a seed, run, and shrunk to a short one when something that must hold does not."""
+"""Makes histories from seeds, runs them, and shrinks those that violate an invariant."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _ALWAYS: Final = ("start", "restore", "connect", "prepare", "copy", "end_store",
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a history."""
+    """The result of a history."""
 
     events: list[Event]
     failure: str | None
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def run_seed(seed: int, num_steps: int = NUM_STEPS) -> Outcome:
-    """Make and run the history of a seed, and let everybody leave. Each seed likes some kinds of events more."""
+    """Make and run a seed's history, then let everybody leave. Each seed prefers some kinds of events."""
     rng = random.Random(seed)
     setup = Setup.of_seed(seed)
     mood = _SLOW if setup.is_slow else rng.choice(_MOODS)
@@ -55,7 +55,7 @@ def run_seed(seed: int, num_steps: int = NUM_STEPS) -> Outcome:
 
 
 def replay(setup: Setup, events: Sequence[Event], say: Callable[[str], object] | None = None) -> str | None:
-    """Run a history again; return why it fails, None if it does not."""
+    """Run a history again. Return why it fails, or None."""
     world = World(setup, say)
     try:
         for event in events:
@@ -67,7 +67,7 @@ def replay(setup: Setup, events: Sequence[Event], say: Callable[[str], object] |
 
 
 def shrink(setup: Setup, events: list[Event]) -> list[Event]:
-    """Take out of a failing history whatever it fails without."""
+    """Remove every event without which a failing history still fails."""
     before = 0
     while len(events) != before:
         before = len(events)
@@ -85,7 +85,7 @@ def shrink(setup: Setup, events: list[Event]) -> list[Event]:
 
 
 def story(seed: int) -> str:
-    """Return the failing history of a seed, shrunk, in words."""
+    """Return a seed's failing history, shrunk, in words."""
     setup, outcome = Setup.of_seed(seed), run_seed(seed)
     if outcome.failure is None:
         return f"nothing fails with seed {seed}"

@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""What outlives a simulated server: its table and names, with a crash after any single write, and the pool's pages."""
+"""Memory that outlives a simulated server: the pool's pages, table and names, with a crash after any write."""
 
 import struct
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ Place = tuple[bytes, int, int]  # key, group, shard
 
 
 class Violation(BaseException):
-    """Something that must never happen. No `except Exception` of the server hides it."""
+    """An invariant was violated. No `except Exception` of the server hides it."""
 
 
 class Crash(BaseException):
@@ -27,13 +27,13 @@ class Crash(BaseException):
 class Fuse:
     """Kills the server at one of its next writes."""
 
-    num_writes: int = 0  # that the table and the names file have seen
-    left: int | None = None  # the writes that still happen; None: no crash is planned
-    torn: int = 0  # how much of a larger write happens: bytes
+    num_writes: int = 0  # to the table and the names file
+    left: int | None = None  # writes before the crash; None: no crash is planned
+    torn: int = 0  # bytes of a larger write that still happen
     is_dead: bool = False
 
     def burn(self) -> bool:
-        """Count a write; True if the server dies at it.
+        """Count a write. Return True if the server dies at it.
 
         Raises:
             Crash: the server is dead already.
@@ -119,7 +119,7 @@ class Memory:
         """Grant an extent to a writer.
 
         Raises:
-            Violation: a writer that may still write has a page of it.
+            Violation: another writer may still write to a page of it.
         """
         claim = Claim(holder, place, offset // PAGE, -(-num_bytes // PAGE))
         for page in range(claim.first_page, claim.first_page + claim.num_pages):
@@ -130,19 +130,19 @@ class Memory:
         return claim
 
     def write(self, claim: Claim, num_pages: int) -> None:
-        """Have a writer fill the next pages of its extent."""
+        """Let a writer fill the next pages of its extent."""
         for _ in range(min(num_pages, claim.num_pages - claim.num_written)):
             page = claim.first_page + claim.num_written
             self.pages[page] = (*claim.place, claim.num_written)
             claim.num_written += 1
 
     def end(self, claim: Claim) -> None:
-        """Note that a writer will not write to its extent any more."""
+        """Note that a writer no longer writes to its extent."""
         for page in range(claim.first_page, claim.first_page + claim.num_pages):
             del self.claims[page]
 
     def check_content(self, place: Place, offset: int, num_bytes: int, why: str) -> None:
-        """Fail unless an extent holds all of what belongs to a place."""
+        """Fail unless an extent holds the complete content of a place."""
         first = offset // PAGE
         for number in range(-(-num_bytes // PAGE)):
             if self.pages[first + number] != (*place, number):

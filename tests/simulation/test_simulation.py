@@ -1,4 +1,4 @@
-"""The simulation finds what it is there to find: each test breaks one rule of the server, and a history shows it."""
+"""Each test breaks one rule of the server, and some history fails."""
 
 import logging
 from unittest.mock import Mock
@@ -85,7 +85,7 @@ def test_a_record_that_is_sealed_before_its_body_is_written_is_found(monkeypatch
 
 
 def test_a_failing_history_shrinks_to_one_that_fails_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Depot, "end_process", Mock())  # a death that nobody hears of
+    monkeypatch.setattr(Depot, "end_process", Mock())  # a death that is never reported
     seed = first_failure()
     events = run_seed(seed).events
     shorter = shrink(Setup.of_seed(seed), events)

@@ -21,7 +21,7 @@ MAXIMUM_ENTRIES = 64
 
 @dataclass
 class Storage:
-    """What the tier holds: it outlives servers."""
+    """The tier's contents, which outlive servers."""
 
     memory: Memory
     entries: dict[bytes, list[Tag]] = field(default_factory=dict[bytes, list[Tag]])
@@ -78,7 +78,7 @@ class Storage:
 
 
 class Threads:
-    """Stands for `Workers`: a call begins, and ends, when the history says so."""
+    """Replaces `Workers`: the history decides when a call begins and ends."""
 
     memory: Memory
     holder: str
@@ -142,7 +142,7 @@ class Threads:
         return None
 
     def finish(self, number: int) -> Call:
-        """Have a call return."""
+        """Let a call return."""
         call = self.begun.pop(number)
         self._make_call(call)
         call.has_run = True
@@ -151,7 +151,7 @@ class Threads:
         return call
 
     def let_go(self, call: Call) -> None:
-        """Nothing of a call writes any more."""
+        """Release the claims of a call, which no longer writes."""
         for claim in self.claims.pop(id(call), ()):
             self.memory.end(claim)
 

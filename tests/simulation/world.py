@@ -1,8 +1,8 @@
 # pyright: reportPrivateUsage=false
 """A node: one depot at a time over memory that outlives it, processes of engines, a tier, operators.
 
-Every step is one event of a history, `(name, a, b, c)`; its numbers choose among what is possible then. An event that
-is not possible does nothing, so a history stays valid when events are taken out of it.
+Every step is one event of a history, `(name, a, b, c)`, whose numbers choose among the possibilities at that moment. An
+impossible event does nothing, so a history stays valid when events are removed.
 """
 
 import random
@@ -77,7 +77,7 @@ DEMOTIONS: Final = (None, Demotion.STORE, Demotion.STORE, Demotion.REUSE, Demoti
 
 @dataclass
 class Setup:
-    """What does not change in a history."""
+    """The constants of a history."""
 
     spec: m.CacheSpec
     num_pages: int
@@ -99,7 +99,7 @@ class Setup:
 
 @dataclass(eq=False)
 class Store:
-    """A store under way in a worker, on the server of `epoch`."""
+    """A worker's running store, on the server of `epoch`."""
 
     epoch: int
     ticket: int
@@ -112,24 +112,24 @@ class Store:
 
 @dataclass(eq=False)
 class Retrieve:
-    """A retrieve under way in a worker."""
+    """A worker's running retrieve."""
 
     plan: m.RetrievePlan
     digests: bytes
     shards: tuple[int, ...]
-    read: list[list[Any]] = field(default_factory=list[list[Any]])  # the pages of each extent, as they were read
+    read: list[list[Any]] = field(default_factory=list[list[Any]])  # the pages read, by extent
 
 
 @dataclass(eq=False)
 class Process:
-    """An engine's process with one worker, which asks as a scheduler, too."""
+    """An engine's process with one worker, which also acts as the scheduler."""
 
     name: str
     writer: Writer
     rank: int
     is_alive: bool = True
     is_stopped: bool = False
-    epoch: int = 0  # of the server that it believes to be connected to
+    epoch: int = 0  # of the server to which it believes it is connected
     session: int = 0
     context: int = 0
     shards: tuple[int, ...] = ()
@@ -177,8 +177,8 @@ class World:
     """The node. `do` makes one event happen.
 
     Args:
-        setup: what does not change.
-        say: is told each event that happened, in words.
+        setup: the constants of the history.
+        say: receives each event in words.
     """
 
     def __init__(self, setup: Setup, say: Callable[[str], object] | None = None) -> None:
@@ -193,7 +193,7 @@ class World:
         self._next = 100  # pids, sessions, epochs
         self.server: Server | None = None
         self.lingering: list[tuple[Writer, Any, list[Claim]]] = []  # calls of dead servers that are still in the kernel
-        self.dead: list[Writer] = []  # processes whose end the server has not been told
+        self.dead: list[Writer] = []  # processes whose end was not yet reported to the server
         self.processes = [self._new_process(number) for number in range(NUM_PROCESSES)]
         self._events: dict[str, Callable[[int, int, int], str | None]] = {
             name.removeprefix("on_"): getattr(self, name) for name in dir(self) if name.startswith("on_")
@@ -216,10 +216,10 @@ class World:
         return self.now
 
     def do(self, event: Event) -> bool:
-        """Make an event happen; False if it is not possible now.
+        """Make an event happen. Return False if it is impossible now.
 
         Raises:
-            Violation: of what must always hold.
+            Violation: an invariant was violated.
         """
         name, a, b, c = event
         told: str | None = None
@@ -260,7 +260,7 @@ class World:
         return f"a server starts (process {self.server.writer.pid}){' with new files' if is_fresh else ''}"
 
     def _forget_files(self) -> None:
-        """Give the next server new files. Whoever has the old ones mapped writes to those."""
+        """Give the next server new files. Processes that mapped the old files write to those."""
         self.memory.claims.clear()
         self.memory.__init__(self.setup.num_pages)
         self.lingering.clear()
@@ -285,7 +285,7 @@ class World:
         return f"the server has read back {server.index.num_entries} entries"
 
     def on_kill_server(self, a: int, b: int, c: int) -> str | None:
-        """Kill it now, or at one of its next writes."""
+        """Kill the server now, or at one of its next writes."""
         server = self.server
         if server is None:
             return None
@@ -315,7 +315,7 @@ class World:
                 threads.let_go(call)
 
     def on_linger(self, a: int, b: int, c: int) -> str | None:
-        """A read that hung in the kernel of a killed server ends, and with the last of them its process."""
+        """End a hung read of a killed server; the last one ends the server's process."""
         if not self.lingering:
             return None
         writer, call, claims = self.lingering.pop(a % len(self.lingering))
@@ -329,7 +329,7 @@ class World:
         return f"a read of the dead server {writer.pid} ends in the kernel"
 
     def await_death(self, writer: Writer) -> bool:
-        """Stand for the session table: watch a process that may be alive."""
+        """Replace the session table: watch a process that may be alive."""
         assert self.server is not None
         is_alive = any(process.writer == writer and process.is_alive for process in self.processes) or any(
             other == writer for other, _, _ in self.lingering
@@ -343,7 +343,7 @@ class World:
             self.dead.append(writer)
 
     def on_turn(self, a: int, b: int, c: int) -> str | None:
-        """A turn of the loop in which no message came."""
+        """Run a turn of the loop without a message."""
         server = self.server
         if server is None:
             return None
@@ -364,7 +364,7 @@ class World:
     # --- processes ------------------------------------------------------------------------------------------------
 
     def _able(self, a: int) -> Process | None:
-        """Return a process that can do something."""
+        """Return a process that can act."""
         process = self.processes[a % NUM_PROCESSES]
         return process if process.is_alive and not process.is_stopped else None
 
@@ -374,7 +374,7 @@ class World:
         return process if is_there else None
 
     def _ask(self, process: Process, request: frames.Request) -> Any:
-        """Send a request and return the reply, None if it was refused or comes later."""
+        """Send a request and return the reply, or None if it was refused or comes later."""
         server = self.server
         assert server is not None
         try:
@@ -389,7 +389,7 @@ class World:
         return reply
 
     def on_connect(self, a: int, b: int, c: int) -> str | None:
-        """Open a session and register, once no copy is running any more."""
+        """Open a session and register, once no copy is running."""
         process = self._able(a)
         if process is None or self.server is None or process.session:
             return None
@@ -429,7 +429,7 @@ class World:
         return f"{process.name} unregisters and registers again"
 
     def on_disconnect(self, a: int, b: int, c: int) -> str | None:
-        """The connection closes; the process lives and may go on copying."""
+        """Close the connection; the process lives and may continue copying."""
         process = self.processes[a % NUM_PROCESSES]
         if not process.is_alive or self.server is None or not process.session:
             return None
@@ -444,7 +444,7 @@ class World:
             self.server.watched.add(process.writer)
 
     def on_kill(self, a: int, b: int, c: int) -> str | None:
-        """A process is killed; another of the same name takes its place."""
+        """Kill a process; another of the same name takes its place."""
         number = a % NUM_PROCESSES
         process = self.processes[number]
         self._end_jobs(process)
@@ -457,7 +457,7 @@ class World:
         return f"{process.name} (process {process.writer.pid}) is killed"
 
     def on_bury(self, a: int, b: int, c: int) -> str | None:
-        """The server is told of a death."""
+        """Report a death to the server."""
         if self.server is None or not self.dead:
             return None
         writer = self.dead.pop(a % len(self.dead))
@@ -476,7 +476,7 @@ class World:
         return PROMPTS[b % len(PROMPTS)].slice(start, min(NUM_CHUNKS, start + 1 + c // 4 % NUM_CHUNKS))
 
     def _needed(self, run: KeyRun, full: bool) -> tuple[int, ...]:
-        """Return how many chunks of a run each group covers at its end."""
+        """Return how many of a run's last chunks each group covers."""
         window = {FULL: run.num_chunks, WINDOW: run.num_chunks if full else 2, STATE: 1}
         return tuple(min(run.num_chunks, window[group.kind]) for group in self.setup.spec.groups)
 
@@ -527,7 +527,7 @@ class World:
         return f"{process.name} copies" + (" the last of it" if store.is_copied else " some pages")
 
     def on_end_store(self, a: int, b: int, c: int) -> str | None:
-        """Commit what is copied; a copy that failed is aborted."""
+        """Commit a finished copy; abort a failed one."""
         process = self._able(a)
         if process is None or not process.stores:
             return None
@@ -612,7 +612,7 @@ class World:
         return f"{process.name} begins to retrieve {plan.num_chunks} chunks from {self._name(run)}"
 
     def on_read(self, a: int, b: int, c: int) -> str | None:
-        """Read the next extents; after the last one compare what the client compares."""
+        """Read the next extents; after the last one, compare as the client does."""
         process = self._able(a)
         if process is None or not process.retrieves:
             return None
@@ -696,7 +696,7 @@ class World:
             return None
 
     def on_report(self, a: int, b: int, c: int) -> str | None:
-        """A client reports the bytes of an entry as damaged."""
+        """Let a client report an entry's bytes as damaged."""
         process = self._connected(a)
         if process is None or self.server is None:
             return None
@@ -714,7 +714,7 @@ class World:
         return "everything adds up"
 
     def check(self) -> None:
-        """Fail unless the server's state adds up."""
+        """Fail unless the server's state is consistent."""
         server = self.server
         if server is None or server.is_restoring:
             return

@@ -1,34 +1,33 @@
-"""Errors meant for callers: each says what happened, to what, and the way out.
+"""Errors meant for callers. Each names the failure, the object and the remedy.
 
-`ErrorCode` travels in error replies; a client raises the exception that `error_for_code` names, so that both sides
-speak of a failure by the same word.
+An error reply carries an `ErrorCode`, and the client raises it as a `RemoteError`.
 """
 
 import enum
 
 
 class KVDepotError(Exception):
-    """Base of every error that kvdepot raises on purpose."""
+    """Base of every error that kvdepot raises deliberately."""
 
 
 class ConfigError(KVDepotError):
-    """A setting that cannot work, with the flag that changes it."""
+    """A setting cannot work. The text names the flag."""
 
 
 class LayoutError(KVDepotError):
-    """A layout that does not add up."""
+    """A layout contradicts itself or its tensors."""
 
 
 class KeyFormatError(KVDepotError):
-    """A key, token or digest that is not well formed."""
+    """A key, token or digest is malformed."""
 
 
 class PoolError(KVDepotError):
-    """The pool's files cannot be made, mapped or trusted."""
+    """The pool's files cannot be created, mapped or trusted."""
 
 
 class TraceError(KVDepotError):
-    """A trace that cannot be replayed, with the file and the line that is wrong."""
+    """A trace cannot be replayed. The text names the file and the line."""
 
 
 class BackendUnavailable(KVDepotError):
@@ -36,13 +35,13 @@ class BackendUnavailable(KVDepotError):
 
 
 class DeviceError(KVDepotError):
-    """A device failed; `is_permanent` says whether all that this process asks of it will fail from now on."""
+    """A device failed. If `is_permanent`, all further requests of this process will fail."""
 
     is_permanent: bool = False
 
 
 class DepotUnavailable(KVDepotError):
-    """No depot answers: there is none, it hangs, or the connection was lost; the work is a miss."""
+    """No depot answers: it is absent or hangs, or the connection was lost. The work is a miss."""
 
 
 class DepotTimeout(DepotUnavailable):
@@ -68,14 +67,14 @@ def require(condition: bool, text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text that others chose as one line without a meaning for a terminal: what does not print is escaped."""
+    """Escape unprintable characters of foreign text, so that it is one line without effect on a terminal."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 class RemoteError(KVDepotError):
-    """The depot refused a request; `code` says why. Its text may have names that other clients chose, escaped."""
+    """The depot refused a request; `code` gives the reason. Names in the text that other clients chose are escaped."""
 
     def __init__(self, code: "ErrorCode", message: str) -> None:
         super().__init__(f"{code.value}: {printable(message)}")
@@ -83,17 +82,17 @@ class RemoteError(KVDepotError):
 
 
 class ErrorCode(enum.StrEnum):
-    """Why a request was refused, as it stands in an error reply."""
+    """Reasons for a refusal, as in an error reply."""
 
     MALFORMED = "malformed"  # not a message, or a field out of range
-    UNKNOWN_OPERATION = "unknown_operation"  # a tag this server does not know
-    VERSION_MISMATCH = "version_mismatch"  # protocol versions without a common one
+    UNKNOWN_OPERATION = "unknown_operation"  # an unknown tag
+    VERSION_MISMATCH = "version_mismatch"  # no common protocol version
     UNKNOWN_SESSION = "unknown_session"  # no open session: connect again
     UNKNOWN_CONTEXT = "unknown_context"  # not registered, or registered by another session
     UNKNOWN_TICKET = "unknown_ticket"  # not prepared, or committed before
-    BAD_LAYOUT = "bad_layout"  # a layout that does not add up, or differs from its peers'
+    BAD_LAYOUT = "bad_layout"  # a layout that contradicts itself or its peers'
     BAD_KEY = "bad_key"  # digests of the wrong length or count
-    OUT_OF_RANGE = "out_of_range"  # there is no room for what is asked
-    DRAINING = "draining"  # the server is about to stop
+    OUT_OF_RANGE = "out_of_range"  # no room for the request
+    DRAINING = "draining"  # the server accepts no stores
     TIER_UNAVAILABLE = "tier_unavailable"  # done in the pool, but not in every tier
-    INTERNAL = "internal"  # a bug: the request failed, the server goes on
+    INTERNAL = "internal"  # a bug: the request failed, the server continues

@@ -1,9 +1,9 @@
-"""Keys: what was computed, as digests.
+"""Keys: digests that identify a computation.
 
 A prompt is cut into chunks of `chunk_tokens` tokens. The key of chunk `i` is BLAKE3 over the key of chunk `i - 1`, the
-chunk's tokens as little-endian u32, and the extra keys of the chunk (adapter, multimodal items), so that it names the
-whole prefix. The key before the first chunk is the digest of the `Namespace`: everything else that decides the bytes of
-a KV cache. Digests leave the client, tokens never do.
+chunk's tokens as little-endian u32, and the extra keys of the chunk (adapter, multimodal items). So it names the whole
+prefix. The first chunk uses the digest of the `Namespace`, which holds everything else that determines the bytes of a
+KV cache. Digests leave the client, tokens never do.
 """
 
 import struct
@@ -21,10 +21,10 @@ _NAMESPACE_CONTEXT = "kvdepot 2026-11 namespace"
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What two engines must agree on before they may share, but for tokens and layout.
+    """Everything besides tokens and layout that two engines must agree on to share.
 
-    `tenant` is the name that quotas and statistics use and travels in messages; `tenant_salt` is the secret that keeps
-    tenants apart: it goes into every digest and never leaves the client.
+    Quotas, statistics and messages use the name `tenant`. The secret `tenant_salt` keeps tenants apart: every digest
+    contains it, and it never leaves the client.
     """
 
     model: str
@@ -32,10 +32,10 @@ class Namespace:
     tenant: str = "default"
     tenant_salt: str = ""
     quantization: str = ""
-    extra: tuple[tuple[str, str], ...] = ()  # whatever else decides the bytes: rope scaling, weights digest, generation
+    extra: tuple[tuple[str, str], ...] = ()  # other inputs to the bytes: rope scaling, weights digest, generation
 
     def digest(self, chunk_tokens: int) -> bytes:
-        """Return the 32 bytes from which every chain of this namespace starts."""
+        """Return the 32 bytes with which every chain of this namespace starts."""
         fields = (
             self.model,
             self.revision,
@@ -50,10 +50,10 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class KeyRun:
-    """A run of consecutive chunks of one prompt: the key of one request.
+    """Consecutive chunks of one prompt: the key of one request.
 
-    `digests` are packed, `(num_chunks, 32)` bytes. `parent` is the digest before the first of them: the chunk before
-    it, or the namespace when `first_chunk` is 0.
+    `digests` are packed, `(num_chunks, 32)` bytes. `parent` is the digest before the first one: that of the previous
+    chunk, or of the namespace if `first_chunk` is 0.
     """
 
     digests: bytes
@@ -71,11 +71,11 @@ class KeyRun:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in the run."""
+        """The number of chunks in the run."""
         return len(self.digests) // DIGEST_BYTES
 
     def slice(self, start: int, stop: int | None = None) -> "KeyRun":
-        """Return chunks `start` to `stop` of this run, counted from its own first."""
+        """Return chunks `start` to `stop`, counted from the first chunk of this run."""
         stop = self.num_chunks if stop is None else min(stop, self.num_chunks)
         if not 0 <= start <= stop:
             raise KeyFormatError(f"chunks {start} to {stop} of a run of {self.num_chunks}")
@@ -85,14 +85,14 @@ class KeyRun:
 
 
 class PrefixHasher:
-    """Computes the key of one growing prompt, each token once.
+    """Computes the key of one growing prompt and hashes each token once.
 
     Args:
-        namespace: who may share.
-        chunk_tokens: tokens of a chunk.
-        extra_keys: `(first token, end, key)` of whatever else decides a chunk's KV: a LoRA adapter covers the whole
-            prompt, a multimodal item its placeholder tokens. A chunk that overlaps the range has the key, with its
-            offset, in its digest.
+        namespace: the namespace of the prompt.
+        chunk_tokens: tokens per chunk.
+        extra_keys: `(first token, end, key)` for each further input to the KV: a LoRA adapter covers the whole prompt,
+            a multimodal item its placeholder tokens. The digest of every chunk that overlaps the range contains the
+            key and its offset.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class PrefixHasher:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens seen so far, those that do not fill a chunk included."""
+        """Tokens added so far, including those of an incomplete chunk."""
         return self.num_chunks * self._chunk_tokens + len(self._rest)
 
     @property
     def num_chunks(self) -> int:
-        """Whole chunks so far."""
+        """Complete chunks so far."""
         return len(self._digests) // DIGEST_BYTES
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add the tokens that follow.
+        """Append tokens.
 
         Raises:
-            KeyFormatError: a token is not an integer from 0 to 2**32 - 1; nothing of the call was added.
+            KeyFormatError: a token is not an integer from 0 to 2**32 - 1; no token was appended.
         """
         step = self._chunk_tokens
         pending = [*self._rest, *tokens] if self._rest else tokens
@@ -151,12 +151,12 @@ class PrefixHasher:
         return msgspec.msgpack.encode(inside) if inside else b""
 
     def run(self, start: int = 0, stop: int | None = None) -> KeyRun:
-        """Return the key of chunks `start` to `stop` (all whole chunks so far)."""
+        """Return the key of chunks `start` to `stop` (default: all complete chunks)."""
         return KeyRun(bytes(self._digests), 0, self._root, self._tenant).slice(start, stop)
 
 
 def hash_prefix(namespace: Namespace, chunk_tokens: int, tokens: Sequence[int]) -> KeyRun:
-    """Return the key of the whole chunks of `tokens`."""
+    """Return the key of the complete chunks of `tokens`."""
     hasher = PrefixHasher(namespace, chunk_tokens)
     hasher.extend(tokens)
     return hasher.run()

@@ -1,9 +1,9 @@
 """Arithmetic on blocks, pages and chunks: pure, no I/O.
 
-An engine keeps KV in **blocks** of tokens; each layer has one **page** of bytes for each block, opaque here. Layers
-that share a block table form a **layer group**. A **chunk** is `chunk_tokens` tokens: in each group `blocks_per_chunk`
-whole blocks. In the pool the bytes of one chunk of one group lie run after run, a run being the pages of one layer for
-the chunk's blocks in order: `(num_pages, blocks_per_chunk, page_size_bytes)`.
+An engine keeps KV in **blocks** of tokens. Each layer has one **page** of opaque bytes per block. Layers that share a
+block table form a **layer group**. A **chunk** has `chunk_tokens` tokens: `blocks_per_chunk` whole blocks in each
+group. In the pool, the bytes of a chunk and group are ordered by layer, then by block:
+`(num_pages, blocks_per_chunk, page_size_bytes)`.
 """
 
 import enum
@@ -17,11 +17,11 @@ MINIMUM_CHUNK_TOKENS = 64
 
 
 class GroupKind(enum.StrEnum):
-    """What the tokens after a prefix need of a group's cache of that prefix."""
+    """The part of a group's cached prefix that the following tokens need."""
 
     FULL_ATTENTION = "full_attention"  # every chunk
     SLIDING_WINDOW = "sliding_window"  # the chunks that the window reaches back to
-    RECURRENT = "recurrent"  # the state at the end: one block a chunk
+    RECURRENT = "recurrent"  # the state at the end: one block per chunk
 
 
 def default_chunk_tokens(block_tokens: Iterable[int], minimum: int = MINIMUM_CHUNK_TOKENS) -> int:
@@ -32,21 +32,19 @@ def default_chunk_tokens(block_tokens: Iterable[int], minimum: int = MINIMUM_CHU
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Where one layer keeps its blocks: block `i` starts at `address + i * stride_bytes`.
+    """Addresses of one layer's blocks: block `i` starts at `address + i * stride_bytes`.
 
-    Once constructed, a layout is sound: no two blocks overlap.
+    Blocks of a constructed layout never overlap.
     """
 
     address: int
     num_blocks: int
-    page_size_bytes: int  # one layer's bytes of one block
-    stride_bytes: int  # step to the next block; larger than the page when layers share a buffer
+    page_size_bytes: int  # bytes of one block in one layer
+    stride_bytes: int  # distance to the next block; larger than the page if layers share a buffer
 
     def __post_init__(self) -> None:
         if self.num_blocks <= 0 or self.page_size_bytes <= 0 or self.address < 0:
-            raise LayoutError(
-                f"{self.num_blocks} blocks of {self.page_size_bytes} bytes at {self.address}: none can be"
-            )
+            raise LayoutError(f"{self.num_blocks} blocks of {self.page_size_bytes} bytes at {self.address}: impossible")
         if self.stride_bytes < self.page_size_bytes:
             raise LayoutError(f"stride {self.stride_bytes} < page {self.page_size_bytes}: blocks overlap")
 
@@ -56,13 +54,13 @@ class PageLayout:
 
 
 def strided_pages(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> PageLayout:
-    """Return where the blocks of a tensor `(num_blocks, ...)` lie; `strides` and `itemsize` in bytes.
+    """Return the addresses of the blocks of a tensor `(num_blocks, ...)`; `strides` and `itemsize` are in bytes.
 
-    The dimensions within a block may lie in any order, as long as its bytes are one stretch: vLLM hands out views whose
-    order differs from the memory's.
+    The dimensions within a block may be in any order in memory, as long as its bytes are contiguous: the order of
+    vLLM's views differs from that of the memory.
 
     Raises:
-        LayoutError: there are no blocks, or the bytes of one are not contiguous.
+        LayoutError: there are no blocks, or the bytes of a block are not contiguous.
     """
     if not shape or shape[0] < 1:
         raise LayoutError(f"a cache of shape {shape}: the first dimension counts the blocks")
@@ -79,11 +77,10 @@ def strided_pages(address: int, shape: Sequence[int], strides: Sequence[int], it
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share one block table, on one worker.
+    """Layers of one worker that share a block table.
 
-    `pages` has one layout for each layer (two for a layer whose keys and values lie apart), in the order in which they
-    stand in a chunk. `shard` of `num_shards` says which part of the group's cache this worker holds: ranks that hold
-    the same bytes (MLA) name the same shard.
+    `pages` has one layout per layer, in the order of a chunk; a layer with separate keys and values has two. This
+    worker holds `shard` of `num_shards`. Ranks with the same bytes (MLA) have the same shard.
     """
 
     kind: GroupKind
@@ -107,16 +104,16 @@ class LayerGroup:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the worker has."""
+        """Blocks of the worker."""
         return self.pages[0].num_blocks
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes of one block over all layers of the group."""
+        """Bytes of one block in all layers of the group."""
         return sum(page.page_size_bytes for page in self.pages)
 
     def blocks_per_chunk(self, chunk_tokens: int) -> int:
-        """Return the blocks that hold one chunk (a recurrent group keeps one state a chunk)."""
+        """Return the number of blocks per chunk (a recurrent group has one state per chunk)."""
         return 1 if self.kind is GroupKind.RECURRENT else chunk_tokens // self.block_tokens
 
     def chunk_size_bytes(self, chunk_tokens: int) -> int:
@@ -128,7 +125,7 @@ class LayerGroup:
 class CacheLayout:
     """The whole KV cache of one worker.
 
-    `format` names how the bytes inside a page are arranged (for example "NHD"): caches that differ in it never share.
+    `format` names the arrangement of bytes in a page (for example "NHD"). Caches of different formats never share.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -150,12 +147,12 @@ class CacheLayout:
 
     @property
     def chunk_sizes_bytes(self) -> tuple[int, ...]:
-        """Bytes of one chunk, for each group."""
+        """Bytes of one chunk, by group."""
         return tuple(group.chunk_size_bytes(self.chunk_tokens) for group in self.groups)
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one token of a long prompt takes on this worker, recurrent states left out."""
+        """Bytes of one token of a long prompt on this worker, without recurrent states."""
         return sum(
             group.block_size_bytes / group.block_tokens
             for group in self.groups
@@ -164,19 +161,19 @@ class CacheLayout:
 
 
 def window_chunks(window_tokens: int, chunk_tokens: int) -> int:
-    """Return how many chunks before a boundary a window reaches: the next token sees `window_tokens - 1` back."""
+    """Return how many chunks back a window reaches from a boundary: the next token sees `window_tokens - 1` tokens."""
     return max(1, -(-(window_tokens - 1) // chunk_tokens))
 
 
 def check_block_ids(
     group: LayerGroup, block_ids: Sequence[int], chunk_tokens: int, num_chunks: int, *, may_skip: bool = False
 ) -> int:
-    """Return how many of the last chunks of a run `block_ids` covers (the convention of `BlockIds`).
+    """Return how many of a run's last chunks `block_ids` covers (see `BlockIds`).
 
-    `may_skip` allows -1 for blocks that are not wanted.
+    `may_skip` allows -1 for unwanted blocks.
 
     Raises:
-        LayoutError: not a whole number of chunks, more than the run has, or an id that the worker does not have.
+        LayoutError: the ids are no whole number of chunks or more than the run has, or the worker lacks a block.
     """
     per_chunk = group.blocks_per_chunk(chunk_tokens)
     covered, rest = divmod(len(block_ids), per_chunk)

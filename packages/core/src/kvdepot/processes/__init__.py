@@ -1,1 +1,1 @@
-"""What the processes of a depot have in common."""
+"""Helpers that all processes of a depot share."""

@@ -1,8 +1,8 @@
-"""Descriptors of this process: as many as it may have, and a reserve that no connection takes.
+"""Raises the limit of descriptors, and keeps a reserve that no connection takes.
 
-Tiers open files, movers are started and a session is handed its pool: all of that needs descriptors while strangers
-connect. Whoever accepts asks first whether the reserve is touched, and leaves new connections in the kernel's queue
-until it is not.
+Tiers open files, movers start, and sessions receive the pool: all of that needs descriptors while strangers connect.
+Before accepting a connection, check `is_reserve_touched`, and leave new connections in the kernel's queue until it is
+False.
 """
 
 import errno
@@ -14,11 +14,11 @@ EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _MAXIMUM_DESCRIPTORS: Final = 65_536
 _RESERVE: Final = 256
-_RESERVE_SHARE: Final = 8  # of a small limit the reserve is this part
+_RESERVE_SHARE: Final = 8  # a small limit reserves one descriptor in 8
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process as many descriptors as it may have."""
+    """Raise this process's limit of descriptors as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAXIMUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAXIMUM_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -26,14 +26,14 @@ def raise_descriptor_limit() -> None:
 
 
 def reserve_of(limit: int) -> int:
-    """Return how many of the descriptors of a process are not for connections."""
+    """Return how many of a process's descriptors connections may not take."""
     return min(_RESERVE, limit // _RESERVE_SHARE)
 
 
 def is_reserve_touched(fd: int) -> bool:
     """Return whether so many descriptors are open that no connection may take another.
 
-    The kernel gives the lowest number that is free, so a copy of `fd`, which is closed again, tells how many there are.
+    The kernel assigns the lowest free number, so the number of a temporary copy of `fd` shows how many are open.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -47,6 +47,6 @@ def is_reserve_touched(fd: int) -> bool:
 
 
 def raise_if_exhausted(error: Exception) -> None:
-    """Raise an error again that says nothing about the process that was looked for."""
+    """Re-raise an error that comes from a lack of descriptors and says nothing about the process in question."""
     if isinstance(error, OSError) and error.errno in EXHAUSTED:
         raise error

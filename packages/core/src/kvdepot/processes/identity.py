@@ -1,4 +1,4 @@
-"""When a process started: with its number this names it for ever, however often the number is given out again."""
+"""The start time of a process. With the process number it identifies a process even if the number is reused."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from kvdepot.processes.descriptors import raise_if_exhausted
 
 
 def process_start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if it is not there.
+    """Return a process's start time in clock ticks since boot, 0 if the process does not exist.
 
     Raises:
-        OSError: this process has no descriptor left to look.
+        OSError: this process has no descriptor left.
     """
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[19])

@@ -1,6 +1,6 @@
-"""Log lines: plain text, or one JSON object a line for what collects logs.
+"""Log lines: plain text, or one JSON object per line for log collectors.
 
-Whatever a record says of names that clients chose, it is one line, and nothing in it has a meaning for a terminal.
+A record is always one line without effect on a terminal, whatever names clients chose.
 """
 
 import json
@@ -14,7 +14,7 @@ _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class TextFormatter(logging.Formatter):
-    """One line a record, escaped. The lines of an exception follow indented: none of them looks like a record."""
+    """One escaped line per record. Lines of an exception are indented, so that none looks like a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name that logging calls)
         """Return the line of a record."""
@@ -26,7 +26,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: `time` (UTC, ISO 8601), `level`, `logger`, `message`, and `exception` if there is one."""
+    """One object per line: `time` (UTC, ISO 8601), `level`, `logger`, `message`, and `exception` if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -42,7 +42,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(level: str, log_format: str = "text", text: str = _TEXT) -> None:
-    """Log to standard error from this level on; `text` is how a line is made where it is no JSON."""
+    """Log to standard error from this level on; `text` is the format of plain lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler])

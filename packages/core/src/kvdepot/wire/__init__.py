@@ -1,1 +1,1 @@
-"""What processes say to each other: messages, their frames, keys for TCP."""
+"""Messages between processes, their frames, and keys for TCP."""

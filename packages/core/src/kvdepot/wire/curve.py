@@ -1,9 +1,9 @@
-"""CURVE keys: who may speak to a depot over TCP, and how a client knows the depot.
+"""CURVE keys, by which a depot and its clients over TCP know each other.
 
-A key pair is two files in the format of ZMQ's own tools (`zmq.auth`, czmq): `NAME.key` is public and goes to whoever
-talks to the pair's owner, `NAME.key_secret` holds both keys and stays where it was made, readable by its user. The
-depot has a pair and the public keys of its clients; a client has a pair and the public key of its depot. Files are
-read once, at the start: whoever changes them starts the depot again, which keeps its cache and ends every connection.
+A key pair is two files in the format of ZMQ's own tools (`zmq.auth`, czmq). `NAME.key` is public and goes to the peers
+of the pair's owner. `NAME.key_secret` holds both keys and stays where it was made, readable by its user. The depot has
+a pair and the public keys of its clients; a client has a pair and the public key of its depot. Files are read once, at
+the start. After changing them, restart the depot, which keeps its cache and ends every connection.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a client needs to speak to a depot over TCP: its own pair, and the depot's public key."""
+    """A client's keys for a depot over TCP: its own pair, and the depot's public key."""
 
     own: KeyPair
     server: bytes
@@ -64,17 +64,17 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """What a depot needs to listen on TCP: its own pair, and who may speak to it, by name."""
+    """A depot's keys for TCP: its own pair, and the names of admitted clients."""
 
     own: KeyPair
     allowed: Mapping[bytes, str]  # by public key, as 32 bytes
 
 
 def generate_keys(directory: Path, name: str) -> tuple[Path, Path]:
-    """Make a key pair and return its public and its secret file. Nothing is ever overwritten.
+    """Generate a key pair and return its public and its secret file. Nothing is overwritten.
 
     Raises:
-        ConfigError: the name is none, one of the files is there, or they cannot be written; then there is neither.
+        ConfigError: the name is invalid, a file exists, or the files cannot be written. No file is left behind.
     """
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"{name!r} cannot be a key's name: letters, digits, '.', '_' and '-', for example 'node-7'")
@@ -104,10 +104,10 @@ def generate_keys(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def load_pair(path: Path, flag: str) -> KeyPair:
-    """Return the pair in a secret file; `flag` is named in errors.
+    """Return the pair in a secret file. Errors name `flag`.
 
     Raises:
-        ConfigError: it is no such file, or everybody on this machine may read it.
+        ConfigError: it is no secret file, or everybody on this machine may read it.
     """
     public, secret = _load(path, flag)
     if secret is None:
@@ -121,19 +121,19 @@ def load_pair(path: Path, flag: str) -> KeyPair:
 
 
 def load_public(path: Path, flag: str) -> bytes:
-    """Return the public key in a file; `flag` is named in errors.
+    """Return the public key in a file. Errors name `flag`.
 
     Raises:
-        ConfigError: it is no such file.
+        ConfigError: it is no key file.
     """
     return _load(path, flag)[0]
 
 
 def load_allowed(path: Path, flag: str) -> dict[bytes, str]:
-    """Return whose public keys are in the folder (`*.key`) or the file `path`: names by keys of 32 bytes.
+    """Return the public keys in the folder (`*.key`) or the file `path`: names by keys of 32 bytes.
 
     Raises:
-        ConfigError: a file is damaged, or there is none: nobody could be served.
+        ConfigError: a file is damaged, or there is none, so that nobody could connect.
     """
     files = sorted(path.glob(f"*{PUBLIC_SUFFIX}")) if path.is_dir() else [path]
     if not files:

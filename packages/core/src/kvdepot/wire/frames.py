@@ -1,7 +1,7 @@
-"""How messages lie in a frame, which messages there are, and the session socket.
+"""Frames of messages, the unions of all messages, and the session socket.
 
 A frame is 8 bytes of sequence number (little-endian, chosen by the client and repeated in the reply) and one msgpack
-array whose first item is the message's tag. On the control socket each frame follows its length, and the connection
+array whose first item is the message's tag. On the control socket a length precedes each frame, and the connection
 begins with a greeting that names its session.
 """
 
@@ -64,16 +64,16 @@ Reply = (
 
 
 class OpenSession(Struct, array_like=True, tag="open_session", frozen=True):
-    """First and only message of a client on the session socket; afterwards it sends single bytes as pings."""
+    """The only message of a client on the session socket. Afterwards the client sends single bytes as pings."""
 
     protocol_version: Count
     client: Name = ""
 
 
 class SessionOpened(Struct, array_like=True, tag="session_opened", frozen=True):
-    """Comes with the descriptors of the pool and of the index table (read only).
+    """The answer, with the descriptors of the pool and of the index table (read only).
 
-    `token` greets the depot on every connection of this session to the control socket.
+    `token` begins every connection of this session to the control socket.
     """
 
     epoch: int
@@ -86,11 +86,11 @@ class SessionOpened(Struct, array_like=True, tag="session_opened", frozen=True):
 SessionReply = SessionOpened | m.ErrorReply
 
 MOVER_NOTE: Final = b"m"
-"""A byte from the server with a descriptor: the pidfd of a mover that was started for a context of this session."""
+"""A byte from the server that carries a descriptor: the pidfd of a mover for a context of this session."""
 
 
 LENGTH: Final = struct.Struct("<I")
-"""Stands before a greeting and before each frame on the control socket."""
+"""The length before a greeting and before each frame on the control socket."""
 
 TOKEN_BYTES: Final = 16
 
@@ -110,7 +110,7 @@ def operation_of(kind: type[Any]) -> str:
 
 
 class FrameError(Exception):
-    """A frame that is not a request; `code` and the text go into the error reply."""
+    """A frame is no valid message. The error reply carries `code` and the text."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -118,7 +118,7 @@ class FrameError(Exception):
 
 
 def encode_greeting(token: bytes) -> bytes:
-    """Return what begins a connection to the control socket: the token of a session, or nothing for an operator."""
+    """Return the greeting of a connection to the control socket: a session's token, empty for an operator."""
     return LENGTH.pack(len(token)) + token
 
 
@@ -131,7 +131,7 @@ def encode_frame(sequence: int, message: Request | Reply) -> bytearray:
 
 
 def sequence_of(frame: bytes | memoryview) -> int:
-    """Return the sequence number of a frame, 0 when it has none."""
+    """Return the sequence number of a frame, 0 if it has none."""
     return _SEQUENCE.unpack_from(frame)[0] if len(frame) >= _SEQUENCE.size else 0
 
 
@@ -139,7 +139,7 @@ def decode_request(frame: bytes | memoryview) -> Request:
     """Return the request in a frame.
 
     Raises:
-        FrameError: it is none, its operation is unknown, or a field is out of range.
+        FrameError: it is malformed, its operation is unknown, or a field is out of range.
     """
     if len(frame) < _SEQUENCE.size:
         raise FrameError(ErrorCode.MALFORMED, f"a frame of {len(frame)} bytes has no sequence number")
@@ -158,7 +158,7 @@ def decode_request(frame: bytes | memoryview) -> Request:
 
 def _tag_of(body: memoryview) -> str | None:
     try:
-        fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])  # not objects: a map may have keys that cannot be
+        fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])  # not objects: a map may have unhashable keys
         return msgspec.msgpack.decode(fields[0], type=str) if fields else None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
@@ -168,7 +168,7 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
     """Return the reply in a frame that a server sent.
 
     Raises:
-        FrameError: it is none.
+        FrameError: it is malformed.
     """
     try:
         return _reply_decoder.decode(memoryview(frame)[_SEQUENCE.size :])
@@ -177,7 +177,7 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
 
 
 def encode_session(message: OpenSession | SessionReply) -> bytes:
-    """Return a message of the session socket, with its length (u32, little-endian) before it."""
+    """Return a message of the session socket, preceded by its length (u32, little-endian)."""
     body = _encoder.encode(message)
     return len(body).to_bytes(4, "little") + body
 
@@ -186,7 +186,7 @@ def decode_open_session(body: bytes) -> OpenSession:
     """Return the first message of a client on the session socket.
 
     Raises:
-        FrameError: it is none.
+        FrameError: it is malformed.
     """
     try:
         return _session_request_decoder.decode(body)
@@ -198,7 +198,7 @@ def decode_session_reply(body: bytes) -> SessionReply:
     """Return the server's answer on the session socket.
 
     Raises:
-        FrameError: it is none.
+        FrameError: it is malformed.
     """
     try:
         return _session_reply_decoder.decode(body)

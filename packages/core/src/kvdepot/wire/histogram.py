@@ -1,4 +1,4 @@
-"""Counts of values by powers of two: cheap enough for every request, fine enough for quantiles on a dashboard."""
+"""Histograms by powers of two: cheap enough for every request, fine enough for quantiles on a dashboard."""
 
 from typing import Final
 
@@ -8,9 +8,9 @@ NUM_BUCKETS: Final = 24
 
 
 class Histogram:
-    """Bucket `i` counts what is at least `base * 2**(i-1)` and below `base * 2**i`, bucket 0 what is below `base`.
+    """Bucket `i` counts values from `base * 2**(i-1)` to below `base * 2**i`; bucket 0 counts values below `base`.
 
-    The last one counts everything above, too.
+    The last bucket also counts all larger values.
     """
 
     __slots__ = ("_per_base", "base", "counts", "total")
@@ -22,7 +22,7 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Count one value, which is not negative."""
+        """Count one value, which must not be negative."""
         self.total += value
         try:
             self.counts[int(value * self._per_base).bit_length()] += 1
@@ -30,5 +30,5 @@ class Histogram:
             self.counts[-1] += 1
 
     def status(self) -> HistogramStatus:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         return HistogramStatus(base=self.base, counts=list(self.counts), total=self.total)

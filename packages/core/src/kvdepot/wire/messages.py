@@ -1,10 +1,10 @@
-"""What engines ask of a depot, and what it answers; the shapes of caches in both.
+"""Requests of engines, their replies, and the shapes of caches in both.
 
 Every request gets exactly one reply with the same sequence number (`kvdepot.wire.frames`), and every reply names the
-server's epoch. A peer adds fields only at the end, with a default, and ignores fields that it does not know.
+server's epoch. New fields are added only at the end, with a default; a peer ignores fields that it does not know.
 `docs/wire.md` says what becomes of each message when either side dies.
 
-No message carries KV bytes. Extents travel as packed `EXTENT` records, without an object for each block.
+No message carries KV bytes. Extents travel as packed `EXTENT` records, without an object per block.
 """
 
 import enum
@@ -17,11 +17,12 @@ from kvdepot.errors import ErrorCode
 from kvdepot.layout import CacheLayout, GroupKind
 
 PROTOCOL_VERSION: Final = 2
-MINIMUM_PROTOCOL_VERSION: Final = 2  # before, the control socket spoke ZeroMQ
-MAXIMUM_CHUNKS: Final = 65_536  # of one lookup: 4 million tokens in chunks of 64
-# Entries, of all groups together, of one request (one chunk may have more), which take the server about as long as:
-MAXIMUM_STORE_ENTRIES: Final = 32  # half a millisecond, if each evicts another
-MAXIMUM_RETRIEVE_ENTRIES: Final = 128  # and that, too
+MINIMUM_PROTOCOL_VERSION: Final = 2  # the control socket of version 1 used ZeroMQ
+MAXIMUM_CHUNKS: Final = 65_536  # per lookup: 4 million tokens in chunks of 64
+# Entries per request, all groups together; one chunk may have more. Each bound takes the server about half a
+# millisecond.
+MAXIMUM_STORE_ENTRIES: Final = 32  # if each evicts another
+MAXIMUM_RETRIEVE_ENTRIES: Final = 128
 MAXIMUM_ALLOCATIONS: Final = 4096  # of a worker's device memory
 MAXIMUM_MOVER_OPTIONS: Final = 16
 
@@ -33,7 +34,7 @@ _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
 Label = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=_U32)]
-ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the last of a run is a u32 in the index too
+ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the index stores the last chunk of a run as u32
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
 BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES * 32)]
@@ -42,21 +43,21 @@ BlockIdBytes = Annotated[bytes, Meta(max_length=1 << 20)]  # packed block ids: i
 
 
 class Verify(enum.StrEnum):
-    """Which entries of the pool carry a checksum that is compared when they are retrieved."""
+    """Which entries of the pool have a checksum that is compared at each retrieve."""
 
-    OFF = "off"  # none are made
-    SAMPLE = "sample"  # all are made, one chunk of `VERIFY_ONE_IN` is compared
+    OFF = "off"  # no checksums
+    SAMPLE = "sample"  # every entry has one; one chunk of `VERIFY_ONE_IN` is compared
     ALL = "all"
 
 
 VERIFY_ONE_IN: Final = 16
 MAXIMUM_PRIORITY: Final = 3
 MAXIMUM_TTL_SECONDS: Final = 1e9
-CHECKSUM_BYTES: Final = 16  # XXH3-128 of an extent's payload; zeros stand for none
+CHECKSUM_BYTES: Final = 16  # XXH3-128 of an extent's payload; zeros for none
 
 
 class GroupShape(Struct, array_like=True, frozen=True):
-    """What every rank and the scheduler agree on about one layer group."""
+    """The properties of a layer group that all ranks and the scheduler share."""
 
     kind: GroupKind
     block_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -65,7 +66,7 @@ class GroupShape(Struct, array_like=True, frozen=True):
 
 
 class CacheSpec(Struct, array_like=True, frozen=True):
-    """The part of a cache's layout that decides who can share: equal specs, one space of entries."""
+    """The part of a cache's layout that decides about sharing: equal specs share one space of entries."""
 
     chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=64)]
@@ -80,7 +81,7 @@ def spec_of(layout: CacheLayout) -> CacheSpec:
 
 
 class GroupDetail(Struct, array_like=True, frozen=True):
-    """One layer group as one worker has it: its sizes for the server, the rest for the operator."""
+    """One layer group of one worker: sizes for the server, the rest for the operator."""
 
     page_sizes_bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 40)], ...], Meta(min_length=1, max_length=4096)]
     num_blocks: Annotated[int, Meta(ge=1, le=_U32)]
@@ -96,41 +97,41 @@ class GroupDetail(Struct, array_like=True, frozen=True):
 
 
 class PagePlace(Struct, array_like=True, frozen=True):
-    """Where the blocks of one page lie: block `i` starts `offset + i * stride_bytes` into an allocation."""
+    """The location of one page's blocks: block `i` starts `offset + i * stride_bytes` into an allocation."""
 
-    allocation: Count  # counted as in the offer
+    allocation: Count  # index in the offer
     offset: Identifier
     stride_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class MoverOffer(Struct, array_like=True, frozen=True):
-    """A worker's device memory, as a mover of the depot can open it."""
+    """A worker's device memory, for a mover of the depot to open."""
 
     mover: Name  # an entry point of the group `kvdepot.movers`
-    device: Name  # in words that mean the same in every process
+    device: Name  # a name with the same meaning in every process
     allocations: Annotated[
         tuple[Annotated[bytes, Meta(min_length=1, max_length=256)], ...],
         Meta(min_length=1, max_length=MAXIMUM_ALLOCATIONS),
-    ]  # a handle each, no two alike
+    ]  # one handle each, all different
     pages: Annotated[
         tuple[Annotated[tuple[PagePlace, ...], Meta(min_length=1, max_length=4096)], ...],
         Meta(min_length=1, max_length=64),
-    ]  # for each group one for each of its pages
-    options: Annotated[dict[Name, Identifier], Meta(max_length=MAXIMUM_MOVER_OPTIONS)] = {}  # the mover's own affair
+    ]  # by group, then by page
+    options: Annotated[dict[Name, Identifier], Meta(max_length=MAXIMUM_MOVER_OPTIONS)] = {}  # for the mover alone
 
 
 class Hello(Struct, array_like=True, tag="hello", frozen=True):
-    """Ask who is there. Needs no session."""
+    """Ask for the server's version and process. Needs no session."""
 
     protocol_version: Count
     client: Name = ""
 
 
 class RegisterKVCache(Struct, array_like=True, tag="register_kv_cache", frozen=True):
-    """A worker offers its KV cache: one struct, whatever the device.
+    """Register a worker's KV cache: one struct for every device.
 
-    A worker registers only when no copy that it started under an earlier session is still running: extents that such a
-    session of the same process, instance and rank had left are free from then on.
+    A worker registers only after all copies of its earlier sessions have ended. The depot then frees the unfinished
+    extents of earlier sessions of the same process, instance and rank.
     """
 
     protocol_version: Count
@@ -143,11 +144,11 @@ class RegisterKVCache(Struct, array_like=True, tag="register_kv_cache", frozen=T
     spec: CacheSpec
     details: Annotated[tuple[GroupDetail, ...], Meta(min_length=1, max_length=64)]
     offer: MoverOffer | None = None  # None: the worker copies by itself
-    fallback: Label = ""  # why it does, if it was meant to be otherwise
+    fallback: Label = ""  # the reason, if another mode was intended
 
 
 class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", frozen=True):
-    """A scheduler says for which caches it will look up."""
+    """Register a scheduler for lookups in caches of this spec."""
 
     protocol_version: Count
     instance: Name
@@ -156,17 +157,17 @@ class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", froze
 
 
 class Unregister(Struct, array_like=True, tag="unregister", frozen=True):
-    """End a context: its leases and unfinished stores end with it. Sent when no copy is running."""
+    """End a context with its leases and unfinished stores. Sent when no copy is running."""
 
     context: Identifier
 
 
 class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
-    """Pin the longest usable prefix of the chunks named, from chunk 0 on, for a request.
+    """Lease the longest usable prefix of the given chunks, from chunk 0 on, for a request.
 
-    If the pool has less than all of it, tiers are asked for the rest, and the reply may come `wait_seconds` later.
-    `token_seconds` is what computing one token of prompt takes the engine, 0 for unknown: what a tier would bring later
-    than that is not read, and what is retrieved counts as so much time saved.
+    If the pool has only part of it, tiers are asked for the rest, and the reply may come `wait_seconds` later.
+    `token_seconds` is the engine's time to compute one prompt token, 0 for unknown. A tier is not read if it would be
+    slower. Retrieved tokens count as this much time saved.
     """
 
     context: Identifier
@@ -178,24 +179,24 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
 
 
 class Release(Struct, array_like=True, tag="release", frozen=True):
-    """Give leases back; those that are gone already do not matter."""
+    """Release leases. Leases that no longer exist are ignored."""
 
     context: Identifier
     leases: Annotated[tuple[Identifier, ...], Meta(max_length=4096)]
 
 
 class EndRequest(Struct, array_like=True, tag="end_request", frozen=True):
-    """Give back every lease of a request of this context."""
+    """Release all leases of a request of this context."""
 
     context: Identifier
     request_id: Label
 
 
 class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
-    """Ask for space for the chunks of a run that are missing.
+    """Ask for space for the missing chunks of a run.
 
-    `covered` says for each group how many of the run's last chunks the worker can store (all of them for full
-    attention, what is left of them for a window).
+    `covered` has for each group the number of the run's last chunks that the worker can store: all for full attention,
+    the remaining ones for a window.
     """
 
     context: Identifier
@@ -208,9 +209,9 @@ class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
 
 
 class CommitStore(Struct, array_like=True, tag="commit_store", frozen=True):
-    """Say that the bytes of a ticket are all in place.
+    """Commit a ticket: all of its bytes are in place.
 
-    `checksums` has `CHECKSUM_BYTES` for each of the plan's extents in their order, or nothing.
+    `checksums` has `CHECKSUM_BYTES` for each extent of the plan, in order, or is empty.
     """
 
     context: Identifier
@@ -219,16 +220,16 @@ class CommitStore(Struct, array_like=True, tag="commit_store", frozen=True):
 
 
 class AbortStore(Struct, array_like=True, tag="abort_store", frozen=True):
-    """Give up a ticket, nothing being written any more. A ticket that is gone already does not matter."""
+    """Give up a ticket after the last write. A ticket that no longer exists is ignored."""
 
     context: Identifier
     ticket: Identifier
 
 
 class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=True):
-    """Pin the leading chunks of a run that are here and say where their bytes are.
+    """Lease the leading chunks of a run that are here, and ask for their extents.
 
-    `covered` says for each group how many of the run's last chunks are wanted.
+    `covered` has for each group the number of the run's last chunks that are wanted.
     """
 
     context: Identifier
@@ -256,11 +257,11 @@ class Move(Struct, array_like=True, tag="move", frozen=True):
 
 
 class Hint(Struct, array_like=True, tag="hint", frozen=True):
-    """Say how long a prefix is worth keeping: of the chunks named, from chunk 0 on, those that no other prefix needs.
+    """Advise how long to keep a prefix: those of the given chunks, from chunk 0 on, that no other prefix needs.
 
-    `session_ended`: nobody will ask for it again, it leaves before everything else of its quota share. `ttl_seconds`
-    above 0: the same, that much later, unless the prefix is used before. `priority`: within its share it leaves after
-    what has a lower one. A new hint replaces the one before; a use takes back all but the priority.
+    `session_ended`: the prefix will not be used again, so evict it first within its quota share. `ttl_seconds` above
+    0: the same after that time, unless the prefix is used before. `priority`: within its share, evict it after chunks
+    of lower priority. A new hint replaces the old one. A use takes back everything but the priority.
     """
 
     context: Identifier
@@ -272,7 +273,7 @@ class Hint(Struct, array_like=True, tag="hint", frozen=True):
 
 
 class ReportCorrupt(Struct, array_like=True, tag="report_corrupt", frozen=True):
-    """Say that entries do not have their checksum: `(record, header)` of each, as its extent named them."""
+    """Report entries whose checksums differ: the `(record, header)` of each, as in its extent."""
 
     context: Identifier
     entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES)]
@@ -287,7 +288,7 @@ class ErrorReply(Struct, array_like=True, tag="error", frozen=True):
 
 
 class HelloReply(Struct, array_like=True, tag="hello_reply", frozen=True):
-    """Who is there."""
+    """The server's versions and process."""
 
     epoch: int
     protocol_version: int
@@ -297,9 +298,9 @@ class HelloReply(Struct, array_like=True, tag="hello_reply", frozen=True):
 
 
 class Registered(Struct, array_like=True, tag="registered", frozen=True):
-    """The number under which a context's requests go from now on, and what its worker has to verify.
+    """The id of a new context, for its further requests, and the checksums that its worker must verify.
 
-    A `Move` is answered at the latest `move_seconds` after its `wait_seconds`.
+    A `Move` is answered within its `wait_seconds` plus `move_seconds`.
     """
 
     epoch: int
@@ -309,14 +310,14 @@ class Registered(Struct, array_like=True, tag="registered", frozen=True):
 
 
 class Done(Struct, array_like=True, tag="done", frozen=True):
-    """It is done; `count` of what the request was about were affected."""
+    """The request was carried out and affected `count` objects."""
 
     epoch: int
     count: int = 0
 
 
 class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
-    """`num_chunks` leading chunks are here and pinned under `lease` for `lease_seconds`; 0 chunks have lease 0.
+    """The first `num_chunks` chunks are here and leased under `lease` for `lease_seconds`. 0 chunks have lease 0.
 
     The depot waited `waited_seconds` for tiers.
     """
@@ -329,9 +330,9 @@ class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
 
 
 class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):
-    """Where to write. Without missing chunks there is no ticket (0) and nothing to do.
+    """The extents to write. Without missing chunks there is no ticket (0) and nothing to do.
 
-    `extents` are packed `EXTENT` records; `num_present` entries are here or being stored by somebody else already,
+    `extents` are packed `EXTENT` records. `num_present` entries are already here or being stored by another worker;
     `num_declined` found no room.
     """
 
@@ -343,7 +344,7 @@ class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):
 
 
 class RetrievePlan(Struct, array_like=True, tag="retrieve_plan", frozen=True):
-    """Where to read: `extents` of the run's first `num_chunks` chunks, pinned under `lease` until released."""
+    """The extents to read, of the run's first `num_chunks` chunks, leased under `lease` until released."""
 
     epoch: int
     lease: int
@@ -352,10 +353,10 @@ class RetrievePlan(Struct, array_like=True, tag="retrieve_plan", frozen=True):
 
 
 class MoveOutcome(enum.StrEnum):
-    """What became of a `Move`."""
+    """The outcome of a `Move`."""
 
     DONE = "done"
-    FAILED = "failed"  # a miss: nothing of it is being copied any more
+    FAILED = "failed"  # a miss: nobody copies for it any more
     UNAVAILABLE = "unavailable"  # and no mover will come: the worker copies by itself, or not at all
 
 
@@ -365,11 +366,11 @@ class Moved(Struct, array_like=True, tag="moved", frozen=True):
     epoch: int
     outcome: MoveOutcome
     why: str = ""
-    is_settled: bool = False  # the mover makes nothing ready any more: later copies will be no faster
+    is_settled: bool = False  # the mover has warmed up: later copies will be no faster
 
 
 def check_protocol_version(version: int) -> str | None:
-    """Return why a peer of this version cannot be served, in one line for both logs, or None."""
+    """Return why a peer of this version is refused, in one line for both logs, or None."""
     if MINIMUM_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
         return None
     return (

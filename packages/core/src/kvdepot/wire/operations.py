@@ -1,4 +1,4 @@
-"""What operators ask of a running depot, and its status. None of these requests needs a session."""
+"""Requests of operators to a running depot, and its status. None of these requests needs a session."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,7 +9,7 @@ from kvdepot.wire.messages import Digests, Hello, Identifier, Label, Name
 
 
 class Warm(Struct, array_like=True, tag="warm", frozen=True):
-    """Have a prefix brought up from tiers, and pinned for `pin_seconds` if that is not 0. Needs no session."""
+    """Promote a prefix from tiers, and pin it for `pin_seconds` unless that is 0."""
 
     tenant: Name
     digests: Digests
@@ -17,19 +17,19 @@ class Warm(Struct, array_like=True, tag="warm", frozen=True):
 
 
 class Unpin(Struct, array_like=True, tag="unpin", frozen=True):
-    """End every pin that `Warm` made, of one tenant or of all. Needs no session."""
+    """End the pins made by `Warm`, of one tenant or of all."""
 
     tenant: Name | None = None
 
 
 class Status(Struct, array_like=True, tag="status", frozen=True):
-    """Ask for everything an operator wants to see. Needs no session."""
+    """Ask for the status."""
 
 
 class Clear(Struct, array_like=True, tag="clear", frozen=True):
-    """Forget what nobody uses, of one tenant and one model or of all, in the tiers too. Needs no session.
+    """Delete unused chunks of one tenant and model, or of all, in the tiers too.
 
-    With `digests`, of a prefix from chunk 0 on: what only this prefix needs, in the pool.
+    With `digests`, delete only the chunks that no prefix but this one (from chunk 0 on) needs, and only in the pool.
     """
 
     tenant: Name | None = None
@@ -38,44 +38,44 @@ class Clear(Struct, array_like=True, tag="clear", frozen=True):
 
 
 class Find(Struct, array_like=True, tag="find", frozen=True):
-    """Ask what the pool has of a prefix, in every space that has some of it. Needs no session."""
+    """Ask which part of a prefix the pool has, in every space."""
 
     digests: Digests
 
 
 class SetQuota(Struct, array_like=True, tag="set_quota", frozen=True):
-    """Change what a tenant can keep against others (0: nothing), until the server ends. Needs no session."""
+    """Set a tenant's quota until the server ends; 0 removes it."""
 
     tenant: Annotated[str, Meta(min_length=1, max_length=256)]
     quota_bytes: Identifier
 
 
 class AddTier(Struct, array_like=True, tag="add_tier", frozen=True):
-    """Open one more tier, below those that are there, until the server ends. Needs no session."""
+    """Add a tier below the others until the server ends."""
 
     url: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class RemoveTier(Struct, array_like=True, tag="remove_tier", frozen=True):
-    """Stop using a tier, by its name in the status; what it holds stays there. Needs no session."""
+    """Stop using a tier, by its name in the status. It keeps its entries."""
 
     name: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class Drain(Struct, array_like=True, tag="drain", frozen=True):
-    """Take no more stores, or take them again. What is here is still found. Needs no session."""
+    """Stop or resume taking stores. Entries that are here can still be found."""
 
     is_draining: bool = True
 
 
 class SetLogLevel(Struct, array_like=True, tag="set_log_level", frozen=True):
-    """Change what the server logs, until it ends. Needs no session."""
+    """Change the log level until the server ends."""
 
     level: Literal["debug", "info", "warning", "error"]
 
 
 class Configuration(Struct, array_like=True, tag="configuration", frozen=True):
-    """Ask for the server's settings. Needs no session."""
+    """Ask for the server's settings."""
 
 
 OperatorRequest = (
@@ -91,7 +91,7 @@ class StatusReply(Struct, array_like=True, tag="status_reply", frozen=True):
 
 
 class FoundPrefix(Struct, frozen=True, kw_only=True):
-    """What one space of the pool has of a prefix: `num_chunks` leading chunks can be used."""
+    """The part of a prefix that one space of the pool has: `num_chunks` leading chunks can be used."""
 
     num_chunks: int
     num_tokens: int
@@ -100,30 +100,30 @@ class FoundPrefix(Struct, frozen=True, kw_only=True):
     dtype: str
     format: str
     chunk_tokens: int
-    idle_seconds: float  # since the last of them was stored or used
+    idle_seconds: float  # since the last chunk was stored or used
     is_held: bool  # by a lease, a pin or a write
-    num_children: int  # chunks after the last of them, of longer prefixes
+    num_children: int  # chunks of longer prefixes directly after the last chunk
 
 
 class Found(Struct, array_like=True, tag="found", frozen=True):
-    """What `Find` found: nothing, or one item for each space, those with the most of it first, at most 1,024."""
+    """The result of `Find`: one item per space that has a part, longest first, at most 1,024."""
 
     epoch: int
     prefixes: list[FoundPrefix]
 
 
 class ConfigurationReply(Struct, array_like=True, tag="configuration_reply", frozen=True):
-    """The server's settings under the names of its flags; secrets are in files, which it names."""
+    """The server's settings by flag. Secrets stay in the files that settings name."""
 
     epoch: int
     settings: dict[str, Any]
 
 
 class GroupStatus(Struct, frozen=True, kw_only=True):
-    """One layer group of a registered context: sizes in tokens and bytes as the worker has them."""
+    """One layer group of a registered context, with the worker's sizes in tokens and bytes."""
 
     kind: GroupKind
-    block_tokens: int  # logical: what the engine's block table counts
+    block_tokens: int  # logical: the unit of the engine's block table
     window_tokens: int
     num_shards: int
     shard: int = 0
@@ -151,10 +151,10 @@ class ContextStatus(Struct, frozen=True, kw_only=True):
     world_size: int = 0
     device: str = ""
     transfer_mode: str = ""
-    fallback: str = ""  # why it is this mode, if another was meant
+    fallback: str = ""  # the reason for this mode, if another was intended
     mover: str = ""  # "starting", "ready", "ending" or "unavailable"
     mover_pid: int = 0
-    why_no_mover: str = ""  # what ended the last one
+    why_no_mover: str = ""  # how the last one ended
     pid: int = 0
     chunk_tokens: int = 0
     dtype: str = ""
@@ -166,7 +166,7 @@ class ContextStatus(Struct, frozen=True, kw_only=True):
 
 
 class TierStatus(Struct, frozen=True, kw_only=True):
-    """One tier below the pool. Sizes are bytes, 0 where the storage does not tell."""
+    """One tier below the pool. Sizes are bytes, 0 if the storage does not report them."""
 
     name: str
     state: str  # of its breaker: "closed" is in use, "open" is left alone
@@ -182,7 +182,7 @@ class TierStatus(Struct, frozen=True, kw_only=True):
 
 
 class HistogramStatus(Struct, frozen=True, kw_only=True):
-    """Values by powers of two: bucket `i` has those below `base * 2**i` that no bucket before it has, the last all."""
+    """Counts by powers of two: bucket `i` has the values below `base * 2**i` that no earlier one has; the last, all."""
 
     base: float
     counts: list[int]
@@ -190,7 +190,7 @@ class HistogramStatus(Struct, frozen=True, kw_only=True):
 
 
 class PoolEstimate(Struct, frozen=True, kw_only=True):
-    """What a pool of another size would have found: chunks, of `DepotStatus.estimated_chunks`."""
+    """Chunks that a pool of another size would have found, out of `DepotStatus.estimated_chunks`."""
 
     scale: float  # of the present size
     pool_bytes: int
@@ -198,7 +198,7 @@ class PoolEstimate(Struct, frozen=True, kw_only=True):
 
 
 class DepotStatus(Struct, frozen=True, kw_only=True):
-    """What `kvdepot status` shows; in JSON under these names. Sizes are bytes."""
+    """The content of `kvdepot status`, in JSON under these names. Sizes are bytes."""
 
     server_version: str
     protocol_version: int
@@ -214,28 +214,28 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     pool_used_bytes: int
     quarantined_bytes: int
     num_leases: int
-    num_pins: int = 0  # prefixes that operators keep
+    num_pins: int = 0  # prefixes pinned by operators
     num_tickets: int
-    prefill_seconds_saved: float = 0.0  # of computing what was retrieved; what retrieving took is not taken off
+    prefill_seconds_saved: float = 0.0  # time to compute the retrieved tokens, without subtracting the retrieves
     num_sessions: int
     recovering: bool
-    draining: bool = False  # takes no stores, as an operator asked for
+    draining: bool = False  # an operator stopped stores
     log_level: str = ""
     verify: str = "off"
-    endpoints: list[str] = []  # of control sockets, with the ports that were found
-    event_endpoints: list[str] = []  # of KV events, and of their replay ("": none), with the ports that were found
+    endpoints: list[str] = []  # of control sockets, with the actual ports
+    event_endpoints: list[str] = []  # of KV events and of their replay ("": none), with the actual ports
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
     tiers: list["TierStatus"] = []
-    loop_longest_seconds: float = 0.0  # the longest turn of the server's loop, waiting for a core included
-    loop_longest_blocked_seconds: float = 0.0  # the most that one turn took without that waiting
-    loop_slow_turns: int = 0  # turns that took more than 5 ms without it
+    loop_longest_seconds: float = 0.0  # longest turn of the server's loop, including waits for a core
+    loop_longest_blocked_seconds: float = 0.0  # longest turn without those waits
+    loop_slow_turns: int = 0  # turns of more than 5 ms without those waits
     counters: dict[str, int]
     devices: dict[str, dict[str, int]] = {}  # bytes stored and retrieved, by the device at the other end
-    latencies: dict[str, HistogramStatus] = {}  # seconds from request to reply, by operation; and of stores and turns
-    eviction_ages: HistogramStatus | None = None  # seconds since the last use of what left
+    latencies: dict[str, HistogramStatus] = {}  # seconds from request to reply by operation; also of stores and turns
+    eviction_ages: HistogramStatus | None = None  # seconds since the last use of evicted chunks
     estimates: list[PoolEstimate] = []  # by pool size
-    estimated_chunks: int = 0  # that were asked for, as far as the sample tells
-    estimate_rate: float = 0.0  # share of the chunks that are sampled
-    pool_regions: list[int] = []  # bytes used in equal parts of the pool, by where extents start
-    events: list[tuple[float, str]] = []  # the last ones: how many seconds ago, and what
+    estimated_chunks: int = 0  # asked for, extrapolated from the sample
+    estimate_rate: float = 0.0  # share of chunks in the sample
+    pool_regions: list[int] = []  # bytes used in equal parts of the pool, by the start of extents
+    events: list[tuple[float, str]] = []  # recent ones: seconds ago, and text
