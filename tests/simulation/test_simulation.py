@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvdepot.index.entries import Entries
 from kvdepot.index.index import ChunkIndex
 from kvdepot.pool.table import IndexTable
 from kvdepot.server.depot import Depot
@@ -58,7 +59,7 @@ def test_a_hung_read_whose_extent_is_given_away_is_found(monkeypatch: pytest.Mon
         index.discard_entry(record)
 
     monkeypatch.setattr(ChunkIndex, "abandon_entry", free_now)
-    monkeypatch.setattr(ChunkIndex, "free_abandoned", Mock())
+    monkeypatch.setattr(Entries, "free_abandoned", Mock())
     assert "may still write to it" in story(first_failure())
 
 

@@ -31,7 +31,6 @@ from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
-from kvdepot.pool.spread import SpreadMap
 from kvdepot.pool.table import SEALED, Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.tiers.jobs import Job, Operation, Part
@@ -203,7 +202,7 @@ class Tiering:
         self._names_of = names_of
         self._on_corrupt = on_corrupt
         self._clock = clock
-        self._labels: SpreadMap[int, bytes] = SpreadMap()  # of tenant and model; no tuples: `server.watch`
+        self._labels: dict[int, bytes] = {}  # of tenant and model; no tuples: `server.watch`
         self._places: dict[tuple[int, int, int, int, int], bytes] = {}
         # by tier, then by record: the header under which it is known to be in that tier, or on its way there
         self._written = [self._no_headers() for _ in queues]

@@ -34,10 +34,10 @@ from typing import Final, TypeAlias
 
 from kvdepot.config import EXTENT_ALIGNMENT_BYTES, format_size
 from kvdepot.errors import ConfigError
-from kvdepot.pool.spread import LruSizes, SpreadMap
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, PLACE_BYTES, has_labels
 from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
+from kvdepot.tiers.sizes import LruSizes
 from kvdepot.tiers.url import DEFAULT_THREADS, TierUrl
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class DiskTier:
         self._coming_bytes = 0  # of what is being written, which other writers leave room for
         self._counters: Counter[str] = Counter()
         self._gone: set[bytes] = set()  # what left while the folder was being listed
-        self._unremoved: SpreadMap[bytes, None] = SpreadMap()  # what was cleared, but has a file still
+        self._unremoved: dict[bytes, None] = {}  # what was cleared, but has a file still
         self._lock = threading.Lock()  # of the index; never held across a system call
         self._naming = threading.Lock()  # held while a file gets or loses its name, and the index hears of it
         self._evicting = threading.Lock()
@@ -127,7 +127,7 @@ class DiskTier:
         self._numbers = count()
         self._closed = False
         self.is_listed = False  # whether the index is complete
-        self._folders: SpreadMap[str, None] = SpreadMap()  # that are known to be there
+        self._folders: dict[str, None] = {}  # that are known to be there
         self._root = -1  # until the folder could be made
         self._direct = 0
         self._knows_direct = False
@@ -157,8 +157,7 @@ class DiskTier:
         if self._lister is not None:
             self._lister.join()
         with self._lock:
-            unremoved = (key for key, _ in self._unremoved.items())
-            wanted = [key for key in chain(self._entries, unremoved) if has_labels(key, tenant, model)]
+            wanted = [key for key in chain(self._entries, self._unremoved) if has_labels(key, tenant, model)]
         failed: OSError | None = None
         while wanted:
             step = wanted[-_CLEARED_AT_ONCE:]
@@ -326,12 +325,12 @@ class DiskTier:
         with self._lock:
             self._used_bytes += size - self._entries.pop(key)
             self._entries.put(key, size)
-            self._unremoved.pop(key)
+            self._unremoved.pop(key, None)
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
             self._used_bytes -= self._entries.pop(key)
-            self._unremoved.pop(key)
+            self._unremoved.pop(key, None)
             if not self.is_listed:
                 self._gone.add(key)
 
