@@ -347,4 +347,3 @@ def test_whoever_is_above_its_quota_most_makes_room_first() -> None:
         some = rng.randrange(1 + len(expected))
         assert [number for number, _ in zip(table.victims(share), range(some), strict=False)] == expected[:some]
         assert list(table.victims(share)) == expected
-        assert len(table._heap) <= 2 * table.num_shares + 64  # pyright: ignore[reportPrivateUsage]

@@ -18,7 +18,6 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.spread import SpreadMap
 from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.server import operations
 from kvdepot.server.depot import Deferred, Depot, Refused
@@ -670,7 +669,7 @@ def test_a_chunk_that_cannot_be_read_costs_itself_and_what_follows(make: Maker) 
     bench = make()
     bench.store(prompt(8))
     bench.forget()
-    entries = cast("SpreadMap[bytes, bytes]", vars(bench.tiers[0].inner)["_payloads"])
+    entries = cast("dict[bytes, bytes]", vars(bench.tiers[0].inner)["_payloads"])
     lost = sorted(dict(entries.items()), key=lambda key: prompt(8).digests.index(key[-DIGEST_BYTES:]))[5]
     entries[lost] = b"short"
     assert bench.lookup(prompt(8)) == 5

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kvdepot.client.verify import count_valid_chunks
 from kvdepot.config import Demotion
-from kvdepot.errors import ErrorCode
+from kvdepot.errors import ErrorCode, IntegrityError
 from kvdepot.index.index import ChunkIndex, digest_of
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
@@ -720,8 +720,8 @@ class World:
             return
         try:
             server.index.check_integrity()
-        except AssertionError as error:
-            raise Violation(f"the index does not add up: {_failed(error)}") from error
+        except IntegrityError as error:
+            raise Violation(f"the index does not add up: {error}") from error
 
     def finish(self) -> None:
         """Let everybody leave and die; fail unless nothing is left."""
@@ -758,11 +758,11 @@ class World:
             raise Violation(f"left over: {[len(each) for each in held]} leases, tickets, quarantines, contexts, claims")
         try:
             check_empty(server.index)
-        except AssertionError as error:
+        except (AssertionError, IntegrityError) as error:
             raise Violation(f"something is left over in the index: {_failed(error)}") from error
 
 
-def _failed(error: AssertionError) -> str:
+def _failed(error: Exception) -> str:
     """Return the assertion, as one without a message says nothing of itself."""
     frames = traceback.extract_tb(error.__traceback__)
     return str(error) or str(frames[-1].line)

@@ -1,1 +1,30 @@
-"""Which chunks are here, who may have them, which one leaves next."""
+"""The index: which chunks are in the pool, where their bytes are, and which chunk leaves when room is needed.
+
+Modules import only those above them in this list:
+
+- `columns`, `space`, `prefix`, `quotas`: numbers by place, chunks by key, the prefix rule, bytes by tenant.
+- `tree`: nodes, and how many need them.
+- `visibility`, `entries`, `eviction`: what lookups find, records and extents, the policies LRU and ARC.
+- `shares`: one policy for each share of the pool and priority.
+- `priorities`: clients' hints, and when sessions end.
+- `room`: leases, evicting and clearing.
+- `parts`: makes all of these for one table.
+- `restore`: fills them from an earlier server's table.
+- `index`: the facade, `ChunkIndex`.
+- `leases`, `pins`: prefixes that requests and operators keep.
+"""
+
+from kvdepot.index.entries import EntryPlace, pack_extent
+from kvdepot.index.eviction import POLICIES
+from kvdepot.index.index import MOST_EVICTED, ChunkIndex
+from kvdepot.index.leases import Lease, LeaseTable
+from kvdepot.index.pins import Pin, PinTable
+from kvdepot.index.prefix import usable_prefix
+from kvdepot.index.quotas import QuotaTable
+from kvdepot.index.space import Space, digest_of
+from kvdepot.index.tree import NO_NODE
+
+__all__ = [
+    "MOST_EVICTED", "NO_NODE", "POLICIES", "ChunkIndex", "EntryPlace", "Lease", "LeaseTable", "Pin", "PinTable",
+    "QuotaTable", "Space", "digest_of", "pack_extent", "usable_prefix",
+]  # fmt: skip

@@ -33,21 +33,14 @@ def usable_prefix(
         windows: groups that need only some chunks before the boundary, each with how many. The smallest first is
             cheapest.
         start: chunks that are known to be usable.
-        is_closed: a chunk with all of `full` has only such chunks before it, so a search may bisect. Otherwise each
-            chunk is asked for.
+        is_closed: a chunk with a group of `full` has only such chunks before it, so a search may bisect. Otherwise
+            each chunk is asked for.
         last_boundary: given a limit and a least length, returns the longest prefix between them whose last chunk
             has all `windows`, 0 if there is none. It only saves calls of `has`.
     """
-    if full and limit > start:
-
-        def has_full(chunk: int) -> bool:
-            for group in full:  # noqa: SIM110 - half the cost of `all`, on the way of every lookup
-                if not has(chunk, group):
-                    return False
-            return True
-
-        find = _first_missing_of_closed if is_closed else _first_missing
-        limit = find(start, limit, has_full)
+    find = _first_missing_of_closed if is_closed else _first_missing
+    for group in full:
+        limit = find(start, limit, group, has)
     if not windows:
         return max(start, limit)
     lowest = max(start, limit - _MOST_WALKED)
@@ -72,28 +65,28 @@ def _missing_before(limit: int, windows: Sequence[tuple[int, int]], has: Callabl
     return None
 
 
-def _first_missing(start: int, limit: int, has: Callable[[int], bool]) -> int:
+def _first_missing(start: int, limit: int, group: int, has: Callable[[int, int], bool]) -> int:
     for chunk in range(start, limit):
-        if not has(chunk):
+        if not has(chunk, group):
             return chunk
     return limit
 
 
-def _first_missing_of_closed(start: int, limit: int, has: Callable[[int], bool]) -> int:
+def _first_missing_of_closed(start: int, limit: int, group: int, has: Callable[[int, int], bool]) -> int:
     """Try the last chunk, then gallop, then bisect."""
-    if has(limit - 1):
+    if limit <= start or has(limit - 1, group):
         return limit
     low, step = start, 1  # chunks before `low` are there
     high = limit - 1  # this chunk is not
     while low < high:
         probe = min(low + step, high) - 1
-        if not has(probe):
+        if not has(probe, group):
             high = probe
             break
         low, step = probe + 1, step * 2
     while low < high:
         middle = (low + high) // 2
-        if has(middle):
+        if has(middle, group):
             low = middle + 1
         else:
             high = middle

@@ -12,21 +12,18 @@ even where the quotas leave less.
 """
 
 from collections.abc import Iterator, Mapping
-from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
 from kvdepot.errors import ConfigError
 
-MAXIMUM_QUOTAS: Final = 1024  # that a depot has had at the same time or one after the other
-_SPARE: Final = 64  # entries of a heap
+MAXIMUM_QUOTAS: Final = 64  # at the same time, set while the depot serves
 _LEAST_WRITING: Final = 1 / 16  # of the pool, that those without a quota may be writing
 
 
 class QuotaTable:
     """Shares of the pool: number 0 for tenants without a quota, then one for each quota.
 
-    Bytes are counted by share and by tenant. Shares above their quota wait in a heap, the one most above it first; an
-    entry may say too much, which is put right when it comes to the top, or nothing any more.
+    Bytes are counted by share and by tenant.
 
     Args:
         capacity_bytes: of the pool.
@@ -48,8 +45,6 @@ class QuotaTable:
         self.used_bytes = [0] * len(self.quota_bytes)
         self.writing_bytes = [0] * len(self.quota_bytes)  # of these, what is unfinished
         self._least_writing_bytes = int(capacity_bytes * _LEAST_WRITING)
-        self._excess = [0.0] * len(self.quota_bytes)  # by share: what its entry in the heap says, 0 for none
-        self._heap: list[tuple[float, int]] = []  # excess, negative, and share
         self._names = [""]  # of tenants
         self._shares = [self._share_by_name.get("", 0)]  # by tenant
         self.tenant_bytes = [0]  # by tenant
@@ -75,35 +70,18 @@ class QuotaTable:
     def account(self, label: int, share: int, num_bytes: int) -> None:
         """Count bytes of a label, which may be negative, against a share."""
         self.tenant_bytes[self._tenant_of[label] if label < len(self._tenant_of) else 0] += num_bytes
-        self._add(share, num_bytes)
+        self.used_bytes[share] += num_bytes
 
     def forget_usage(self) -> None:
         """Count from nothing again."""
         self.used_bytes[:] = [0] * self.num_shares
         self.writing_bytes[:] = [0] * self.num_shares
-        self._excess[:] = [0.0] * self.num_shares
-        self._heap.clear()
         self.tenant_bytes[:] = [0] * len(self.tenant_bytes)
 
     def move(self, num_bytes: int, source: int, target: int) -> None:
         """Count bytes against another share than before."""
-        self._add(source, -num_bytes)
-        self._add(target, num_bytes)
-
-    def _add(self, share: int, num_bytes: int) -> None:
-        self.used_bytes[share] += num_bytes
-        if self.used_bytes[share] > self.quota_bytes[share]:
-            self._note(share)
-
-    def _note(self, share: int) -> None:
-        """Have a share wait for no later than its turn."""
-        excess = self._excess_of(share)
-        if excess > self._excess[share]:
-            self._excess[share] = excess
-            heappush(self._heap, (-excess, share))
-            if len(self._heap) > 2 * self.num_shares + _SPARE:
-                self._heap[:] = [(-each, number) for number, each in enumerate(self._excess) if each]
-                heapify(self._heap)
+        self.used_bytes[source] -= num_bytes
+        self.used_bytes[target] += num_bytes
 
     def _excess_of(self, share: int) -> float:
         """Return what a share has for each byte of its quota, 0 if it is within it."""
@@ -137,20 +115,28 @@ class QuotaTable:
                 f" {num_bytes - more + self.quota_bytes[0]} of the pool"
             )
         if share is None:
-            if self.num_shares > MAXIMUM_QUOTAS:
-                raise ConfigError(f"more than {MAXIMUM_QUOTAS} tenants with a quota: {name!r} is one too many")
-            share = self.num_shares
-            self.quota_bytes.append(0)
-            self.used_bytes.append(0)
-            self.writing_bytes.append(0)
-            self._excess.append(0.0)
+            share = self._new_share(name)
         self._without.pop(name, None)
         self.quota_bytes[share] = num_bytes
         self.quota_bytes[0] -= more
         self._share_by_name[name] = share
         self._assign(name, share)
-        self._note(share)
-        self._note(0)
+
+    def _new_share(self, name: str) -> int:
+        """Return a share without a quota and without bytes.
+
+        Raises:
+            ConfigError: there are too many.
+        """
+        for other, share in self._without.items():
+            if not (self.quota_bytes[share] or self.used_bytes[share] or self.writing_bytes[share]):
+                del self._without[other]
+                return share
+        if self.num_shares > MAXIMUM_QUOTAS:
+            raise ConfigError(f"more than {MAXIMUM_QUOTAS} tenants with a quota: {name!r} is one too many")
+        for column in (self.quota_bytes, self.used_bytes, self.writing_bytes):
+            column.append(0)
+        return self.num_shares - 1
 
     def end_quota(self, name: str) -> bool:
         """Let a tenant share what quotas leave, from the next chunk on; False if it does so already.
@@ -182,7 +168,6 @@ class QuotaTable:
         if share is not None:
             self.quota_bytes[0] += self.quota_bytes[share]
             self.quota_bytes[share] = 0
-            self._note(share)
 
     def _assign(self, name: str, share: int) -> None:
         tenant = self._tenants.get(name)
@@ -201,23 +186,7 @@ class QuotaTable:
                 return
         yield share
 
-    def above(self) -> Iterator[int]:
+    def above(self) -> list[int]:
         """Return the shares above their quota, the one that is above it most first; ask again after each change."""
-        heap, passed = self._heap, list[tuple[float, int]]()
-        try:
-            while heap:
-                negative, number = heap[0]
-                if -negative != self._excess[number] or passed[-1:] == heap[:1]:
-                    heappop(heap)
-                    continue
-                excess = self._excess[number] = self._excess_of(number)
-                if not excess:
-                    heappop(heap)
-                elif excess != -negative:
-                    heapreplace(heap, (-excess, number))
-                else:
-                    passed.append(heappop(heap))
-                    yield number
-        finally:
-            for entry in passed:
-                heappush(heap, entry)
+        excess = [(-self._excess_of(share), share) for share in range(self.num_shares) if self.is_above(share)]
+        return [share for _, share in sorted(excess)]

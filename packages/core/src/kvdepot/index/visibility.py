@@ -111,7 +111,7 @@ class Visibility:
 
         def has(chunk: int, bits: int) -> bool:
             node = nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
-            return node is not None and bool(is_visible[node]) and depths[node] == chunk and sealed[node] & bits == bits
+            return node is not None and is_visible[node] != 0 and depths[node] == chunk and sealed[node] & bits == bits
 
         def last_boundary(limit: int, lowest: int) -> int:
             mask = space.window_mask
@@ -121,8 +121,7 @@ class Visibility:
                     return chunk + 1
             return 0
 
-        full = (space.full_mask,) if space.full_mask else ()
-        limit = usable_prefix(limit, has, full, space.windows, is_closed=True, last_boundary=last_boundary)
+        limit = usable_prefix(limit, has, space.full, space.windows, is_closed=True, last_boundary=last_boundary)
         if not limit:
             return 0, ()
         if space.full_mask:

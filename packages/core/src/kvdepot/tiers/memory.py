@@ -4,9 +4,9 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from kvdepot.config import parse_size
-from kvdepot.pool.spread import LruSizes, SpreadMap
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import has_labels
+from kvdepot.tiers.sizes import LruSizes
 from kvdepot.tiers.url import TierUrl
 
 
@@ -22,7 +22,7 @@ class MemoryTier:
         self._used_bytes = 0
         self._num_evicted = 0
         self._sizes = LruSizes()
-        self._payloads: SpreadMap[bytes, bytes] = SpreadMap()
+        self._payloads: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -64,7 +64,7 @@ class MemoryTier:
         yield len(wanted)
 
     def _forget(self, key: bytes) -> None:
-        self._payloads.pop(key)
+        self._payloads.pop(key, None)
         self._used_bytes -= self._sizes.pop(key)
 
     def probe(self) -> None:

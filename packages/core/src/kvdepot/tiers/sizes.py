@@ -1,0 +1,54 @@
+"""Sizes of a tier's entries, in the order of their last use."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+
+
+class LruSizes:
+    """Sizes by key, in the order of their last use. Several threads at a time may use `in`, `len` and `get`."""
+
+    __slots__ = ("_sizes",)
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the keys that are there now."""
+        return iter(list(self._sizes))
+
+    def get(self, key: bytes) -> int | None:
+        """Return the size of a key, None if it is not there."""
+        return self._sizes.get(key)
+
+    def put(self, key: bytes, size: int) -> None:
+        """Set the size of a key and use it."""
+        self._sizes[key] = size
+        self._sizes.move_to_end(key)
+
+    def use(self, key: bytes) -> None:
+        """Note that a key was used, if it is there."""
+        if key in self._sizes:
+            self._sizes.move_to_end(key)
+
+    def pop(self, key: bytes) -> int:
+        """Forget a key; return its size, 0 if it was not there."""
+        return self._sizes.pop(key, 0)
+
+    def oldest(self, count: int) -> list[bytes]:
+        """Return the keys that were used longest ago, that one first."""
+        return list(islice(self._sizes, count))
+
+    def newest(self) -> bytes | None:
+        """Return the key that was used last, None if there is none."""
+        return next(reversed(self._sizes), None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._sizes.clear()
