@@ -292,6 +292,34 @@ def test_a_smaller_capacity_is_kept_after_a_restart(pool: TierPool, tmp_path: Pa
     queue.close()
 
 
+KEPT_NAME = (
+    "86d97ba414bf826f/7fcccec0361f0442/00/"
+    "616f187d46f5724f328844808b151a410000000000000000000000000000000000000000000000000000000000000007"
+)
+KEPT_SEAL = bytes.fromhex(
+    "4b564445504f54310100000000000000881300000000000086d97ba414bf826f7fcccec0361f0442616f187d46f5724f328844808b151a41"
+    "000000000000000000000000000000000000000000000000000000000000000721bd4917b9de4cadd7ccd05802bcc6d0bd8ab314ecf2258f"
+    "b958a4eac2802ac6"
+)
+
+
+def test_the_format_of_files_is_kept(pool: TierPool, tmp_path: Path) -> None:
+    """Name and bytes of a file as the first release wrote them."""
+    key = make_key(7, "a tenant")
+    path = tmp_path / KEPT_NAME
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content(key, 5000).ljust(8192, b"\0") + KEPT_SEAL.ljust(4096, b"\0"))
+    queue = opened(pool, tmp_path)
+    assert read(queue, [key], extents_of(0, [5000])) == [True]
+    assert pool.view[:5000] == content(key, 5000)
+    clear(queue, None, None)
+    assert not path.exists()
+    assert write(queue, [key], extents_of(0, [5000])) == [True]
+    queue.close()
+    data = path.read_bytes()
+    assert (data[:5000], data[8192 : 8192 + len(KEPT_SEAL)], len(data)) == (content(key, 5000), KEPT_SEAL, 12288)
+
+
 WRITER = """
 import sys
 from pathlib import Path
