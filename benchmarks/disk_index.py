@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvdepot.testing.tier import PLACE, make_pool
-from kvdepot.tiers.disk.tier import DiskTier, name_of
+from kvdepot.tiers.disk.files import name_of
+from kvdepot.tiers.disk.tier import DiskTier
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.keys import label_of, tier_key
 from kvdepot.tiers.queue import TierQueue

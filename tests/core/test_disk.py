@@ -32,7 +32,9 @@ from kvdepot.testing.tier import (
     write,
 )
 from kvdepot.tiers.base import Tier, TierPool
-from kvdepot.tiers.disk import tier as disk
+from kvdepot.tiers.disk import files, listing
+from kvdepot.tiers.disk import tier as disk_tier
+from kvdepot.tiers.disk.files import Folder
 from kvdepot.tiers.disk.tier import DiskTier
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.queue import TierQueue
@@ -154,7 +156,7 @@ def test_what_cannot_be_removed_stays_and_others_leave(
     keys = [make_key(number) for number in range(30)]
     fill(pool, 0, keys, [EXTENT_BYTES] * 30)
     extents = extents_of(0, [EXTENT_BYTES] * 30)
-    real, bad = os.unlink, {disk.name_of(key) for key in keys[:2]}
+    real, bad = os.unlink, {files.name_of(key) for key in keys[:2]}
 
     def unlink(path: str, **options: Any) -> None:
         if path in bad:
@@ -244,7 +246,7 @@ class SlowDrive:
 def test_of_three_writes_one_gets_ready_while_two_move_bytes(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "_LANE_SECONDS", 30.0)
+    monkeypatch.setattr(files, "_SLOT_SECONDS", 30.0)
     queue = opened(pool, tmp_path)
     drive = SlowDrive(monkeypatch)
     queue.submit(Job(Operation.WRITE, [make_key(n) for n in range(3)], extents_of(0, [EXTENT_BYTES] * 3)))
@@ -266,8 +268,8 @@ def test_writes_do_not_wait_for_ever_for_those_that_hang(
     wait_until(lambda: drive.num_begun == 2, what="two writes")
     monkeypatch.undo()
     assert write(queue, [make_key(2)], extents_of(2, [EXTENT_BYTES])) == [True]
-    monkeypatch.setattr(disk, "_LANE_SECONDS", 30.0)
-    assert write(queue, [make_key(3)], extents_of(3, [EXTENT_BYTES])) == [True], "their lanes are taken over"
+    monkeypatch.setattr(files, "_SLOT_SECONDS", 30.0)
+    assert write(queue, [make_key(3)], extents_of(3, [EXTENT_BYTES])) == [True], "their slots are taken over"
     drive.go_on.set()
     wait_until(lambda: queue.tier.usage().num_entries == 4)
     queue.close()
@@ -290,12 +292,39 @@ def test_a_smaller_capacity_is_kept_after_a_restart(pool: TierPool, tmp_path: Pa
     queue.close()
 
 
+KEPT_NAME = (
+    "86d97ba414bf826f/7fcccec0361f0442/00/"
+    "616f187d46f5724f328844808b151a410000000000000000000000000000000000000000000000000000000000000007"
+)
+KEPT_SEAL = bytes.fromhex(
+    "4b564445504f54310100000000000000881300000000000086d97ba414bf826f7fcccec0361f0442616f187d46f5724f328844808b151a41"
+    "000000000000000000000000000000000000000000000000000000000000000721bd4917b9de4cadd7ccd05802bcc6d0bd8ab314ecf2258f"
+    "b958a4eac2802ac6"
+)
+
+
+def test_the_format_of_files_is_kept(pool: TierPool, tmp_path: Path) -> None:
+    """Name and bytes of a file as the first release wrote them."""
+    key = make_key(7, "a tenant")
+    path = tmp_path / KEPT_NAME
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content(key, 5000).ljust(8192, b"\0") + KEPT_SEAL.ljust(4096, b"\0"))
+    queue = opened(pool, tmp_path)
+    assert read(queue, [key], extents_of(0, [5000])) == [True]
+    assert pool.view[:5000] == content(key, 5000)
+    clear(queue, None, None)
+    assert not path.exists()
+    assert write(queue, [key], extents_of(0, [5000])) == [True]
+    queue.close()
+    data = path.read_bytes()
+    assert (data[:5000], data[8192 : 8192 + len(KEPT_SEAL)], len(data)) == (content(key, 5000), KEPT_SEAL, 12288)
+
+
 WRITER = """
 import sys
 from pathlib import Path
 from kvdepot.testing.tier import *
-from kvdepot.tiers import disk
-from kvdepot.tiers.disk import DiskTier
+from kvdepot.tiers.disk.tier import DiskTier
 
 pool = make_pool(1 << 20)
 tier = DiskTier(pool, Path(sys.argv[1]), 1 << 30)
@@ -605,9 +634,9 @@ def test_without_direct_it_is_said_once_also_by_writers_that_find_it_together(
             both_probe.wait(1.0)
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(DiskTier, "_write_probe", no_space)
+    monkeypatch.setattr(Folder, "probe_write", no_space)
     tier = DiskTier(pool, tmp_path, 1 << 20)
-    monkeypatch.setattr(DiskTier, "_write_probe", no_direct)
+    monkeypatch.setattr(Folder, "probe_write", no_direct)
     writers = [
         threading.Thread(target=tier.write, args=([make_key(number)], extents_of(number, [EXTENT_BYTES])))
         for number in range(2)
@@ -699,11 +728,11 @@ def test_what_leaves_while_it_is_read_is_not_in_the_index_afterwards(
     tier.write(keys[:1], extents[:1])
 
     def meanwhile(*arguments: Any) -> str | None:
-        monkeypatch.setattr(disk, "why_broken", why_broken)
+        monkeypatch.setattr(disk_tier, "why_broken", why_broken)
         beside(lambda: [*tier.clear(None, None)] if how == "cleared" else tier.write(keys[1:], extents[1:]))
         return why_broken(*arguments)
 
-    monkeypatch.setattr(disk, "why_broken", meanwhile)
+    monkeypatch.setattr(disk_tier, "why_broken", meanwhile)
     assert tier.read(keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
     assert not is_stored(tier, tmp_path, keys[0])
     assert tier.usage().used_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/*/*/*"))
@@ -732,7 +761,9 @@ def test_an_entry_written_while_it_leaves_is_there_or_not(
     tier.close()
 
 
-def test_what_leaves_while_the_folder_is_listed_does_not_come_back(pool: TierPool, tmp_path: Path) -> None:
+def test_what_leaves_while_the_folder_is_listed_does_not_come_back(
+    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = opened(pool, tmp_path)
     keys = [make_key(0), make_key(1)]
     write(queue, keys, extents_of(0, [EXTENT_BYTES] * 2))
@@ -740,13 +771,15 @@ def test_what_leaves_while_the_folder_is_listed_does_not_come_back(pool: TierPoo
     path, is_found, go_on = file_of(tmp_path, keys[0]), threading.Event(), threading.Event()
     path.write_bytes(bytes(FILE_BYTES))
 
-    class SlowlyListed(DiskTier):
-        def _found_files(self) -> Iterator[tuple[float, bytes, int]]:
-            yield from super()._found_files()
-            is_found.set()
-            go_on.wait(30.0)
+    real = listing.found_files
 
-    tier = SlowlyListed(pool, tmp_path, 1 << 20)
+    def found_slowly(folder: Folder, is_over: Callable[[], bool]) -> Iterator[listing.File]:
+        yield from real(folder, is_over)
+        is_found.set()
+        go_on.wait(30.0)
+
+    monkeypatch.setattr(listing, "found_files", found_slowly)
+    tier = DiskTier(pool, tmp_path, 1 << 20)
     is_found.wait(30.0)
     assert tier.read(keys, extents_of(8, [EXTENT_BYTES] * 2)) == [False, True]
     go_on.set()
@@ -794,12 +827,12 @@ def test_a_file_that_cannot_be_looked_at_costs_only_itself(
     queue = opened(pool, tmp_path)
     write(queue, keys, extents_of(0, [EXTENT_BYTES] * 3))
     queue.close()
-    broken, real = file_of(tmp_path, keys[1]).name, DiskTier._items  # pyright: ignore[reportPrivateUsage]
+    broken, real = file_of(tmp_path, keys[1]).name, listing.items_in
 
-    def items(tier: DiskTier, folder: str) -> list[Any]:
-        return [Unseen(file) if file.name == broken else file for file in real(tier, folder)]
+    def items(folder: Folder, name: str) -> list[Any]:
+        return [Unseen(file) if file.name == broken else file for file in real(folder, name)]
 
-    monkeypatch.setattr(DiskTier, "_items", items)
+    monkeypatch.setattr(listing, "items_in", items)
     queue = opened(pool, tmp_path)
     assert contains(queue, keys) == [True, False, True]
     assert queue.tier.usage().used_bytes == 2 * FILE_BYTES

@@ -1,5 +1,11 @@
 """Storage below the pool. Found by URL: `kvdepot serve --tier disk:///path?capacity=200GiB`, in order, fastest first.
 
-`keys` says how an entry is named, `seal` how its bytes are checked, `url` who opens a tier; `queue` drives a tier from
-the depot's loop with deadlines and a breaker; each other module is one kind of storage.
+The names below are what the author of a tier needs, beside `kvdepot.tiers.seal` (checksums, needs xxhash) and
+`kvdepot.testing.tier.TierSuite` (the conformance suite). `docs/tiers.md`, "Your own tier", shows how they fit.
 """
+
+from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
+from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, has_labels
+from kvdepot.tiers.url import TierUrl
+
+__all__ = ["KEY_BYTES", "LABEL_BYTES", "Extents", "Tier", "TierPool", "TierUrl", "TierUsage", "has_labels"]

@@ -9,9 +9,9 @@ so that the channels run side by side.
 An object of the cluster is a payload and its seal, put and got as two parts of one object. What does not verify is
 removed here; the tier only hears about it.
 
-The end of any channel ends the process: it leaves the cluster properly, if that takes at most a second. It ends with the
-depot even inside a hung call, for the kernel kills it then (`PR_SET_PDEATHSIG`). Signals that a terminal or a service
-manager sends to the whole group are for the depot, not for it.
+The end of any channel ends the process: it leaves the cluster properly, if that takes at most a second. It ends with
+the depot even inside a hung call, for the kernel kills it then (`PR_SET_PDEATHSIG`). Signals that a terminal or a
+service manager sends to the whole group are for the depot, not for it.
 """
 
 import ctypes

@@ -8,7 +8,9 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import Final
+from typing import Final, TypeAlias
+
+Reader: TypeAlias = "BufferedReader[socket.SocketIO]"
 
 _CRLF: Final = b"\r\n"
 _LARGEST_REPLY: Final = 64 << 20  # of one string; a tier writes nothing larger
@@ -50,7 +52,7 @@ def send(to: socket.socket, commands: Sequence[Command]) -> None:
         to.sendall(small)
 
 
-def receive(reader: "BufferedReader[socket.SocketIO]", target: memoryview | None = None) -> Reply:
+def receive(reader: Reader, target: memoryview | None = None) -> Reply:
     """Read one reply; into `target`, which is returned then, if it is a string of exactly that size.
 
     Raises:
@@ -78,9 +80,7 @@ def receive(reader: "BufferedReader[socket.SocketIO]", target: memoryview | None
             raise ConnectionAbortedError(f"not a reply: {line[:20]!r}")
 
 
-def _receive_string(
-    reader: "BufferedReader[socket.SocketIO]", size: int, target: memoryview | None
-) -> bytes | memoryview | None:
+def _receive_string(reader: Reader, size: int, target: memoryview | None) -> bytes | memoryview | None:
     if size < 0:
         return None
     if size > _LARGEST_REPLY:

@@ -1,0 +1,182 @@
+"""The index of a disk tier: which entries are there, how large, and which was used longest ago.
+
+It is rebuilt from the names of the files when the tier is opened: on a thread, while the tier serves what it knows.
+"""
+
+import contextlib
+import heapq
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Final, TypeAlias
+
+from kvdepot.tiers.sizes import LruSizes
+from kvdepot.tiers.disk.files import FOLDER_DIGITS, Folder, is_hex, is_temporary, key_of
+from kvdepot.tiers.keys import has_labels
+
+logger = logging.getLogger(__name__)
+
+_SORTED_AT_ONCE: Final = 1000  # no other thread runs meanwhile
+
+File: TypeAlias = tuple[float, bytes, int]  # time of its last change, key, bytes
+
+
+class Entries:
+    """The entries of a tier. Methods may be called from any thread; none of them makes a system call."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.is_listed = False  # whether it is complete
+        self._sizes = LruSizes()  # bytes on disk
+        self._gone: set[bytes] = set()  # entries that left while the folder was being listed
+        self._unremoved: dict[bytes, None] = {}  # cleared, but with a file still
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._sizes
+
+    def use(self, key: bytes) -> None:
+        """Make an entry the one that was used last; it may have left meanwhile."""
+        with self._lock:
+            self._sizes.use(key)
+
+    def use_if_size(self, key: bytes, size: int) -> bool:
+        """Whether an entry is here with this size; it counts as used then."""
+        with self._lock:
+            if self._sizes.get(key) != size:
+                return False
+            self._sizes.use(key)
+            return True
+
+    def put(self, key: bytes, size: int) -> None:
+        """Add an entry that got its file."""
+        with self._lock:
+            self.used_bytes += size - self._sizes.pop(key)
+            self._sizes.put(key, size)
+            self._unremoved.pop(key, None)
+
+    def forget(self, key: bytes, *, is_unremoved: bool = False) -> None:
+        """Remove an entry; one that is `is_unremoved` has a file still, which is not to be served."""
+        with self._lock:
+            self.used_bytes -= self._sizes.pop(key)
+            self._unremoved.pop(key, None)
+            if is_unremoved:
+                self._unremoved[key] = None
+            if not self.is_listed:
+                self._gone.add(key)
+
+    def is_unremoved(self, key: bytes) -> bool:
+        """Whether an entry was cleared and has a file still."""
+        return key in self._unremoved
+
+    def oldest(self, count: int) -> list[bytes]:
+        """Return the entries that were used longest ago."""
+        with self._lock:
+            return list(self._sizes.oldest(count))
+
+    def newest(self) -> bytes | None:
+        """Return the entry that was used last."""
+        with self._lock:
+            return self._sizes.newest()
+
+    def matching(self, tenant: bytes | None, model: bytes | None) -> list[bytes]:
+        """Return the entries with these labels, those included whose files could not be removed."""
+        with self._lock:
+            unremoved = list(self._unremoved)
+            return [key for key in chain(self._sizes, unremoved) if has_labels(key, tenant, model)]
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._sizes.clear()
+            self.used_bytes = 0
+
+    def add_found(self, files: Iterator[File]) -> bool:
+        """Add the files of an earlier depot, newest last; return whether there were any."""
+        found: list[list[File]] = []
+        while some := sorted(islice(files, _SORTED_AT_ONCE), reverse=True):
+            found.append(some)
+        with self._lock:
+            sizes = LruSizes()
+            for _, key, size in heapq.merge(*map(_taken_from_end, found)):
+                if key not in self._sizes and key not in self._gone:
+                    sizes.put(key, size)
+                    self.used_bytes += size
+            # Entries that were written meanwhile are newer than all of them.
+            for key in self._sizes.oldest(len(self._sizes)):
+                sizes.put(key, self._sizes.get(key) or 0)
+            self._sizes = sizes
+            self._gone.clear()
+            self.is_listed = True
+        return bool(found)
+
+
+def found_files(folder: Folder, is_over: Callable[[], bool]) -> Iterator[File]:
+    """Yield every file that is an entry; remove temporary files that a killed writer left."""
+    try:
+        for name in ["", *_found_folders(folder)]:
+            for item in items_in(folder, name):
+                if is_over():
+                    return
+                file = _entry_of(folder, _joined(name, item.name), item)
+                if file is not None:
+                    yield file
+    except OSError as error:
+        logger.error("%s cannot be listed, not all of it is found: %s", folder.path, error)
+
+
+def items_in(folder: Folder, name: str) -> list[os.DirEntry[str]]:
+    """Return what lies in one of its folders; nothing if that cannot be listed."""
+    try:
+        with os.scandir(folder.path / name) as items:
+            return list(items)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        logger.error("%s cannot be listed, what is in it is not found: %s", folder.path / name, error)
+        return []
+
+
+def _entry_of(folder: Folder, name: str, item: os.DirEntry[str]) -> File | None:
+    key = key_of(name)
+    if key is None:
+        if folder.token not in name and is_temporary(name):
+            folder.drop(name)
+        return None
+    with contextlib.suppress(FileNotFoundError):  # it has just left
+        try:
+            stat = item.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            logger.error("%s cannot be looked at, it is not found: %s", folder.path / name, error)
+        else:
+            return stat.st_mtime, key, stat.st_size
+    return None
+
+
+def _found_folders(folder: Folder) -> list[str]:
+    """Return the folders that entries may lie in; those of others are not looked into."""
+    names = [""]
+    for num_digits in FOLDER_DIGITS:
+        names = [
+            _joined(name, item.name)
+            for name in names
+            for item in items_in(folder, name)
+            if is_hex(item.name, num_digits) and item.is_dir(follow_symlinks=False)
+        ]
+    return names
+
+
+def _taken_from_end(files: list[File]) -> Iterator[File]:
+    while files:
+        yield files.pop()
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
