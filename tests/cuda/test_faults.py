@@ -131,7 +131,7 @@ class SideBySide(FakeDriver):
             self._rest = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
         memory, address = self._rest
         self._rest = memory, address + num_bytes
-        self._allocations[address] = memory, num_bytes
+        self.memory.allocations[address] = memory, num_bytes
         return address
 
 

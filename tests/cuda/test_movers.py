@@ -759,7 +759,7 @@ def test_one_handle_for_all_tensors_of_an_allocation(device: FakeDevice, depot: 
     class OneAllocation(FakeDriver):
         def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
             size = num_blocks * (page_size_bytes + padding_bytes)
-            base = next(iter(self._allocations), None) or self.allocate(16 * size)
+            base = next(iter(self.memory.allocations), None) or self.allocate(16 * size)
             self.used: int = getattr(self, "used", 256) + size
             return FakeTensor(base + self.used - size, (num_blocks, page_size_bytes), (size // num_blocks, 1))
 

@@ -1,7 +1,6 @@
 """`FakeDriver`: a `Driver` without a device, as strict as a real one and as late as one can be.
 
-Device memory is plain memory, or, with a folder for it, files on tmpfs that other processes can open by handle, as IPC
-handles are opened; `holders` says who has one mapped, which stands for device memory that stays resident.
+`memory` has the memory of the device, `streams` its streams.
 
 Every stream is a thread that does nothing until somebody waits for it, and then works in order: a copy that nobody
 synchronises never happens, and meanwhile its target holds poison. Calls that a real driver refuses are refused: without
@@ -10,8 +9,7 @@ driver would let pass and what is wrong all the same (unregistering under a copy
 `violations`. `fail` makes any call fail.
 
 Kernels do not run here: `launch_kernel` does what the gather kernel does, with the addresses in the table, or hands
-them to `run_kernel`. The device finds registered host memory at other addresses than the host does, at which it is
-mapped a second time, so that a kernel that was given the host's is seen.
+them to `run_kernel`.
 
 It proves the worker's side: order, waits, errors, what is registered when, what is given back; and with handles the
 life of the processes. It proves nothing about a device: no speed, no ordering inside hardware, no behaviour of
@@ -22,9 +20,6 @@ import collections
 import contextlib
 import ctypes
 import itertools
-import mmap
-import os
-import secrets
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -35,44 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.copying.runs import Addresses
-from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, DriverError
+from kvdepot_cuda.driver import Direction, DriverError
 from kvdepot_cuda.image import GatherImage
+from kvdepot_cuda.testing.memory import FakeMemory, FakeTensor
+from kvdepot_cuda.testing.streams import FakeStream
 
 POISON: Final = 0xAB
 DEFAULT_STREAM: Final = 0
-_WAIT_SECONDS: Final = 30.0
-_PAGE_BYTES: Final = mmap.PAGESIZE
-_HANDLE_BYTES: Final = 64
-
-
-@dataclass(frozen=True, slots=True)
-class FakeDevice:
-    """What `torch.device` has."""
-
-    type: str = "cuda"
-    index: int = 0
-
-
-class FakeTensor:
-    """A tensor of bytes on the fake device, as far as a backend looks at it."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], index: int = 0) -> None:
-        self.shape = shape
-        self.device = FakeDevice(index=index)
-        self._address = address
-        self._strides = strides
-
-    def data_ptr(self) -> int:
-        """As in torch."""
-        return self._address
-
-    def stride(self) -> tuple[int, ...]:
-        """As in torch: in elements, which are bytes here."""
-        return self._strides
-
-    def element_size(self) -> int:
-        """As in torch."""
-        return 1
 
 
 class FakeEvent:
@@ -88,63 +52,6 @@ class FakeEvent:
         """As in torch."""
         with self._driver.activated():
             self._driver.synchronize_stream(self._stream)
-
-
-class _Stream:
-    """Work in order, on a thread, on demand."""
-
-    def __init__(self, name: str) -> None:
-        self.changed = threading.Condition()
-        self.error: DriverError | None = None
-        self.num_added = 0
-        self.num_done = 0
-        self.touched: collections.deque[tuple[int, list[tuple[int, int]]]] = collections.deque()  # host ranges
-        self.num_waits = 0  # for events, not done
-        self._demanded = 0
-        self._work: collections.deque[Callable[[], None]] = collections.deque()
-        self._is_open = True
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
-
-    def add(self, work: Callable[[], None], host_ranges: list[tuple[int, int]] | None = None) -> int:
-        with self.changed:
-            self._work.append(work)
-            self.num_added += 1
-            if host_ranges:
-                self.touched.append((self.num_added, host_ranges))
-            self.changed.notify_all()
-            return self.num_added
-
-    def finish(self, number: int) -> None:
-        """Have the first `number` works done and wait for it."""
-        with self.changed:
-            self._demanded = max(self._demanded, number)
-            self.changed.notify_all()
-            if not self.changed.wait_for(lambda: self.num_done >= number, _WAIT_SECONDS):
-                raise DriverError("synchronize", "the fake device hangs")
-
-    def close(self) -> None:
-        with self.changed:
-            self._is_open = False
-            self.changed.notify_all()
-        self._thread.join()
-
-    def _loop(self) -> None:
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: not self._is_open or (self._work and self.num_done < self._demanded))
-                if not self._is_open:
-                    return
-                work = self._work.popleft()
-            try:
-                work()
-            except DriverError as error:
-                self.error = error
-            with self.changed:
-                self.num_done += 1
-                while self.touched and self.touched[0][0] <= self.num_done:
-                    self.touched.popleft()
-                self.changed.notify_all()
 
 
 @dataclass(slots=True)
@@ -185,44 +92,23 @@ class FakeDriver:
         self.calls: collections.Counter[str] = collections.Counter()
         self.violations: list[str] = []
         self.largest_batch = 0
-        self.largest_registered_bytes = 0
         self.is_closed = False
         self.capturing: set[int] = set()  # streams that are captured into a graph
-        self._root = root
-        self._handles: dict[int, bytes] = {}  # by address of the allocation
-        self._opened: dict[bytes, int] = {}  # handle: address
+        self.memory = FakeMemory(root)
         self._local = threading.local()
         self._lock = threading.RLock()
         self._numbers = itertools.count(0x1000)
-        self._allocations: dict[int, tuple[mmap.mmap, int]] = {}
-        self._registered: dict[int, int] = {}
-        self._aliases: dict[int, tuple[int, int]] = {}  # registered address: where the device finds it, bytes
-        self._taken: set[int] = set()  # device memory of `allocate_device`
         self._kernels: set[int] = set()
         self._tables: collections.Counter[int] = collections.Counter()  # of launches that are not done
-        self._events: dict[int, tuple[_Stream, int] | None] = {}
+        self._events: dict[int, tuple[FakeStream, int] | None] = {}
         self._failures: dict[str, _Failure] = {}
-        self._streams = {DEFAULT_STREAM: _Stream("fake-default-stream")}
+        self._streams = {DEFAULT_STREAM: FakeStream("fake-default-stream")}
 
     # --- what tests use -------------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> int:
         """Return the address of new device memory, zeroed."""
-        if self._root is None:
-            return self._keep(mmap.mmap(-1, num_bytes), b"")
-        path = self._root / secrets.token_hex(8)
-        with path.open("xb+") as file:
-            file.truncate(num_bytes)
-            return self._keep(mmap.mmap(file.fileno(), num_bytes), f"{os.getpid()}:{path}".encode())
-
-    def _keep(self, memory: mmap.mmap, handle: bytes) -> int:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._allocations[address] = memory, len(memory)
-        if len(handle) > _HANDLE_BYTES:
-            raise ValueError(f"the folder's name is too long for a handle of {_HANDLE_BYTES} bytes: {handle}")
-        if handle:
-            self._handles[address] = handle.ljust(_HANDLE_BYTES, b"\0")
-        return address
+        return self.memory.allocate(num_bytes)
 
     def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
         """Return a new tensor `(num_blocks, page_size_bytes)`."""
@@ -231,9 +117,7 @@ class FakeDriver:
 
     def bytes_at(self, address: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Return device memory as it is now, writable."""
-        if not self._is_on_device(address, num_bytes):
-            raise AssertionError(f"{num_bytes} bytes at {address:#x} are not on the device")
-        return np.frombuffer(memoryview((ctypes.c_uint8 * num_bytes).from_address(address)).cast("B"), np.uint8)
+        return self.memory.bytes_at(address, num_bytes)
 
     def launch(self, kernel: Callable[[], None], stream: int = DEFAULT_STREAM) -> None:
         """Put a function into a stream, as an engine does with its kernels."""
@@ -249,9 +133,9 @@ class FakeDriver:
         found = {
             "streams": len(self._streams) - 1,
             "events": len(self._events),
-            "registrations": len(self._registered),
-            "opened": len(self._opened),
-            "device memory": len(self._taken),
+            "registrations": len(self.memory.registered),
+            "opened": self.memory.num_opened,
+            "device memory": len(self.memory.taken),
             "kernels": len(self._kernels),
             "open": int(not self.is_closed),
         }
@@ -260,7 +144,12 @@ class FakeDriver:
     @property
     def registered_bytes(self) -> int:
         """Host memory that is registered now."""
-        return sum(self._registered.values())
+        return sum(size for _, size in self.memory.registered)
+
+    @property
+    def largest_registered_bytes(self) -> int:
+        """The most host memory that was registered by one call."""
+        return self.memory.largest_registered_bytes
 
     # --- Driver ---------------------------------------------------------------------------------------------------
 
@@ -279,7 +168,7 @@ class FakeDriver:
         """See `Driver`."""
         self._enter("create_stream")
         stream = next(self._numbers)
-        self._streams[stream] = _Stream(f"fake-stream-{stream:#x}")
+        self._streams[stream] = FakeStream(f"fake-stream-{stream:#x}")
         return stream
 
     def destroy_stream(self, stream: int) -> None:
@@ -352,78 +241,50 @@ class FakeDriver:
     def export_memory(self, address: int) -> tuple[bytes, int, int]:
         """See `Driver`."""
         self._enter("export_memory")
-        for base, (_, size) in self._allocations.items():
-            if base <= address < base + size and base in self._handles:
-                return self._handles[base], base, size
-        raise DriverError("export_memory", "CUDA_ERROR_INVALID_VALUE (1)", "memory without a handle")
+        return self.memory.export(address)
 
     def open_memory(self, handle: bytes) -> tuple[int, int]:
-        """See `Driver`: once for each handle, and not where the process has the number of who exported it."""
+        """See `Driver`."""
         self._enter("open_memory")
-        pid, _, path = handle.rstrip(b"\0").decode(errors="replace").partition(":")
-        if handle in self._opened or int(pid) == os.getpid():
-            raise DriverError("open_memory", "CUDA_ERROR_INVALID_CONTEXT (201)")
-        try:
-            with Path(path).open("rb+") as file:
-                memory = mmap.mmap(file.fileno(), 0)
-        except (OSError, ValueError) as error:
-            raise DriverError("open_memory", "CUDA_ERROR_MAP_FAILED (205)", str(error)) from error
-        address = self._opened[handle] = self._keep(memory, b"")
-        return address, len(memory)
+        return self.memory.open(handle)
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """See `Driver`."""
         self._enter("register_host")
-        if not 0 < num_bytes <= MAXIMUM_REGISTERED_BYTES or not _is_mapped(address, num_bytes):
-            raise DriverError("register_host", "CUDA_ERROR_INVALID_VALUE (1)")
-        with self._lock:
-            if any(start < address + num_bytes and address < start + size for start, size in self._registered.items()):
-                raise DriverError("register_host", "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)")
-            self._registered[address] = num_bytes
-            self.largest_registered_bytes = max(self.largest_registered_bytes, num_bytes)
+        self.memory.register(address, num_bytes)
 
     def unregister_host(self, address: int) -> None:
         """See `Driver`."""
         self._enter("unregister_host")
         with self._lock:
-            size = self._registered.get(address)
-            if size is None:
-                raise DriverError("unregister_host", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED (713)")
+            size = self.memory.registered_bytes_at(address)
             for stream in self._streams.values():
                 with stream.changed:
                     for _, ranges in stream.touched:
                         if any(start < address + size and address < start + length for start, length in ranges):
                             self._note(f"host memory at {address:#x} was unregistered under a copy")
-            del self._registered[address]
-            if address in self._aliases:
-                _unmap(*self._aliases.pop(address))
+            self.memory.unregister(address)
 
     def device_address_of(self, address: int) -> int:
         """See `Driver`."""
         self._enter("device_address_of")
-        with self._lock:
-            if address not in self._registered:
-                raise DriverError("device_address_of", "CUDA_ERROR_INVALID_VALUE (1)", "not registered")
-            if address not in self._aliases:
-                self._aliases[address] = _map_again(address, self._registered[address]), self._registered[address]
-            return self._aliases[address][0]
+        return self.memory.device_address_of(address)
 
     def allocate_device(self, num_bytes: int) -> int:
         """See `Driver`."""
         self._enter("allocate_device")
         address = self.allocate(num_bytes)
-        self._taken.add(address)
+        self.memory.taken.add(address)
         return address
 
     def free_device(self, address: int) -> None:
         """See `Driver`."""
         self._enter("free_device")
-        if address not in self._taken:
+        if address not in self.memory.taken:
             raise DriverError("free_device", "CUDA_ERROR_INVALID_VALUE (1)")
         if self._tables[address]:
             self._note(f"device memory at {address:#x} was freed under a kernel")
-        self._taken.remove(address)
-        del self._allocations[address]
+        self.memory.free(address)
 
     def load_kernel(self, image: bytes, name: str) -> int:
         """See `Driver`; any image will do."""
@@ -457,7 +318,10 @@ class FakeDriver:
                 self._fail_if_told("execute")
                 rows = np.frombuffer(memoryview((ctypes.c_uint64 * (3 * num_runs)).from_address(table)).cast("B"), "u8")
                 for source, target, size in rows.reshape(-1, 3).tolist():
-                    if not (self._is_kernel_s(source, size) and self._is_kernel_s(target, size)):
+                    if not (
+                        self.memory.is_reached_by_kernels(source, size)
+                        and self.memory.is_reached_by_kernels(target, size)
+                    ):
                         raise DriverError(
                             "launch_kernel", "CUDA_ERROR_ILLEGAL_ADDRESS (700)", f"{source:#x} to {target:#x}"
                         )
@@ -466,13 +330,13 @@ class FakeDriver:
 
         with self._lock:
             self._tables[table] += 1
-            found.add(gather, list(self._registered.items()))  # any of it may be read
+            found.add(gather, self.memory.registered)  # any of it may be read
 
     def copy(self, source: int, target: int, num_bytes: int, direction: Direction, stream: int) -> None:
         """See `Driver`."""
         self._enter("copy")
         found = self._copy_stream(stream, "copy")
-        is_registered = self._check_run(source, target, num_bytes, direction, "copy")
+        is_registered = self._is_registered(source, target, num_bytes, direction, "copy")
         number = self._add(found, [(source, target, num_bytes)], direction)
         if not is_registered:
             self.calls["pageable"] += 1
@@ -488,7 +352,7 @@ class FakeDriver:
         if not self.has_batch_copy or not runs:
             raise DriverError("copy_batch", "CUDA_ERROR_INVALID_VALUE (1)", "no runs, or no such call")
         for source, target, size in runs:
-            if not self._check_run(source, target, size, direction, "copy_batch"):
+            if not self._is_registered(source, target, size, direction, "copy_batch"):
                 raise DriverError("copy_batch", "CUDA_ERROR_INVALID_VALUE (1)", "host memory that is not registered")
         ordered = sorted((target, size) for _, target, size in runs)
         if any(start + size > following for (start, size), (following, _) in itertools.pairwise(ordered)):
@@ -525,47 +389,25 @@ class FakeDriver:
     def _note(self, violation: str) -> None:
         self.violations.append(violation)
 
-    def _stream(self, stream: int, call: str) -> _Stream:
+    def _stream(self, stream: int, call: str) -> FakeStream:
         found = self._streams.get(stream)
         if found is None:
             raise DriverError(call, "CUDA_ERROR_INVALID_HANDLE (400)")
         return found
 
-    def _copy_stream(self, stream: int, call: str) -> _Stream:
+    def _copy_stream(self, stream: int, call: str) -> FakeStream:
         if stream == DEFAULT_STREAM:
             raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", "the default stream")
         return self._stream(stream, call)
 
-    def _is_on_device(self, address: int, num_bytes: int) -> bool:
-        return any(
-            start <= address and address + num_bytes <= start + size for start, (_, size) in self._allocations.items()
-        )
-
-    def _is_kernel_s(self, address: int, num_bytes: int) -> bool:
-        """Whether a kernel may touch it: device memory, or registered memory where the device finds it."""
-        return self._is_on_device(address, num_bytes) or any(
-            start <= address and address + num_bytes <= start + size for start, size in self._aliases.values()
-        )
-
-    def _check_run(self, source: int, target: int, num_bytes: int, direction: Direction, call: str) -> bool:
+    def _is_registered(self, source: int, target: int, num_bytes: int, direction: Direction, call: str) -> bool:
         """Refuse what a driver refuses; return whether the host side is registered."""
         device, host = (source, target) if direction is Direction.TO_HOST else (target, source)
-        if num_bytes <= 0 or not self._is_on_device(device, num_bytes):
+        if num_bytes <= 0 or not self.memory.is_on_device(device, num_bytes):
             raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", f"{num_bytes} bytes at {device:#x} on the device")
-        with self._lock:
-            touched = [
-                (start, size) for start, size in self._registered.items()
-                if start < host + num_bytes and host < start + size
-            ]  # fmt: skip
-        if not touched:
-            if self._is_on_device(host, num_bytes) or not _is_mapped(host, num_bytes):
-                raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", f"{num_bytes} bytes at {host:#x} of the host")
-            return False
-        if len(touched) > 1 or not touched[0][0] <= host <= host + num_bytes <= sum(touched[0]):
-            raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", "across the end of registered memory")
-        return True
+        return self.memory.is_registered(host, num_bytes, call)
 
-    def _add(self, stream: _Stream, runs: list[tuple[int, int, int]], direction: Direction) -> int:
+    def _add(self, stream: FakeStream, runs: list[tuple[int, int, int]], direction: Direction) -> int:
         self.calls["runs"] += len(runs)
         to_host = direction is Direction.TO_HOST
         if to_host or not stream.num_waits:  # what comes before it may still look at the target
@@ -581,16 +423,6 @@ class FakeDriver:
         return stream.add(copy, [(target if to_host else source, size) for source, target, size in runs])
 
 
-def holders(path: Path) -> set[int]:
-    """Return the processes that have a fake device's memory mapped."""
-    found: set[int] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if str(path) in maps.read_text():
-                found.add(int(maps.parent.name))
-    return found
-
-
 def fake_gather(_capability: int) -> GatherImage:
     """Return a kernel that only the fake driver can load."""
     return GatherImage(b"a fake", "gather_runs", 128, 0, 2)
@@ -600,30 +432,3 @@ def _gather(table: int, num_runs: int, _num_programs: int) -> None:
     for row in range(num_runs):
         source, target, size = (ctypes.c_uint64 * 3).from_address(table + 24 * row)
         ctypes.memmove(target, source, size)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-_libc.mremap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_MREMAP_MAYMOVE: Final = 1
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-
-
-def _map_again(address: int, num_bytes: int) -> int:
-    """Map shared memory a second time; an old size of 0 is Linux's word for that."""
-    found = _libc.mremap(address, 0, num_bytes, _MREMAP_MAYMOVE)
-    if found is None or found == ctypes.c_void_p(-1).value:
-        raise DriverError("device_address_of", "CUDA_ERROR_NOT_SUPPORTED (801)", "this memory is not shared")
-    return int(found)
-
-
-def _unmap(address: int, num_bytes: int) -> None:
-    _libc.munmap(address, num_bytes)
-
-
-def _is_mapped(address: int, num_bytes: int) -> bool:
-    start = address // _PAGE_BYTES * _PAGE_BYTES
-    size = address + num_bytes - start
-    pages = ctypes.create_string_buffer(-(-size // _PAGE_BYTES))
-    return _libc.mincore(start, size, pages) == 0
