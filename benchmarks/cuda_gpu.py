@@ -419,7 +419,7 @@ def cache(setting: Setting, mode: str, pool_bytes: int, **options: Any):
 
 
 MODES = ("direct", "ipc")
-KERNEL = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1}
+KERNEL = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1, "kernel_in_mover": True}
 
 
 def patterned(setting: Setting) -> None:

@@ -14,6 +14,7 @@ does, before it asks for anything: no event is shared between processes. Which s
 
 import importlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -65,6 +66,8 @@ class CudaTransferContext(WorkerTransfers):
         kernel_run_bytes: runs of at most so many bytes are retrieved by a kernel; 0: none.
         kernel_runs: if a call has at least so many of them.
         kernel_programs: thread blocks of the kernel.
+        kernel_in_mover: a mover uses the kernel, too. None: with MPS only, as else the GPU runs either the mover's
+            kernels or the model's; copies run beside both.
         compile_gather: makes that kernel.
         open_driver: opens the driver of a device by its number.
         mover: the entry point of the mover, where the depot runs.
@@ -99,6 +102,7 @@ class CudaTransferContext(WorkerTransfers):
         kernel_run_bytes: int = 0,
         kernel_runs: int = KERNEL_RUNS,
         kernel_programs: int = KERNEL_PROGRAMS,
+        kernel_in_mover: bool | None = None,
         compile_gather: CompileGather = compile_gather,
         open_driver: OpenDriver = CudaDriver,
         mover: str = MOVER,
@@ -140,7 +144,9 @@ class CudaTransferContext(WorkerTransfers):
                 raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
             raise
         try:
-            registration = self._offer(registration, driver, layout, mover, kernel)
+            if kernel_in_mover is None:
+                kernel_in_mover = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+            registration = self._offer(registration, driver, layout, mover, kernel if kernel_in_mover else KernelUse())
         except BaseException:
             self._engine.close()
             raise
