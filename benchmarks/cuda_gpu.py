@@ -1062,5 +1062,6 @@ def run_steps(steps: Steps, name: str, *, script: Path, title: str, description:
 
 if __name__ == "__main__":
     run_steps(
-        STEPS, "cuda_gpu", script=Path(__file__).resolve(), title="CUDA on a GPU", description=__doc__ or "", seconds=SECONDS
+        STEPS, "cuda_gpu", script=Path(__file__).resolve(), title="CUDA on a GPU", description=__doc__ or "",
+        seconds=SECONDS,
     )  # fmt: skip
