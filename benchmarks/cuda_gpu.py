@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -151,40 +152,40 @@ def raw_ipc(setting: Setting) -> None:
     num_bytes = 64 * MIB
     before = memory_used_mib()
     with shared_file(2 * num_bytes) as path:
-        ours, theirs, exporter = _start(_exporter, path, num_bytes)
-        peer, peers, importer = _start(_importer, path, num_bytes)
+        ours, theirs, exporter = start_child(_exporter, path, num_bytes)
+        peer, peers, importer = start_child(_importer, path, num_bytes)
         try:
-            handle, offset = _receive(ours)
+            handle, offset = receive(ours)
             _, address = map_file(path)
             pattern = os.urandom(MIB)
             ctypes.memmove(address, pattern * (num_bytes // MIB), num_bytes)
             ours.send("upload")
-            _receive(ours)
+            receive(ours)
             peer.send((handle, offset))
-            opened = _receive(peer)
+            opened = receive(peer)
             is_right = ctypes.string_at(address + num_bytes, num_bytes) == pattern * (num_bytes // MIB)
             emit("bytes out of the other's memory", right=is_right, **opened)
             ctypes.memset(address, 0x5A, num_bytes)
             peer.send("write")
-            _receive(peer)
+            receive(peer)
             ours.send("download")
-            _receive(ours)
+            receive(ours)
             written = ctypes.string_at(address + num_bytes, num_bytes) == b"\x5a" * num_bytes
             emit("bytes into the other's memory", right=written)
             used = {"before": before, "both": memory_used_mib()}
-            _kill(exporter)
-            used["exporter killed"] = _settled_memory()
-            _kill(importer)
-            used["both killed"] = _settled_memory()
+            kill_child(exporter)
+            used["exporter killed"] = settled_memory()
+            kill_child(importer)
+            used["both killed"] = settled_memory()
             emit("memory used, MiB", **used)
         finally:
             for process in (exporter, importer):
-                _kill(process)
+                kill_child(process)
             theirs.close()
             peers.close()
 
 
-def _start(target: Any, *arguments: Any) -> Any:
+def start_child(target: Any, *arguments: Any) -> Any:
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_child, args=(target, theirs, *arguments), daemon=True)
     process.start()
@@ -200,7 +201,7 @@ def _child(target: Any, pipe: Any, *arguments: Any) -> None:
         pipe.send(RuntimeError(f"{target.__name__}: {type(error).__name__}: {error}"))
 
 
-def _receive(pipe: Any, seconds: float = 40.0) -> Any:
+def receive(pipe: Any, seconds: float = 40.0) -> Any:
     if not pipe.poll(seconds):
         raise TimeoutError(f"a child said nothing for {seconds:g} s")
     found = pipe.recv()
@@ -209,13 +210,13 @@ def _receive(pipe: Any, seconds: float = 40.0) -> Any:
     return found
 
 
-def _kill(process: Any) -> None:
+def kill_child(process: Any) -> None:
     if process.is_alive():
         process.kill()
     process.join(20)
 
 
-def _settled_memory() -> int | None:
+def settled_memory() -> int | None:
     time.sleep(1.0)
     return memory_used_mib()
 
@@ -227,7 +228,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _copy(driver: Any, source: int, target: int, num_bytes: int, *, to_host: bool) -> None:
+def copy_bytes(driver: Any, source: int, target: int, num_bytes: int, *, to_host: bool) -> None:
     from kvdepot_cuda.driver import Direction
 
     stream = driver.create_stream()
@@ -251,7 +252,7 @@ def _exporter(pipe: Any, path: str, num_bytes: int) -> None:
         while True:
             to_host = pipe.recv() == "download"
             source, target = (memory, address + num_bytes) if to_host else (address, memory)
-            _copy(driver, source, target, num_bytes, to_host=to_host)
+            copy_bytes(driver, source, target, num_bytes, to_host=to_host)
             pipe.send("done")
 
 
@@ -270,10 +271,10 @@ def _importer(pipe: Any, path: str, num_bytes: int) -> None:
         opened = time.perf_counter()
         driver.register_host(address, 2 * num_bytes)
         registered = time.perf_counter()
-        _copy(driver, base + offset, address + num_bytes, num_bytes, to_host=True)
+        copy_bytes(driver, base + offset, address + num_bytes, num_bytes, to_host=True)
         pipe.send({"open_ms": (opened - started) * 1e3, "register_ms": (registered - opened) * 1e3})
         pipe.recv()
-        _copy(driver, address, base + offset, num_bytes, to_host=False)
+        copy_bytes(driver, address, base + offset, num_bytes, to_host=False)
         pipe.send("done")
         pipe.recv()
 
@@ -315,9 +316,9 @@ class Cache:
         else:
             import torch
 
-            self._memory = torch.zeros(num_blocks * self.block_bytes, dtype=torch.uint8, device="cuda:0")
+            self.memory = torch.zeros(num_blocks * self.block_bytes, dtype=torch.uint8, device="cuda:0")
             tensors = [
-                torch.as_strided(self._memory, (num_blocks, page_bytes), (order[1], 1), layer * order[0])
+                torch.as_strided(self.memory, (num_blocks, page_bytes), (order[1], 1), layer * order[0])
                 for layer in range(num_layers)
             ]
         try:
@@ -348,7 +349,7 @@ class Cache:
         import torch
 
         torch.manual_seed(seed)
-        words = self._memory.view(torch.int64)
+        words = self.memory.view(torch.int64)
         words.random_()
         torch.cuda.synchronize()
 
@@ -357,13 +358,13 @@ class Cache:
         if self._is_fake:
             self._driver.bytes_at(self._address, self.num_blocks * self.block_bytes)[:] = 0
         else:
-            self._memory.zero_()
+            self.memory.zero_()
 
     def bytes(self) -> bytes:
         """Return all of it."""
         if self._is_fake:
             return self._driver.bytes_at(self._address, self.num_blocks * self.block_bytes).tobytes()
-        return self._memory.cpu().numpy().tobytes()
+        return self.memory.cpu().numpy().tobytes()
 
     def move(self, way: str, salt: object, blocks: list[int]) -> tuple[bool, float]:
         """Store or retrieve a prompt; return whether all of it was moved, and the seconds that took."""
@@ -419,7 +420,7 @@ def cache(setting: Setting, mode: str, pool_bytes: int, **options: Any):
 
 
 MODES = ("direct", "ipc")
-KERNEL = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1}
+KERNEL = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1, "kernel_in_mover": True}
 
 
 def patterned(setting: Setting) -> None:
@@ -455,7 +456,7 @@ def interference(setting: Setting) -> None:
     setting.need_device()
     import torch
 
-    seconds = min(1.5, setting.seconds / 50)
+    seconds = min(1.5, setting.seconds / 100)
     torch.zeros(1, device="cuda:0")
     square = torch.randn(8192, 8192, device="cuda:0", dtype=torch.bfloat16)
     vectors = [torch.randn(1 << 16, device="cuda:0") for _ in range(64)]
@@ -482,9 +483,11 @@ def interference(setting: Setting) -> None:
 
     for loop in (matmul, small):
         alone = rate(loop)
-        for where in ("this process", "another process"):
+        for where, way in itertools.product(_Copiers, ("batches", "batches that hint at overlap", "the kernel")):
             for directions in (("to_host",), ("to_device",), ("to_host", "to_device")):
-                copiers = [_Copiers[where](direction) for direction in directions]
+                if way == "the kernel" and directions != ("to_device",):
+                    continue  # it retrieves only
+                copiers = [_Copiers[where](direction, way) for direction in directions]
                 try:
                     for copier in copiers:
                         copier.go()
@@ -495,7 +498,7 @@ def interference(setting: Setting) -> None:
                         copier.close()
                 again = rate(loop)
                 emit(
-                    "slow-down", loop=loop.__name__, copies=" and ".join(directions), of=where,
+                    "slow-down", loop=loop.__name__, copies=" and ".join(directions), of=where, by=way,
                     slower=round((alone + again) / 2 / beside - 1, 4), alone_per_s=round(alone, 1),
                     drift=round(again / alone - 1, 4),
                     gb_per_s={name: round(speed, 2) for name, speed in speeds.items()},
@@ -506,8 +509,9 @@ def interference(setting: Setting) -> None:
 class _ThreadCopier:
     """Copies 2 MiB runs in batches on a thread of this process, until it is told to stop."""
 
-    def __init__(self, direction: str) -> None:
+    def __init__(self, direction: str, way: str) -> None:
         self.direction = direction
+        self._way = way
         self._stop = threading.Event()
         self._go = threading.Event()
         self._result = 0.0
@@ -519,7 +523,7 @@ class _ThreadCopier:
 
     def _run(self) -> None:
         try:
-            self._result = copy_until(self.direction, self._is_ready.set, self._go, self._stop)
+            self._result = copy_until(self.direction, self._way, self._is_ready.set, self._go, self._stop)
         except Exception as error:
             self._error = error
             self._is_ready.set()
@@ -543,27 +547,27 @@ class _ThreadCopier:
 class _ProcessCopier:
     """The same in a process of its own, with a context of its own."""
 
-    def __init__(self, direction: str) -> None:
+    def __init__(self, direction: str, way: str) -> None:
         self.direction = direction
-        self._pipe, self._theirs, self._process = _start(_copier_child, direction)
-        _receive(self._pipe)
+        self._pipe, self._theirs, self._process = start_child(_copier_child, direction, way)
+        receive(self._pipe)
 
     def go(self) -> None:
         self._pipe.send("go")
 
     def stop(self) -> float:
         self._pipe.send("stop")
-        return _receive(self._pipe)
+        return receive(self._pipe)
 
     def close(self) -> None:
-        _kill(self._process)
+        kill_child(self._process)
 
 
 _Copiers: dict[str, Any] = {"this process": _ThreadCopier, "another process": _ProcessCopier}
 
 
-def _copier_child(pipe: Any, direction: str) -> None:
-    copier = _ThreadCopier(direction)
+def _copier_child(pipe: Any, direction: str, way: str) -> None:
+    copier = _ThreadCopier(direction, way)
     pipe.send("ready")
     pipe.recv()
     copier.go()
@@ -571,14 +575,18 @@ def _copier_child(pipe: Any, direction: str) -> None:
     pipe.send(copier.stop())
 
 
-def copy_until(direction: str, ready: Any, go: threading.Event, stop: threading.Event) -> float:
-    """Copy until `stop`; return GB/s."""
+def copy_until(direction: str, how: str, ready: Any, go: threading.Event, stop: threading.Event) -> float:
+    """Copy until `stop`; return GB/s. The kernel gets runs of the size that it is for."""
     import numpy as np
 
     from kvdepot_cuda.driver import Direction
+    from kvdepot_cuda.gather import Gather, compile_gather
+    from kvdepot_cuda.nvidia import CudaDriver
 
     way, num_bytes, run = Direction(direction), 256 * MIB, 2 * MIB
-    driver = open_driver(Setting(False, 0))
+    if how == "the kernel":
+        run = 8 << 10
+    driver = CudaDriver(0, prefers_overlap="hint" in how)
     host = mmap.mmap(-1, num_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(host))
     ctypes.memset(address, 1, num_bytes)
@@ -589,11 +597,17 @@ def copy_until(direction: str, ready: Any, go: threading.Event, stop: threading.
         ends = (offsets + np.uint64(address), np.random.default_rng(0).permutation(offsets) + np.uint64(memory))
         sources, targets = ends if way is Direction.TO_DEVICE else ends[::-1]
         sizes = np.full(len(offsets), run, np.uint64)
+        gather = None
+        if how == "the kernel":
+            gather = Gather(driver, compile_gather(driver.capability), 4096)
+            sources = offsets + np.uint64(driver.device_address_of(address))
         ready()
         go.wait()
         started, copied = time.perf_counter(), 0
         while not stop.is_set():
-            if driver.has_batch_copy:
+            if gather is not None:
+                gather.copy(sources, targets, sizes, stream, 8)
+            elif driver.has_batch_copy:
                 driver.copy_batch(sources, targets, sizes, way, stream)
             else:
                 for one in zip(sources.tolist(), targets.tolist(), strict=True):
@@ -601,6 +615,8 @@ def copy_until(direction: str, ready: Any, go: threading.Event, stop: threading.
             driver.synchronize_stream(stream)
             copied += int(sizes.sum())
         speed = copied / (time.perf_counter() - started) / 1e9
+        if gather is not None:
+            gather.close()
         driver.unregister_host(address)
         driver.free_device(memory)
         driver.destroy_stream(stream)
@@ -656,7 +672,7 @@ def registration(setting: Setting) -> None:
 
 
 def _register(setting: Setting, total: int, piece: int, is_touched: bool) -> None:
-    probe = None if setting.is_fake else _start(_probe)
+    probe = None if setting.is_fake else start_child(_probe)
     driver = open_driver(setting)
     try:
         with shared_file(total) as path:
@@ -664,7 +680,7 @@ def _register(setting: Setting, total: int, piece: int, is_touched: bool) -> Non
             if is_touched:
                 ctypes.memset(address, 1, total)
             if probe is not None:
-                _receive(probe[0])
+                receive(probe[0])
                 time.sleep(1.0)
                 probe[0].send("registering")
             seconds = []
@@ -677,7 +693,7 @@ def _register(setting: Setting, total: int, piece: int, is_touched: bool) -> Non
                 stalls = None
                 if probe is not None:
                     probe[0].send("end")
-                    stalls = _receive(probe[0])
+                    stalls = receive(probe[0])
                 for start in starts:
                     driver.unregister_host(start)
             emit(
@@ -689,7 +705,7 @@ def _register(setting: Setting, total: int, piece: int, is_touched: bool) -> Non
     finally:
         driver.close()
         if probe is not None:
-            _kill(probe[2])
+            kill_child(probe[2])
 
 
 def _probe(pipe: Any) -> None:
@@ -735,15 +751,15 @@ def contexts(setting: Setting) -> None:
     for name in ("driver only", "driver and torch"):
         before = memory_used_mib()
         started = time.perf_counter()
-        pipe, _, process = _start(_opener, name == "driver and torch")
+        pipe, _, process = start_child(_opener, name == "driver and torch")
         try:
-            inside = _receive(pipe, 60)
+            inside = receive(pipe, 60)
             emit(
                 "a process with the device", kind=name, seconds_from_start=round(time.perf_counter() - started, 3),
-                memory_mib=None if before is None else (_settled_memory() or 0) - before, **inside,
+                memory_mib=None if before is None else (settled_memory() or 0) - before, **inside,
             )  # fmt: skip
         finally:
-            _kill(process)
+            kill_child(process)
 
 
 def _opener(pipe: Any, with_torch: bool) -> None:
@@ -807,6 +823,7 @@ SUITES = {
     "worker and depot killed": "TestWorkerAndDepotKilled",
     "by the worker, with the kernel": "TestByTheWorkerWithTheKernel",
     "by a mover, with the kernel": "TestByAMoverWithTheKernel",
+    "by a mover, small allocations": "TestSmallAllocations",
 }
 
 
@@ -834,7 +851,8 @@ def run_suites(suites: dict[str, list[str]], seconds: float) -> None:
             out = stack.enter_context(open(f"{folder}/{number}.out", "w+"))
             command = [sys.executable, "-c", PYTEST, "-v", "-rfEs", "--maxfail=5", "-p", "no:cacheprovider",
                        "--color=no", f"--basetemp={folder}/{number}", *arguments]  # fmt: skip
-            environment = {**os.environ, "KVDEPOT_REQUIRE_CUDA": "1", "PYTHONUNBUFFERED": "1"}
+            environment = {**os.environ, "KVDEPOT_REQUIRE_CUDA": "1", "PYTHONUNBUFFERED": "1",
+                           "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # fmt: skip
             running[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment
             ), out  # fmt: skip
@@ -903,7 +921,8 @@ def retrieve(setting: Setting) -> None:
     emit("time to the first token", skipped="needs vLLM and a model: compare with its OffloadingConnector by hand")
 
 
-STEPS: dict[str, tuple[Any, float]] = {
+Steps = dict[str, tuple[Any, float]]
+STEPS: Steps = {
     "environment": (environment, 20),
     "raw_ipc": (raw_ipc, 40),
     "patterned": (patterned, 60),
@@ -920,19 +939,20 @@ SECONDS = 590.0
 assert sum(limit for _, limit in STEPS.values()) <= SECONDS
 
 
-def limit_of(name: str, wanted: list[str], left: float) -> float:
+def limit_of(name: str, wanted: list[str], left: float, steps: Steps) -> float:
     """Return the seconds of a step, of the `left` for it and all that follow: its own, and what others left over."""
     following = wanted[wanted.index(name) :]
-    own = STEPS[name][1]
-    return min(left, own + min(own, max(0.0, left - sum(STEPS[step][1] for step in following))))
+    own = steps[name][1]
+    return min(left, own + min(own, max(0.0, left - sum(steps[step][1] for step in following))))
 
 
 # --- parent -----------------------------------------------------------------------------------------------------------
 
 
-def run_step(name: str, limit: float, *, is_fake: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def run_step(name: str, limit: float, *, is_fake: bool, script: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run one step in a process group of its own; return what it found, and how it ended."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--step", name, "--limit", str(limit)]
+    command = [sys.executable, str(script), "--step", name, "--limit", str(limit)]
+    pools = set(Path("/dev/shm").glob("kvdepot-pool-*"))
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
@@ -947,6 +967,8 @@ def run_step(name: str, limit: float, *, is_fake: bool) -> tuple[list[dict[str, 
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        for pool in set(Path("/dev/shm").glob("kvdepot-pool-*")) - pools:  # of depots that were killed with the step
+            shutil.rmtree(pool, ignore_errors=True)
         out.seek(0)
         err.seek(0)
         findings = []
@@ -966,14 +988,16 @@ def run_step(name: str, limit: float, *, is_fake: bool) -> tuple[list[dict[str, 
     return findings, end | ({"reason": reason} if reason else {})
 
 
-def tables(findings: list[dict[str, Any]], ends: list[dict[str, Any]], *, is_fake: bool) -> str:
+def tables(
+    findings: list[dict[str, Any]], ends: list[dict[str, Any]], *, is_fake: bool, steps: Steps, title: str
+) -> str:
     """Return everything as Markdown."""
-    lines = ["# CUDA on a GPU", ""]
+    lines = [f"# {title}", ""]
     if is_fake:
         lines += ["**No GPU is behind these figures: they come of a driver without a device and say nothing.**", ""]
     lines += ["| step | how it ended | seconds | why |", "|---|---|---|---|"]
     lines += [f"| {end['step']} | {end['status']} | {end['seconds']} | {end.get('reason', '')} |" for end in ends]
-    for step in STEPS:
+    for step in steps:
         mine = [found for found in findings if found["step"] == step]
         if mine:
             lines += ["", f"## {step}"]
@@ -995,45 +1019,50 @@ def _cell(value: Any) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def run_steps(steps: Steps, name: str, *, script: Path, title: str, description: str, seconds: float) -> None:
+    """Be the command line of a script whose steps these are; its files have this name."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="where the two files go (default .)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all of it (default %(default)s)")
-    parser.add_argument("--only", default="", metavar="STEP,..", help=f"of {', '.join(STEPS)}")
+    parser.add_argument("--seconds", type=float, default=seconds, help="for all of it (default %(default)s)")
+    parser.add_argument("--only", default="", metavar="STEP,..", help=f"of {', '.join(steps)}")
     parser.add_argument("--fake", action="store_true", help="without a device: shows that the script works")
-    parser.add_argument("--step", choices=sorted(STEPS), help=argparse.SUPPRESS)
+    parser.add_argument("--step", choices=sorted(steps), help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=60.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step:
         try:
-            STEPS[options.step][0](Setting(options.fake, options.limit))
+            steps[options.step][0](Setting(options.fake, options.limit))
         except Skipped as reason:
             print(reason, file=sys.stderr)
             sys.exit(3)
         return
-    wanted = options.only.split(",") if options.only else list(STEPS)
-    if unknown := set(wanted) - set(STEPS):
+    wanted = options.only.split(",") if options.only else list(steps)
+    if unknown := set(wanted) - set(steps):
         parser.error(f"no such step: {', '.join(sorted(unknown))}")
     options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
     findings: list[dict[str, Any]] = []
     ends: list[dict[str, Any]] = []
-    with open(options.out / "cuda_gpu.jsonl", "w") as log:
-        for name in (name for name in STEPS if name in wanted):
-            limit = limit_of(name, [step for step in STEPS if step in wanted], deadline - time.monotonic())
+    files = [options.out / f"{name}{suffix}" for suffix in (".jsonl", ".md")]
+    with open(files[0], "w") as log:
+        for each in (each for each in steps if each in wanted):
+            limit = limit_of(each, [step for step in steps if step in wanted], deadline - time.monotonic(), steps)
             if limit < 5:
-                found, end = [], {"step": name, "status": "skipped", "seconds": 0.0, "reason": "no time was left"}
+                found, end = [], {"step": each, "status": "skipped", "seconds": 0.0, "reason": "no time was left"}
             else:
-                found, end = run_step(name, limit, is_fake=options.fake)
+                found, end = run_step(each, limit, is_fake=options.fake, script=script)
             findings += found
             ends.append(end)
             log.writelines(json.dumps({"is_a_gpu": not options.fake, **line}) + "\n" for line in [*found, end])
             log.flush()
-            (options.out / "cuda_gpu.md").write_text(tables(findings, ends, is_fake=options.fake))
+            files[1].write_text(tables(findings, ends, is_fake=options.fake, steps=steps, title=title))
             reason = f": {end['reason']}" if "reason" in end else ""
-            print(f"{name}: {end['status']}, {end['seconds']} s{reason}", flush=True)
-    print(options.out / "cuda_gpu.md")
+            print(f"{each}: {end['status']}, {end['seconds']} s{reason}", flush=True)
+    print(files[1])
 
 
 if __name__ == "__main__":
-    main()
+    run_steps(
+        STEPS, "cuda_gpu", script=Path(__file__).resolve(), title="CUDA on a GPU", description=__doc__ or "",
+        seconds=SECONDS,
+    )  # fmt: skip

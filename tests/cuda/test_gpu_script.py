@@ -114,14 +114,14 @@ def test_every_step_has_its_turn_and_what_is_left_over() -> None:
     names = list(made.STEPS)
     left = made.SECONDS
     for name in names:  # each takes all that it may
-        limit = made.limit_of(name, names, left)
+        limit = made.limit_of(name, names, left, made.STEPS)
         assert limit >= made.STEPS[name][1]
         left -= limit
     assert left >= 0
     own = made.STEPS["contexts"][1]
-    assert made.limit_of("contexts", names, own + 3) == own + 3
-    assert made.limit_of("contexts", names, 500.0) == 2 * own
-    assert made.limit_of("contexts", names, 7.0) == 7.0
+    assert made.limit_of("contexts", names, own + 3, made.STEPS) == own + 3
+    assert made.limit_of("contexts", names, 500.0, made.STEPS) == 2 * own
+    assert made.limit_of("contexts", names, 7.0, made.STEPS) == 7.0
 
 
 def test_a_mode_that_turns_out_to_be_impossible_is_skipped_and_nothing_stays_open(

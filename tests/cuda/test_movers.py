@@ -44,7 +44,9 @@ def not_here(_capability: int) -> GatherImage:
     raise AssertionError("a worker whose mover copies compiles nothing")
 
 
-KERNEL: dict[str, Any] = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1, "compile_gather": not_here}
+KERNEL: dict[str, Any] = {
+    "kernel_run_bytes": 1 << 20, "kernel_runs": 1, "kernel_in_mover": True, "compile_gather": not_here
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -566,6 +568,19 @@ def test_a_mover_s_retrieves_go_by_the_kernel_and_its_stores_never(device: FakeD
     assert worker.store(prompt(4, salt=1))
     assert device.calls()["launch_kernel"] == after["launch_kernel"]
     assert device.calls()["copy_batch"] > after["copy_batch"]
+
+
+@pytest.mark.parametrize("has_mps", [False, True])
+def test_a_mover_uses_the_kernel_by_itself_only_with_mps(
+    has_mps: bool, device: FakeDevice, cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its kernels would not run beside the model's, but in their place."""
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    if has_mps:
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/nowhere")
+    worker = cache(**(KERNEL | {"kernel_in_mover": None}))
+    retrieve_until(device, worker, {"register_host": NUM_PIECES} | ({"load_kernel": 1} if has_mps else {}))
+    assert device.calls()["load_kernel"] == has_mps
 
 
 def test_a_mover_s_kernel_that_copies_nothing_is_seen(device: FakeDevice, cache: MakeCache) -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     REASON is not None and not os.environ.get("KVDEPOT_REQUIRE_CUDA"), reason=f"no device: {REASON}"
 )
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the kernel needs Triton")
-KERNEL: dict[str, Any] = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1}
+KERNEL: dict[str, Any] = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1, "kernel_in_mover": True}
 REFUSALS = ("cannot be registered", "no kernel", "no batches", "not possible")
 
 

@@ -64,6 +64,9 @@ class CudaOptions(TransferOptions):
     kernel_run_bytes: int = 0  # a kernel retrieves runs of at most so many bytes; 0: none
     kernel_runs: int = KERNEL_RUNS  # if a call has at least so many of them
     kernel_programs: int = KERNEL_PROGRAMS  # thread blocks of the kernel
+    kernel_in_mover: bool | None = None
+    """Whether a mover uses the kernel, too. None: with MPS only, as else the GPU runs either the mover's kernels or the
+    model's; copies run beside both."""
     compile_gather: CompileGather = compile_gather  # makes that kernel
     open_driver: OpenDriver = CudaDriver  # opens the driver of a device by its number
     mover: str = MOVER  # entry point of the mover, where the depot runs

@@ -11,6 +11,7 @@ turns out to be impossible, or slower (`probation`). Then the worker registers a
 
 import importlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -51,9 +52,13 @@ class CudaTransferContext(WorkerTransfers):
         stream = options.stream or _stream_of_torch(cache.groups[0].tensors[0], ordinal)
         driver, self._engine = _open(ordinal, cache, layout, kernel, options)
         try:
+            in_mover = options.kernel_in_mover
+            if in_mover is None:
+                in_mover = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
             registration = _offer(
-                cache.registration(layout, f"cuda:{ordinal}", DIRECT), driver, layout, kernel, options
-            )
+                cache.registration(layout, f"cuda:{ordinal}", DIRECT), driver, layout,
+                kernel if in_mover else KernelUse(), options,
+            )  # fmt: skip
         except BaseException:
             self._engine.close()
             raise
