@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import vllm
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -29,25 +29,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    resolve_block_hashes,
-    to_event_extra_keys,
-)
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.backends import get_backend
+from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.layout import GroupKind
 from kvdepot_vllm import gaudi
+from kvdepot_vllm.device import device_of_bytes, recorded_event
 from kvdepot_vllm.engine import StepPlan, WorkerReport
+from kvdepot_vllm.events import stored_events
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, wished_layout, worker_groups
 from kvdepot_vllm.identity import engine_namespace
 from kvdepot_vllm.scheduler import SchedulerSide
-from kvdepot_vllm.settings import Settings
+from kvdepot_vllm.settings import Settings, set_failure_policy
 from kvdepot_vllm.stats import KVDepotPromMetrics, KVDepotStats
+from kvdepot_vllm.stores import EndedStore
 from kvdepot_vllm.worker import LoadResults, WorkerSide
 
 logger = logging.getLogger(__name__)
@@ -132,26 +130,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             logger.exception("kvdepot is not used, as it failed; the engine goes on without it")
         if self._cache is not None and role is KVConnectorRole.SCHEDULER:
-            self._set_failure_policy()
-
-    def _set_failure_policy(self) -> None:
-        transfer = self._kv_transfer_config
-        if transfer.kv_load_failure_policy == "recompute":
-            return
-        if self._settings.keep_load_failure_policy:
-            logger.warning(
-                "kv_load_failure_policy is %r: a request whose load from the depot fails ends with an error. Set"
-                ' "kv_load_failure_policy": "recompute" in --kv-transfer-config to have it computed instead.',
-                transfer.kv_load_failure_policy,
-            )
-            return
-        logger.warning(
-            "kv_load_failure_policy was %r (vLLM's default) and is set to 'recompute', so that a load that fails costs"
-            " time and no request. Say so yourself in --kv-transfer-config, or keep vLLM's with"
-            ' "kvdepot.keep_load_failure_policy": true.',
-            transfer.kv_load_failure_policy,
-        )
-        transfer.kv_load_failure_policy = "recompute"
+            set_failure_policy(transfer, keep=self._settings.keep_load_failure_policy)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -223,13 +202,20 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             return
         cache = replace(cache, format=next(iter(formats)))
         config, events = self._vllm_config, self._vllm_config.kv_events_config
+        namespace = engine_namespace(config, self._settings)
+        client = SchedulerClient(
+            cache.spec,
+            self._instance,
+            model=str(config.model_config.model),
+            url=self._settings.url,
+            deadline_seconds=self._settings.deadline_seconds,
+        )
         scheduler = SchedulerSide(
             cache,
-            engine_namespace(config, self._settings),
+            namespace,
             self._settings,
-            self._instance,
+            client,
             config.parallel_config.world_size,
-            model=str(config.model_config.model),
             on_stored=self._on_stored if events is not None and events.enable_kv_cache_events else None,
         )
         if self._block_pool is not None:
@@ -270,7 +256,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 environment=os.environ,
             )
         layers = self._vllm_config.compilation_config.static_forward_context
-        cache = on_device(cache, layers, _device_of_bytes(cache.dtype))
+        cache = on_device(cache, layers, device_of_bytes(cache.dtype))
         groups = worker_groups(
             cache, kv_caches, self._kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
         )
@@ -318,7 +304,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None or not self._plan.stores:
             return
         try:
-            ready = _recorded_event()
+            ready = recorded_event()
         except Exception:
             logger.exception("the stores of a step are left out, as kvdepot could not wait for the step's end")
             self._worker.drop_stores(self._plan)
@@ -429,8 +415,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler or self._worker
         if side is None or not side.counters:
             return None
-        counters, side.counters = side.counters, {}
-        return KVDepotStats(data=dict(counters))
+        stats = KVDepotStats(data=dict(side.counters))
+        side.counters.clear()
+        return stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVDepotStats | None:
@@ -450,40 +437,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return events
 
     @_never_raises(_nothing)
-    def _on_stored(self, request: Any, first_chunk: int, num_chunks: int, covered: tuple[int, ...]) -> None:
+    def _on_stored(self, store: EndedStore) -> None:
         assert self._cache is not None
-        hash_block_size = self._kv_cache_config.hash_block_size
-        stop = (first_chunk + num_chunks) * self._cache.chunk_tokens
-        for group, count in zip(self._cache.groups, covered, strict=True):
-            spec = self._kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
-            hashes = resolve_block_hashes(request.block_hashes, hash_block_size, group.block_tokens)
-            start = stop - count * self._cache.chunk_tokens
-            if group.kind is GroupKind.RECURRENT:
-                start = stop - group.block_tokens if count else stop
-            first, last = start // group.block_tokens, min(stop // group.block_tokens, len(hashes))
-            if first >= last:
-                continue
-            adapter, item, extra_keys = request.lora_request, 0, []
-            for block in range(first, last):
-                begin = block * group.block_tokens
-                keys, item = generate_block_hash_extra_keys(request, begin, begin + group.block_tokens, item)
-                extra_keys.append(keys)
-            self._events.append(
-                BlockStored(
-                    block_hashes=[maybe_convert_block_hash(hashes[block]) for block in range(first, last)],
-                    parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
-                    token_ids=list(request.all_token_ids[first * group.block_tokens : last * group.block_tokens]),
-                    block_size=group.block_tokens,
-                    lora_id=adapter.adapter_id if adapter else None,
-                    lora_name=adapter.name if adapter else None,
-                    medium=MEDIUM_CPU,
-                    extra_keys=to_event_extra_keys(extra_keys),
-                    group_idx=group.number,
-                    kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
-                    kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-                    locality="LOCAL",
-                )
-            )
+        self._events += stored_events(self._cache, self._kv_cache_config, store)
 
 
 def _kind_of(spec: Any) -> str:
@@ -494,36 +450,6 @@ def _takes_no_part(connector: type[KVConnectorBase_V1]) -> bool:
     """Return whether a connector neither says nor hears anything when the engine starts."""
     names = ("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware")
     return all(getattr(connector, name, None) is getattr(KVConnectorBase_V1, name) for name in names)
-
-
-def _device_of_bytes(dtype: str) -> str:
-    """Return the kind of device, and what else of the platform decides how values of a type are written."""
-    from vllm import envs
-    from vllm.platforms import current_platform
-
-    parts = [str(current_platform.device_name)]
-    if dtype not in ("float32", "float16", "bfloat16") and current_platform.is_fp8_fnuz():
-        parts.append("fnuz")  # 8-bit floats of older AMD GPUs: other bits for the same value
-    if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:
-        parts.append("shuffled")
-    return " ".join(parts)
-
-
-def _recorded_event() -> Any:
-    """Return an event after what the device has been given so far.
-
-    None where the forward pass has returned by now, and on Gaudi, whose context marks the stream by itself.
-    """
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type in ("cpu", "hpu"):
-        return None
-    import torch
-
-    # On CUDA one that shows its handle, so that the copies wait for it on the device; others are waited for here.
-    event = torch.cuda.Event() if current_platform.device_type == "cuda" else torch.Event()
-    event.record()
-    return event
 
 
 def _log_like_vllm() -> None:

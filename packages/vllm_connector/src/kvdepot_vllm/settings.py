@@ -1,11 +1,14 @@
 """What the user may set: `kv_connector_extra_config`, parsed once at start."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, get_args
 
 from kvdepot.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PREFIX: Final = "kvdepot."
 ASK_VLLM: Final = "auto"
@@ -105,3 +108,29 @@ class Settings:
                 raise ConfigError(f"{key} is {value!r}: give {names}")
             values[name] = value
         return cls(**values)
+
+
+def set_failure_policy(transfer: Any, *, keep: bool) -> None:
+    """Set vLLM's `kv_load_failure_policy` to "recompute", with a warning, unless the user keeps another one.
+
+    Args:
+        transfer: vLLM's `KVTransferConfig`.
+        keep: `Settings.keep_load_failure_policy`.
+    """
+    policy = transfer.kv_load_failure_policy
+    if policy == "recompute":
+        return
+    if keep:
+        logger.warning(
+            "kv_load_failure_policy is %r: a request whose load from the depot fails ends with an error. Set"
+            ' "kv_load_failure_policy": "recompute" in --kv-transfer-config to recompute it instead.',
+            policy,
+        )
+        return
+    logger.warning(
+        "kv_load_failure_policy was %r (vLLM's default) and is now 'recompute': a failed load costs time, not the"
+        " request. Set it yourself in --kv-transfer-config, or keep vLLM's with"
+        ' "kvdepot.keep_load_failure_policy": true.',
+        policy,
+    )
+    transfer.kv_load_failure_policy = "recompute"
