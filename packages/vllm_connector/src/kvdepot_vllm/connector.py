@@ -1,12 +1,13 @@
 # pyright: basic, reportMissingImports=false
-"""`KVDepotConnector`: what vLLM constructs, once in the scheduler and once in each worker (`KVConnectorBase_V1`).
+"""`KVDepotConnector`: vLLM constructs it once in the scheduler and once in each worker (`KVConnectorBase_V1`).
 
-It adapts vLLM's hooks to `SchedulerSide` and `WorkerSide`. An exception in a hook would end the engine, so each is
-caught and logged, and costs a miss. Every load is asynchronous, as only those can fail and be recomputed.
+It adapts vLLM's hooks to `SchedulerSide` and `WorkerSide`; vLLM's base class dictates its methods. An exception in a
+hook would end the engine, so each one is caught, logged, and costs a miss. Every load is asynchronous, because vLLM can
+recompute only asynchronous loads after a failure.
 
-At start each worker registers its cache with the depot and tells the scheduler's process in which format its blocks
-are: only a worker knows what packs them. The scheduler's side begins once all workers have said the same. If one of
-them uses no depot, the engine uses none.
+At start each worker registers its cache with the depot and tells the scheduler's process the format of its blocks,
+which only a worker knows. The scheduler's side begins once all workers have reported the same format. If one worker
+uses no depot, the whole engine uses none.
 """
 
 import contextlib
@@ -50,28 +51,28 @@ from kvdepot_vllm.worker import LoadResults, WorkerSide
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS: Final = 1.0  # that an engine that starts waits for a depot
+_START_SECONDS: Final = 1.0  # a starting engine waits this long for a depot
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What goes to the workers with a step."""
+    """Carries a step's plan to the workers."""
 
     plan: StepPlan
 
 
 @dataclass
 class WorkerFormat(KVConnectorHandshakeMetadata):
-    """What a worker says at start: the format of its cache, "" if it uses no depot."""
+    """Carries the format of a worker's cache to the scheduler at start; "" if the worker uses no depot."""
 
     format: str
 
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What comes back from them."""
+    """Carries a worker's report to the scheduler."""
 
     report: WorkerReport = field(default_factory=WorkerReport)
 
@@ -82,7 +83,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 
 def _never_raises(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """Make a hook log what it would raise and return `default()` instead."""
+    """Make a hook log its exceptions and return `default()` instead."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
@@ -116,7 +117,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache: EngineCache | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._unsaid: str | None = None  # the worker's format, until it is told
+        self._unsaid: str | None = None  # the worker's format, until it is sent
         self._block_pool: Any = None
         self._plan = StepPlan()
         self._results = LoadResults()
@@ -128,16 +129,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except Unsupported as reason:
             logger.error("kvdepot is not used: %s", reason)
         except Exception:
-            logger.exception("kvdepot is not used, as it failed; the engine goes on without it")
+            logger.exception("kvdepot failed and is not used; the engine goes on without it")
         if self._cache is not None and role is KVConnectorRole.SCHEDULER:
             set_failure_policy(transfer, keep=self._settings.keep_load_failure_policy)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the layout that is wished for; vLLM says in its log if it cannot be had, and everything works anyway.
+        """Return the preferred layout. If vLLM cannot provide it, vLLM logs that and the connector works anyway.
 
         Raises:
-            ConfigError: a setting that is wrong, as at construction.
+            ConfigError: a setting is wrong, as at construction.
         """
         from vllm.platforms import current_platform
 
@@ -150,7 +151,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: what it loses is a miss."""
+        """False: a lost entry is a miss, not an error."""
         return False
 
     def shutdown(self) -> None:
@@ -164,10 +165,10 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(_nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler's side the format of this worker's cache, when the engine starts.
+        """Return the format of this worker's cache for the scheduler's side, when the engine starts.
 
-        A `MultiConnector` hands on what one of its connectors says, to all of them. If another one speaks or listens,
-        or would refuse what comes from a pipeline's later stages, the first report has the format instead.
+        A `MultiConnector` forwards the metadata of one of its connectors to all of them. If another connector sends or
+        receives metadata, or there are several pipeline stages, the first report carries the format instead.
         """
         group: Any = get_kv_transfer_group()
         others = [type(other) for other in getattr(group, "_connectors", [group]) if other is not self]
@@ -181,16 +182,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take what the workers say of their caches."""
+        """Take the formats of the workers' caches."""
         self._take_formats({told.format for told in metadata.values() if isinstance(told, WorkerFormat)})
         if self._scheduler is not None:
-            # A depot that is here serves the first request already; one that is not may come later.
+            # With a running depot the first request is served already. A depot that starts later is used later.
             with contextlib.suppress(DepotUnavailable):
                 self._scheduler.wait_until_connected(_START_SECONDS)
 
     @_never_raises(_nothing)
     def _take_formats(self, formats: Collection[str]) -> None:
-        """Begin to use the depot, once the workers have said how: what they register is what is looked up."""
+        """Start the scheduler's side with the format that all workers registered."""
         if self._cache is None or self._scheduler is not None or not formats:
             return
         cache, self._cache = self._cache, None
@@ -225,7 +226,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker ---------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Offer this worker's KV cache to the depot. Whatever fails, the engine goes on without one."""
+        """Register this worker's KV cache with the depot. If that fails, the engine goes on without a depot."""
         self._worker, self._unsaid = WorkerSide(None, 1, 0), ""
         if self._cache is None:
             return
@@ -234,7 +235,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except KVDepotError as reason:
             logger.error("kvdepot is not used by this worker: %s", reason)
         except Exception:
-            logger.exception("kvdepot is not used by this worker, as it failed; the engine goes on without it")
+            logger.exception("kvdepot failed and is not used by this worker; the engine goes on without it")
 
     def _registered(self, cache: EngineCache, kv_caches: dict[str, Any]) -> tuple[WorkerSide, str]:
         """Return this worker's side and the format under which it registers."""
@@ -248,7 +249,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         device = current_platform.device_type
         backend = get_backend(device)
         for name in self._settings.of_other_backends(device):
-            logger.warning("%s means nothing on %s and is ignored", name, device)
+            logger.warning("%s has no effect on %s and is ignored", name, device)
         if device == "hpu":
             gaudi.check(
                 cache,
@@ -279,7 +280,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return WorkerSide(context, cache.chunk_tokens, block_tokens), cache.format
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the step's plan and start its loads: they run beside the forward pass."""
+        """Take the step's plan and start its loads, which run beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._plan = connector_metadata.plan if isinstance(connector_metadata, StepMetadata) else StepPlan()
         if self._worker is not None:
@@ -294,19 +295,19 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: loads began when the step was bound."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are awaited by the scheduler."""
+        """Do nothing: the scheduler waits for loads."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: whole blocks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        """Start the step's stores, once what was computed is in place; wait for nothing."""
+        """Start the step's stores, which read their blocks after the step's work on the device. Never waits."""
         if self._worker is None or not self._plan.stores:
             return
         try:
             ready = recorded_event()
         except Exception:
-            logger.exception("the stores of a step are left out, as kvdepot could not wait for the step's end")
+            logger.exception("the stores of a step are skipped: kvdepot could not record the step's end")
             self._worker.drop_stores(self._plan)
         else:
             self._worker.start_stores(self._plan, ready)
@@ -347,7 +348,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Say how many tokens a load would bring."""
+        """Return how many tokens a load would bring."""
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
@@ -366,7 +367,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take what the workers report."""
+        """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, ReportMetadata) else WorkerReport()
         self._take_formats(report.formats)
@@ -383,7 +384,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Pin and plan what the request filled last; its blocks may go at once, references hold those."""
+        """Plan the request's last stores. vLLM may free its blocks at once: references hold those that stores read."""
         if self._scheduler is not None:
             reason = request.get_finished_reason()
             self._scheduler.finished(request, block_ids, has_failed=str(reason) == "error")
@@ -394,16 +395,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
-        """Keep the engine stepping until held blocks are given back."""
+        """Return whether the engine must keep stepping, because stores hold blocks."""
         return self._scheduler is not None and self._scheduler.has_pending_stores
 
     def has_pending_block_frees(self) -> bool:
-        """Let a request that lacks blocks wait for stores that are about to end."""
+        """Return whether stores that are about to end will free blocks for a waiting request."""
         return self._scheduler is not None and self._scheduler.can_free_blocks_soon
 
     @_never_raises(_nothing)
     def reset_cache(self) -> bool | None:
-        """Begin a new generation of keys: other engines keep what they have."""
+        """Begin a new generation of keys. Other engines keep their entries."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
@@ -411,7 +412,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     # --- metrics, events ------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVDepotStats | None:
-        """Return the counts since the last call, None if nothing happened."""
+        """Return the counts since the last call, None if there are none."""
         side = self._scheduler or self._worker
         if side is None or not side.counters:
             return None
@@ -421,7 +422,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVDepotStats | None:
-        """Return stats from what crossed a process boundary."""
+        """Return stats from counts that crossed a process boundary."""
         return KVDepotStats(data=dict(data or {}))
 
     @classmethod
@@ -432,7 +433,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return KVDepotPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def take_events(self) -> Iterable[Any]:
-        """Return an event for each store that came into the depot, under vLLM's own block hashes."""
+        """Return the events of stores that ended since the last call, under vLLM's own block hashes."""
         events, self._events = self._events, []
         return events
 
@@ -447,13 +448,13 @@ def _kind_of(spec: Any) -> str:
 
 
 def _takes_no_part(connector: type[KVConnectorBase_V1]) -> bool:
-    """Return whether a connector neither says nor hears anything when the engine starts."""
+    """Return whether a connector neither sends nor receives handshake metadata when the engine starts."""
     names = ("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware")
     return all(getattr(connector, name, None) is getattr(KVConnectorBase_V1, name) for name in names)
 
 
 def _log_like_vllm() -> None:
-    """Give our loggers vLLM's handlers: nobody else configures logging in its processes."""
+    """Give kvdepot's loggers vLLM's handlers: nothing else configures logging in vLLM's processes."""
     theirs = logging.getLogger("vllm")
     for name in ("kvdepot", "kvdepot_vllm", "kvdepot_cpu", "kvdepot_cuda", "kvdepot_hpu"):
         ours = logging.getLogger(name)

@@ -1,18 +1,19 @@
-"""How long the engine takes to compute a token of prompt: what a hit is worth."""
+"""Measures how long the engine takes to compute a token of prompt, which is what a hit saves."""
 
 from collections import deque
 from statistics import median
 from typing import Final
 
-_LEAST_TOKENS: Final = 128  # of a step that tells; smaller ones are mostly decoding and overhead
+_LEAST_TOKENS: Final = 128  # a smaller step is mostly decoding and overhead
 _STEPS: Final = 31
 _LEAST_STEPS: Final = 3
 
 
 class PrefillPace:
-    """The median over the last steps that computed many tokens, each lasting until the next step was planned.
+    """Keeps the median time per token over the last steps that computed many tokens.
 
-    A step after which nothing was left to do seems to last until the next request; the median does not mind a few.
+    A step lasts until the next step is planned. A step before an idle time therefore seems long, but the median
+    tolerates a few of these.
     """
 
     def __init__(self) -> None:
@@ -21,12 +22,12 @@ class PrefillPace:
         self._planned_at = 0.0
 
     def step(self, now: float, num_tokens: int) -> None:
-        """A step of so many tokens is planned; `now` in seconds, monotonic."""
+        """Record that a step of `num_tokens` is planned; `now` in seconds, monotonic."""
         if self._num_tokens >= _LEAST_TOKENS:
             self._paces.append((now - self._planned_at) / self._num_tokens)
         self._num_tokens, self._planned_at = num_tokens, now
 
     @property
     def token_seconds(self) -> float:
-        """Seconds a token, 0.0 while too few steps were seen."""
+        """Seconds per token, 0.0 before enough steps were seen."""
         return median(self._paces) if len(self._paces) >= _LEAST_STEPS else 0.0

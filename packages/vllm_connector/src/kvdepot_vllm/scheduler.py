@@ -316,7 +316,7 @@ class SchedulerSide:
     @property
     def has_pending_stores(self) -> bool:
         """Whether blocks are held for stores: the engine has to go on stepping to learn that they ended."""
-        return self._stores.has_pending
+        return self._stores.num_pending > 0
 
     @property
     def can_free_blocks_soon(self) -> bool:

@@ -116,7 +116,7 @@ class Stores:
         self._blocks_per_chunk = [blocks_per_chunk(cache, group) for group in cache.groups]
         self._planned: list[StoreJob] = []
         self._pending: dict[int, _PendingStore] = {}
-        self._num_held_blocks = 0
+        self.num_held_blocks = 0
         self._next_job = 1
 
     def plan(
@@ -171,7 +171,7 @@ class Stores:
     ) -> int:
         """Plan one store from chunk `first` on and hold its blocks. Return its chunks, 0 if none can be stored now."""
         per_chunk = sum(self._blocks_per_chunk)
-        room = int(len(pool.blocks) * self._settings.max_pinned_share) - self._num_held_blocks
+        room = int(len(pool.blocks) * self._settings.max_pinned_share) - self.num_held_blocks
         if room < per_chunk:
             self.counters["stores_put_off"] += 1
             return 0
@@ -189,7 +189,7 @@ class Stores:
         span = start_span("kvdepot store", progress.request, tokens=(stop - first) * self._cache.chunk_tokens)
         store = _PendingStore(progress.request, first, stop - first, covered, blocks, self._clock(), span, stop - first)
         pool.touch(blocks)  # nothing after this line fails: a store that is not recorded holds its blocks for ever
-        self._num_held_blocks += len(blocks)
+        self.num_held_blocks += len(blocks)
         self._pending[number] = store
         self._planned.append(job)
         return stop - first
@@ -217,7 +217,7 @@ class Stores:
 
     def _end(self, store: _PendingStore) -> None:
         assert self.pool is not None
-        self._num_held_blocks -= len(store.blocks)
+        self.num_held_blocks -= len(store.blocks)
         self.pool.free_blocks(reversed(store.blocks))
         end_span(store.span, stored_tokens=store.num_stored * self._cache.chunk_tokens)
         cut = store.num_chunks - store.num_stored
@@ -231,9 +231,9 @@ class Stores:
         )
 
     @property
-    def has_pending(self) -> bool:
-        """Whether blocks are held: the engine has to go on stepping to learn that the stores ended."""
-        return bool(self._pending)
+    def num_pending(self) -> int:
+        """Stores that hold blocks: the engine has to go on stepping to learn that they ended."""
+        return len(self._pending)
 
     @property
     def can_free_blocks_soon(self) -> bool:
