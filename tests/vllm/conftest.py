@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -37,7 +38,12 @@ def nursery() -> Iterator[Nursery]:
 def model(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> MakeModel:
     """Make a tiny model."""
     directory = tmp_path_factory.mktemp("models")
-    return lambda name, seed=0: _run_models_script(nursery, str(directory), name, str(seed))
+
+    @cache
+    def make(name: str, seed: int = 0) -> Path:
+        return _run_models_script(nursery, str(directory), name, str(seed))
+
+    return make
 
 
 @pytest.fixture

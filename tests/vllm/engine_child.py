@@ -288,8 +288,9 @@ class Child:
         ours, worker = scheduler.connector._scheduler, get_kv_transfer_group()._worker
         return {
             "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-            "requests": len(scheduler.requests), "tracked": len(ours._requests), "pinned": ours._num_pinned_blocks,
-            "jobs": len(ours._pinned), "transfers": worker.num_pending, "loads": len(worker._loads),
+            "requests": len(scheduler.requests), "tracked": len(ours._requests),
+            "pinned": ours._stores.num_held_blocks, "jobs": ours._stores.num_pending,
+            "transfers": worker.num_pending, "loads": len(worker._loads),
         }  # fmt: skip
 
     def _bytes_of(self, group: int, blocks: list[int]) -> bytes:

@@ -47,7 +47,8 @@ class Engine:
     Args:
         model: directory of the model.
         config: the `--kv-transfer-config`, None for no connector.
-        reference: prompts that the same model serves without a connector first; the answers are in `reference`.
+        reference: prompts that the same model serves without a connector first; the answers are in `reference`. Those
+            that it has served with the same options before are not computed again.
         environment: further environment variables.
         multiprocessing: whether the engine core has its own process.
         options: of `vllm.LLM`.
@@ -57,6 +58,7 @@ class Engine:
     """
 
     nursery: ClassVar[Nursery | None] = None
+    _references: ClassVar[dict[str, list[int]]] = {}
 
     def __init__(
         self, model: Path, config: dict[str, Any] | None, *, reference: list[Prompt] | None = None,
@@ -78,15 +80,21 @@ class Engine:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=variables, start_new_session=True,
             )  # fmt: skip
         self.max_tokens = max_tokens
+        circumstances = [str(model), max_tokens, environment, multiprocessing, {**options, "expects_depot": None}]
+        keys = [json.dumps([*circumstances, prompt], sort_keys=True) for prompt in reference or []]
+        missing = {
+            key: prompt for key, prompt in zip(keys, reference or [], strict=True) if key not in self._references
+        }
         try:
             answer = self.ask(
-                "start", 300, model=str(model), connector=config, reference=reference or [], max_tokens=max_tokens,
-                **options,
+                "start", 300, model=str(model), connector=config, reference=list(missing.values()),
+                max_tokens=max_tokens, **options,
             )  # fmt: skip
         except BaseException:
             self.close()
             raise
-        self.reference: list[list[int]] = [output["tokens"] for output in answer["outputs"]]
+        self._references.update((key, output["tokens"]) for key, output in zip(missing, answer["outputs"], strict=True))
+        self.reference = [self._references[key] for key in keys]
 
     @property
     def pid(self) -> int:

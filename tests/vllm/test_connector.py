@@ -28,7 +28,7 @@ good = {
     "get_backend": lambda _: Space(create_context=lambda cache, **k: Space(format=cache.format, close=lambda: None)),
     "engine_namespace": lambda *_: Namespace("m"),
     "on_device": module.on_device,
-    "_recorded_event": lambda: None,
+    "recorded_event": lambda: None,
 }
 
 def use(**changes):
@@ -104,7 +104,7 @@ for error in errors:
     made.wait_for_save()
     print("loads", made.get_transfer_results(set()).finished_recving == {"r"},
           made.get_block_ids_with_load_errors() == {1}, made.build_connector_worker_meta().report.ended == {7: (1, 0)})
-    use(_recorded_event=raising(error))
+    use(recorded_event=raising(error))
     made = worker()
     made.get_handshake_metadata()
     made.bind_connector_metadata(module.StepMetadata(StepPlan((), (StoreJob(8, "s", key, ([2],)),))))
@@ -143,7 +143,8 @@ one = amx.get_handshake_metadata().format
 module.get_kv_transfer_group = lambda: vec
 other = vec.get_handshake_metadata().format
 print("differ", one != other, amx._worker._context.format == one, vec._worker._context.format == other)
-print("adopted", format_of(told(one)) == one, format_of(told(one, one)) == one, told(one)._scheduler._pool == "pool")
+print("adopted", format_of(told(one)) == one, format_of(told(one, one)) == one,
+      told(one)._scheduler._stores.pool == "pool")
 print("refused", format_of(told(one, other)) is None, format_of(told(one, "")) is None, format_of(told()) is None)
 
 class Talkative(MultiConnector):

@@ -8,7 +8,7 @@ CODE = """
 import sys
 from types import SimpleNamespace as Space
 import torch, vllm.platforms
-from kvdepot_vllm.connector import _recorded_event
+from kvdepot_vllm.device import recorded_event
 class Event:
     recorded = 0
     def __init__(self, blocking=False):
@@ -17,7 +17,7 @@ class Event:
         self.recorded += 1
 torch.cuda.Event, torch.Event = type("Cuda", (Event,), {}), type("Any", (Event,), {})
 vllm.platforms._current_platform = Space(device_type=sys.argv[1])
-event = _recorded_event()
+event = recorded_event()
 print(type(event).__name__, getattr(event, "recorded", 0), getattr(event, "blocking", ""))
 """
 

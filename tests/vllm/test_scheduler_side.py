@@ -4,7 +4,6 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +13,12 @@ from kvdepot.backends import NO_BLOCK
 from kvdepot.client.scheduler import Lease
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
-from kvdepot_vllm import scheduler
+from kvdepot_vllm import scheduler, stores
 from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings
+from kvdepot_vllm.stores import Stores
 
 FULL = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a",), False, False)
 WINDOW = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 40, ("b",), False, False)
@@ -118,29 +118,22 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
-    sides: list[SchedulerSide] = []
-
+def scene() -> Callable[..., Scene]:
     def make(*groups: EngineGroup, num_chunks: int = 0, workers: int = 1, volatile: int = 0, **settings: Any) -> Scene:
         groups = groups or (FULL,)
         cache = EngineCache(groups, len(groups), 16, 1, "bytes", "test", volatile)
         stored: list[tuple[int, int, tuple[int, ...]]] = []
         clock = [0.0]
+        client, pool = Client(num_chunks), Pool(64)
         side = SchedulerSide(
-            cache, Namespace("m"), Settings(url=str(tmp_path), **settings), "test", workers,
-            on_stored=lambda _request, first, count, covered: stored.append((first, count, covered)),
+            cache, Namespace("m"), Settings(**settings), client, workers,  # type: ignore[arg-type]
+            on_stored=lambda store: stored.append((store.first_chunk, store.num_chunks, store.covered)),
             clock=lambda: clock[0],
         )  # fmt: skip
-        sides.append(side)
-        side._client.close()
-        client, pool = Client(num_chunks), Pool(64)
-        side._client = client  # type: ignore[assignment]
         side.bind_block_pool(pool)  # type: ignore[arg-type]
         return Scene(side, client, pool, clock, stored)
 
-    yield make
-    for side in sides:
-        side.close()
+    return make
 
 
 def blocks(first: int, count: int) -> list[int]:
@@ -289,11 +282,10 @@ def test_what_fills_up_last_is_stored_at_the_end(scene: Callable[..., Scene]) ->
     request = it.request(20)
     it.side.matched_tokens(request, 0)
     it.step(request, 20, (blocks(1, 2),))
-    for token in range(12):  # the ids of tokens under way are not known yet
-        request.num_computed_tokens += 1
-        request.all_token_ids.append(token)
+    for _ in range(12):  # the ids of tokens under way are not known yet
+        assert it.step(request, 1, (blocks(1, 2),)).stores == ()
+    request.all_token_ids.extend(range(12))
     request.num_tokens = 32
-    it.side._requests["r"].num_computed = 32
     it.side.finished(request, (blocks(1, 2),))
     empty: Any = SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=None)
     (job,) = it.side.plan_step(empty).stores
@@ -407,7 +399,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("place", ["_blocks_to_fill", "run", "start_span"])
+@pytest.mark.parametrize("place", ["blocks_to_fill", "run", "start_span"])
 @pytest.mark.promise(32)
 def test_a_load_that_cannot_be_planned_is_given_to_the_workers_as_failed(
     place: str, error: Exception, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
@@ -416,7 +408,7 @@ def test_a_load_that_cannot_be_planned_is_given_to_the_workers_as_failed(
     it = scene(num_chunks=4)
     request = it.request(100)
     assert it.side.matched_tokens(request, 0) == (64, True)
-    target: Any = {"_blocks_to_fill": it.side, "run": PrefixHasher, "start_span": scheduler}[place]
+    target: Any = {"run": PrefixHasher}.get(place, scheduler)
     monkeypatch.setattr(target, place, raising(error))
     with contextlib.suppress(type(error)):  # the connector's hooks catch what comes this far
         it.side.allocated(request, (blocks(1, 7),), 64)
@@ -425,14 +417,14 @@ def test_a_load_that_cannot_be_planned_is_given_to_the_workers_as_failed(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("place", ["_blocks_to_store", "run", "start_span", "touch"])
+@pytest.mark.parametrize("place", ["blocks_to_store", "run", "start_span", "touch"])
 @pytest.mark.promise(18)
 def test_a_store_that_cannot_be_planned_holds_no_block(
     place: str, error: Exception, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = scene()
     request, other = it.request(100), it.request(32, "other")
-    target: Any = {"_blocks_to_store": it.side, "run": PrefixHasher, "touch": it.pool}.get(place, scheduler)
+    target: Any = {"run": PrefixHasher, "touch": it.pool}.get(place, stores)
     with monkeypatch.context() as broken:
         broken.setattr(target, place, raising(error))
         assert it.step(request, 100, (blocks(1, 7),)).stores == ()
@@ -458,7 +450,7 @@ def test_a_request_whose_last_store_fails_gives_its_lease_back(
     it = scene(num_chunks=4)
     request = it.request(100)
     it.side.matched_tokens(request, 0)
-    monkeypatch.setattr(it.side, "_plan_stores", raising(RuntimeError("a bug")))
+    monkeypatch.setattr(Stores, "plan", raising(RuntimeError("a bug")))
     with pytest.raises(RuntimeError):
         it.side.finished(request, (blocks(1, 7),))
     assert len(it.client.released) == 1

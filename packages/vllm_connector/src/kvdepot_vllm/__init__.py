@@ -1,1 +1,1 @@
-"""kvdepot's connector for vLLM. Importing it loads neither vLLM nor torch; `connector` is what vLLM loads by name."""
+"""kvdepot's connector for vLLM, which loads `connector` by name. Importing it loads neither vLLM nor torch."""

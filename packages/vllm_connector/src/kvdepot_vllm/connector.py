@@ -1,12 +1,13 @@
 # pyright: basic, reportMissingImports=false
-"""`KVDepotConnector`: what vLLM constructs, once in the scheduler and once in each worker (`KVConnectorBase_V1`).
+"""`KVDepotConnector`: vLLM constructs it once in the scheduler and once in each worker (`KVConnectorBase_V1`).
 
-It adapts vLLM's hooks to `SchedulerSide` and `WorkerSide`. An exception in a hook would end the engine, so each is
-caught and logged, and costs a miss. Every load is asynchronous, as only those can fail and be recomputed.
+It adapts vLLM's hooks to `SchedulerSide` and `WorkerSide`; vLLM's base class dictates its methods. An exception in a
+hook would end the engine, so each one is caught, logged, and costs a miss. Every load is asynchronous, because vLLM can
+recompute only asynchronous loads after a failure.
 
-At start each worker registers its cache with the depot and tells the scheduler's process in which format its blocks
-are: only a worker knows what packs them. The scheduler's side begins once all workers have said the same. If one of
-them uses no depot, the engine uses none.
+At start each worker registers its cache with the depot and tells the scheduler's process the format of its blocks,
+which only a worker knows. The scheduler's side begins once all workers have reported the same format. If one worker
+uses no depot, the whole engine uses none.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import vllm
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -29,51 +30,49 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    resolve_block_hashes,
-    to_event_extra_keys,
-)
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.backends import KVCache, get_backend
+from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.layout import GroupKind
 from kvdepot_vllm import gaudi
+from kvdepot_vllm.device import device_of_bytes, recorded_event
 from kvdepot_vllm.engine import StepPlan, WorkerReport
+from kvdepot_vllm.events import stored_events
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, wished_layout, worker_groups
 from kvdepot_vllm.identity import engine_namespace
 from kvdepot_vllm.scheduler import SchedulerSide
-from kvdepot_vllm.settings import Settings
+from kvdepot_vllm.settings import Settings, set_failure_policy
 from kvdepot_vllm.stats import KVDepotPromMetrics, KVDepotStats
+from kvdepot_vllm.stores import EndedStore
 from kvdepot_vllm.worker import LoadResults, WorkerSide
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS: Final = 1.0  # that an engine that starts waits for a depot
+_START_SECONDS: Final = 1.0  # a starting engine waits this long for a depot
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What goes to the workers with a step."""
+    """Carries a step's plan to the workers."""
 
     plan: StepPlan
 
 
 @dataclass
 class WorkerFormat(KVConnectorHandshakeMetadata):
-    """What a worker says at start: the format of its cache, "" if it uses no depot."""
+    """Carries the format of a worker's cache to the scheduler at start; "" if the worker uses no depot."""
 
     format: str
 
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What comes back from them."""
+    """Carries a worker's report to the scheduler."""
 
     report: WorkerReport = field(default_factory=WorkerReport)
 
@@ -84,7 +83,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 
 def _never_raises(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """Make a hook log what it would raise and return `default()` instead."""
+    """Make a hook log its exceptions and return `default()` instead."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
@@ -118,7 +117,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache: EngineCache | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._unsaid: str | None = None  # the worker's format, until it is told
+        self._unsaid: str | None = None  # the worker's format, until it is sent
         self._block_pool: Any = None
         self._plan = StepPlan()
         self._results = LoadResults()
@@ -130,35 +129,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except Unsupported as reason:
             logger.error("kvdepot is not used: %s", reason)
         except Exception:
-            logger.exception("kvdepot is not used, as it failed; the engine goes on without it")
+            logger.exception("kvdepot failed and is not used; the engine goes on without it")
         if self._cache is not None and role is KVConnectorRole.SCHEDULER:
-            self._set_failure_policy()
-
-    def _set_failure_policy(self) -> None:
-        transfer = self._kv_transfer_config
-        if transfer.kv_load_failure_policy == "recompute":
-            return
-        if self._settings.keep_load_failure_policy:
-            logger.warning(
-                "kv_load_failure_policy is %r: a request whose load from the depot fails ends with an error. Set"
-                ' "kv_load_failure_policy": "recompute" in --kv-transfer-config to have it computed instead.',
-                transfer.kv_load_failure_policy,
-            )
-            return
-        logger.warning(
-            "kv_load_failure_policy was %r (vLLM's default) and is set to 'recompute', so that a load that fails costs"
-            " time and no request. Say so yourself in --kv-transfer-config, or keep vLLM's with"
-            ' "kvdepot.keep_load_failure_policy": true.',
-            transfer.kv_load_failure_policy,
-        )
-        transfer.kv_load_failure_policy = "recompute"
+            set_failure_policy(transfer, keep=self._settings.keep_load_failure_policy)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the layout that is wished for; vLLM says in its log if it cannot be had, and everything works anyway.
+        """Return the preferred layout. If vLLM cannot provide it, vLLM logs that and the connector works anyway.
 
         Raises:
-            ConfigError: a setting that is wrong, as at construction.
+            ConfigError: a setting is wrong, as at construction.
         """
         from vllm.platforms import current_platform
 
@@ -174,7 +154,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: what it loses is a miss."""
+        """False: a lost entry is a miss, not an error."""
         return False
 
     def shutdown(self) -> None:
@@ -188,10 +168,10 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(_nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler's side the format of this worker's cache, when the engine starts.
+        """Return the format of this worker's cache for the scheduler's side, when the engine starts.
 
-        A `MultiConnector` hands on what one of its connectors says, to all of them. If another one speaks or listens,
-        or would refuse what comes from a pipeline's later stages, the first report has the format instead.
+        A `MultiConnector` forwards the metadata of one of its connectors to all of them. If another connector sends or
+        receives metadata, or there are several pipeline stages, the first report carries the format instead.
         """
         group: Any = get_kv_transfer_group()
         others = [type(other) for other in getattr(group, "_connectors", [group]) if other is not self]
@@ -205,16 +185,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take what the workers say of their caches."""
+        """Take the formats of the workers' caches."""
         self._take_formats({told.format for told in metadata.values() if isinstance(told, WorkerFormat)})
         if self._scheduler is not None:
-            # A depot that is here serves the first request already; one that is not may come later.
+            # With a running depot the first request is served already. A depot that starts later is used later.
             with contextlib.suppress(DepotUnavailable):
                 self._scheduler.wait_until_connected(_START_SECONDS)
 
     @_never_raises(_nothing)
     def _take_formats(self, formats: Collection[str]) -> None:
-        """Begin to use the depot, once the workers have said how: what they register is what is looked up."""
+        """Start the scheduler's side with the format that all workers registered."""
         if self._cache is None or self._scheduler is not None or not formats:
             return
         cache, self._cache = self._cache, None
@@ -226,13 +206,20 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             return
         cache = replace(cache, format=next(iter(formats)))
         config, events = self._vllm_config, self._vllm_config.kv_events_config
+        namespace = engine_namespace(config, self._settings)
+        client = SchedulerClient(
+            cache.spec,
+            self._instance,
+            model=str(config.model_config.model),
+            url=self._settings.url,
+            deadline_seconds=self._settings.deadline_seconds,
+        )
         scheduler = SchedulerSide(
             cache,
-            engine_namespace(config, self._settings),
+            namespace,
             self._settings,
-            self._instance,
+            client,
             config.parallel_config.world_size,
-            model=str(config.model_config.model),
             on_stored=self._on_stored if events is not None and events.enable_kv_cache_events else None,
         )
         if self._block_pool is not None:
@@ -242,7 +229,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker ---------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Offer this worker's KV cache to the depot. Whatever fails, the engine goes on without one."""
+        """Register this worker's KV cache with the depot. If that fails, the engine goes on without a depot."""
         self._leave_as_worker()
         self._worker, self._unsaid = WorkerSide(None, 1, 0), ""
         if self._cache is None:
@@ -252,7 +239,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except KVDepotError as reason:
             logger.error("kvdepot is not used by this worker: %s", reason)
         except Exception:
-            logger.exception("kvdepot is not used by this worker, as it failed; the engine goes on without it")
+            logger.exception("kvdepot failed and is not used by this worker; the engine goes on without it")
 
     @_never_raises(_nothing)
     def _leave_as_worker(self) -> None:
@@ -272,7 +259,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         device = current_platform.device_type
         backend = get_backend(device)
         for name in self._settings.of_other_backends(device):
-            logger.warning("%s means nothing on %s and is ignored", name, device)
+            logger.warning("%s has no effect on %s and is ignored", name, device)
         if device == "hpu":
             gaudi.check(
                 cache,
@@ -280,7 +267,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 environment=os.environ,
             )
         layers = self._vllm_config.compilation_config.static_forward_context
-        cache = on_device(cache, layers, _device_of_bytes(cache.dtype))
+        cache = on_device(cache, layers, device_of_bytes(cache.dtype))
         groups = worker_groups(
             cache, kv_caches, self._kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
         )
@@ -313,7 +300,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.end_of_captures()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the step's plan and start its loads: they run beside the forward pass."""
+        """Take the step's plan and start its loads, which run beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._plan = connector_metadata.plan if isinstance(connector_metadata, StepMetadata) else StepPlan()
         if self._worker is not None:
@@ -328,19 +315,19 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: loads began when the step was bound."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are awaited by the scheduler."""
+        """Do nothing: the scheduler waits for loads."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: whole blocks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        """Start the step's stores, once what was computed is in place; wait for nothing."""
+        """Start the step's stores, which read their blocks after the step's work on the device. Never waits."""
         if self._worker is None or not self._plan.stores:
             return
         try:
-            ready = _recorded_event()
+            ready = recorded_event()
         except Exception:
-            logger.exception("the stores of a step are left out, as kvdepot could not wait for the step's end")
+            logger.exception("the stores of a step are skipped: kvdepot could not record the step's end")
             self._worker.drop_stores(self._plan)
         else:
             self._worker.start_stores(self._plan, ready)
@@ -381,7 +368,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Say how many tokens a load would bring."""
+        """Return how many tokens a load would bring."""
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
@@ -400,7 +387,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take what the workers report."""
+        """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, ReportMetadata) else WorkerReport()
         self._take_formats(report.formats)
@@ -417,7 +404,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Pin and plan what the request filled last; its blocks may go at once, references hold those."""
+        """Plan the request's last stores. vLLM may free its blocks at once: references hold those that stores read."""
         if self._scheduler is not None:
             reason = request.get_finished_reason()
             self._scheduler.finished(request, block_ids, has_failed=str(reason) == "error")
@@ -428,16 +415,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
-        """Keep the engine stepping until held blocks are given back."""
+        """Return whether the engine must keep stepping, because stores hold blocks."""
         return self._scheduler is not None and self._scheduler.has_pending_stores
 
     def has_pending_block_frees(self) -> bool:
-        """Let a request that lacks blocks wait for stores that are about to end."""
+        """Return whether stores that are about to end will free blocks for a waiting request."""
         return self._scheduler is not None and self._scheduler.can_free_blocks_soon
 
     @_never_raises(_nothing)
     def reset_cache(self) -> bool | None:
-        """Begin a new generation of keys: other engines keep what they have."""
+        """Begin a new generation of keys. Other engines keep their entries."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
@@ -445,16 +432,17 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     # --- metrics, events ------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVDepotStats | None:
-        """Return the counts since the last call, None if nothing happened."""
+        """Return the counts since the last call, None if there are none."""
         side = self._scheduler or self._worker
         if side is None or not side.counters:
             return None
-        counters, side.counters = side.counters, {}
-        return KVDepotStats(data=dict(counters))
+        stats = KVDepotStats(data=dict(side.counters))
+        side.counters.clear()
+        return stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVDepotStats | None:
-        """Return stats from what crossed a process boundary."""
+        """Return stats from counts that crossed a process boundary."""
         return KVDepotStats(data=dict(data or {}))
 
     @classmethod
@@ -465,45 +453,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return KVDepotPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def take_events(self) -> Iterable[Any]:
-        """Return an event for each store that came into the depot, under vLLM's own block hashes."""
+        """Return the events of stores that ended since the last call, under vLLM's own block hashes."""
         events, self._events = self._events, []
         return events
 
     @_never_raises(_nothing)
-    def _on_stored(self, request: Any, first_chunk: int, num_chunks: int, covered: tuple[int, ...]) -> None:
+    def _on_stored(self, store: EndedStore) -> None:
         assert self._cache is not None
-        hash_block_size = self._kv_cache_config.hash_block_size
-        stop = (first_chunk + num_chunks) * self._cache.chunk_tokens
-        for group, count in zip(self._cache.groups, covered, strict=True):
-            spec = self._kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
-            hashes = resolve_block_hashes(request.block_hashes, hash_block_size, group.block_tokens)
-            start = stop - count * self._cache.chunk_tokens
-            if group.kind is GroupKind.RECURRENT:
-                start = stop - group.block_tokens if count else stop
-            first, last = start // group.block_tokens, min(stop // group.block_tokens, len(hashes))
-            if first >= last:
-                continue
-            adapter, item, extra_keys = request.lora_request, 0, []
-            for block in range(first, last):
-                begin = block * group.block_tokens
-                keys, item = generate_block_hash_extra_keys(request, begin, begin + group.block_tokens, item)
-                extra_keys.append(keys)
-            self._events.append(
-                BlockStored(
-                    block_hashes=[maybe_convert_block_hash(hashes[block]) for block in range(first, last)],
-                    parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
-                    token_ids=list(request.all_token_ids[first * group.block_tokens : last * group.block_tokens]),
-                    block_size=group.block_tokens,
-                    lora_id=adapter.adapter_id if adapter else None,
-                    lora_name=adapter.name if adapter else None,
-                    medium=MEDIUM_CPU,
-                    extra_keys=to_event_extra_keys(extra_keys),
-                    group_idx=group.number,
-                    kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
-                    kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-                    locality="LOCAL",
-                )
-            )
+        self._events += stored_events(self._cache, self._kv_cache_config, store)
 
 
 def _kind_of(spec: Any) -> str:
@@ -511,44 +468,13 @@ def _kind_of(spec: Any) -> str:
 
 
 def _takes_no_part(connector: type[KVConnectorBase_V1]) -> bool:
-    """Return whether a connector neither says nor hears anything when the engine starts."""
+    """Return whether a connector neither sends nor receives handshake metadata when the engine starts."""
     names = ("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware")
     return all(getattr(connector, name, None) is getattr(KVConnectorBase_V1, name) for name in names)
 
 
-def _device_of_bytes(dtype: str) -> str:
-    """Return the kind of device, and what else of the platform decides how values of a type are written."""
-    from vllm import envs
-    from vllm.platforms import current_platform
-
-    parts = [str(current_platform.device_name)]
-    if dtype not in ("float32", "float16", "bfloat16") and current_platform.is_fp8_fnuz():
-        parts.append("fnuz")  # 8-bit floats of older AMD GPUs: other bits for the same value
-    if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:
-        parts.append("shuffled")
-    return " ".join(parts)
-
-
-def _recorded_event() -> Any:
-    """Return an event after what the device has been given so far.
-
-    None where the forward pass has returned by now, and on Gaudi, whose context marks the stream by itself.
-    """
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type in ("cpu", "hpu"):
-        return None
-    import torch
-
-    # On CUDA one that shows its handle, so that the copies wait for it on the device; others are waited for here. A
-    # thread that waits for a blocking event sleeps; for another one it would take a core.
-    event = torch.cuda.Event(blocking=True) if current_platform.device_type == "cuda" else torch.Event()
-    event.record()
-    return event
-
-
 def _log_like_vllm() -> None:
-    """Give our loggers vLLM's handlers: nobody else configures logging in its processes."""
+    """Give kvdepot's loggers vLLM's handlers: nothing else configures logging in vLLM's processes."""
     theirs = logging.getLogger("vllm")
     for name in ("kvdepot", "kvdepot_vllm", "kvdepot_cpu", "kvdepot_cuda", "kvdepot_hpu"):
         ours = logging.getLogger(name)

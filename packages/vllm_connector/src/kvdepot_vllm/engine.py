@@ -1,6 +1,6 @@
-"""What this package needs of vLLM's objects, by their attributes: nothing here or below imports vLLM.
+"""The attributes of vLLM's objects that this package uses. Source: vLLM 0.32.0.
 
-Only `connector` and `stats` do; the rest can be tested without it. Source: vLLM 0.32.0.
+Only `connector`, `events` and `stats` import vLLM when they are loaded, so everything else can be tested without it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from kvdepot.keys import KeyRun
 
 BlockTable = Sequence[Sequence[int]]
-"""Block ids of one request: one list for each of vLLM's KV cache groups, by position; the null block where there is
-none (any more)."""
+"""Block ids of one request by position, one list for each of vLLM's KV cache groups. The null block marks a position
+without a block."""
 
 
 class EngineRequest(Protocol):
@@ -60,7 +60,7 @@ class BlockPool(Protocol):
         ...
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Give one back."""
+        """Give one reference to each back."""
         ...
 
 
@@ -73,7 +73,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """A retrieve for the workers. Without chunks in its key it is a load that is known to have failed."""
+    """A load for the workers. A key without chunks means that the load has failed already."""
 
     request_id: str
     key: KeyRun
@@ -83,7 +83,7 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """A store for the workers; its blocks are pinned until every worker has reported `number`."""
+    """A store for the workers. Its blocks are held until every worker has reported `number`."""
 
     number: int
     request_id: str
@@ -93,20 +93,20 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the scheduler's side tells the workers with one step."""
+    """One step's jobs for the workers."""
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
-    is_idle: bool = False  # nothing is computed in this step
+    is_idle: bool = False  # the step computes nothing
 
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What workers tell the scheduler's side.
+    """News from the workers for the scheduler's side.
 
     Attributes:
-        ended: for each store job how many workers ended it, and the chunks that all of them stored.
-        formats: of the workers' caches, "" for one that uses no depot; each worker tells it once.
+        ended: for each store job, how many workers ended it and how many chunks all of them stored.
+        formats: of the workers' caches, "" for a worker without a depot; each worker reports its format once.
     """
 
     ended: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])

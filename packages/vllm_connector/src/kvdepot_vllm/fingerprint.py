@@ -1,9 +1,9 @@
 """A digest of weights, fast enough for every start: samples of each tensor instead of all bytes.
 
-Read once when an engine starts, and for each new adapter. A file's directory names its tensors: the header of
-safetensors, and the central directory of the zip archives that `torch.save` writes, which has a checksum of each
-tensor. Whoever changes a whole tensor in place changes the fingerprint. A change within a large tensor may miss all
-samples; one within a pickle written by `torch.save` does not, as its checksum covers it.
+The samples are read once when an engine starts, and for each new adapter. A file's directory names its tensors: the
+header of safetensors, or the central directory of the zip archives that `torch.save` writes, which also has a checksum
+of each tensor. Changing a whole tensor in place changes the fingerprint. A change within a large tensor of safetensors
+may miss every sample; in an archive of `torch.save` the checksum covers it.
 """
 
 import os
@@ -19,23 +19,22 @@ from blake3 import blake3
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _SETTINGS: Final = frozenset({"adapter_config.json", "quantize_config.json", "hf_quant_config.json"})
 _PICKLES: Final = frozenset({".bin", ".pt", ".pth"})
-_SAMPLES_A_FILE: Final = 64  # spread over the tensors by size, beside one for each
+_SAMPLES_A_FILE: Final = 64  # spread over the tensors by size, in addition to one for each
 _SAMPLE_BYTES: Final = 1024
 _WHOLE_BYTES: Final = 32 * 1024  # tensors up to this size are read whole: norms, biases, scales
 _LARGEST_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
 
 Span = tuple[int, int]
-"""Where something begins and ends in a file."""
+"""Start and end of a range in a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What the weights in a folder are.
+    """Identifies the weights in a folder.
 
     Attributes:
         digest: empty if there are no weights.
-        coarse: files whose tensors could not be told apart. They were sampled evenly, so that a change in place may go
-            unnoticed.
+        coarse: files whose tensors could not be found. They were sampled evenly, so a change in place may go unnoticed.
     """
 
     digest: str
@@ -67,7 +66,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | None:
-    """Return what a file says of its tensors, and where they lie; None if it does not say or cannot be understood."""
+    """Return the listing of a file's tensors and where they lie; None if there is none that can be read."""
     if file.suffix == ".safetensors":
         length = int.from_bytes(os.pread(place, 8, 0), "little")
         if length > min(size - 8, _LARGEST_HEADER_BYTES):
@@ -93,7 +92,7 @@ def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | 
 
 
 def _samples(span: Span, file_size: int) -> Iterator[Span]:
-    """Return what is read of a tensor: all of a small one; of others one piece at least, more of a larger share."""
+    """Return the ranges to read: all of a small tensor, at least one piece of any other, more of a larger one."""
     start, stop = span
     if stop - start <= _WHOLE_BYTES:
         yield span
@@ -106,7 +105,7 @@ def _samples(span: Span, file_size: int) -> Iterator[Span]:
 
 
 def _read(place: int, spans: list[Span]) -> Iterator[bytes]:
-    """Read spans of a file; all are asked for first, so that a disk or a server works on many at once."""
+    """Read spans of a file, after announcing all of them, so that a disk or a server works on many at once."""
     os.posix_fadvise(place, 0, 0, os.POSIX_FADV_RANDOM)
     for start, stop in spans:
         os.posix_fadvise(place, start, stop - start, os.POSIX_FADV_WILLNEED)

@@ -1,6 +1,6 @@
-"""What of an engine on Gaudi (vllm-gaudi) cannot use a depot, told before a block is moved. Knows it by its source.
+"""Refuses engines on Gaudi (vllm-gaudi) that cannot use a depot, before a block is moved. Based on its source.
 
-The tensors themselves are checked by `kvdepot_hpu`: keys without values (fp8 with dynamic scales) are refused there.
+`kvdepot_hpu` checks the tensors themselves and refuses keys without values (fp8 with dynamic scales).
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _OFF: Final = ("0", "false", "f", "no", "n", "off")
 
 
 def check(cache: EngineCache, *, prefix_caching: bool, environment: Mapping[str, str]) -> None:
-    """Refuse an engine whose block ids or tensors do not mean what they say.
+    """Refuse an engine whose block ids or tensors do not match its block table.
 
     Args:
         cache: the engine's.
@@ -21,7 +21,7 @@ def check(cache: EngineCache, *, prefix_caching: bool, environment: Mapping[str,
         environment: of the worker's process.
 
     Raises:
-        Unsupported: with the way out.
+        Unsupported: with the reason and a remedy.
     """
     for group in cache.groups:
         if group.kind is GroupKind.RECURRENT:
@@ -38,7 +38,7 @@ def check(cache: EngineCache, *, prefix_caching: bool, environment: Mapping[str,
 
 
 def _moves_blocks(prefix_caching: bool, environment: Mapping[str, str]) -> bool:
-    """Return whether the defragmenter may be on: each flag decides if it is set, else the one that it follows."""
+    """Return whether the defragmenter may be on. The first flag that is set decides, else prefix caching."""
     for name in ("VLLM_DEFRAG", "VLLM_CONTIGUOUS_PA"):
         value = environment.get(name)
         if value is not None:

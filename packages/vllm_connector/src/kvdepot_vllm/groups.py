@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups as layer groups of a depot: both sides of the connector derive the same from one config."""
+"""vLLM's KV cache groups as layer groups of a depot. Both sides of the connector derive them from the same config."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -21,12 +21,12 @@ _LARGEST_KERNEL_BLOCK: Final = 64  # tokens that kernels of every attention back
 
 
 class Unsupported(LayoutError):
-    """This engine cannot use a depot; the text says why and what would help."""
+    """This engine cannot use a depot; the text gives the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """One of vLLM's KV cache groups that a depot keeps."""
+    """One KV cache group of vLLM that a depot keeps."""
 
     number: int  # among vLLM's groups
     kind: GroupKind
@@ -47,11 +47,11 @@ class EngineCache:
     num_shards: int
     dtype: str
     format: str
-    volatile_tokens: int = 0  # at the end of what is computed: a draft model may still write their KV again
+    volatile_tokens: int = 0  # the last computed tokens, whose KV a draft model may still write again
 
     @property
     def spec(self) -> CacheSpec:
-        """What workers and scheduler register."""
+        """The cache spec that workers and scheduler register."""
         shapes = tuple(GroupShape(g.kind, g.block_tokens, g.window_tokens, self.num_shards) for g in self.groups)
         return CacheSpec(self.chunk_tokens, shapes, self.dtype, self.format)
 
@@ -65,8 +65,8 @@ def engine_cache(
         vllm_config: `VllmConfig`.
         kv_cache_config: `KVCacheConfig`, of the scheduler or of any worker.
         kind_of: vLLM's name for the kind of a KV cache spec.
-        chunk_tokens: None for the finest that all groups can share.
-        version: of vLLM; another minor version may arrange blocks otherwise.
+        chunk_tokens: None for the smallest size that all groups support.
+        version: of vLLM; another minor version may lay out blocks differently.
 
     Raises:
         Unsupported: with the reason.
@@ -100,11 +100,11 @@ def engine_cache(
 
 
 def wished_layout(wish: str, *, is_cuda: bool, block_tokens: int | None, capability: int | None = None) -> str | None:
-    """Return the KV cache layout that vLLM is asked for, None to leave it to vLLM.
+    """Return the KV cache layout to request from vLLM, None to leave the choice to vLLM.
 
-    With the block outermost a block is one run of all layers, which a copy engine moves near the bus's limit, instead
-    of one run a layer. vLLM refuses such layouts where its kernels use smaller blocks than its block table, so large
-    blocks are left alone.
+    With the block outermost, a block is one contiguous run of all layers instead of one run per layer, which a copy
+    engine moves close to the bus's limit. vLLM refuses such layouts where its kernels use smaller blocks than its block
+    table, so nothing is requested for large blocks.
 
     Args:
         wish: `Settings.kv_cache_layout`.
@@ -174,7 +174,7 @@ def _dtype(vllm_config: Any) -> str:
 
 
 def _format(vllm_config: Any, kv_cache_config: Any, version: str) -> str:
-    """Name what decides how bytes lie within a block, but for what `on_device` adds."""
+    """Name everything that decides how bytes lie within a block, except for the parts that `on_device` adds."""
     parallel = vllm_config.parallel_config
     parts = [
         "vllm " + ".".join(version.split(".")[:2]),
@@ -186,18 +186,18 @@ def _format(vllm_config: Any, kv_cache_config: Any, version: str) -> str:
 
 
 def on_device(cache: EngineCache, layers: Mapping[str, Any], device: str) -> EngineCache:
-    """Return the cache as a worker has it: its format also names the device and what packs the bytes of a block.
+    """Return the cache with a worker's format, which also names the device and the code that packs a block's bytes.
 
-    That is the attention backend that vLLM chose for each layer and, on CPU, the instruction set whose kernels pack
-    the keys. The scheduler's process does not know these; it takes the format from its workers.
+    This code is the attention backend that vLLM chose for each layer and, on CPU, the instruction set whose kernels
+    pack the keys. The scheduler's process knows neither, so it takes the format from its workers.
 
     Args:
         cache: the engine's.
         layers: vLLM's attention layers by name, in the worker's process.
-        device: the kind of device, with whatever else it does to the bytes.
+        device: the kind of device, with everything else about it that changes the bytes.
 
     Raises:
-        Unsupported: a layer does not say what packs its blocks.
+        Unsupported: a layer does not name its attention backend or instruction set.
     """
     packers = [
         "+".join(sorted({_packer(group, name, layers, device) for name in group.layer_names})) for group in cache.groups
@@ -227,7 +227,7 @@ def _packer(group: EngineGroup, name: str, layers: Mapping[str, Any], device: st
 def worker_groups(
     cache: EngineCache, kv_caches: Mapping[str, Any], num_blocks: int, shard: int, attention_backend: str = ""
 ) -> list[CacheGroup]:
-    """Return what a backend needs of one worker's KV cache.
+    """Return one worker's KV cache as a backend takes it.
 
     Args:
         cache: the engine's.

@@ -1,4 +1,4 @@
-"""What a request says about the future of its prefix: `kv_transfer_params={"kvdepot": {"session_end": true}}`."""
+"""A request's hints about the future of its prefix: `kv_transfer_params={"kvdepot": {"session_end": true}}`."""
 
 import logging
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """See `kvdepot.wire.messages.Hint`, which carries them to the depot when the request has ended."""
+    """Hints of one request. `kvdepot.wire.messages.Hint` carries them to the depot when the request has ended."""
 
     session_ended: bool = False
     priority: int = 0
@@ -22,7 +22,7 @@ class Hints:
     def parse(cls, wishes: Mapping[str, Any]) -> "Hints | None":
         """Return the hints of a request, None if it gives none.
 
-        What is not a hint's value is ignored, with a line in the log: no request fails of it.
+        A wrong value is ignored with a log line; no request fails because of it.
         """
         end, priority, ttl = (wishes.get(name) for name in ("session_end", "priority", "ttl_seconds"))
         if end is None and priority is None and ttl is None:

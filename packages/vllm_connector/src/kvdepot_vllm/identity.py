@@ -1,6 +1,6 @@
-"""Whose KV it is: the namespace of an engine, and what else but its tokens decides the KV of a request.
+"""Names whose KV it is: the namespace of an engine, and everything besides tokens that decides the KV of a request.
 
-Everything here is computed from content and names, with no seed: two processes that agree get the same keys.
+All of it is computed from content and names without a seed, so equal engines get equal keys in every process.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from kvdepot_vllm.settings import Settings
 logger = logging.getLogger(__name__)
 
 _WHOLE_PROMPT: Final = 1 << 40
-_RANDOM: Final = "dummy"  # weights that vLLM makes up
+_RANDOM: Final = "dummy"  # vLLM makes random weights
 _FROM_FILES: Final = frozenset(
     {
         "auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "fastsafetensors",
@@ -33,10 +33,9 @@ _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "_commit_
 
 
 def engine_namespace(vllm_config: Any, settings: Settings) -> Namespace:
-    """Return what two engines must agree on before they may share.
+    """Return the namespace; two engines share only if theirs are equal.
 
-    The model's name is part of it only where no fingerprint says what its weights are: equal weights share under two
-    paths.
+    It contains the model's name only if the weights have no fingerprint, so equal weights share under two paths.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     name, load_format = _name(model), str(vllm_config.load_config.load_format)
@@ -74,7 +73,7 @@ def _setting(config: Any, name: str) -> str:
 
 
 def _name(model: Any) -> str:
-    """Return the path or address that the user gave; vLLM loads an object store's model from a folder of its own."""
+    """Return the path or address that the user gave, not the folder into which vLLM loads from an object store."""
     return str(getattr(model, "model_weights", None) or model.model)
 
 
@@ -102,7 +101,7 @@ def _without_volatile(value: Any) -> Any:
 
 
 def _decided_by_length(model: Any) -> str:
-    """Return what `max_model_len` decides of the values: LongRoPE's factors and Llama 4's temperature, else nothing."""
+    """Return how `max_model_len` changes values: LongRoPE's factors, Llama 4's temperature. Else empty."""
     values = _values(model.hf_config)
     thresholds: set[int] = set()
     if any(kind in ("longrope", "su") for name in ("rope_type", "type") for kind in _found(values, name)):
@@ -118,7 +117,7 @@ def _decided_by_length(model: Any) -> str:
 
 
 def _found(value: Any, name: str) -> list[Any]:
-    """Return what stands under a name, at any depth."""
+    """Return the values under a name, at any depth."""
     if isinstance(value, dict):
         fields = cast("dict[Any, Any]", value)
         own = [inner for key, inner in fields.items() if key == name and not isinstance(inner, dict | list | tuple)]
@@ -129,7 +128,7 @@ def _found(value: Any, name: str) -> list[Any]:
 
 
 def _drafter(vllm_config: Any, target: str, target_weights: str) -> str:
-    """Return what names a drafter whose KV lies beside the model's; nothing for others."""
+    """Return a digest of the drafter if its KV lies beside the model's, else nothing."""
     speculative = getattr(vllm_config, "speculative_config", None)
     model = getattr(speculative, "draft_model_config", None)
     if speculative is None or model is None or not speculative.uses_draft_kv_cache():
@@ -144,7 +143,7 @@ def _drafter(vllm_config: Any, target: str, target_weights: str) -> str:
 
 
 def _weights_fingerprint(model: Any, load_config: Any) -> str:
-    """Return a digest of the weights' files; empty, with a line in the log, where none can say what they are."""
+    """Return a digest of the weights' files; empty, with a log line, if no files identify them."""
     name, load_format = _name(model), str(load_config.load_format)
     path = Path(name)
     if load_format == _RANDOM:
@@ -162,9 +161,9 @@ def _weights_fingerprint(model: Any, load_config: Any) -> str:
 
 
 def _fingerprint_of(path: Path, what: str) -> str:
-    """Return what tells the weights in a folder from others; empty, with a line in the log, if nothing does.
+    """Return a text that identifies the weights in a folder; empty, with a log line, if there is none.
 
-    It is the same under another path, unless there are files of which the fingerprint says too little.
+    It does not depend on the path, unless the fingerprint covers too little of some file.
     """
     try:
         found = fingerprint(path)
@@ -189,7 +188,7 @@ def _commit(model: Any) -> str:
 
 
 class RequestIdentity:
-    """What decides a request's KV beside its tokens, as extra keys of `PrefixHasher`."""
+    """Turns everything besides tokens that decides a request's KV into extra keys of `PrefixHasher`."""
 
     def __init__(self) -> None:
         self._adapters: dict[tuple[str, str], str] = {}

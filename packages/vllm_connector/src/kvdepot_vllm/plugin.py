@@ -1,11 +1,11 @@
-"""What vLLM calls in every process at start (`vllm.general_plugins`). Imports nothing of vLLM at module level.
+"""The entry point that vLLM calls in every process at start (`vllm.general_plugins`).
 
-An exception in `register` would stop vLLM, so there is none.
+An exception in `register` would stop vLLM, so it raises none. Nothing of vLLM is imported at module level.
 """
 
 
 def register() -> None:
-    """Make `"kv_connector": "KVDepotConnector"` known to vLLM. More than once is harmless."""
+    """Register `"kv_connector": "KVDepotConnector"` with vLLM. Calling it again is harmless."""
     import importlib
     import logging
     from typing import Any

@@ -1,11 +1,14 @@
-"""What the user may set: `kv_connector_extra_config`, parsed once at start."""
+"""The user's settings: `kv_connector_extra_config`, parsed once at start."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, get_args
 
 from kvdepot.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PREFIX: Final = "kvdepot."
 ASK_VLLM: Final = "auto"
@@ -21,14 +24,14 @@ BACKEND_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 class Settings:
     """Every setting is `kvdepot.NAME` in `kv_connector_extra_config`, and optional.
 
-    `store` says which tokens are stored: "all" (prompt and output), "prompt" or "none"; `load` whether anything is
-    retrieved. `max_pinned_share` bounds the share of the engine's blocks that stores under way may keep from it.
-    `kv_cache_layout` is what vLLM is asked for: "auto" (on CUDA all layers of a block in one place), "engine" (whatever
-    vLLM chooses) or one of vLLM's names.
+    `store` selects the stored tokens: "all" (prompt and output), "prompt" or "none". `load` switches loads on or off.
+    `max_pinned_share` limits the share of the engine's blocks that stores under way may hold. `kv_cache_layout` is the
+    layout requested from vLLM: "auto" (on CUDA all layers of a block in one place), "engine" (vLLM's own choice) or one
+    of vLLM's names.
     """
 
     url: str | None = None  # None: the depot in the default directory
-    namespace: str = ""  # engines share within one only; for operators who know better than the model's identity
+    namespace: str = ""  # engines share only within one; for operators who know more than the model's identity tells
     tenant: str = "default"
     tenant_salt: str = ""
     weights: str = ""  # names the weights instead of a fingerprint of their files
@@ -39,12 +42,12 @@ class Settings:
     max_pinned_share: float = 0.5
     kv_cache_layout: str = ASK_VLLM
     copy_threads: int | None = None
-    mode: str | None = None  # on CUDA who copies: "direct", "ipc" or "auto"; None: as the backend thinks best
+    mode: str | None = None  # on CUDA: "direct", "ipc" or "auto"; None: the backend's default
     kernel_run_bytes: int | None = None
     kernel_runs: int | None = None
     kernel_programs: int | None = None
-    synchronous: bool | None = None  # transfer on the engine's thread; None: only where others may not use the device
-    keep_load_failure_policy: bool = False  # True: a failed load does what vLLM's kv_load_failure_policy says
+    synchronous: bool | None = None  # transfer on the engine's thread; None: only on Gaudi
+    keep_load_failure_policy: bool = False  # True: do not change vLLM's kv_load_failure_policy
     keep_after_reset: bool = False  # True: a reset of the prefix cache does not begin a new generation of keys
 
     def __post_init__(self) -> None:
@@ -64,26 +67,26 @@ class Settings:
             raise ConfigError(f"kvdepot.kernel_run_bytes is {self.kernel_run_bytes}: 0 for never, or bytes")
 
     def backend_options(self, device: str) -> dict[str, int | str]:
-        """Return what only this device's backend is told: the settings of its own that are set."""
+        """Return the options of this device's backend that are set."""
         values = {name: getattr(self, name) for name in BACKEND_OPTIONS.get(device, ())}
         return {name: value for name, value in values.items() if value is not None}
 
     def of_other_backends(self, device: str) -> list[str]:
-        """Return the names of what is set and means nothing on this device."""
+        """Return the names of set options that have no effect on this device."""
         names = [name for kind, names in BACKEND_OPTIONS.items() if kind != device for name in names]
         return [PREFIX + name for name in names if getattr(self, name) is not None]
 
     def is_synchronous(self, device: str) -> bool:
         """Return whether transfers run on the engine's thread.
 
-        On Gaudi by default: whether a second thread may give it work is open, and its runner gives no warning before
-        blocks of a store are used again.
+        They do on Gaudi by default. Whether a second thread may submit work there is unknown, and its runner gives no
+        warning before it reuses the blocks of a store.
         """
         return device == "hpu" if self.synchronous is None else self.synchronous
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "Settings":
-        """Return the settings in `kv_connector_extra_config`; keys of other connectors are left alone.
+        """Return the settings in `kv_connector_extra_config`. Keys of other connectors are ignored.
 
         Raises:
             ConfigError: an unknown `kvdepot.` key, or a value of the wrong type.
@@ -105,3 +108,29 @@ class Settings:
                 raise ConfigError(f"{key} is {value!r}: give {names}")
             values[name] = value
         return cls(**values)
+
+
+def set_failure_policy(transfer: Any, *, keep: bool) -> None:
+    """Set vLLM's `kv_load_failure_policy` to "recompute", with a warning, unless the user keeps another one.
+
+    Args:
+        transfer: vLLM's `KVTransferConfig`.
+        keep: `Settings.keep_load_failure_policy`.
+    """
+    policy = transfer.kv_load_failure_policy
+    if policy == "recompute":
+        return
+    if keep:
+        logger.warning(
+            "kv_load_failure_policy is %r: a request whose load from the depot fails ends with an error. Set"
+            ' "kv_load_failure_policy": "recompute" in --kv-transfer-config to recompute it instead.',
+            policy,
+        )
+        return
+    logger.warning(
+        "kv_load_failure_policy was %r (vLLM's default) and is now 'recompute': a failed load costs time, not the"
+        " request. Set it yourself in --kv-transfer-config, or keep vLLM's with"
+        ' "kvdepot.keep_load_failure_policy": true.',
+        policy,
+    )
+    transfer.kv_load_failure_policy = "recompute"

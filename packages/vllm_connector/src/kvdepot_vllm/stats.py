@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""What vLLM logs and exports of the connector: its "KV Transfer metrics" line and Prometheus counters."""
+"""The connector's figures in vLLM: its "KV Transfer metrics" log line and Prometheus counters."""
 
 from typing import Any, Final
 
@@ -21,10 +21,10 @@ COUNTERS: Final = {
 
 
 class KVDepotStats(KVConnectorStats):
-    """Counts since the last report; `data` is a plain dictionary of numbers."""
+    """Counts since the last report. `data` is a plain dictionary of numbers."""
 
     def reset(self) -> None:
-        """Begin again at nothing."""
+        """Set all counts to zero."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -34,7 +34,7 @@ class KVDepotStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what the log line shows."""
+        """Return the figures for the log line."""
         data: dict[str, Any] = self.data
         result: dict[str, int | float] = {}
         for kind, title in (("store", "Stored"), ("load", "Loaded")):
@@ -48,12 +48,12 @@ class KVDepotStats(KVConnectorStats):
         return result
 
     def is_empty(self) -> bool:
-        """Return whether nothing happened."""
+        """Return whether all counts are zero."""
         return not any(self.data.values())
 
 
 class KVDepotPromMetrics(KVConnectorPromMetrics):
-    """The same as counters `vllm:kvdepot_*`, by engine."""
+    """Exports the counts as `vllm:kvdepot_*`, by engine."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

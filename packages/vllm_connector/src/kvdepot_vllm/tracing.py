@@ -1,8 +1,8 @@
-"""Spans of what the depot does for a request, in the trace that vLLM keeps of it.
+"""Adds spans of the depot's work to the trace of a request.
 
-vLLM hands on the trace context of a request (`trace_headers`) when it was started with `--otlp-traces-endpoint`, has an
-exporter in the engine core's process, and brings OpenTelemetry. Without any of that there are no spans, and nothing is
-imported. Times are the scheduler's: a span ends in the step that learns of the end.
+Started with `--otlp-traces-endpoint`, vLLM passes on the trace context of a request (`trace_headers`), has an exporter
+in the engine core's process, and brings OpenTelemetry. Otherwise there are no spans, and nothing is imported. Times are
+the scheduler's: a span ends in the step that learns of the end.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ from kvdepot_vllm.engine import EngineRequest
 
 @cache
 def _tracing() -> tuple[Any, Any] | None:
-    """Return the tracer and what reads trace headers; None without OpenTelemetry."""
+    """Return the tracer and the reader of trace headers; None without OpenTelemetry."""
     try:
         trace = import_module("opentelemetry.trace")
         headers = import_module("opentelemetry.trace.propagation.tracecontext")
@@ -24,7 +24,7 @@ def _tracing() -> tuple[Any, Any] | None:
 
 
 def start_span(name: str, request: EngineRequest, **attributes: int) -> Any:
-    """Begin a span under a request's trace; None if it has none. Attribute names get `kvdepot.` before them."""
+    """Begin a span in a request's trace; None if it has none. Attribute names get the prefix `kvdepot.`."""
     if not request.trace_headers:
         return None
     tracing = _tracing()
@@ -37,7 +37,7 @@ def start_span(name: str, request: EngineRequest, **attributes: int) -> Any:
 
 
 def end_span(span: Any, **attributes: int | bool) -> None:
-    """End what `start_span` returned."""
+    """End a span that `start_span` returned."""
     if span is not None:
         for key, value in attributes.items():
             span.set_attribute(f"kvdepot.{key}", value)

@@ -1,6 +1,6 @@
-"""A worker's side: starts transfers, polls their futures, reports each exactly once.
+"""The worker's side: starts transfers, polls their futures and reports each exactly once.
 
-vLLM calls it within every step, so nothing here waits for a copy or the depot.
+vLLM calls it in every step, so nothing here waits for a copy or for the depot.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _IDLE_SECONDS: Final = 0.002
 class LoadResults:
     """Loads that ended since the last poll; `failed` are among them.
 
-    `invalid_blocks` names the blocks that were not filled, for engines that can recompute from there.
+    `invalid_blocks` are the unfilled blocks of failed loads, from which an engine with one group recomputes.
     """
 
     finished: set[str] = field(default_factory=set[str])
@@ -37,12 +37,12 @@ class _Load:
 
 
 class WorkerSide:
-    """One worker and the depot.
+    """Connects one worker to the depot.
 
     Args:
-        context: moves the bytes, None if this worker can use no depot: then every load fails and every store ends.
+        context: copies the bytes. None if this worker uses no depot: every load fails, and every store ends at once.
         chunk_tokens: of the key.
-        block_tokens: of the only layer group, 0 if there are several: then failures are told by request.
+        block_tokens: of the only layer group; 0 if there are several, and failures are then reported by request.
     """
 
     def __init__(self, context: TransferContext | None, chunk_tokens: int, block_tokens: int) -> None:
@@ -61,7 +61,7 @@ class WorkerSide:
             start_registering()
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Start the step's retrieves. One that cannot be started has failed, whatever the reason."""
+        """Start the step's loads. A load that cannot be started counts as failed."""
         for job in plan.loads:
             if job.request_id in self._loads:
                 logger.error("request %s is being loaded already", job.request_id)
@@ -73,9 +73,9 @@ class WorkerSide:
         try:
             return self._context.submit_retrieve(job.request_id, job.key, job.block_ids, job.skip_tokens)
         except LayoutError as error:
-            logger.error("load of request %s was refused, it is recomputed: %s", job.request_id, error)
+            logger.error("the load of request %s was refused, so it is recomputed: %s", job.request_id, error)
         except Exception:
-            logger.exception("load of request %s failed in kvdepot, it is recomputed", job.request_id)
+            logger.exception("the load of request %s failed in kvdepot, so it is recomputed", job.request_id)
         return None
 
     def start_stores(self, plan: StepPlan, ready: ReadyEvent | None = None) -> None:
@@ -99,13 +99,13 @@ class WorkerSide:
         return None
 
     def drop_stores(self, plan: StepPlan) -> None:
-        """End the step's stores without any."""
+        """Report the step's stores as ended without storing anything."""
         self._ended.update((job.number, (1, 0)) for job in plan.stores)
 
     def wait_a_little(self) -> None:
-        """Let a load come to its end, for at most 2 ms: for steps in which the engine has nothing to compute.
+        """Wait up to 2 ms for a load, in a step that computes nothing.
 
-        Otherwise its loop would spin, and the interpreter's lock would slow down the threads that it waits for.
+        Without this the engine's loop would spin, and the interpreter's lock would slow down the copying threads.
         """
         for load in self._loads.values():
             if load.future is not None:
@@ -114,7 +114,7 @@ class WorkerSide:
                 return
 
     def poll_loads(self) -> LoadResults:
-        """Return the loads that ended. Every load ends, also without a depot, and only when nothing is written."""
+        """Return the loads that ended. Every load ends, even without a depot; afterwards nothing writes its blocks."""
         results = LoadResults()
         for load in [load for load in self._loads.values() if load.future is None or load.future.query()]:
             request_id = load.job.request_id
@@ -152,7 +152,7 @@ class WorkerSide:
         return len(self._loads) + len(self._stores)
 
     def close(self) -> None:
-        """Finish what is being copied, bounded by the depot's deadline, and leave. Twice is harmless."""
+        """Finish the copies under way, within the depot's deadline, and leave. Twice is harmless."""
         if self._context is not None:
             self._context.close()
 

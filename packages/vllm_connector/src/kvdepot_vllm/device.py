@@ -1,0 +1,35 @@
+# pyright: basic, reportMissingImports=false
+"""What vLLM's platform decides for a worker: how the bytes of a block are written, and when they are complete."""
+
+from typing import Any
+
+
+def device_of_bytes(dtype: str) -> str:
+    """Return the kind of device, with everything else about the platform that changes how values are written."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    parts = [str(current_platform.device_name)]
+    if dtype not in ("float32", "float16", "bfloat16") and current_platform.is_fp8_fnuz():
+        parts.append("fnuz")  # 8-bit floats of older AMD GPUs: other bits for the same value
+    if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:
+        parts.append("shuffled")
+    return " ".join(parts)
+
+
+def recorded_event() -> Any:
+    """Return an event that follows all work given to the device so far.
+
+    None on CPU, where the forward pass has returned by now, and on Gaudi, whose context marks the stream itself.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type in ("cpu", "hpu"):
+        return None
+    import torch
+
+    # The CUDA event has a handle, so that copies wait for it on the device. The worker waits for other events itself; a
+    # thread that waits for a blocking event sleeps instead of taking a core.
+    event = torch.cuda.Event(blocking=True) if current_platform.device_type == "cuda" else torch.Event()
+    event.record()
+    return event

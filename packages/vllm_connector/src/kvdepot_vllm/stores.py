@@ -1,0 +1,250 @@
+"""Stores of the scheduler's side: plans them as chunks fill up, and holds their source blocks until they end.
+
+A reference on vLLM's block pool holds each source block. It is taken when the store is planned and given back when
+every worker has reported the store, so the blocks survive the end, abort and preemption of their request.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvdepot.keys import KeyRun, PrefixHasher
+from kvdepot.layout import GroupKind
+from kvdepot_vllm.blocks import blocks_per_chunk, blocks_to_store
+from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, StoreJob
+from kvdepot_vllm.groups import EngineCache
+from kvdepot_vllm.settings import Settings
+from kvdepot_vllm.tracing import end_span, start_span
+
+logger = logging.getLogger(__name__)
+
+
+class RequestKeys:
+    """The keys of one request's chunks, hashed when they are first needed."""
+
+    def __init__(self, request: EngineRequest, hasher: PrefixHasher, chunk_tokens: int) -> None:
+        self._request = request
+        self._hasher = hasher
+        self._chunk_tokens = chunk_tokens
+
+    def run(self, first: int, stop: int) -> KeyRun:
+        """Return the key of chunks `first` to `stop`."""
+        done, wanted = self._hasher.num_tokens, stop * self._chunk_tokens
+        if done < wanted:
+            self._hasher.extend(self._request.all_token_ids[done:wanted])
+        return self._hasher.run(first, stop)
+
+
+@dataclass(slots=True)
+class StoreProgress:
+    """How far one request is computed and stored.
+
+    Attributes:
+        request: vLLM's.
+        keys: of its chunks.
+        may_store: False once its stores are switched off.
+        num_stored: leading chunks that are in the depot or on their way.
+        num_computed: tokens whose KV is computed once the steps planned so far have run.
+    """
+
+    request: EngineRequest
+    keys: RequestKeys
+    may_store: bool
+    num_stored: int = 0
+    num_computed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStore:
+    """A store that every worker has reported.
+
+    Attributes:
+        request: vLLM's.
+        first_chunk: where the store began.
+        num_chunks: leading chunks of it that all workers stored.
+        covered: for each group, how many of the last of these chunks it covers.
+    """
+
+    request: EngineRequest
+    first_chunk: int
+    num_chunks: int
+    covered: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _PendingStore:
+    request: EngineRequest
+    first_chunk: int
+    num_chunks: int
+    covered: tuple[int, ...]
+    blocks: list[Any]
+    planned_at: float
+    span: Any
+    num_stored: int  # the fewest chunks that any worker has reported
+    num_reports: int = 0
+
+
+class Stores:
+    """All stores of one engine that are planned or under way.
+
+    Args:
+        cache: the engine's cache.
+        settings: the user's.
+        num_workers: workers that report each store.
+        on_ended: called after a store has ended and its blocks are given back.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        cache: EngineCache,
+        settings: Settings,
+        num_workers: int,
+        on_ended: Callable[[EndedStore], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.pool: BlockPool | None = None
+        self._cache = cache
+        self._settings = settings
+        self._num_workers = num_workers
+        self._on_ended = on_ended
+        self._clock = clock
+        self._blocks_per_chunk = [blocks_per_chunk(cache, group) for group in cache.groups]
+        self._planned: list[StoreJob] = []
+        self._pending: dict[int, _PendingStore] = {}
+        self.num_held_blocks = 0
+        self._next_job = 1
+
+    def plan(
+        self,
+        progress: StoreProgress,
+        table_of: Callable[[], BlockTable | None],
+        offers: Collection[tuple[int, int, int]],
+        num_ready: int,
+    ) -> None:
+        """Plan stores of the chunks that are ready, and of those whose recurrent states are offered.
+
+        A store ends at each offered state, because a recurrent group can cover only the last chunk of a store.
+
+        Args:
+            progress: the request's.
+            table_of: returns its block table.
+            offers: `(group, block id, tokens)` of recurrent states.
+            num_ready: computed tokens.
+        """
+        chunk_tokens = self._cache.chunk_tokens
+        ready = max(0, min(num_ready, progress.request.num_tokens) - self._cache.volatile_tokens)
+        if self._settings.store == "prompt":
+            ready = min(ready, progress.request.num_prompt_tokens)
+        stop = ready // chunk_tokens
+        states: dict[int, dict[int, int]] = {}
+        for group, block_id, tokens in offers:
+            if tokens % chunk_tokens == 0 and 0 < tokens <= ready:
+                states.setdefault(tokens // chunk_tokens, {})[group] = block_id
+        if stop <= progress.num_stored and not states:
+            return
+        table = table_of()
+        if table is None or self.pool is None:
+            return
+        ends = {*states, stop} if stop > progress.num_stored else {*states}
+        for end in sorted(ends):
+            first = min(progress.num_stored, end - 1)
+            while first < end:
+                planned = self._plan_one(self.pool, progress, table, first, end, states.get(end, {}))
+                if not planned:
+                    return
+                first += planned
+                progress.num_stored = max(progress.num_stored, first)
+
+    def _plan_one(
+        self,
+        pool: BlockPool,
+        progress: StoreProgress,
+        table: BlockTable,
+        first: int,
+        stop: int,
+        states: Mapping[int, int],
+    ) -> int:
+        """Plan one store from chunk `first` on and hold its blocks. Return its chunks, 0 if none can be stored now."""
+        per_chunk = sum(self._blocks_per_chunk)
+        room = int(len(pool.blocks) * self._settings.max_pinned_share) - self.num_held_blocks
+        if room < per_chunk:
+            self.counters["stores_put_off"] += 1
+            return 0
+        if stop - first > room // per_chunk:
+            stop, states = first + room // per_chunk, {}
+        block_ids = blocks_to_store(self._cache, table, first, stop, states, pool.null_block.block_id)
+        covered = tuple(len(ids) // step for ids, step in zip(block_ids, self._blocks_per_chunk, strict=True))
+        for group, count in zip(self._cache.groups, covered, strict=True):
+            if group.kind is GroupKind.FULL_ATTENTION and count != stop - first:
+                self.counters["stores_without_blocks"] += 1
+                return 0
+        number, self._next_job = self._next_job, self._next_job + 1
+        job = StoreJob(number, progress.request.request_id, progress.keys.run(first, stop), block_ids)
+        blocks = [pool.blocks[block_id] for ids in block_ids for block_id in ids]
+        span = start_span("kvdepot store", progress.request, tokens=(stop - first) * self._cache.chunk_tokens)
+        store = _PendingStore(progress.request, first, stop - first, covered, blocks, self._clock(), span, stop - first)
+        pool.touch(blocks)  # nothing after this line fails: a store that is not recorded holds its blocks for ever
+        self.num_held_blocks += len(blocks)
+        self._pending[number] = store
+        self._planned.append(job)
+        return stop - first
+
+    def take_planned(self) -> tuple[StoreJob, ...]:
+        """Return the stores planned since the last call."""
+        planned, self._planned = self._planned, []
+        return tuple(planned)
+
+    def report(self, ended: Mapping[int, tuple[int, int]]) -> None:
+        """Take for each store how many workers have ended it since the last report, and the chunks that all stored."""
+        for number, (count, num_stored) in ended.items():
+            store = self._pending.get(number)
+            if store is None:
+                logger.error("workers report store %d, which is not pending", number)
+                continue
+            store.num_reports += count
+            store.num_stored = min(store.num_stored, num_stored)
+            if store.num_reports >= self._num_workers:
+                del self._pending[number]
+                try:
+                    self._end(store)
+                except Exception:
+                    logger.exception("store %d gave its blocks back; its events and hints are skipped", number)
+
+    def _end(self, store: _PendingStore) -> None:
+        assert self.pool is not None
+        self.num_held_blocks -= len(store.blocks)
+        self.pool.free_blocks(reversed(store.blocks))
+        end_span(store.span, stored_tokens=store.num_stored * self._cache.chunk_tokens)
+        cut = store.num_chunks - store.num_stored
+        self._on_ended(
+            EndedStore(
+                store.request,
+                store.first_chunk,
+                store.num_stored,
+                tuple(max(0, count - cut) for count in store.covered),
+            )
+        )
+
+    @property
+    def num_pending(self) -> int:
+        """Stores that hold blocks: the engine has to go on stepping to learn that they ended."""
+        return len(self._pending)
+
+    @property
+    def can_free_blocks_soon(self) -> bool:
+        """Whether a store that should end soon holds blocks alone. False once the store exceeds the deadline."""
+        now = self._clock()
+        return any(
+            now - store.planned_at < self._settings.deadline_seconds
+            and any(block.ref_cnt == 1 for block in store.blocks)
+            for store in self._pending.values()
+        )
+
+    def is_storing(self, request_id: str) -> bool:
+        """Return whether a store of this request is under way."""
+        return any(store.request.request_id == request_id for store in self._pending.values())
