@@ -264,7 +264,7 @@ def _quota(text: str) -> tuple[str, int]:
 
 def _serve(options: argparse.Namespace) -> int:
     from kvdepot.processes.descriptors import raise_descriptor_limit
-    from kvdepot.server.loop import DepotServer, map_large_blocks
+    from kvdepot.server.app import DepotServer
 
     if not 0 < options.promote_seconds <= 60:
         raise ConfigError(f"--promote-seconds {options.promote_seconds:g}: above 0, at most 60")
@@ -280,7 +280,6 @@ def _serve(options: argparse.Namespace) -> int:
         curve_clients=options.curve_clients, socket_group=options.socket_group,
     )  # fmt: skip
     raise_descriptor_limit()
-    map_large_blocks()
     serve_http = _http_of(options)
     server = DepotServer(config)
     server.stop_on_signals()
@@ -380,8 +379,8 @@ def describe_status(status: o.DepotStatus) -> str:
     ]
     if status.prefill_seconds_saved:
         lines.append(f"saved    about {status.prefill_seconds_saved:,.1f} s of computing prompts")
-    slow = f"; {status.loop_slow_turns:,} of more than 5 ms" if status.loop_slow_turns else ""
-    lines.append(f"loop     longest turn {status.loop_longest_blocked_seconds * 1e3:.1f} ms{slow}")
+    slow = f"; {status.loop_slow_turns:,} of more than 20 ms" if status.loop_slow_turns else ""
+    lines.append(f"loop     longest turn {status.loop_longest_seconds * 1e3:.1f} ms{slow}")
     if status.estimated_chunks >= _TELLING_CHUNKS:
         rates = [f"{e.hit_chunks / status.estimated_chunks:.0%} with {e.scale:g}x" for e in status.estimates]
         lines.append(f"sizing   about {', '.join(rates)} of the pool would be found there")

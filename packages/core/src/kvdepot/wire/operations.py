@@ -228,8 +228,8 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     tenants: dict[str, dict[str, int]]
     tiers: list["TierStatus"] = []
     loop_longest_seconds: float = 0.0  # the longest turn of the server's loop, waiting for a core included
-    loop_longest_blocked_seconds: float = 0.0  # the most that one turn took without that waiting
-    loop_slow_turns: int = 0  # turns that took more than 5 ms without it
+    loop_longest_blocked_seconds: float = 0.0  # the same; earlier servers left out waiting for a core
+    loop_slow_turns: int = 0  # turns of more than 20 ms
     counters: dict[str, int]
     devices: dict[str, dict[str, int]] = {}  # bytes stored and retrieved, by the device at the other end
     latencies: dict[str, HistogramStatus] = {}  # seconds from request to reply, by operation; and of stores and turns
