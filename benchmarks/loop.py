@@ -1,14 +1,7 @@
-"""How long the server's loop blocks, whatever it is asked: `python benchmarks/loop.py`.
+"""How long the turns of the server's loop take, whatever it is asked: `python benchmarks/loop.py`.
 
-Each line is a kind of work: how many turns of the loop it took, their 99th percentile and longest, and how many took
-more than the 5 ms that a turn may take. Work, system calls and waiting for the depot's other threads count; waiting for
-a core that others use does not, and the depot has priority over its clients, so that its other threads do not wait
-for one either.
-
-On a virtual machine that its host stops now and then, that is told apart: beside the loop, on the same core, a process
-of real-time priority wakes every quarter of a millisecond. When that one does not run, nothing does; as long as it was
-late is taken off, and what a line would be with it is said in brackets, and of each such turn below it. Of a turn that
-waited for another thread, what other cores stood still is taken off, too. This needs root; without, nothing is.
+Each line is a kind of work: how many turns of the loop it took, their 99th percentile and longest by wall clock, and
+how many took more than 20 ms. The depot has a core of its own if there are two, and priority over its clients.
 
 One million entries need about 5 GB of memory and five minutes; `--entries 20000` shows that it runs. `--only PART...`
 leaves out the other parts, `--policy arc` has the index evict by another policy.
@@ -17,7 +10,6 @@ leaves out the other parts, `--policy arc` has the index evict by another policy
 import argparse
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +20,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
-from resource import RUSAGE_THREAD, getrusage
 from unittest.mock import patch
 
 import numpy as np
@@ -45,15 +36,12 @@ from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 
 FOLDER = "LOOP_FOLDER"
-NOTES = Path("/dev/shm")  # a disk may keep who writes to it waiting, and then no stop would be seen
+NOTES = Path("/dev/shm")
 BUCKET_MICROSECONDS = 50
 NUM_BUCKETS = 4000
 NUM_PHASES = 40
-LISTED_MICROSECONDS = 2000  # turns that are looked at one by one
-SLOW_MILLISECONDS = 5.0
+SLOW_MILLISECONDS = 20.0
 PRIORITY = -20  # as of `nice`
-BEAT_SECONDS = 0.00025
-LATE_SECONDS = 0.0001  # and more is a stop; to wake takes 0.02 ms
 PROMPT_CHUNKS = 1000
 LONGEST_CHUNKS = 16_384  # a million tokens in chunks of 64
 LONGEST_RECURRENT_CHUNKS = 4096  # and in chunks of 256
@@ -77,92 +65,32 @@ def loop_core() -> int:
 
 
 def serve() -> None:
-    """Be a depot that counts its turns in the ledger, and lists the longer ones."""
+    """Be a depot that counts its turns in the ledger."""
     from kvdepot.ops import cli
     from kvdepot.server.watch import TurnWatch
 
-    folder = Path(os.environ[FOLDER])
-    ledger = open_ledger(folder, "r+")
-    listed = (folder / "turns").open("a", buffering=1)
-    core, open_watch = loop_core(), TurnWatch.open
+    ledger = open_ledger(Path(os.environ[FOLDER]), "r+")
+    core = loop_core()
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
 
     class Watch(TurnWatch):
-        """Looks at every turn."""
+        """Counts every turn."""
 
-        def open(self) -> None:
+        def __init__(self) -> None:
+            super().__init__()
             os.sched_setaffinity(0, {core})  # this thread
-            open_watch(self)
 
         def begin(self) -> float:
-            self._usage = getrusage(RUSAGE_THREAD)
-            return super().begin()
+            self.began = super().begin()
+            return self.began
 
         def end(self) -> None:
-            self.note(time.monotonic() - self._began, self._waited_seconds())
-
-        def note(self, seconds: float, waited_seconds: float) -> None:
-            phase, blocked = int(ledger[NUM_PHASES, 0]), max(0.0, seconds - waited_seconds)
-            bucket = min(int(blocked * 1e6) // BUCKET_MICROSECONDS, NUM_BUCKETS - 1)
-            ledger[phase, bucket] += 1
-            if bucket >= LISTED_MICROSECONDS // BUCKET_MICROSECONDS:
-                now, before = getrusage(RUSAGE_THREAD), self._usage
-                counts = f"{now.ru_minflt - before.ru_minflt} {now.ru_nvcsw - before.ru_nvcsw}"
-                listed.write(f"{phase} {self._began} {seconds} {waited_seconds} {counts}\n")
+            bucket = min(int((time.monotonic() - self.began) * 1e6) // BUCKET_MICROSECONDS, NUM_BUCKETS - 1)
+            ledger[int(ledger[NUM_PHASES, 0]), bucket] += 1
 
     with patch("kvdepot.server.loop.TurnWatch", Watch):
         raise SystemExit(cli.main(sys.argv[1:]))
-
-
-def beat(core: int, path: str) -> None:
-    """Wake again and again, before everything else on a core, and write when that was late."""
-    os.sched_setaffinity(0, {core})
-    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
-    parent, before, number = os.getppid(), time.monotonic(), 0
-    with Path(path).open("a", buffering=1) as out:
-        while number % 4000 or os.getppid() == parent:
-            time.sleep(BEAT_SECONDS)
-            now = time.monotonic()
-            if now - before > BEAT_SECONDS + LATE_SECONDS:
-                out.write(f"{before + BEAT_SECONDS} {now}\n")
-                now = time.monotonic()
-            before = now
-            number += 1
-
-
-class Stops:
-    """When the machine stood still, as far as is known."""
-
-    def __init__(self, folder: Path) -> None:
-        self._paths = {core: folder / f"stops {core}" for core in os.sched_getaffinity(0)}
-        self._processes: list[subprocess.Popen[bytes]] = []
-        for core, path in self._paths.items():
-            path.touch()
-            command = [sys.executable, __file__, "beat", f"{core}", str(path)]
-            self._processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
-        with suppress(subprocess.TimeoutExpired):
-            self._processes[0].wait(0.5)
-            print("no real-time priority here: when the machine stands still, turns take longer")
-
-    def within(self, begin: float, end: float, *, anywhere: bool = False) -> float:
-        """Return how many seconds of a time the loop's core stood still, or any core did."""
-        spans: list[tuple[float, float]] = []
-        for core, path in self._paths.items():
-            if anywhere or core == loop_core():
-                rows = (tuple(map(float, line.split())) for line in path.read_text().splitlines())
-                spans += [(max(begin, since), min(end, until)) for since, until in rows]
-        stopped, reached = 0.0, begin
-        for since, until in sorted(spans):
-            stopped += max(0.0, until - max(since, reached))
-            reached = max(reached, until)
-        return stopped
-
-    def close(self) -> None:
-        """Look no longer."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
 
 
 @dataclass(frozen=True)
@@ -175,29 +103,11 @@ class Options:
     folder: Path | None  # on the disk that is a tier
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One that is looked at by itself; milliseconds."""
-
-    blocked: float
-    stopped: float  # of it, by the machine
-    num_faults: int  # of pages
-    num_waits: int  # for other threads, a disk or the like
-
-    @property
-    def own(self) -> float:
-        """What is the depot's."""
-        return max(0.0, self.blocked - self.stopped)
-
-
 class Phases:
     """Says which kind of work the turns are counted under, and prints a line for each."""
 
-    def __init__(self, folder: Path, stops: Stops) -> None:
+    def __init__(self, folder: Path) -> None:
         self._ledger = open_ledger(folder, "w+")
-        self._turns = folder / "turns"
-        self._turns.touch()
-        self.stops = stops
         self._number = 0
         self.total = self.num_slow = 0
 
@@ -213,37 +123,18 @@ class Phases:
         time.sleep(0.1)  # the turn that is under way still counts
         self._say(name, seconds, self._ledger[self._number])
 
-    def _listed(self) -> list[Turn]:
-        rows = [list(map(float, line.split())) for line in self._turns.read_text().splitlines()]
-        turns: list[Turn] = []
-        for phase, began, seconds, waited, num_faults, num_waits in rows:
-            if phase == self._number:
-                stopped = self.stops.within(began, began + seconds, anywhere=num_waits > 0)
-                turns.append(Turn((seconds - waited) * 1e3, stopped * 1e3, int(num_faults), int(num_waits)))
-        return turns
-
     def _say(self, name: str, seconds: float, counts: npt.NDArray[np.int64]) -> None:
         total = int(counts.sum())
         if not total:
             print(f"{name:56} no turns")
             return
-        short = np.flatnonzero(counts[: LISTED_MICROSECONDS // BUCKET_MICROSECONDS])
-        longest = int(short[-1]) * BUCKET_MICROSECONDS / 1e3 if len(short) else 0.0
+        longest = int(np.flatnonzero(counts)[-1]) * BUCKET_MICROSECONDS / 1e3
         p99 = int(np.searchsorted(np.cumsum(counts), 0.99 * total)) * BUCKET_MICROSECONDS / 1e3
-        turns = self._listed()
-        own = max([longest, *(turn.own for turn in turns)])
-        slow = sum(turn.own > SLOW_MILLISECONDS for turn in turns)
-        with_stops = [turn for turn in turns if turn.blocked > SLOW_MILLISECONDS]
-        stops = f" ({max(t.blocked for t in with_stops):.1f} ms: {len(with_stops)})" if len(with_stops) > slow else ""
+        slow = int(counts[int(SLOW_MILLISECONDS * 1e3) // BUCKET_MICROSECONDS :].sum())
         print(
             f"{name:56} {seconds:6.1f} s {total:8} turns  p99 {p99:6.2f}  ",
-            f"longest {own:6.2f} ms  above 5: {slow}{stops}", sep="", flush=True,
+            f"longest {longest:6.2f} ms  above {SLOW_MILLISECONDS:.0f}: {slow}", sep="", flush=True,
         )  # fmt: skip
-        for turn in with_stops:
-            print(
-                f"    {turn.blocked:.1f} ms, {turn.stopped:.1f} of them stopped;"
-                f" {turn.num_faults} page faults, {turn.num_waits} waits"
-            )
         self.total += total
         self.num_slow += slow
 
@@ -478,30 +369,8 @@ def run_caches(phases: Phases, options: Options) -> None:
                 ask_depot(o.Find(key.digests), depot.url, 60)
 
 
-def run_reference(phases: Phases, options: Options) -> None:
-    """Print what the same piece of work takes at most on this machine, on the core that loops have."""
-    os.sched_setaffinity(0, {loop_core()})
-    times: list[float] = []
-    stopped: list[float] = []
-    end = time.monotonic() + 7 * options.seconds
-    while time.monotonic() < end:
-        began, worked = time.monotonic(), time.thread_time()
-        sum(range(100_000))
-        times.append((time.thread_time() - worked) * 1e3)
-        stopped.append(began)
-    own = [
-        took - phases.stops.within(began, began + took / 1e3) * 1e3 if took > 2 else took
-        for took, began in zip(times, stopped, strict=True)
-    ]
-    for name, each in (("", times), (" without the machine's stops", own)):
-        each.sort()
-        p50, p99, longest = each[len(each) // 2], each[int(len(each) * 0.99)], each[-1]
-        print(f"reference: {len(each)} equal pieces of work: {p50:.2f} ms, p99 {p99:.2f}, longest {longest:.2f}{name}")
-
-
 PARTS: dict[str, Callable[[Phases, Options], None]] = {
     "index": run_index, "tier": run_tier, "disk": run_disk, "tenants": run_tenants, "caches": run_caches,
-    "reference": run_reference,
 }  # fmt: skip
 
 
@@ -518,11 +387,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=NOTES if NOTES.is_dir() else None) as folder:
         os.environ[FOLDER] = folder
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        stops = Stops(Path(folder))
-        phases = Phases(Path(folder), stops)
+        phases = Phases(Path(folder))
         for part in arguments.only:
             PARTS[part](phases, options)
-        stops.close()
     if phases.total:
         print(f"{phases.num_slow} of {phases.total:,} turns took more than {SLOW_MILLISECONDS:.0f} ms")
 
@@ -530,6 +397,4 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         serve()
-    if sys.argv[1:2] == ["beat"]:
-        beat(int(sys.argv[2]), sys.argv[3])
     main()

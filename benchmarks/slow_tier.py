@@ -26,7 +26,7 @@ SPEC = filler_spec(CHUNK_TOKENS)
 
 def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
     """Serve with a tier in memory whose calls are slow."""
-    from kvdepot.server import loop
+    from kvdepot.server.app import DepotServer
     from kvdepot.testing.tier import FaultyTier
 
     class SlowTier(FaultyTier):
@@ -50,7 +50,7 @@ def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
         tiers=("memory://?capacity=32MiB",),
     )  # fmt: skip
     with patch("kvdepot.tiers.opening.open_tier", open_slow_tier):
-        server = loop.DepotServer(config)
+        server = DepotServer(config)
     server.run()
 
 

@@ -22,7 +22,7 @@ def check_loop(printed: str, num_kinds: int) -> None:
     turns = [int(number) for number in re.findall(r"(\d+) turns  p99 ", printed)]
     assert len(turns) == num_kinds
     assert min(turns) > 0
-    total = re.findall(r"^\d+ of ([\d,]+) turns took more than 5 ms$", printed, re.MULTILINE)
+    total = re.findall(r"^\d+ of ([\d,]+) turns took more than 20 ms$", printed, re.MULTILINE)
     assert [f"{sum(turns):,}"] == total
 
 
@@ -31,7 +31,6 @@ def test_the_loop_s_turns_are_counted() -> None:
     check_loop(printed, 27 if find_spec("uvicorn") and find_spec("prometheus_client") else 26)
     assert "2000 of 2000 chunks came from a tier" in printed
     assert "500 of 500 chunks came from a disk" in printed
-    assert printed.count("equal pieces of work: ") == 2
 
 
 def test_a_part_of_it_is_run_alone() -> None:

@@ -17,7 +17,9 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
-from kvdepot.server.depot import Depot, Refused
+from kvdepot.server import commands
+from kvdepot.server.depot import Depot
+from kvdepot.server.replies import Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -80,7 +82,7 @@ class DepotMachine(RuleBasedStateMachine):
         self.index = ChunkIndex(ExtentAllocator(pages * PAGE), IndexTable(self.memory, NUM_RECORDS), policy, quotas)
         self.now = 0.0
         self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
-        self.depot.ticket_seconds = TICKET_SECONDS
+        self.depot.stores.ticket_seconds = TICKET_SECONDS
         self.sealed: set[Entry] = set()
         self.writing: set[Entry] = set()
         self.orphans: list[Orphan] = []
@@ -135,11 +137,11 @@ class DepotMachine(RuleBasedStateMachine):
     def learn_late(self) -> None:
         """Take the depot's word for which stores are over before their workers ended them: no chunk is theirs then."""
         for worker in self.workers:
-            for ticket in [ticket for ticket in worker.tickets if ticket in self.depot.late_tickets]:
+            for ticket in [ticket for ticket in worker.tickets if ticket in self.depot.stores.late_tickets]:
                 worker.late[ticket] = worker.tickets.pop(ticket)
                 self.writing -= set(worker.late[ticket])
         for orphan in self.orphans:
-            records = [n for q in self.depot.quarantines if q.fence[0] == orphan.writer for n in q.records]
+            records = [n for q in self.depot.quarantine.held if q.fence[0] == orphan.writer for n in q.records]
             late = {self.entry_of(number) for number in records if self.index.node_of(number) == NO_NODE}
             self.writing -= late & set(orphan.entries)
             orphan.late += [entry for entry in orphan.entries if entry in late]
@@ -296,15 +298,15 @@ class DepotMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.depot.expire()
-        self.depot.work()
+        self.depot.background.work()
         self.learn_late()
-        assert all(ticket.began + TICKET_SECONDS > self.now for ticket in self.depot.tickets.values())
+        assert all(ticket.began + TICKET_SECONDS > self.now for ticket in self.depot.stores.tickets.values())
         for worker in self.workers:
             worker.leases = {n: (r, expiry) for n, (r, expiry) in worker.leases.items() if expiry > self.now}
 
     @rule(tenant=st.sampled_from([None, "tenant-0", "nobody"]))
     def clear(self, tenant: str | None) -> None:
-        self.depot.clear(tenant)
+        sum(commands.clear_pool(self.depot, tenant))
         if tenant == "nobody":
             assert self.in_table(SEALED) == self.sealed
         self.sealed &= self.in_table(SEALED)
@@ -395,9 +397,9 @@ class DepotMachine(RuleBasedStateMachine):
             self.depot.end_process(worker.writer)
         for orphan in self.orphans:
             self.depot.end_process(orphan.writer)
-        self.depot.clear(None)
+        sum(commands.clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
-        assert (len(self.depot.leases), len(self.depot.tickets), len(self.depot.quarantines)) == (0, 0, 0)
+        assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)
         assert set(self.index.quotas.tenant_bytes) <= {0}
 
 

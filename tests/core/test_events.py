@@ -15,6 +15,7 @@ from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operators.events import END, BlockRemoved, EventPublisher, check_endpoint
+from kvdepot.server import commands
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from tests.core.test_index import HYBRID, PLAIN, SHARDED, Bench
@@ -283,7 +284,7 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
             if records:
                 bench.index.remove_entry(rng.choice(records).number)
         if rng.random() < 0.05:
-            bench.depot.clear(None)
+            sum(commands.clear_pool(bench.depot, None))
         publisher.flush()
         for number, payload in list(publisher._kept)[taken:]:
             assert number == taken

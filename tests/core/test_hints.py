@@ -7,7 +7,8 @@ import pytest
 
 from kvdepot.index.eviction import ENDED, NORMAL, POLICIES
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
-from kvdepot.server.depot import Deferred
+from kvdepot.server import commands
+from kvdepot.server.replies import Deferred
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from tests.core.test_index import PAGE, Bench, Worker, prompt
@@ -72,7 +73,7 @@ def test_a_session_whose_time_is_over_leaves_first_unless_it_was_used(policy: st
     worker.release(worker.lookup(prompt(2, 2)).lease)
     bench.now += TTL_SECONDS
     bench.depot.expire()
-    bench.depot.work()
+    bench.depot.background.work()
     worker.store(prompt(2, 4))
     assert [length(worker, prompt(2, name)) for name in (1, 2, 3, 4)] == [2, 2, 0, 2]
 
@@ -85,7 +86,7 @@ def test_what_was_extended_does_not_expire() -> None:
     worker.store(prompt(3).slice(2))
     bench.now += TTL_SECONDS
     bench.depot.expire()
-    bench.depot.work()
+    bench.depot.background.work()
     worker.store(prompt(1, 1))
     worker.store(prompt(1, 2))
     assert (length(worker, prompt(3)), length(worker, prompt(1, 1)), length(worker, prompt(1, 2))) == (2, 1, 1)
@@ -139,11 +140,11 @@ def test_nobody_changes_what_another_tenant_said() -> None:
         assert hint(worker, other, session_ended=True) == hint(worker, other, priority=3, ttl_seconds=1.0) == 0
     bench.now += 2
     bench.depot.expire()
-    bench.depot.work()
+    bench.depot.background.work()
     assert set(ranks_of(bench.index)) == {NORMAL}
     bench.now += TTL_SECONDS
     bench.depot.expire()
-    bench.depot.work()
+    bench.depot.background.work()
     assert sorted(ranks_of(bench.index)) == [ENDED] * 2 + [NORMAL] * 2
 
 
@@ -190,16 +191,16 @@ def ranks(bench: Bench, run: KeyRun) -> list[int]:
 
 def step(bench: Bench, number: int) -> None:
     for _ in range(number):
-        bench.depot.work(lambda: True)
+        bench.depot.background.work(lambda: True)
 
 
 def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
     bench, worker = long_bench(pages=300)
     deferred = begin_hint(worker, LONG, session_ended=True)
     assert isinstance(deferred, Deferred)
-    bench.depot.clear(None)
+    sum(commands.clear_pool(bench.depot, None))
     store_long(worker, prompt(300, 2))  # has the places of what has left
-    bench.depot.work()
+    bench.depot.background.work()
     assert deferred.reply == m.Done(1, AT_ONCE)
     assert set(ranks(bench, prompt(300, 2))) == {NORMAL}
 
@@ -208,7 +209,7 @@ def test_a_hint_ranks_the_end_of_a_long_prompt_at_once() -> None:
     bench, worker = long_bench()
     begin_hint(worker, LONG, session_ended=True)
     assert ranks(bench, LONG) == [NORMAL] * (300 - AT_ONCE) + [ENDED] * AT_ONCE
-    bench.depot.work()
+    bench.depot.background.work()
     assert ranks(bench, LONG) == [ENDED] * 300
 
 
@@ -219,7 +220,7 @@ def test_a_use_takes_an_end_back_that_is_under_way(num_steps: int, length: int) 
     begin_hint(worker, LONG, session_ended=True)
     step(bench, num_steps)
     worker.release(worker.lookup(LONG.slice(0, length)).lease)
-    bench.depot.work()
+    bench.depot.background.work()
     assert ranks(bench, LONG) == [NORMAL] * length + [ENDED] * (300 - length)
 
 
@@ -228,7 +229,7 @@ def test_a_prefix_that_ends_again_while_its_end_is_taken_back() -> None:
     hint(worker, LONG, session_ended=True)
     worker.bench.depot.handle(worker.session, worker.writer, m.Lookup(worker.context, "r", LONG.digests, "default"))
     begin_hint(worker, LONG, session_ended=True)
-    bench.depot.work()
+    bench.depot.background.work()
     assert ranks(bench, LONG) == [ENDED] * 300
 
 
@@ -239,7 +240,7 @@ def test_a_time_to_live_ends_a_prefix_whose_priority_is_still_being_set(num_step
     step(bench, num_steps)
     bench.now += TTL_SECONDS
     bench.depot.expire()
-    bench.depot.work()
+    bench.depot.background.work()
     assert ranks(bench, LONG) == [ENDED] * 300
 
 
@@ -248,5 +249,5 @@ def test_what_has_ended_leaves_while_the_rest_of_it_is_being_ended() -> None:
     begin_hint(worker, LONG, session_ended=True)
     for _ in range(AT_ONCE):
         assert bench.index.evict_one()
-    bench.depot.work()
+    bench.depot.background.work()
     assert ranks(bench, LONG.slice(0, 300 - AT_ONCE)) == [ENDED] * (300 - AT_ONCE)

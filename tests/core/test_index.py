@@ -17,7 +17,9 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer, table_size_bytes
-from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.server import commands
+from kvdepot.server.depot import Depot
+from kvdepot.server.replies import Deferred, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -52,7 +54,7 @@ class Worker:
     def ask(self, request: frames.Request) -> Any:
         reply = self.bench.depot.handle(self.session, self.writer, request)
         if isinstance(reply, Deferred):
-            self.bench.depot.work()
+            self.bench.depot.background.work()
             assert reply.reply is not None
             return reply.reply
         return reply
@@ -131,11 +133,11 @@ class Bench:
         return index
 
     def drain(self) -> None:
-        for quarantine in [*self.depot.quarantines]:
+        for quarantine in [*self.depot.quarantine.held]:
             self.depot.end_process(quarantine.fence[0])
-        self.depot.clear(None)
+        sum(commands.clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
-        assert (len(self.depot.leases), len(self.depot.tickets), len(self.depot.quarantines)) == (0, 0, 0)
+        assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)
         assert self.index.extents.free_extents() == [(0, self.pages * PAGE)]
 
 
@@ -289,7 +291,7 @@ def test_an_hour_of_silence_forgets_no_worker() -> None:
     worker.store(prompt(2))
     bench.now += 3600
     bench.depot.expire()
-    bench.depot.work()
+    bench.depot.background.work()
     assert worker.lookup(prompt(2)).num_chunks == worker.retrieve(prompt(2)).num_chunks == 2
     assert worker.store(prompt(1, 1)).num_declined == 0
 
@@ -311,7 +313,7 @@ def test_an_aborted_chunk_does_not_make_the_one_before_it_seem_used() -> None:
     worker = bench.worker()
     for name, tenant in ((1, "a"), (2, "a"), (3, "b")):
         worker.store(prompt(1, name, tenant))
-    bench.depot.clear("b")
+    sum(commands.clear_pool(bench.depot, "b"))
     plan = worker.prepare(hash_prefix(Namespace("model", tenant="a"), 1, [100, 101]).slice(1))
     worker.ask(m.AbortStore(worker.context, plan.ticket))
     assert worker.store(prompt(3, 4)).num_declined == 0
@@ -381,9 +383,9 @@ def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them(
     def save() -> None:
         if disk_is_full:
             raise OSError("no space left on device")
-        saved.append((len(bench.index.spaces), list(bench.depot.labels)))
+        saved.append((len(bench.index.spaces), list(bench.depot.labels.names)))
 
-    bench.depot.on_names_changed = save
+    bench.depot.labels.save = save
     with pytest.raises(OSError, match="no space"):
         bench.worker()
     disk_is_full = False
@@ -409,7 +411,7 @@ def test_a_name_that_could_not_be_saved_is_in_nobody_elses_way() -> None:
     def save() -> None:
         raise OSError("no space left on device")
 
-    bench.depot.on_names_changed = save
+    bench.depot.labels.save = save
     with pytest.raises(OSError, match="no space"):
         worker.store(prompt(1, tenant="b"))
     assert bench.worker().store(prompt(2, tenant="a")).num_declined == 0
@@ -422,9 +424,9 @@ def test_each_tenant_is_charged_for_its_own() -> None:
     worker = bench.worker()
     worker.store(prompt(3, tenant="a"))
     worker.store(prompt(1, tenant="b"))
-    used = {name: fields["used_bytes"] for name, fields in bench.depot.status_fields()["tenants"].items()}
+    used = {name: fields["used_bytes"] for name, fields in bench.depot.status.fields()["tenants"].items()}
     assert used == {"a": 3 * PAGE, "b": PAGE}
-    assert bench.depot.clear("a") == 3
+    assert sum(commands.clear_pool(bench.depot, "a")) == 3
     assert worker.lookup(prompt(1, tenant="b")).num_chunks == 1
 
 
@@ -440,11 +442,11 @@ def test_a_store_of_a_living_worker_ends_by_time_and_keeps_its_extents(how: str)
     plan = slow.prepare(prompt(4).slice(2))
     bench.now += 4 * LEASE_SECONDS - 1
     bench.depot.expire()
-    assert bench.depot.status_fields()["num_tickets"] == 1
+    assert bench.depot.status.fields()["num_tickets"] == 1
     bench.now += 1
     bench.depot.expire()
-    bench.depot.work()
-    status = bench.depot.status_fields()
+    bench.depot.background.work()
+    status = bench.depot.status.fields()
     assert (status["num_tickets"], status["quarantined_bytes"]) == (0, 2 * PAGE)
     assert quick.store(prompt(8)).num_declined == 2, "its chunks can be stored again, its extents are not given away"
     assert (quick.lookup(prompt(8)).num_chunks, bench.index.extents.used_bytes) == (6, 8 * PAGE)
@@ -458,15 +460,15 @@ def test_a_store_of_a_living_worker_ends_by_time_and_keeps_its_extents(how: str)
             assert slow.ask(m.AbortStore(slow.context, plan.ticket)) == m.Done(1, 2)
         case "leaves":
             bench.depot.end_session(slow.session)
-            assert bench.depot.status_fields()["quarantined_bytes"] == 2 * PAGE
+            assert bench.depot.status.fields()["quarantined_bytes"] == 2 * PAGE
             bench.depot.end_process(slow.writer)
         case _:
             slow.ask(m.Unregister(slow.context))
-    assert (bench.depot.status_fields()["quarantined_bytes"], bench.index.extents.used_bytes) == (0, 6 * PAGE)
+    assert (bench.depot.status.fields()["quarantined_bytes"], bench.index.extents.used_bytes) == (0, 6 * PAGE)
     assert quick.store(prompt(8)).num_declined == 0
     bench.now += LEASE_SECONDS
     bench.depot.expire()
-    bench.depot.work()
+    bench.depot.background.work()
     bench.drain()
 
 
@@ -476,10 +478,10 @@ def test_nobody_ends_the_late_store_of_another_context() -> None:
     plan = slow.prepare(prompt(2))
     bench.now += 4 * LEASE_SECONDS
     bench.depot.expire()
-    bench.depot.work()
+    bench.depot.background.work()
     assert other.refusal(m.CommitStore(other.context, plan.ticket)) is ErrorCode.UNKNOWN_TICKET
     assert other.ask(m.AbortStore(other.context, plan.ticket)) == m.Done(1, 0)
-    assert bench.depot.status_fields()["quarantined_bytes"] == 2 * PAGE
+    assert bench.depot.status.fields()["quarantined_bytes"] == 2 * PAGE
 
 
 @pytest.mark.promise(72)
@@ -488,7 +490,7 @@ def test_a_worker_that_ends_no_store_has_half_of_the_pool_and_one_store_at_most(
     forgetful, other = bench.worker(), bench.worker()
     plans = [forgetful.prepare(prompt(4, name)) for name in range(16)]
     assert [bool(plan.ticket) for plan in plans] == [True] * 9 + [False] * 7
-    assert bench.depot.status_fields()["counters"]["stores_without_commit"] == 7
+    assert bench.depot.status.fields()["counters"]["stores_without_commit"] == 7
     assert other.store(prompt(28, 20)).num_declined == 0
     forgetful.commit(plans[0])
     assert forgetful.store(prompt(4, 30)).num_declined == 0
@@ -511,7 +513,7 @@ def test_extents_of_a_lost_session_wait_for_its_process_or_its_return() -> None:
         lost = bench.worker(name="engine")
         lost.prepare(prompt(2))
         bench.depot.end_session(lost.session)
-        assert bench.depot.status_fields()["quarantined_bytes"] == 2 * PAGE
+        assert bench.depot.status.fields()["quarantined_bytes"] == 2 * PAGE
         bench.depot.end_process(Writer(1, 1))
         assert bench.worker().store(prompt(1, 1)).num_declined == 1
         if returns:
@@ -525,7 +527,7 @@ def test_a_draining_depot_declines_stores_and_goes_on_serving() -> None:
     bench = Bench()
     worker = bench.worker()
     worker.store(prompt(2))
-    bench.depot.accepts_stores = False
+    bench.depot.state.accepts_stores = False
     assert worker.store(prompt(2, 1)) == m.StorePlan(1, 0, b"", 0, 2)
     assert worker.retrieve(prompt(2)).num_chunks == 2
 
@@ -756,7 +758,7 @@ class Life:
     def wait(self) -> None:
         self.bench.now += self.rng.choice([1.0, 4.0, LEASE_SECONDS])
         self.bench.depot.expire()
-        self.bench.depot.work()
+        self.bench.depot.background.work()
         alive = [lease for lease in self.leases if lease[2] > self.bench.now]
         self.reached["expired"] += len(self.leases) - len(alive)
         self.leases = alive
@@ -779,7 +781,7 @@ class Life:
             self.bench.depot.end_process(self.orphans.pop(self.rng.randrange(len(self.orphans)))[0])
 
     def clear(self) -> None:
-        self.bench.depot.clear(self.rng.choice([None, "tenant-0", "nobody"]))
+        sum(commands.clear_pool(self.bench.depot, self.rng.choice([None, "tenant-0", "nobody"])))
         self.sealed &= self.in_table(sealed=True)
 
     def check(self) -> None:
@@ -866,7 +868,7 @@ def test_a_corrupt_entry_hides_what_comes_after_it_until_it_is_stored_again(chun
     assert report(worker, prompt(4), chunk) == 1
     worker.ask(m.EndRequest(worker.context, "r"))
     assert worker.lookup(prompt(4)).num_chunks == worker.retrieve(prompt(4)).num_chunks == chunk
-    assert bench.depot.status_fields()["num_entries"] == 3
+    assert bench.depot.status.fields()["num_entries"] == 3
     assert worker.store(prompt(4)).num_present == 3
     assert worker.lookup(prompt(4)).num_chunks == 4
     worker.ask(m.EndRequest(worker.context, "r"))
@@ -937,7 +939,7 @@ def test_checksums_of_another_number_of_entries_are_refused() -> None:
 def test_the_number_of_different_caches_is_bounded_and_known_ones_still_register(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvdepot.server.depot.MAXIMUM_SPACES", 2)
+    monkeypatch.setattr("kvdepot.server.labels.MAXIMUM_SPACES", 2)
     bench = Bench()
     worker = bench.worker()
 

@@ -27,7 +27,8 @@ from kvdepot.movers.table import MoverState, MoverTable
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.processes.identity import process_start_time
-from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.server.depot import Depot
+from kvdepot.server.replies import Deferred, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -107,10 +108,10 @@ class Node:
 
     @property
     def quarantined_bytes(self) -> int:
-        return int(self.depot.status_fields()["quarantined_bytes"])
+        return int(self.depot.status.fields()["quarantined_bytes"])
 
     def counter(self, name: str) -> int:
-        return int(self.depot.status_fields()["counters"].get(name, 0))
+        return int(self.depot.status.fields()["counters"].get(name, 0))
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     table = MoverTable(
         pool_fd, POOL_BYTES, hand_over=hand_over, on_dead=depot.end_mover, start_seconds=20.0, move_seconds=20.0
     )
-    depot.movers = table
+    depot.state.movers = table
     node = Node(depot, table, pool_fd)
     yield node
     table.close()
@@ -207,7 +208,7 @@ def test_a_ticket_that_is_being_written_can_neither_be_committed_nor_given_away(
     node.turn()
     assert node.outcome(moving) is m.MoveOutcome.FAILED
     assert node.depot.index.extents.used_bytes == 0
-    assert not node.depot.tickets
+    assert not node.depot.stores.tickets
 
 
 def test_one_copy_a_direction(node: Node) -> None:
@@ -256,7 +257,7 @@ def test_a_lost_mover_fails_its_copy_and_is_replaced_once(device: str, why: str,
         plan = node.prepare(context)
         moving = node.move(context, plan.ticket)
         assert node.outcome(moving) is m.MoveOutcome.FAILED
-        assert not node.depot.tickets
+        assert not node.depot.stores.tickets
         assert node.depot.index.extents.used_bytes == 0
         assert node.counter("movers_lost") == number + 1
     assert len(set(pids)) == 2
@@ -358,7 +359,7 @@ def test_offers_that_do_not_add_up_are_refused(wrong: dict[str, Any], node: Node
     with pytest.raises(Refused) as caught:
         node.register(offer=msgspec.structs.replace(offer("quick"), **wrong))
     assert caught.value.code is ErrorCode.BAD_LAYOUT
-    assert not node.depot.contexts
+    assert not node.depot.contexts.by_number
     assert node.counter("movers_started") == 0
 
 
@@ -399,7 +400,7 @@ def test_a_worker_that_offered_nothing_has_no_mover(node: Node) -> None:
     moved = node.ask(m.Move(reply.context, 0))
     assert moved.outcome is m.MoveOutcome.UNAVAILABLE
     assert node.counter("workers_fallen_back") == 1
-    (status,) = node.depot.status_fields()["contexts"]
+    (status,) = node.depot.status.fields()["contexts"]
     assert (status.mover, status.fallback) == ("", "memory without a handle")
 
 

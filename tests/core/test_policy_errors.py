@@ -51,7 +51,7 @@ def test_a_policy_that_fails_costs_one_store_and_a_counter(bench: Bench, monkeyp
         patch.setattr(Failing, "fails", "victim")
         plan = worker.store(prompt(3, 10))
         assert (plan.ticket, plan.num_declined) == (0, 3)
-    assert bench.depot.status_fields()["counters"]["policy_errors"] == 1
+    assert bench.depot.status.fields()["counters"]["policy_errors"] == 1
     bench.index.check_integrity()
     assert bench.index.extents.used_bytes == 4 * PAGE
     assert worker.store(prompt(3, 10)).num_declined == 0
@@ -70,7 +70,7 @@ def test_whatever_fails_in_a_policy_the_depot_stays_whole(
         worker.store(prompt(2, name))
         worker.release(worker.lookup(prompt(2, name)).lease)
         bench.index.check_integrity()
-    assert bench.depot.status_fields()["counters"]["policy_errors"] > 0
+    assert bench.depot.status.fields()["counters"]["policy_errors"] > 0
     bench.drain()
 
 

@@ -26,7 +26,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.pool.files import NAMES_FILE, TABLE_FILE
 from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
-from kvdepot.server.loop import DepotServer
+from kvdepot.server.app import DepotServer
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from tests.core.test_protocol import SPEC, Peer, RawSocket, prompt
@@ -284,18 +284,18 @@ def test_a_session_that_says_nothing_for_an_hour_is_still_open(
         opened, _ = open_session(connection, tmp_path / SESSION_SOCKET, "test", False)
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
         swept = threading.Event()
-        expire = server._sessions.expire_handshakes
+        expire = server.sockets.sessions.expire_handshakes
 
         def expire_and_say_so(is_over: Callable[[], bool]) -> None:
             expire(is_over)
             swept.set()
 
         monkeypatch.setattr("kvdepot.server.sessions.time", later)
-        monkeypatch.setattr(server._sessions, "expire_handshakes", expire_and_say_so)
+        monkeypatch.setattr(server.sockets.sessions, "expire_handshakes", expire_and_say_so)
         assert swept.wait(5)
         connection.sendall(b"p")
         assert connection.recv(1) == b"p"
         assert opened.epoch == server.epoch
         assert client.is_connected
         assert client.lookup("r", prompt(1)).num_chunks == 0
-        assert server._depot.counters["lookups"] == 1
+        assert server.depot.counters["lookups"] == 1

@@ -220,11 +220,11 @@ def test_a_handler_that_raises_gives_an_error_reply(depot: DepotProcess, raw: Ra
     from tempfile import TemporaryDirectory
 
     from kvdepot.config import ServerConfig
-    from kvdepot.server.loop import DepotServer
+    from kvdepot.server.app import DepotServer
 
     with TemporaryDirectory() as directory:
         server = DepotServer(ServerConfig(Path(directory), pool_size_bytes=1 << 20, ephemeral=True))
-        server._status = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+        server.depot.status.fields = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
         thread = threading.Thread(target=server.run)
         thread.start()
         with pytest.raises(RemoteError) as caught:

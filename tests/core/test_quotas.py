@@ -6,8 +6,8 @@ import pytest
 
 from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.index.quotas import QuotaTable
-from kvdepot.server import operations
-from kvdepot.server.depot import MAXIMUM_ROWS
+from kvdepot.server import commands
+from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -51,7 +51,7 @@ def test_idle_space_is_borrowed_and_given_back() -> None:
     assert stored(worker, "b", range(50)) == 12, "nobody else wants it"
     assert fill(worker, "a", range(8)) == 0
     assert (stored(worker, "a", range(8)), stored(worker, "b", range(50))) == (8, 4)
-    status = bench.depot.status_fields()["tenants"]
+    status = bench.depot.status.fields()["tenants"]
     assert status["a"] == {"used_bytes": 8 * PAGE, "quota_bytes": 8 * PAGE}
 
 
@@ -76,13 +76,13 @@ def test_leases_of_others_keep_nobody_from_its_quota(policy: str) -> None:
         worker.lookup(prompt(1, name, "b"))
     assert fill(worker, "a", range(90)) == 0
     assert (stored(worker, "a", range(90)), stored(worker, "b", range(256))) == (90, 166)
-    counters = bench.depot.status_fields()["counters"]
+    counters = bench.depot.status.fields()["counters"]
     assert (counters["chunks_evicted"], counters["chunks_evicted_leased"]) == (90, 89), (
         "what nothing needs leaves first"
     )
     bench.now += LEASE_SECONDS
     bench.depot.expire()
-    bench.depot.work()
+    bench.depot.background.work()
     bench.drain()
 
 
@@ -133,8 +133,8 @@ def test_what_an_operator_pins_keeps_nobody_from_its_quota() -> None:
     worker = bench.worker()
     worker.store(prompt(4, 1, "b"))
     worker.store(prompt(8, 1, "b"))
-    pinned = bench.depot.warm(o.Warm("b", prompt(8, 1, "b").digests, 600.0))
-    bench.depot.work()
+    pinned = commands.warm(bench.depot, o.Warm("b", prompt(8, 1, "b").digests, 600.0))
+    bench.depot.background.work()
     assert pinned.reply == m.Done(1, 8)
     assert fill(worker, "a", range(4)) == 0
     assert worker.lookup(prompt(8, 1, "b")).num_chunks == 4
@@ -146,7 +146,7 @@ def test_unfinished_stores_of_a_share_are_no_more_than_its_quota() -> None:
     workers, other = [bench.worker(), bench.worker()], bench.worker()
     plans = [workers[name % 2].prepare(prompt(1, name, "b")) for name in range(255)]
     assert sum(plan.num_declined for plan in plans) == 255 - 160
-    assert bench.depot.status_fields()["counters"]["store_entries_over_share"] == 255 - 160
+    assert bench.depot.status.fields()["counters"]["store_entries_over_share"] == 255 - 160
     assert fill(other, "a", range(90)) == 0
     assert sum(workers[name % 2].commit(plan) for name, plan in enumerate(plans) if plan.ticket) == 160
     assert stored(other, "a", range(90)) == 90
@@ -166,7 +166,7 @@ def test_unfinished_stores_keep_nobody_from_its_quota_by_what_is_before_them(is_
     if is_gone:
         bench.depot.end_session(worker.session)
     assert fill(other, "a", range(8)) == 0
-    given = {r.offset for r in bench.index.table.records() if bench.depot.labels[r.label][0] == "a"}
+    given = {r.offset for r in bench.index.table.records() if bench.depot.labels.names[r.label][0] == "a"}
     assert not given & {offset for offset, _ in writing}, "somebody may still write there"
     assert stored(other, "a", range(8)) == 8
     bench.index.check_integrity()
@@ -223,7 +223,7 @@ def test_quotas_are_as_before_after_a_restart() -> None:
     fill(worker, "a", range(3))
     fill(worker, "b", range(5))
     again = Bench(pages=8, quotas={"a": 4})
-    again.depot.restore_labels(bench.depot.labels)
+    again.depot.labels.restore(bench.depot.labels.names)
     again.memory[:] = bench.memory
     assert [record for record in again.index.restore([bench.spec]) if record is not None] == []
     assert again.index.quotas.used_bytes == [5 * PAGE, 3 * PAGE]
@@ -254,8 +254,8 @@ def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> Non
 
 
 def set_quota(bench: Bench, tenant: str, pages: int) -> frames.Reply | None:
-    deferred = operations.set_quota(bench.depot, tenant, pages * PAGE)
-    bench.depot.work()
+    deferred = commands.set_quota(bench.depot, tenant, pages * PAGE)
+    bench.depot.background.work()
     return deferred.reply
 
 
@@ -266,7 +266,7 @@ def test_a_quota_given_at_runtime_holds_for_what_is_here_already() -> None:
     assert set_quota(bench, "a", 4) == m.Done(1, 4)
     assert fill(worker, "b", range(100)) == 0
     assert (stored(worker, "a", range(4)), stored(worker, "b", range(100))) == (4, 8)
-    assert bench.depot.status_fields()["tenants"]["a"] == {"used_bytes": 4 * PAGE, "quota_bytes": 4 * PAGE}
+    assert bench.depot.status.fields()["tenants"]["a"] == {"used_bytes": 4 * PAGE, "quota_bytes": 4 * PAGE}
 
 
 def test_a_quota_that_ends_leaves_its_chunks_to_everybody() -> None:
@@ -301,19 +301,19 @@ def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
         tenant = rng.choice("abc")
         worker.store(prompt(rng.randint(1, 5), rng.randrange(40), tenant))
         if number % 7 == 0:
-            operations.set_quota(bench.depot, tenant, rng.choice([0, 2, 5, 8, 30]) * PAGE)
+            commands.set_quota(bench.depot, tenant, rng.choice([0, 2, 5, 8, 30]) * PAGE)
         if rng.random() < 0.5:
-            bench.depot.work(lambda: True)
+            bench.depot.background.work(lambda: True)
         if number % 20 == 0:
             worker.ask(m.Hint(worker.context, tenant, prompt(2, 1, tenant).digests, priority=rng.randint(0, 3)))
         bench.index.check_integrity()
         quotas = bench.index.quotas
         assert sum(quotas.quota_bytes) == 24 * PAGE
         assert quotas.used_bytes[0] >= 0
-    bench.depot.work()
+    bench.depot.background.work()
     by_share: dict[int, int] = {}
     for name, size in bench.index.quotas.first_tenants(MAXIMUM_ROWS):
-        share = bench.index.quotas.share_of([tenant for tenant, _ in bench.depot.labels].index(name))
+        share = bench.index.quotas.share_of([tenant for tenant, _ in bench.depot.labels.names].index(name))
         by_share[share] = by_share.get(share, 0) + size
     assert [by_share.get(n, 0) for n in range(bench.index.quotas.num_shares)] == bench.index.quotas.used_bytes
     empty_by_eviction(bench.index)

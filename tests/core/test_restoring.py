@@ -17,8 +17,9 @@ from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer
 from kvdepot.processes.identity import process_start_time
+from kvdepot.server import commands
+from kvdepot.server.app import DepotServer
 from kvdepot.server.depot import Depot
-from kvdepot.server.loop import DepotServer
 from kvdepot.testing.tier import make_pool
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
@@ -60,12 +61,12 @@ class Successor:
         self.shown: set[bytes] = set()
         self.index.on_shown = lambda node: self.shown.add(self.index.key_of(node))
         self.index.on_hidden = lambda node: self.shown.discard(self.index.key_of(node))
-        depot.restore_labels([("default", "model")])
-        depot.accepts_stores = False
+        depot.labels.restore([("default", "model")])
+        depot.state.accepts_stores = False
         pool = make_pool(NUM_RECORDS * PAGE)
         self.queue = TierQueue(MemoryTier(pool, 1 << 20), pool, "memory", write_bytes=1 << 20, clock=lambda: self.now)
-        depot.tiering = self.tiering = Tiering(
-            self.index, [self.queue], TieringSettings(Demotion.EVICT), names_of=depot.labels.__getitem__,
+        depot.state.tiering = self.tiering = Tiering(
+            self.index, [self.queue], TieringSettings(Demotion.EVICT), names_of=depot.labels.names.__getitem__,
             on_corrupt=depot.remove_corrupt, clock=lambda: self.now,
         )  # fmt: skip
         spec = m.CacheSpec(1, SHARDED, "bytes")
@@ -85,7 +86,7 @@ class Successor:
             if record is not None:
                 unfinished.append(record)
             meanwhile(self)
-        self.depot.accepts_stores = True
+        self.depot.state.accepts_stores = True
         return unfinished
 
     def close(self) -> None:
@@ -120,7 +121,7 @@ def hint(successor: Successor) -> None:
         successor.ask(m.Hint(successor.context, "default", LONG.digests, is_over, priority, ttl_seconds))
     successor.now += 2
     successor.depot.expire()
-    successor.depot.work()
+    successor.depot.background.work()
 
 
 def store_and_retrieve(successor: Successor) -> None:
@@ -138,7 +139,7 @@ def come_and_go(successor: Successor) -> None:
 
 
 def clear(successor: Successor) -> None:
-    assert successor.depot.clear(None) == 0
+    assert sum(commands.clear_pool(successor.depot, None)) == 0
 
 
 MEANWHILE: dict[str, Callable[[Successor], object]] = {
@@ -172,7 +173,7 @@ def test_what_is_asked_at_any_step_of_reading_back_changes_nothing_of_it(what: s
             assert found(successor.depot) == expected
             assert len(successor.shown) == 120
             successor.index.check_integrity()
-            successor.depot.discard_records(unfinished)
+            successor.depot.quarantine.discard(unfinished)
             successor.depot.end_session(1)
             while successor.index.evict_one():
                 pass
@@ -226,7 +227,7 @@ def test_a_step_that_fails_leaves_an_index_that_serves(
         assert len(taken) == 2
         assert taken.isdisjoint(records[record].offset for record in unfinished)
         successor.ask(m.CommitStore(successor.context, plan.ticket))
-        depot.discard_records(unfinished)
+        depot.quarantine.discard(unfinished)
         while index.evict_one():
             pass
         check_empty(index)
@@ -250,10 +251,10 @@ def test_a_server_whose_reading_back_fails_goes_on_without_stores(
 
     monkeypatch.setattr(ChunkIndex, "restore", failing)
     with closing(make_server(tmp_path)) as server:
-        server._restore_some(lambda: False)
-        status = server._status()
-        assert (status.recovering, status.counters["chores_failed"]) == (False, 1)
-        assert not server._depot.accepts_stores
+        assert server.restoring is not None
+        server.restoring.go_on(lambda: False)
+        assert (server.depot.state.is_restoring, server.depot.counters["chores_failed"]) == (False, 1)
+        assert not server.depot.state.accepts_stores
 
 
 def test_a_worker_that_is_back_by_the_time_that_its_entries_are_looked_at_is_not_waited_for(tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_a_worker_that_is_back_by_the_time_that_its_entries_are_looked_at_is_not
     def register(server: DepotServer, name: str) -> int:
         details = (m.GroupDetail((PAGE,), 8),)
         request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, 0, 1, "none", "none", "model", spec, details)
-        reply = server._depot.handle(1, writer, request)
+        reply = server.depot.handle(1, writer, request)
         assert isinstance(reply, m.Registered)
         return reply.context
 
@@ -271,16 +272,17 @@ def test_a_worker_that_is_back_by_the_time_that_its_entries_are_looked_at_is_not
         for number, name in enumerate(("a", "b")):
             run = prompt(2, number)
             store = m.PrepareStore(register(server, name), "r", "", run.digests, 0, run.parent, (2,))
-            plan = server._depot.handle(1, writer, store)
+            plan = server.depot.handle(1, writer, store)
             assert isinstance(plan, m.StorePlan)
             assert plan.ticket
     with closing(make_server(tmp_path)) as server:
-        while not server._depot.quarantines:
-            server._restore_some(lambda: True)
-        assert len(server._depot.quarantines) == 1, "between the entries of one worker and those of the other"
+        assert server.restoring is not None
+        while not server.depot.quarantine.held:
+            server.restoring.go_on(lambda: True)
+        assert len(server.depot.quarantine.held) == 1, "between the entries of one worker and those of the other"
         for name in ("a", "b"):
             register(server, name)
-        while server._restoring is not None:
-            server._restore_some(lambda: True)
-        assert server._depot.quarantines == []
-        assert server._depot.index.extents.used_bytes == 0
+        while server.depot.state.is_restoring:
+            server.restoring.go_on(lambda: True)
+        assert server.depot.quarantine.held == []
+        assert server.depot.index.extents.used_bytes == 0

@@ -19,8 +19,9 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
-from kvdepot.server import operations
-from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.server import commands
+from kvdepot.server.depot import Depot
+from kvdepot.server.replies import Deferred, Refused
 from kvdepot.testing.tier import FaultyTier, make_pool
 from kvdepot.tiers import promotion, reading, seal
 from kvdepot.tiers.base import Extents
@@ -81,11 +82,11 @@ class Bench:
                 for number, tier in enumerate(self.tiers)
             ],
             TieringSettings(demotion, least_tokens, 1.0, promotion_least_tokens, verify),
-            names_of=self.depot.labels.__getitem__,
+            names_of=self.depot.labels.names.__getitem__,
             on_corrupt=self.depot.remove_corrupt,
             clock=self.clock,
         )  # fmt: skip
-        self.depot.tiering = self.tiering
+        self.depot.state.tiering = self.tiering
         self.verify = verify
         self.time_passes = False  # while something is waited for and a tier hangs
         self.contexts = [self.register(shard) for shard in range(max(self.shard(g, 1) for g in range(len(groups))) + 1)]
@@ -159,7 +160,7 @@ class Bench:
             return reply
 
         def is_here() -> bool:
-            self.depot.work(lambda: True)
+            self.depot.background.work(lambda: True)
             if self.time_passes and any(tier.hang for tier in self.tiers):
                 self.clock.now += 0.1
             self.tiering.turn()
@@ -187,7 +188,7 @@ class Bench:
     def forget(self) -> None:
         """Empty the pool, not the tiers."""
         self.settle()
-        self.depot.clear(None)
+        sum(commands.clear_pool(self.depot, None))
         assert self.index.extents.used_bytes == 0
 
     def finish_promotions(self) -> None:
@@ -205,8 +206,8 @@ class Bench:
         self.finish_promotions()
         self.clock.now += 100.0
         self.depot.expire()
-        self.depot.work()
-        self.depot.clear(None)
+        self.depot.background.work()
+        sum(commands.clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
         assert self.tiering.num_under_way == 0
 
@@ -376,7 +377,7 @@ def test_a_tier_that_is_added_gets_what_is_used_and_one_that_is_removed_is_left_
     bench.store(prompt(2, 1))
     bench.settle()
     assert bench.tiers[0].num_calls == before
-    assert bench.wait(bench.depot.clear_everywhere(None, None)).count >= 6
+    assert bench.wait(commands.clear(bench.depot, None, None)).count >= 6
 
 
 def test_a_tier_that_is_removed_is_closed_when_its_calls_have_ended(
@@ -416,11 +417,11 @@ def test_what_was_retrieved_counts_as_time_saved(make: Maker) -> None:
     bench.store(prompt(4))
     bench.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec))
     assert bench.lookup(prompt(4), token_seconds=0.5) == 4
-    before = bench.depot.saved_seconds
+    before = bench.depot.state.usage.saved_seconds
     run = prompt(4).slice(1, 4)
     for context in bench.contexts:
         bench.ask(m.PrepareRetrieve(context, "r", run.digests, run.first_chunk, (3,)))
-    saved = bench.depot.status_fields()["prefill_seconds_saved"]
+    saved = bench.depot.status.fields()["prefill_seconds_saved"]
     assert saved == before + 3 * 0.5, "three tokens, once and not for each rank"
 
 
@@ -532,7 +533,7 @@ def test_a_question_that_hangs_keeps_nothing(make: Maker) -> None:
     reply = lookup_that_hangs(bench)
     bench.ask(m.Release(bench.contexts[0], (reply.lease,)))
     assert not bench.tiering.num_promotions
-    assert bench.depot.clear(None) == 4
+    assert sum(commands.clear_pool(bench.depot, None)) == 4
 
 
 @pytest.mark.promise(26)
@@ -542,10 +543,10 @@ def test_a_clear_that_hangs_is_answered_at_its_deadline(make: Maker) -> None:
     bench.settle()
     before = bench.tiers[0].num_calls
     bench.tiers[0].hang = True
-    cleared = bench.depot.clear_everywhere(None, None)
+    cleared = commands.clear(bench.depot, None, None)
 
     def is_clearing() -> bool:
-        bench.depot.work()
+        bench.depot.background.work()
         bench.tiering.turn()
         return bench.tiers[0].num_calls > before
 
@@ -568,7 +569,7 @@ def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monk
         monkeypatch.setattr(bench.tiers[0], "clear", Mock(side_effect=OSError("no")))
     else:
         bench.tiering.queues[0].breaker.why_open = "it failed"
-    reply = bench.wait(bench.depot.clear_everywhere(None, None))
+    reply = bench.wait(commands.clear(bench.depot, None, None))
     assert isinstance(reply, m.ErrorReply)
     assert reply.code is ErrorCode.TIER_UNAVAILABLE
     assert "8 entries were removed" in reply.message, "in the pool and in the other tier"
@@ -605,8 +606,8 @@ def test_what_was_on_its_way_up_does_not_come_after_a_clear(make: Maker, monkeyp
     reads = HeldReads(bench.tiering.queues[0], monkeypatch)
     pending: list[Any] = [bench.begin_lookup(prompt(40, tenant=tenant)) for tenant in ("a", "b")]
     wait_until(lambda: bench.tiering.turn() or sum(len(part.outcomes) for part in reads.held) == 80)  # type: ignore[func-returns-value]
-    cleared = bench.depot.clear_everywhere("a", None)
-    bench.depot.work()
+    cleared = commands.clear(bench.depot, "a", None)
+    bench.depot.background.work()
 
     def are_answered() -> bool:
         bench.tiering.turn()
@@ -649,10 +650,10 @@ def test_lookups_of_one_prompt_wait_for_each_other_in_any_order(
     reads.release(sorted(reads.held, key=order))
     assert [bench.wait(reply).num_chunks for reply in pending] == [97] * len(pending)
     for _ in pending:
-        assert bench.depot.clear(None) == 0, "leases keep it"
+        assert sum(commands.clear_pool(bench.depot, None)) == 0, "leases keep it"
     for reply in pending:
         bench.ask(m.Release(bench.contexts[0], (bench.wait(reply).lease,)))
-    assert bench.depot.clear(None) == 97
+    assert sum(commands.clear_pool(bench.depot, None)) == 97
 
 
 @pytest.mark.promise(31)
@@ -693,7 +694,7 @@ def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
     run = prompt(4)
     bench.store(run)
     bench.settle()
-    bench.depot.clear(None)
+    sum(commands.clear_pool(bench.depot, None))
 
     def fail(pid: int) -> int:
         raise OSError(errno.EMFILE, "no descriptor is left")
@@ -715,7 +716,7 @@ def test_a_lookup_whose_tenant_finds_no_name_gets_what_the_pool_has(make: Maker,
     def fail() -> None:
         raise error
 
-    bench.depot.on_names_changed = fail
+    bench.depot.labels.save = fail
     assert bench.lookup(new) == 0
     assert bench.lookup(prompt(6)) == 4
     assert (bench.depot.counters["lookups_without_name"], bench.tiering.counters["promotions"]) == (1, 1)
@@ -726,7 +727,7 @@ def test_a_lookup_that_can_ask_nobody_takes_no_name(make: Maker) -> None:
     bench.ask(m.Unregister(bench.contexts[0]))
     scheduler = bench.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec)).context
     assert bench.ask(m.Lookup(scheduler, "r", prompt(4).digests, "new", 5.0)).num_chunks == 0
-    assert bench.depot.labels == []
+    assert bench.depot.labels.names == []
 
 
 def test_other_layouts_and_other_models_are_misses(make: Maker) -> None:
@@ -978,7 +979,7 @@ def test_clear_reaches_the_tiers(make: Maker) -> None:
     bench.store(prompt(4, tenant="a"))
     bench.store(prompt(4, tenant="b"))
     bench.settle()
-    reply = bench.wait(bench.depot.clear_everywhere("a", None))
+    reply = bench.wait(commands.clear(bench.depot, "a", None))
     assert reply.count == 12
     assert bench.lookup(prompt(4, tenant="a")) == 0
     bench.forget()
@@ -991,9 +992,9 @@ def test_what_waited_to_be_written_does_not_come_back_after_a_clear(make: Maker)
     bench.tiers[0].hang = True
     bench.store(prompt(16, tenant="a"))
     bench.store(prompt(2, tenant="b"))
-    deferred = bench.depot.clear_everywhere("a", None)
+    deferred = commands.clear(bench.depot, "a", None)
     for _ in range(3):
-        bench.depot.work(lambda: True)
+        bench.depot.background.work(lambda: True)
         bench.tiering.turn()
     bench.tiers[0].hang = False
     bench.wait(deferred)
@@ -1118,7 +1119,7 @@ def test_a_tier_that_brings_something_to_every_lookup_in_time_is_used_on(make: M
         bench.finish_promotions()
         bench.clock.now += 100.0
         bench.depot.expire()
-        bench.depot.work()
+        bench.depot.background.work()
     assert not bench.tiering.queues[0].is_open
 
 
@@ -1190,7 +1191,7 @@ def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker)
     bench.store(prompt(8))
     bench.forget()
     run = prompt(8)
-    assert bench.wait(bench.depot.warm(o.Warm(run.tenant, run.digests, 60.0))).count == 8
+    assert bench.wait(commands.warm(bench.depot, o.Warm(run.tenant, run.digests, 60.0))).count == 8
     for name in range(1, 6):
         bench.store(prompt(4, name=name))
         bench.settle()
@@ -1199,7 +1200,7 @@ def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker)
     assert bench.tiers[0].num_calls == before
     bench.clock.now += 61.0
     bench.depot.expire()
-    bench.depot.work()
+    bench.depot.background.work()
     for name in range(6, 10):
         bench.store(prompt(4, name=name))
         bench.settle()
@@ -1212,11 +1213,11 @@ def test_pins_end_when_their_tenant_is_unpinned(make: Maker) -> None:
     for tenant in ("a", "b"):
         bench.store(prompt(2, tenant=tenant))
         run = prompt(2, tenant=tenant)
-        assert bench.wait(bench.depot.warm(o.Warm(tenant, run.digests, 60.0))).count == 2
-    assert bench.wait(operations.unpin(bench.depot, "a")).count == 1
+        assert bench.wait(commands.warm(bench.depot, o.Warm(tenant, run.digests, 60.0))).count == 2
+    assert bench.wait(commands.unpin(bench.depot, "a")).count == 1
     assert len(bench.depot.pins) == 1
-    assert bench.wait(operations.unpin(bench.depot, "a")).count == 0
-    assert bench.wait(operations.unpin(bench.depot, None)).count == 1
+    assert bench.wait(commands.unpin(bench.depot, "a")).count == 0
+    assert bench.wait(commands.unpin(bench.depot, None)).count == 1
     assert len(bench.depot.pins) == 0
 
 
@@ -1229,7 +1230,7 @@ def test_what_any_model_of_a_space_has_in_tiers_is_warmed(make: Maker) -> None:
         bench.store(run)
     bench.forget()
     for run in runs.values():
-        assert bench.wait(bench.depot.warm(o.Warm(run.tenant, run.digests))).count == run.num_chunks
+        assert bench.wait(commands.warm(bench.depot, o.Warm(run.tenant, run.digests))).count == run.num_chunks
         bench.check(run)
 
 
@@ -1255,7 +1256,7 @@ def test_nothing_is_warmed_without_an_engine(make: Maker) -> None:
     bench.store(prompt(2))
     bench.forget()
     bench.depot.end_session(1)
-    assert bench.wait(bench.depot.warm(o.Warm("default", prompt(2).digests))).count == 0
+    assert bench.wait(commands.warm(bench.depot, o.Warm("default", prompt(2).digests))).count == 0
 
 
 @pytest.mark.promise(29, 31)

@@ -14,7 +14,9 @@ from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
-from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.server import commands
+from kvdepot.server.depot import Depot
+from kvdepot.server.replies import Deferred, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -113,7 +115,7 @@ class Life:
             ExtentAllocator(size), IndexTable(self.memory, NUM_RECORDS), self.policy, QuotaTable(size, self.quotas)
         )
         self.depot = Depot(index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
-        self.depot.ticket_seconds = LEASE_SECONDS  # an input is too short for more
+        self.depot.stores.ticket_seconds = LEASE_SECONDS  # an input is too short for more
 
     def steps(self) -> list[Callable[[], None]]:
         return [
@@ -144,7 +146,7 @@ class Life:
             assert self.state() == before, "a refused request changed something"
             return None
         if isinstance(reply, Deferred):
-            self.depot.work()
+            self.depot.background.work()
             if reply.reply is None:
                 assert isinstance(request, m.Move), "there is no tier to wait for"
                 return None
@@ -155,8 +157,9 @@ class Life:
     def state(self) -> tuple[Any, ...]:
         depot = self.depot
         return (
-            bytes(self.memory), dict(depot.tickets), dict(depot.late_tickets), dict(depot.contexts),
-            list(depot.quarantines), list(depot.labels), list(depot.leases), len(depot.index.spaces),
+            bytes(self.memory), dict(depot.stores.tickets), dict(depot.stores.late_tickets),
+            dict(depot.contexts.by_number), list(depot.quarantine.held),
+            list(depot.labels.names), list(depot.leases), len(depot.index.spaces),
             list(depot.index.parts.nodes.tree.holds),
         )  # fmt: skip
 
@@ -168,11 +171,11 @@ class Life:
     def context(self, who: int) -> int:
         """Return mostly a context of that session; now and then anybody's, or none."""
         choice = self.source.byte()
-        own = [c.number for c in self.depot.contexts.values() if c.session == self.sessions[who]]
+        own = [c.number for c in self.depot.contexts.by_number.values() if c.session == self.sessions[who]]
         return own[choice % len(own)] if own and choice < 0xF0 else choice & 0xF
 
     def covered(self, context: int, num_chunks: int) -> tuple[int, ...]:
-        known = self.depot.contexts.get(context)
+        known = self.depot.contexts.by_number.get(context)
         count = len(known.space.spec.groups) if known else 1
         choices = [self.source.byte() for _ in range(count)]
         return tuple(num_chunks if choice < 0xA0 else choice % (num_chunks + 2) for choice in choices)
@@ -254,13 +257,13 @@ class Life:
                 assert self.depot.index.table.extent(record) == (offset, num_bytes)
 
     def ticket(self) -> int:
-        tickets, choice = [*self.depot.tickets, *self.depot.late_tickets], self.source.byte()
+        tickets, choice = [*self.depot.stores.tickets, *self.depot.stores.late_tickets], self.source.byte()
         return tickets[choice % len(tickets)] if tickets else choice
 
     def commit(self) -> None:
         who = self.who()
         context, ticket, length = self.context(who), self.ticket(), self.source.byte()
-        known = self.depot.tickets.get(ticket)
+        known = self.depot.stores.tickets.get(ticket)
         checksums = b"" if length < 0xA0 else bytes(16 * (len(known.records) if known else 1) + length % 2)
         self.ask(m.CommitStore(context, ticket, checksums), who)
 
@@ -303,12 +306,12 @@ class Life:
     # --- events ---------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        self.depot.clear((None, "tenant-0", "nobody")[self.source.below(3)])
+        sum(commands.clear_pool(self.depot, (None, "tenant-0", "nobody")[self.source.below(3)]))
 
     def time_passes(self) -> None:
         self.now += self.source.below(12)
         self.depot.expire()
-        self.depot.work()
+        self.depot.background.work()
 
     def connection_closes(self) -> None:
         """The same process connects again."""
@@ -328,22 +331,22 @@ class Life:
         self.join(who)
 
     def drain(self) -> None:
-        self.depot.accepts_stores = not self.depot.accepts_stores
+        self.depot.state.accepts_stores = not self.depot.state.accepts_stores
 
     def restart(self) -> None:
         """The server is killed; the next one reads the table. What was unfinished waits, as its loop does it."""
         specs = [space.spec for space in self.depot.index.spaces]
-        labels = self.depot.labels
+        labels = self.depot.labels.names
         sealed = {r.key: r for r in self.depot.index.table.records() if r.state == SEALED}
         visible = [
             {key for key, node in space.nodes.items() if self.depot.index.is_reachable(node)}
             for space in self.depot.index.spaces
         ]
         self.start()
-        self.depot.restore_labels(labels)
+        self.depot.labels.restore(labels)
         index = self.depot.index
         for record in [record for record in index.restore(specs, len(labels)) if record is not None]:
-            self.depot.quarantine((index.table.writer_of(record), index.table.owner_of(record)), [record], 0)
+            self.depot.quarantine.hold((index.table.writer_of(record), index.table.owner_of(record)), [record], 0)
         assert len({r.key for r in index.table.records() if r.state == SEALED}) <= len(sealed)
         for space, before in zip(index.spaces, visible, strict=True):
             assert {key for key, node in space.nodes.items() if index.is_reachable(node)} == before
@@ -358,36 +361,36 @@ class Life:
         depot, index = self.depot, self.depot.index
         index.check_integrity()
         depot.leases.check_integrity()
-        late = [n for t in depot.late_tickets.values() for n in t.records]
+        late = [n for t in depot.stores.late_tickets.values() for n in t.records]
         assert all(index.node_of(number) == NO_NODE for number in late)
-        writing = [n for t in depot.tickets.values() for n in t.records]
+        writing = [n for t in depot.stores.tickets.values() for n in t.records]
         assert all(index.node_of(number) != NO_NODE for number in writing)
-        writing += late + [n for q in depot.quarantines for n in q.records]
+        writing += late + [n for q in depot.quarantine.held for n in q.records]
         assert sorted(writing) == [r.number for r in index.table.records() if r.state == WRITING]
-        for context in depot.contexts.values():
-            tickets = [*depot.tickets.values(), *depot.late_tickets.values()]
+        for context in depot.contexts.by_number.values():
+            tickets = [*depot.stores.tickets.values(), *depot.stores.late_tickets.values()]
             own = sum(ticket.num_bytes for ticket in tickets if ticket.context == context.number)
             assert context.writing_bytes == own
         holds = Counter(index.node_of(number) for number in writing)
         del holds[NO_NODE]
         for lease in depot.leases:
-            assert lease.context in depot.contexts
+            assert lease.context in depot.contexts.by_number
             assert lease.expiry_seconds > self.now - LEASE_SECONDS
             holds.update(lease.nodes)
         tree = index.parts.nodes.tree
         assert all(tree.holds[node] == holds[node] for node in range(len(tree.keys)))
-        assert all(ticket.context in depot.contexts for ticket in depot.tickets.values())
-        depot.status_fields()
+        assert all(ticket.context in depot.contexts.by_number for ticket in depot.stores.tickets.values())
+        depot.status.fields()
 
     def finish(self) -> None:
         for who in range(NUM_SESSIONS):
             self.depot.end_session(self.sessions[who])
-        for quarantine in list(self.depot.quarantines):
+        for quarantine in list(self.depot.quarantine.held):
             self.depot.end_process(quarantine.fence[0])
         depot = self.depot
-        assert not (len(depot.leases) or depot.tickets or depot.late_tickets or depot.quarantines)
+        assert not (len(depot.leases) or depot.stores.tickets or depot.stores.late_tickets or depot.quarantine.held)
         if len(self.source.data) % 2:
-            self.depot.clear(None)
+            sum(commands.clear_pool(self.depot, None))
             check_empty(self.depot.index)
         else:
             empty_by_eviction(self.depot.index)

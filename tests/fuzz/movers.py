@@ -81,7 +81,7 @@ class LifeWithMovers(Life):
     def start(self) -> None:
         super().start()
         self.movers = Movers()
-        self.depot.movers = cast("MoverTable", self.movers)
+        self.depot.state.movers = cast("MoverTable", self.movers)
 
     def completed(self, request: m.RegisterKVCache, choice: int) -> m.RegisterKVCache:
         if choice & 0x40:
@@ -96,9 +96,9 @@ class LifeWithMovers(Life):
     def move(self) -> None:
         who = self.who()
         context, choice = self.context(who), self.source.byte()
-        known = self.depot.contexts.get(context)
+        known = self.depot.contexts.by_number.get(context)
         count = len(known.space.spec.groups) if known else 1
-        numbers = [*self.depot.tickets] if choice & 1 else [lease.number for lease in self.depot.leases]
+        numbers = [*self.depot.stores.tickets] if choice & 1 else [lease.number for lease in self.depot.leases]
         number = numbers[choice % len(numbers)] if numbers else choice
         ids = (bytes(4 * (choice >> 2)),) * (count if choice < 0xF0 else 2)
         self.ask(m.Move(context, number, bool(choice & 1), ids, (0,) * count, (0,) * count), who)
@@ -130,7 +130,7 @@ class LifeWithMovers(Life):
 
     def check(self) -> None:
         super().check()
-        assert all(ticket.is_moving for ticket in self.depot.tickets.values() if ticket.is_aborted)
+        assert all(ticket.is_moving for ticket in self.depot.stores.tickets.values() if ticket.is_aborted)
         for process in [*self.movers.dying, *self.movers.living.values()]:
             for copy, _ in process.moves:
                 for _, _, _, record, _, header, offset, num_bytes in m.EXTENT.iter_unpack(copy.extents):

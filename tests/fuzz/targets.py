@@ -154,7 +154,7 @@ def names(data: bytes) -> None:
         assert decode_names(raw[:num_bytes]) == (found, num_bytes)
         index = ChunkIndex(ExtentAllocator(PAGE), IndexTable.in_memory(4))
         depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
-        depot.restore_labels(found.labels)
+        depot.labels.restore(found.labels)
         assert not [record for record in index.restore(found.spaces, len(found.labels)) if record is not None]
         check_empty(index)
 
@@ -192,7 +192,7 @@ def records(data: bytes) -> None:
     table = IndexTable(memory, _NUM_RECORDS)
     index = ChunkIndex(ExtentAllocator(64 * PAGE), table, ("lru", "arc")[bool(data[:1]) and data[0] >> 1 & 1])
     depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
-    depot.restore_labels([(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
+    depot.labels.restore([(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
     unfinished = [record for record in index.restore(SPECS, _NUM_LABELS) if record is not None]
     index.check_integrity()
     for record in table.records():
@@ -204,11 +204,11 @@ def records(data: bytes) -> None:
         assert index.has_entry(node, record.group, record.shard)
         found = index.extent_of(node, record.group, record.shard, record.layout)
         assert (found is not None) == (record.state == SEALED)
-    depot.status_fields()
+    depot.status.fields()
     for record in unfinished:
         table.writer_of(record)
         table.owner_of(record)
-    depot.discard_records(unfinished)
+    depot.quarantine.discard(unfinished)
     index.check_integrity()
     while index.evict_one():
         pass

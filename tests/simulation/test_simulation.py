@@ -39,7 +39,7 @@ def test_a_history_is_the_same_each_time() -> None:
 
 def test_an_extent_that_leaves_quarantine_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def discard(depot: Depot, _fence: object, records: list[int], _num_bytes: int) -> None:
-        depot.discard_records(records)
+        depot.quarantine.discard(records)
 
     monkeypatch.setattr(Depot, "quarantine", discard)
     seed = first_failure()

@@ -21,8 +21,9 @@ from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import Names
 from kvdepot.pool.table import SEALED, TableReader, Writer
-from kvdepot.server import operations
-from kvdepot.server.depot import Deferred, Depot, Refused
+from kvdepot.server import commands
+from kvdepot.server.depot import Depot
+from kvdepot.server.replies import Deferred, Refused
 from kvdepot.server.restoring import take_over
 from kvdepot.tiers.jobs import Operation
 from kvdepot.tiers.keys import label_of, place_of, tier_key
@@ -153,24 +154,24 @@ class Server:
         self.queue: SimulatedQueue | None = None
         if setup.demotion is not None:
             self.queue = make_queue(world.storage, f"the server {pid}", world.clock)
-            self.depot.tiering = Tiering(
-                self.index, [self.queue], TieringSettings(setup.demotion), names_of=self.depot.labels.__getitem__,
+            self.depot.state.tiering = Tiering(
+                self.index, [self.queue], TieringSettings(setup.demotion), names_of=self.depot.labels.names.__getitem__,
                 on_corrupt=self.depot.remove_corrupt, clock=world.clock,
             )  # fmt: skip
-            self.depot.tiering.promotion_context.own_writer = self.writer
+            self.depot.state.tiering.promotion_context.own_writer = self.writer
         found = self.names.found
         self.watched: set[Writer] = set()
         self.restoring = iter(
             take_over(self.depot, self.index.restore(found.spaces, len(found.labels)), world.await_death)
         )
         self.is_restoring = True
-        self.depot.accepts_stores = False
-        self.depot.restore_labels(found.labels)
-        self.depot.on_names_changed = self._save_names
+        self.depot.state.accepts_stores = False
+        self.depot.labels.restore(found.labels)
+        self.depot.labels.save = self._save_names
 
     def _save_names(self) -> None:
         spaces = [space.spec for space in self.index.spaces[self.names.num_spaces :]]
-        self.names.add(Names(spaces, self.depot.labels[self.names.num_labels :]))
+        self.names.add(Names(spaces, self.depot.labels.names[self.names.num_labels :]))
 
 
 class World:
@@ -278,7 +279,7 @@ class World:
 
     def _restored(self, server: Server) -> str:
         server.is_restoring = False
-        server.depot.accepts_stores = True
+        server.depot.state.accepts_stores = True
         if server.index.num_restore_errors:
             raise Violation("reading back failed")
         self.check()
@@ -350,9 +351,9 @@ class World:
         self.now += (0.0, 0.1, 1.0, 3.0, 11.0)[a % 5]
         depot = server.depot
         depot.expire()
-        depot.work(lambda: bool(b % 2))
-        if depot.tiering is not None:
-            depot.tiering.turn(lambda: bool(b % 3))
+        depot.background.work(lambda: bool(b % 2))
+        if depot.state.tiering is not None:
+            depot.state.tiering.turn(lambda: bool(b % 3))
         self._look(server)
         return f"the loop turns at {self.now:.1f} s"
 
@@ -440,7 +441,7 @@ class World:
         assert self.server is not None
         self.server.depot.end_session(process.session)
         process.session = 0
-        if any(quarantine.fence[0] == process.writer for quarantine in self.server.depot.quarantines):
+        if any(quarantine.fence[0] == process.writer for quarantine in self.server.depot.quarantine.held):
             self.server.watched.add(process.writer)
 
     def on_kill(self, a: int, b: int, c: int) -> str | None:
@@ -677,20 +678,20 @@ class World:
         try:
             match a % 5:
                 case 0:
-                    depot.clear_everywhere(tenant, None)
+                    commands.clear(depot, tenant, None)
                     return f"an operator clears {tenant or 'everything'}"
                 case 1:
                     num_bytes = b // 3 % 4 * PAGE
-                    operations.set_quota(depot, "tenant-1", num_bytes)
+                    commands.set_quota(depot, "tenant-1", num_bytes)
                     return f"an operator sets the quota of tenant-1 to {num_bytes} bytes"
                 case 2:
-                    depot.warm(o.Warm(PROMPTS[b % 4].tenant, PROMPTS[b % 4].digests, 5.0))
+                    commands.warm(depot, o.Warm(PROMPTS[b % 4].tenant, PROMPTS[b % 4].digests, 5.0))
                     return f"an operator warms and pins {self._name(PROMPTS[b % 4])}"
                 case 3:
-                    operations.unpin(depot, tenant)
+                    commands.unpin(depot, tenant)
                     return "an operator ends pins"
                 case _:
-                    operations.drain(depot, not b % 4)
+                    commands.drain(depot, not b % 4)
                     return f"an operator {'begins' if not b % 4 else 'ends'} draining"
         except Refused:
             return None
@@ -748,12 +749,12 @@ class World:
         depot = server.depot
         for _ in depot.pins.end(None):
             pass
-        depot.clear_everywhere(None, None)
+        commands.clear(depot, None, None)
         for _ in range(10):
             self.do(("turn", 4, 0, 0))
             while self.do(("tier_begin", 0, 0, 0)) or self.do(("tier_end", 0, 0, 0)):
                 pass
-        held = (depot.leases, depot.tickets, depot.quarantines, depot.contexts, self.memory.claims)
+        held = (depot.leases, depot.stores.tickets, depot.quarantine.held, depot.contexts.by_number, self.memory.claims)
         if any(map(len, held)):
             raise Violation(f"left over: {[len(each) for each in held]} leases, tickets, quarantines, contexts, claims")
         try:

@@ -100,12 +100,12 @@ class StatusCollector(Collector):
             "loop_longest_turn_seconds": (status.loop_longest_seconds, "Longest turn of the request loop"),
             "loop_longest_blocked_seconds": (
                 status.loop_longest_blocked_seconds,
-                "Longest turn of the request loop, not counting waits for a core",
+                "The same as kvdepot_loop_longest_turn_seconds",
             ),
         }
         for name, (value, text) in gauges.items():
             yield GaugeMetricFamily(f"kvdepot_{name}", text, value)
-        slow = "Turns of more than 5 ms, not counting waits for a core"
+        slow = "Turns of more than 20 ms"
         yield CounterMetricFamily("kvdepot_loop_slow_turns", slow, status.loop_slow_turns)
         saved = "Prefill time saved by retrieves, from the engines' own time per token"
         yield CounterMetricFamily("kvdepot_prefill_seconds_saved", saved, status.prefill_seconds_saved)

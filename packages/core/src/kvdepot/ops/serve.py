@@ -83,10 +83,9 @@ def run_serve(options: argparse.Namespace) -> int:
     process, config = read_configs(vars(options), os.environ)
     set_up_logs(process.log_level, process.log_format)
     from kvdepot.processes.descriptors import raise_descriptor_limit
-    from kvdepot.server.loop import DepotServer, map_large_blocks
+    from kvdepot.server.app import DepotServer
 
     raise_descriptor_limit()
-    map_large_blocks()
     http_settings = process.http_settings()
     server = DepotServer(config)
     server.stop_on_signals()

@@ -1,4 +1,4 @@
-"""Takes over what an earlier server left: its entries, and the extents that living writers may still fill.
+"""Restores what an earlier server left: its entries, and the extents that living writers may still fill.
 
 The loop drives it in steps between messages. Stores are declined until it ends.
 """
@@ -7,14 +7,53 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from kvdepot.pool.names import Names
 from kvdepot.pool.table import Writer
-from kvdepot.server.depot import Depot, Fence
+from kvdepot.server.contexts import Fence
+from kvdepot.server.depot import Depot
 
 logger = logging.getLogger(__name__)
 
 
+class Restoring:
+    """Restores an earlier server's table, in steps; then stores are accepted unless the server is stopping.
+
+    Args:
+        depot: with an empty index over the table.
+        names: those that the records refer to.
+        await_death: watches a process; False if it is dead.
+        is_stopping: whether the server is.
+    """
+
+    def __init__(
+        self, depot: Depot, names: Names, await_death: Callable[[Writer], bool], is_stopping: Callable[[], bool]
+    ) -> None:
+        self._depot = depot
+        self._is_stopping = is_stopping
+        self._steps = take_over(depot, depot.index.restore(names.spaces, len(names.labels)), await_death)
+        depot.state.is_restoring, depot.state.accepts_stores = True, False
+        depot.labels.restore(names.labels)
+
+    def go_on(self, is_over: Callable[[], bool]) -> None:
+        """Restore until `is_over`, at least one step."""
+        state, counters = self._depot.state, self._depot.counters
+        try:
+            for _ in self._steps:
+                if is_over():
+                    return
+            counters["chores_failed"] += self._depot.index.num_restore_errors
+            state.accepts_stores = not self._is_stopping()
+            state.note(f"found {self._depot.index.num_entries} entries of an earlier server")
+        except Exception:
+            # Nobody knows any more whose writes have not ended: entries that are here are found, none is added.
+            logger.exception("reading back an earlier server's table failed: no stores until a start with --fresh")
+            counters["chores_failed"] += 1
+            state.note("reading back an earlier server's table failed: no stores until a start with --fresh")
+        state.is_restoring = False
+
+
 def take_over(depot: Depot, restored: Iterator[int | None], await_death: Callable[[Writer], bool]) -> Iterator[None]:
-    """Read an earlier server's table to its end, then decide about each unfinished entry.
+    """Restore an earlier server's table, then decide about each unfinished entry.
 
     An entry whose worker has registered again, or whose process is dead, is freed. Any other stays in quarantine.
 
@@ -33,11 +72,11 @@ def take_over(depot: Depot, restored: Iterator[int | None], await_death: Callabl
             sizes[fence] += table.extent(record)[1]
         yield
     for fence, records in by_fence.items():
-        is_back = any(context.fence == fence for context in depot.contexts.values())
+        is_back = any(context.fence == fence for context in depot.contexts.by_number.values())
         if not is_back and await_death(fence[0]):
-            depot.quarantine(fence, records, sizes[fence])
+            depot.quarantine.hold(fence, records, sizes[fence])
         else:
-            depot.discard_records(records)
+            depot.quarantine.discard(records)
         yield
     logger.info(
         "found %d entries of an earlier server, %d were unfinished",

@@ -16,8 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
 from kvdepot.errors import ConfigError
+from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
 from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, PLACE_BYTES
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Final, TypeAlias
 
-from kvdepot.tiers.sizes import LruSizes
 from kvdepot.tiers.disk.files import FOLDER_DIGITS, Folder, is_hex, is_temporary, key_of
 from kvdepot.tiers.keys import has_labels
+from kvdepot.tiers.sizes import LruSizes
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,324 @@
+"""Assembles a depot with its sockets, and ends it."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig, format_size
+from kvdepot.errors import DepotBusy
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.quotas import QuotaTable
+from kvdepot.movers.table import MoverTable
+from kvdepot.operators.events import EventPublisher, check_endpoint
+from kvdepot.operators.remote import RemoteSocket
+from kvdepot.operators.zeromq import Listeners
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.files import PoolFiles, allocate_first, is_locked, open_pool, open_with_lock
+from kvdepot.pool.names import Names
+from kvdepot.pool.room import resolve_pool_size
+from kvdepot.pool.table import Writer, table_size_bytes
+from kvdepot.server.access import Access, make_room, open_lock
+from kvdepot.server.commands import log_level
+from kvdepot.server.connections import ConnectionTable
+from kvdepot.server.depot import Depot
+from kvdepot.server.dispatch import Operators
+from kvdepot.server.loop import Loop, Sockets
+from kvdepot.server.requests import Requests
+from kvdepot.server.restoring import Restoring
+from kvdepot.server.sessions import Session, SessionTable
+from kvdepot.server.waking import ThreadResults, Waker
+from kvdepot.tiers.opening import TierOpener
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
+from kvdepot.wire.curve import ServerKeys, load_allowed, load_pair
+
+logger = logging.getLogger(__name__)
+
+_BYTES_PER_ENTRY: Final = 64 << 10  # the smallest chunk that the default number of entries reckons with
+_MINIMUM_ENTRIES: Final = 65_536
+_MAXIMUM_ENTRIES: Final = 4_194_304
+_DRAIN_SECONDS: Final = 2.0
+
+
+class DepotServer:
+    """A depot with its sockets. `run` serves until `stop` or SIGTERM; `close` is called by `run`."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Bind the sockets and open the pool.
+
+        Raises:
+            ConfigError: the settings cannot work.
+            DepotBusy: another server has this directory.
+            PoolError: the pool's files cannot be made.
+        """
+        self.config = config
+        self.epoch = secrets.randbits(62) | 1
+        self._version = version("kvdepot")  # read from a file
+        self._started_at = time.monotonic()
+        self._stopping_at: float | None = None
+        self._access = Access.of_group(config.socket_group)
+        keys = _load_keys(config)
+        self._access.prepare_directory(config.directory)
+        self._lock = _take_lock(config.directory)
+        with contextlib.ExitStack() as undo:  # a start that fails leaves nothing behind
+            undo.callback(os.close, self._lock)
+            self._files = self._open_files()
+            undo.callback(self._files.close, remove=self._files.is_new)
+            self.depot = self._make_depot()
+            self._waker = Waker()
+            undo.callback(self._waker.close)
+            self._context = zmq.Context()
+            undo.callback(self._context.destroy, linger=0)
+            self.sockets = self._open_sockets(undo, keys)
+            movers = self.depot.state.movers = self._make_movers(self.sockets.sessions)
+            undo.callback(movers.close)
+            opener = TierOpener(self._files.pool_fd, self._files.size_bytes, self._waker.wake)
+            if config.tiers:
+                self.depot.state.tiering = self._make_tiering(opener.open_all(config.tiers))
+            extents = self.depot.index.extents
+            self._results = ThreadResults(self._files, extents, opener, self._waker, str(config.pool_path))
+            self.restoring = self._make_restoring()
+            self.depot.labels.save = self._save_names
+            operators = Operators(self.depot, config, opener, self._make_tiering, self._status, self._version)
+            self._requests = Requests(self.depot, self.sockets.sessions, operators)
+            self.loop = Loop(
+                self.sockets, self.depot, movers, self._requests, self._results, self.restoring, self._files
+            )
+            undo.pop_all()
+
+    def _open_files(self) -> PoolFiles:
+        config = self.config
+        size = resolve_pool_size(config)
+        entries = config.max_entries or min(max(size // _BYTES_PER_ENTRY, _MINIMUM_ENTRIES), _MAXIMUM_ENTRIES)
+        server = f"the depot of --dir {config.directory.absolute()} (process {os.getpid()} of its PID namespace)"
+        return open_pool(config.pool_path, size, entries, server=server, fresh=config.fresh)
+
+    def _make_depot(self) -> Depot:
+        config, files = self.config, self._files
+        size = files.size_bytes
+        quotas = QuotaTable(size, config.quotas)
+        for path in (config.directory / SESSION_SOCKET, *self._control_paths()):
+            make_room(path)  # now that no living depot has them
+        ready = allocate_first(files.pool_fd, size) if files.is_new else size
+        return Depot(
+            ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas),
+            epoch=self.epoch,
+            lease_seconds=config.lease_seconds,
+            clock=time.monotonic,
+            verify=m.Verify(config.verify),
+        )
+
+    def _open_sockets(self, undo: contextlib.ExitStack, keys: ServerKeys | None) -> Sockets:
+        config, depot = self.config, self.depot
+        connections = ConnectionTable(
+            self._control_paths(),
+            self._access,
+            is_owner=lambda token: sessions.find(token) is not None,
+            end_owner=lambda token: sessions.end(token),
+            handle=lambda connection, frame: self._requests.serve(connections, connection, frame),
+        )
+        undo.callback(connections.close)
+        remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
+        events = self._open_events()
+        bound = [] if remote is None else [(remote.router, each) for each in remote.endpoints]
+        listeners = Listeners([*bound, *([] if events is None else events.bound)])
+
+        def end_session(session: Session) -> None:
+            assert session.token is not None
+            connections.close_owner(session.token)
+            depot.end_session(session.number)
+
+        sessions = SessionTable(
+            config.directory / SESSION_SOCKET,
+            self._access,
+            welcome=self._welcome,
+            on_end=end_session,
+            on_death=depot.end_process,
+            is_awaited=depot.quarantine.is_awaited,
+            is_mapping=lambda writer: is_locked(self._files.pool_fd, writer.start_time),
+            epoch=self.epoch,
+        )
+        undo.callback(sessions.close)
+        return Sockets(connections, sessions, remote, events, listeners)
+
+    def _open_events(self) -> EventPublisher | None:
+        config = self.config
+        if config.events is None:
+            return None
+        events = EventPublisher(self._context, self.depot.index, config.events, config.events_replay)
+        for endpoint, flag in ((config.events, "--events"), (config.events_replay, "--events-replay")):
+            if endpoint is not None and not check_endpoint(endpoint, flag):
+                logger.warning("%s %s: whoever can connect sees keys of chunks", flag, endpoint)
+        return events
+
+    def _make_movers(self, sessions: SessionTable) -> MoverTable:
+        return MoverTable(
+            self._files.pool_fd,
+            self._files.size_bytes,
+            hand_over=sessions.hand_over,
+            on_dead=self.depot.end_mover,
+            start_seconds=self.config.mover_start_seconds,
+            move_seconds=self.config.move_seconds,
+        )
+
+    def _make_tiering(self, queues: list[TierQueue]) -> Tiering:
+        config, depot = self.config, self.depot
+        settings = TieringSettings(
+            config.demotion,
+            config.demotion_least_tokens,
+            config.promotion_seconds,
+            config.promotion_least_tokens,
+            makes_checksums=depot.state.verify is not m.Verify.OFF,
+        )
+        return Tiering(
+            depot.index, queues, settings, names_of=depot.labels.names.__getitem__, on_corrupt=depot.remove_corrupt,
+            clock=time.monotonic,
+        )  # fmt: skip
+
+    def _make_restoring(self) -> Restoring | None:
+        if self._files.is_new:
+            return None
+        return Restoring(
+            self.depot, self._files.names.found, self.sockets.sessions.await_death,
+            lambda: self._stopping_at is not None,
+        )  # fmt: skip
+
+    def _control_paths(self) -> list[Path]:
+        config = self.config
+        further = [endpoint for endpoint in config.listen if endpoint not in config.tcp_endpoints]
+        return [config.directory / CONTROL_SOCKET, *(Path(endpoint.removeprefix("ipc://")) for endpoint in further)]
+
+    def run(self, on_ready: Callable[[], None] | None = None) -> None:
+        """Serve until told to stop."""
+        try:
+            self._results.start()
+            logger.info(
+                "serving %s with a pool of %s in %s (epoch %d)",
+                self.config.directory, format_size(self._files.size_bytes), self.config.pool_path, self.epoch,
+            )  # fmt: skip
+            if on_ready is not None:
+                on_ready()
+            self.loop.run(self._is_over)
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        """Ask the loop to end, from any thread or a signal handler: no new stores, those under way may finish."""
+        if self._stopping_at is None:
+            self._stopping_at = time.monotonic() + _DRAIN_SECONDS
+            self.depot.state.accepts_stores = False
+        self._waker.wake()
+
+    def stop_on_signals(self) -> None:
+        """End on SIGTERM and SIGINT; call from the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda _number, _frame: self.stop())
+
+    def _is_over(self) -> bool:
+        if self._stopping_at is None:
+            return False
+        return not self.depot.stores.tickets or time.monotonic() >= self._stopping_at
+
+    def close(self) -> None:
+        """Close sockets and files; an ephemeral pool is removed, any other waits for the next server."""
+        state = self.depot.state
+        if state.movers is not None:
+            state.movers.close()
+        self.sockets.connections.close()
+        self.sockets.sessions.close()
+        if state.tiering is not None:
+            state.tiering.close(_DRAIN_SECONDS)
+        self._context.destroy(linger=0)
+        self._files.close(remove=self.config.ephemeral)
+        self._waker.close()
+        os.close(self._lock)
+        logger.info("stopped%s", "" if self.config.ephemeral else f"; the cache stays in {self.config.pool_path}")
+
+    def _status(self) -> o.DepotStatus:
+        depot, watch, remote, events = self.depot, self.loop.watch, self.sockets.remote, self.sockets.events
+        fields = depot.status.fields()
+        if remote is not None:
+            fields["counters"]["keys_refused"] = remote.num_refused
+        if events is not None:
+            fields["counters"]["event_batches"] = events.num_batches
+        return o.DepotStatus(
+            server_version=self._version,
+            protocol_version=m.PROTOCOL_VERSION,
+            epoch=self.epoch,
+            pid=os.getpid(),
+            uptime_seconds=time.monotonic() - self._started_at,
+            policy=self.config.policy,
+            num_sessions=len(self.sockets.sessions),
+            recovering=depot.state.is_restoring,
+            verify=depot.state.verify,
+            log_level=log_level(),
+            loop_longest_seconds=watch.longest_seconds,
+            loop_longest_blocked_seconds=watch.longest_seconds,
+            loop_slow_turns=watch.num_slow,
+            latencies={
+                **{
+                    frames.operation_of(kind): histogram.status()
+                    for kind, histogram in self._requests.latencies.items()
+                    if any(histogram.counts)
+                },
+                "store": depot.state.usage.store_seconds.status(),
+                "loop_turn": watch.turns.status(),
+            },
+            endpoints=[
+                *(f"ipc://{path}" for path in self._control_paths()),
+                *(remote.endpoints if remote is not None else ()),
+            ],
+            event_endpoints=[] if events is None else [events.endpoint, events.replay_endpoint],
+            **fields,
+        )
+
+    def _welcome(self, token: bytes, writer: Writer) -> tuple[frames.SessionOpened, list[int]]:
+        files = self._files
+        opened = frames.SessionOpened(
+            self.epoch, token, files.size_bytes, table_size_bytes(files.table.num_records), self._version
+        )
+        pool_fd = os.dup(files.pool_fd) if writer.pid else open_with_lock(files.pool_fd, writer.start_time)
+        try:
+            return opened, [pool_fd, os.dup(files.table_fd)]
+        except OSError:
+            os.close(pool_fd)
+            raise
+
+    def _save_names(self) -> None:
+        file, depot = self._files.names, self.depot
+        new_spaces = [space.spec for space in depot.index.spaces[file.num_spaces :]]
+        file.add(Names(new_spaces, depot.labels.names[file.num_labels :]))
+
+
+def _take_lock(directory: Path) -> int:
+    fd = open_lock(directory / "lock")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise DepotBusy(f"process {pid} already serves {directory}: stop it, or choose another --dir") from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd
+
+
+def _load_keys(config: ServerConfig) -> ServerKeys | None:
+    if config.curve_secret is None or config.curve_clients is None:
+        return None
+    return ServerKeys(
+        load_pair(config.curve_secret, "--curve-secret"), load_allowed(config.curve_clients, "--curve-clients")
+    )

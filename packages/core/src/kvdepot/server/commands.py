@@ -1,0 +1,338 @@
+"""Operators' commands: find, clear, warm, unpin, quotas, tiers, draining, what is logged, settings.
+
+None of them waits and none needs a session. Long ones run in the background and reply when they are done. Nothing of
+them outlives the server: the next one starts from its flags again.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any, Final
+
+from kvdepot.config import ServerConfig
+from kvdepot.errors import ConfigError, ErrorCode
+from kvdepot.index.index import Space
+from kvdepot.index.pins import Pin
+from kvdepot.server.background import MAXIMUM_WAITING, Kind
+from kvdepot.server.depot import Depot
+from kvdepot.server.replies import Deferred, Refused, count_digests
+from kvdepot.server.state import MAXIMUM_ROWS
+from kvdepot.tiers.opening import TierOpener
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tiering import Tiering
+from kvdepot.tiers.url import TierUrl
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
+
+logger = logging.getLogger(__name__)
+
+MAXIMUM_TIERS: Final = 16  # since the start, those that were removed included
+
+_PATIENT_SECONDS: Final = 60.0  # that a warm request may wait for tiers
+_PACKAGE: Final = logging.getLogger("kvdepot")
+
+Steps = Iterator[frames.Reply | None]
+
+
+def _later(depot: Depot, steps: Steps, deferred: Deferred | None = None) -> Deferred:
+    """Run a command in the background.
+
+    Raises:
+        Refused: very many commands wait.
+    """
+    deferred = deferred or Deferred()
+    if not depot.background.answer(steps, Kind.OPERATOR, deferred):
+        raise Refused(
+            ErrorCode.DRAINING, f"{MAXIMUM_WAITING[Kind.OPERATOR]} requests of operators wait already: ask again"
+        )
+    return deferred
+
+
+def find(depot: Depot, digests: bytes) -> Deferred:
+    """Find a prefix in the pool; the reply names spaces, `MAXIMUM_ROWS` at most, the one with the most chunks first.
+
+    Raises:
+        Refused: the bytes are not whole digests, or very many commands wait.
+    """
+    count_digests(digests)
+    index = depot.index
+
+    def steps() -> Steps:
+        most: list[tuple[int, int, o.FoundPrefix]] = []  # a heap: the shortest prefix first
+        for space in list(index.spaces):
+            num_chunks, nodes = index.longest_prefix(space, digests)
+            if num_chunks:
+                last = nodes[-1]
+                tenant, model = depot.labels.names[index.label_of(last)]
+                prefix = o.FoundPrefix(
+                    num_chunks=num_chunks, num_tokens=num_chunks * space.spec.chunk_tokens, tenant=tenant,
+                    model=model, dtype=space.spec.dtype, format=space.spec.format,
+                    chunk_tokens=space.spec.chunk_tokens, idle_seconds=index.idle_seconds(last),
+                    is_held=index.is_held(last), num_children=index.num_children(last),
+                )  # fmt: skip
+                heappush(most, (num_chunks, -space.number, prefix))
+                if len(most) > MAXIMUM_ROWS:
+                    heappop(most)
+            yield None
+        yield o.Found(depot.state.epoch, [prefix for _, _, prefix in sorted(most, reverse=True)])
+
+    return _later(depot, steps())
+
+
+def clear_pool(depot: Depot, tenant: str | None, model: str | None = None) -> Iterator[int]:
+    """Remove the entries of a tenant and a model (None: of all) that nobody uses; yield how many at each step."""
+    names = depot.labels.names
+
+    def is_wanted(label: int, _space: Space) -> bool:
+        return tenant in (None, names[label][0]) and model in (None, names[label][1])
+
+    return depot.index.clear(is_wanted)
+
+
+def clear(depot: Depot, tenant: str | None, model: str | None) -> Deferred:
+    """Clear the pool, then the tiers; the reply counts entries.
+
+    It is an error if a tier could not be cleared; the pool and the other tiers are.
+
+    Raises:
+        Refused: very many commands wait.
+    """
+    deferred, epoch = Deferred(), depot.state.epoch
+    removed = 0
+
+    def on_done(in_tiers: int, problems: list[str]) -> None:
+        if not problems:
+            deferred.send(m.Done(epoch, removed + in_tiers))
+            return
+        text = (
+            f"{removed + in_tiers} entries were removed, but not in every tier: {'; '.join(problems)}."
+            " What is still there is served again: clear again once 'kvdepot status' says that the tier is used"
+        )
+        logger.error("%s", text)
+        deferred.send(m.ErrorReply(epoch, ErrorCode.TIER_UNAVAILABLE, text))
+
+    def steps() -> Steps:
+        nonlocal removed
+        tiering = depot.state.tiering
+        if tiering is not None:
+            for _ in tiering.stop(tenant, model):
+                yield None
+        for count in clear_pool(depot, tenant, model):
+            removed += count
+            yield None
+        tiering = depot.state.tiering
+        if tiering is None:
+            on_done(0, [])
+        else:
+            tiering.clear(tenant, model, on_done)
+
+    return _later(depot, steps(), deferred)
+
+
+def clear_prefix(depot: Depot, request: o.Clear) -> Deferred:
+    """Remove a prefix from the pool, in every space, as far as no other prefix needs it; the reply counts entries.
+
+    Raises:
+        Refused: the bytes are not whole digests, or very many commands wait.
+    """
+    count_digests(request.digests)
+
+    def steps() -> Steps:
+        count = 0
+        for space in list(depot.index.spaces):
+            yield None
+            num_chunks, nodes = depot.index.longest_prefix(space, request.digests)
+            if not num_chunks:
+                continue
+            tenant, model = depot.labels.names[depot.index.label_of(nodes[-1])]
+            if request.tenant in (None, tenant) and request.model in (None, model):
+                for removed in depot.index.clear_end(nodes[-1]):
+                    count += removed
+                    yield None
+        yield m.Done(depot.state.epoch, count)
+
+    return _later(depot, steps())
+
+
+def warm(depot: Depot, request: o.Warm) -> Deferred:
+    """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
+
+    The reply counts the chunks that are in the pool then, of the space that has the most. Tiers are asked where
+    engines are registered, for every model that they named.
+
+    Raises:
+        Refused: the bytes are not whole digests, or very many commands wait.
+    """
+    num_chunks = count_digests(request.digests)
+    deferred = Deferred()
+    num_left = 1  # answers of tiers, and the end of the questions
+
+    def on_answer() -> None:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            depot.background.go_on(_pin_warmed(depot, request), Kind.OPERATOR, deferred)
+
+    def steps() -> Steps:
+        nonlocal num_left
+        for space in list(depot.index.spaces):
+            yield None
+            for model in depot.contexts.models(space):
+                found, nodes = depot.index.longest_prefix(space, request.digests)
+                places, _ = depot.contexts.places(space)
+                tiering = depot.state.tiering
+                if tiering is None or not places or found == num_chunks:
+                    break
+                num_left += 1
+                label = depot.labels.number_of(request.tenant, model)
+                if not tiering.promote(
+                    space, request.digests, places, label, found=found, pins=nodes, wait_seconds=_PATIENT_SECONDS,
+                    on_answer=on_answer,
+                ):  # fmt: skip
+                    num_left -= 1
+                yield None
+        on_answer()
+
+    return _later(depot, steps(), deferred)
+
+
+def _pin_warmed(depot: Depot, request: o.Warm) -> Steps:
+    index = depot.index
+    most, best = 0, None
+    for space in list(index.spaces):
+        yield None
+        found, _ = index.longest_prefix(space, request.digests)
+        if found > most:
+            most, best = found, space
+    if best is not None:
+        most, nodes = index.longest_prefix(best, request.digests)  # some of it may have left since
+        if most and request.pin_seconds:
+            depot.pins.add(Pin(request.tenant, nodes), depot.state.clock() + request.pin_seconds)
+    yield m.Done(depot.state.epoch, most)
+
+
+def unpin(depot: Depot, tenant: str | None) -> Deferred:
+    """End the pins of a tenant (None: of all); the reply counts them."""
+
+    def steps() -> Steps:
+        count = 0
+        for ended in depot.pins.end(tenant):
+            count += ended
+            yield None
+        yield m.Done(depot.state.epoch, count)
+
+    return _later(depot, steps())
+
+
+def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
+    """Change a tenant's quota; the reply counts the chunks that moved to another share of the pool."""
+
+    def steps() -> Steps:
+        moved = 0
+        try:
+            for count in depot.index.set_quota(tenant, quota_bytes):
+                moved += count
+                yield None
+        except ConfigError as error:
+            yield m.ErrorReply(depot.state.epoch, ErrorCode.OUT_OF_RANGE, str(error))
+            return
+        depot.state.note(f"the quota of tenant {tenant} is {quota_bytes} bytes now")
+        logger.info("the quota of tenant %s is %d bytes now", tenant, quota_bytes)
+        yield m.Done(depot.state.epoch, moved)
+
+    return _later(depot, steps())
+
+
+def add_tier(
+    depot: Depot, opener: TierOpener, make_tiering: Callable[[list[TierQueue]], Tiering], url: str
+) -> Deferred:
+    """Open a tier and use it below those that are there; the reply comes when it is in use, and counts tiers.
+
+    Raises:
+        Refused: not a URL, another tier is being opened, this one is in use, or there were too many.
+    """
+    try:
+        name = TierUrl.parse(url).name
+    except ConfigError as error:
+        raise Refused(ErrorCode.MALFORMED, str(error)) from error
+    queues = depot.state.tiering.queues if depot.state.tiering is not None else []
+    if opener.is_opening:
+        raise Refused(ErrorCode.DRAINING, "another tier is being opened: ask again")
+    if any(queue.name == name and not queue.is_retired for queue in queues):
+        raise Refused(ErrorCode.OUT_OF_RANGE, f"tier {name} is in use already")
+    if len(queues) >= MAXIMUM_TIERS:
+        raise Refused(ErrorCode.OUT_OF_RANGE, f"{MAXIMUM_TIERS} tiers since the start: start the depot again")
+    deferred = Deferred()
+
+    def on_opened(result: TierQueue | ConfigError) -> None:
+        if isinstance(result, ConfigError):
+            deferred.send(m.ErrorReply(depot.state.epoch, ErrorCode.OUT_OF_RANGE, str(result)))
+            return
+        try:
+            if depot.state.tiering is None:
+                depot.state.tiering = make_tiering([])
+            depot.state.tiering.add(result)
+        except OSError as error:  # no memory for what is known of its entries
+            result.close()
+            text = f"tier {result.name} cannot be used: {error}"
+            deferred.send(m.ErrorReply(depot.state.epoch, ErrorCode.OUT_OF_RANGE, text))
+            return
+        depot.state.note(f"tier {result.name} is in use")
+        logger.info("tier %s is in use", result.name)
+        deferred.send(m.Done(depot.state.epoch, depot.state.tiering.num_used))
+
+    opener.begin(url, on_opened)
+    return deferred
+
+
+def remove_tier(depot: Depot, name: str) -> m.Done:
+    """Stop using a tier; the reply counts those in use.
+
+    Raises:
+        Refused: no tier in use has that name.
+    """
+    if depot.state.tiering is None or not depot.state.tiering.remove(name):
+        raise Refused(ErrorCode.OUT_OF_RANGE, f"no tier {name}: 'kvdepot status' has their names")
+    depot.state.note(f"tier {name} is not used any more")
+    logger.info("tier %s is not used any more", name)
+    return m.Done(depot.state.epoch, depot.state.tiering.num_used)
+
+
+def drain(depot: Depot, is_draining: bool) -> m.Done:
+    """Decline stores, or accept them again; the reply counts the stores under way."""
+    if depot.state.is_draining != is_draining:
+        text = "draining: stores are declined" if is_draining else "stores are taken again"
+        depot.state.note(text)
+        logger.info("%s", text)
+    depot.state.is_draining = is_draining
+    return m.Done(depot.state.epoch, len(depot.stores.tickets))
+
+
+def log_level() -> str:
+    """Return the lowest level that is logged."""
+    return logging.getLevelName(_PACKAGE.getEffectiveLevel()).lower()
+
+
+def set_log_level(depot: Depot, level: str) -> m.Done:
+    """Log this level and above."""
+    _PACKAGE.setLevel(level.upper())
+    return m.Done(depot.state.epoch, 1)
+
+
+def settings_of(depot: Depot, config: ServerConfig) -> dict[str, Any]:
+    """Return the settings as plain values, with the quotas of now; credentials in the URLs of tiers are left out."""
+    settings = {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    settings["pool_directory"] = str(config.pool_path)
+    settings["pool_size_bytes"] = depot.index.extents.capacity_bytes
+    settings["max_entries"] = depot.index.table.num_records
+    settings["quotas"] = depot.index.quotas.by_name()
+    settings["tiers"] = [] if depot.state.tiering is None else [status.name for status in depot.state.tiering.status()]
+    settings["log_level"] = log_level()
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

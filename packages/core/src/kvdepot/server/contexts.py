@@ -1,0 +1,257 @@
+"""Registered caches and schedulers of each session, and the workers that share a cache."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.errors import ErrorCode
+from kvdepot.index.index import Space, digest_of
+from kvdepot.pool.table import OWNER_BYTES, Writer
+from kvdepot.server.registration import GroupOnWorker, check_spec, check_version, check_worker
+from kvdepot.server.replies import Refused
+from kvdepot.server.state import DepotState
+from kvdepot.tiers.tiering import ShardPlace
+from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
+
+logger = logging.getLogger(__name__)
+
+Fence = tuple[Writer, bytes]  # a process, and which worker in it
+
+MAXIMUM_CONTEXTS: Final = 64  # of one session
+
+
+@dataclass(slots=True)
+class Context:
+    """One registered cache, or one scheduler: everything about its owner, whatever the device."""
+
+    number: int
+    session: int
+    writer: Writer
+    instance: str
+    model: str
+    space: Space
+    registration: m.RegisterKVCache | None = None  # None: a scheduler
+    groups: tuple[GroupOnWorker, ...] = ()
+    token_seconds: float = 0.0  # to compute a token, as a scheduler said last
+    writing_bytes: int = 0  # of its stores that it has not ended
+    status: o.ContextStatus | None = None  # as it was last
+
+    @property
+    def device(self) -> str:
+        """The kind of device that its blocks lie on."""
+        return self.registration.device.partition(":")[0] if self.registration else ""
+
+    @property
+    def owner(self) -> bytes:
+        """Which worker of its process this is."""
+        return digest_of((self.instance, self.registration.rank if self.registration else -1))[:OWNER_BYTES]
+
+    @property
+    def fence(self) -> Fence:
+        """Who this is across sessions: a registration under the same name says that no old copy is running."""
+        return self.writer, self.owner
+
+    @property
+    def has_mover(self) -> bool:
+        """Whether a mover copies for it, as it offered its memory."""
+        return self.registration is not None and self.registration.offer is not None
+
+
+class Workers:
+    """The workers of one space. Those that have the same shard write the same there, or they are refused."""
+
+    def __init__(self, space: Space) -> None:
+        self.by_instance: dict[str, dict[int, Context]] = {}
+        self.place_of: dict[tuple[int, int], ShardPlace] = {}  # by group and shard
+        self._counts: Counter[tuple[int, int]] = Counter()
+        self._num_places = sum(group.num_shards for group in space.spec.groups)
+        self._places: list[ShardPlace] | None = None
+
+    def __iter__(self) -> Iterator[Context]:
+        return (worker for mates in self.by_instance.values() for worker in mates.values())
+
+    def add(self, context: Context) -> None:
+        """Add a worker that has registered."""
+        self.by_instance.setdefault(context.instance, {})[context.number] = context
+        for number, group in enumerate(context.groups):
+            self._counts[number, group.shard] += 1
+            if (number, group.shard) not in self.place_of:
+                place = ShardPlace(number, group.shard, group.chunk_size_bytes, group.layout)
+                self.place_of[number, group.shard] = place
+                self._places = None
+
+    def remove(self, context: Context) -> None:
+        """Remove a worker."""
+        mates = self.by_instance[context.instance]
+        del mates[context.number]
+        if not mates:
+            del self.by_instance[context.instance]
+        for number, group in enumerate(context.groups):
+            self._counts[number, group.shard] -= 1
+            if not self._counts[number, group.shard]:
+                del self._counts[number, group.shard], self.place_of[number, group.shard]
+                self._places = None
+
+    def places(self) -> list[ShardPlace]:
+        """Return where every shard goes; nothing while one has no worker."""
+        if self._places is None:
+            is_whole = len(self.place_of) == self._num_places
+            self._places = [self.place_of[place] for place in sorted(self.place_of)] if is_whole else []
+        return self._places
+
+    def first_of(self, instance: str) -> Context:
+        """Return a worker of this instance, of another if it has none."""
+        mates = self.by_instance.get(instance) or next(iter(self.by_instance.values()))
+        return next(iter(mates.values()))
+
+    def check(self, groups: tuple[GroupOnWorker, ...]) -> None:
+        """Refuse a worker that would write other bytes than another one for the same shard.
+
+        Raises:
+            Refused: with the other one.
+        """
+        for number, mine in enumerate(groups):
+            theirs = self.place_of.get((number, mine.shard))
+            if theirs is None or theirs.layout == mine.layout:
+                continue
+            other = next(each for each in self if each.groups[number].shard == mine.shard)
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"group {number}, shard {mine.shard}: {mine.chunk_size_bytes} bytes a chunk, but"
+                f" {other.instance} registered {theirs.num_bytes} with other pages under the same spec:"
+                " tell the two apart by CacheSpec.format",
+            )
+
+
+class ContextTable:
+    """Every context."""
+
+    def __init__(self, state: DepotState) -> None:
+        self.by_number: dict[int, Context] = {}
+        self.chunk_bytes: dict[int, int] = {}  # of all shards and groups, by space
+        self.token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
+        self._state = state
+        self._counts: Counter[int] = Counter()  # by session
+        self._workers: dict[int, Workers] = {}  # by space
+
+    def add_worker(self, session: int, writer: Writer, request: m.RegisterKVCache) -> Context:
+        """Register a worker.
+
+        Raises:
+            Refused: its session has too many contexts, or what it says cannot be.
+        """
+        self._check_room(session)
+        groups = check_worker(request)
+        space = self._state.labels.space_of(request.spec)
+        workers = self._workers.setdefault(space.number, Workers(space))
+        workers.check(groups)
+        self.chunk_bytes[space.number] = sum(
+            group.chunk_size_bytes * shape.num_shards for group, shape in zip(groups, request.spec.groups, strict=True)
+        )
+        number = next(self._state.numbers)
+        context = Context(number, session, writer, request.instance, request.model, space, request, groups)
+        self._add(context)
+        workers.add(context)
+        logger.info(
+            "registered %s rank %d of %d on %s (%s, model %s) as context %d",
+            request.instance, request.rank, request.world_size, request.device, request.transfer_mode, request.model,
+            number,
+        )  # fmt: skip
+        self._state.note(
+            f"{request.instance} rank {request.rank} of {request.world_size} on {request.device} registered"
+        )
+        if request.fallback:
+            self._state.counters["workers_fallen_back"] += 1
+        return context
+
+    def add_scheduler(self, session: int, writer: Writer, request: m.RegisterScheduler) -> Context:
+        """Register a scheduler.
+
+        Raises:
+            Refused: its session has too many contexts, or what it says cannot be.
+        """
+        self._check_room(session)
+        check_version(request.protocol_version)
+        check_spec(request.spec)
+        space = self._state.labels.space_of(request.spec)
+        context = Context(next(self._state.numbers), session, writer, request.instance, request.model, space)
+        self._add(context)
+        logger.info(
+            "registered scheduler of %s (model %s) as context %d", request.instance, request.model, context.number
+        )
+        return context
+
+    def _add(self, context: Context) -> None:
+        self.by_number[context.number] = context
+        self._counts[context.session] += 1
+
+    def _check_room(self, session: int) -> None:
+        if self._counts[session] >= MAXIMUM_CONTEXTS:
+            raise Refused(ErrorCode.OUT_OF_RANGE, f"a session has {MAXIMUM_CONTEXTS} contexts at most: unregister one")
+
+    def remove(self, context: Context) -> Writer | None:
+        """End a context, its leases and its mover; return the mover if it may still be running."""
+        del self.by_number[context.number]
+        self._counts[context.session] -= 1
+        if not self._counts[context.session]:
+            del self._counts[context.session]
+        if context.registration is None:
+            self.token_seconds.pop(context.instance, None)
+        else:
+            self._workers[context.space.number].remove(context)
+        state = self._state
+        count = state.leases.count_of(context.number)
+        state.background.add_urgent(state.leases.end_context(context.number), count)
+        return None if state.movers is None else state.movers.end(context.number)
+
+    def find(self, session: int, number: int) -> Context:
+        """Return a context of a session.
+
+        Raises:
+            Refused: the session has no such context.
+        """
+        context = self.by_number.get(number)
+        if context is None or context.session != session:
+            raise Refused(
+                ErrorCode.UNKNOWN_CONTEXT, f"context {number} is not registered by this session: register again"
+            )
+        return context
+
+    def of_session(self, session: int) -> list[Context]:
+        """Return every context of a session."""
+        return [context for context in self.by_number.values() if context.session == session]
+
+    def places(self, space: Space, instance: str = "") -> tuple[list[ShardPlace], str]:
+        """Return where every shard of the caches of a space goes, as their workers registered it, and their model.
+
+        The model is that of a worker of `instance`, if there is one. Nothing while a shard has no worker.
+        """
+        workers = self._workers.get(space.number)
+        places = [] if workers is None else workers.places()
+        return (places, workers.first_of(instance).model) if workers is not None and places else ([], "")
+
+    def models(self, space: Space) -> list[str]:
+        """Return the models whose workers share a space: their entries have names of their own in tiers."""
+        return list(dict.fromkeys(worker.model for worker in self._workers.get(space.number, ())))
+
+
+def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, most_entries: int) -> None:
+    """Check how many chunks at the end of a run each layer group of a worker is to store or retrieve.
+
+    Raises:
+        Refused: it is no worker, or the counts do not fit.
+    """
+    if context.registration is None:
+        raise Refused(
+            ErrorCode.UNKNOWN_CONTEXT, f"context {context.number} is a scheduler: only a worker has blocks to move"
+        )
+    if len(covered) != len(context.groups) or any(count > num_chunks for count in covered):
+        raise Refused(ErrorCode.BAD_LAYOUT, f"{covered} of {num_chunks} chunks for {len(context.groups)} layer groups")
+    if sum(covered) > max(most_entries, len(covered)):
+        raise Refused(
+            ErrorCode.OUT_OF_RANGE,
+            f"{sum(covered)} entries at once: ask for at most {most_entries}, in several requests",
+        )

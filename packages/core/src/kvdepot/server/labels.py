@@ -1,0 +1,69 @@
+"""Names that records refer to by number: caches (spaces), and tenants with their models (labels)."""
+
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.errors import ErrorCode
+from kvdepot.index.index import ChunkIndex, Space
+from kvdepot.server.replies import Refused
+from kvdepot.wire import messages as m
+
+MAXIMUM_SPACES: Final = 4096  # different caches; kept as long as the pool
+MAXIMUM_LABELS: Final = 65_536  # tenants and their models; kept as long as the pool
+
+
+class LabelTable:
+    """Numbers names and has them saved before any record refers to them."""
+
+    def __init__(self, index: ChunkIndex) -> None:
+        self.names: list[tuple[str, str]] = []  # tenant and model, by number
+        self.save: Callable[[], None] = lambda: None  # called with new names in place; if it raises, it is called again
+        self._index = index
+        self._numbers: dict[str, int] = {}
+        self._num_saved_spaces = self._num_saved_labels = 0
+
+    def restore(self, names: list[tuple[str, str]]) -> None:
+        """Number labels as an earlier server did; the spaces of the index are saved, too."""
+        for tenant, model in names:
+            self.number_of(tenant, model)
+        self._num_saved_spaces = len(self._index.spaces)
+
+    def number_of(self, tenant: str, model: str) -> int:
+        """Return the number of a tenant's model.
+
+        Raises:
+            Refused: there are too many.
+            OSError: a new name cannot be saved.
+        """
+        name = f"{len(tenant)} {tenant}{model}"
+        number = self._numbers.get(name)
+        if number is None:
+            if len(self.names) >= MAXIMUM_LABELS:
+                raise Refused(
+                    ErrorCode.MALFORMED, f"more than {MAXIMUM_LABELS} tenants and models: {tenant!r} is one too many"
+                )
+            number = self._numbers[name] = len(self.names)
+            self.names.append((tenant, model))
+            self._index.quotas.add_label(number, tenant)
+        if number >= self._num_saved_labels:
+            self._save()
+        return number
+
+    def space_of(self, spec: m.CacheSpec) -> Space:
+        """Return the space of a cache.
+
+        Raises:
+            Refused: there are too many.
+            OSError: a new space cannot be saved.
+        """
+        spaces = self._index.spaces
+        if len(spaces) >= MAXIMUM_SPACES and all(space.spec != spec for space in spaces):
+            raise Refused(ErrorCode.BAD_LAYOUT, f"more than {MAXIMUM_SPACES} different caches: start the depot --fresh")
+        space = self._index.space(spec)
+        if space.number >= self._num_saved_spaces:
+            self._save()
+        return space
+
+    def _save(self) -> None:
+        self.save()
+        self._num_saved_spaces, self._num_saved_labels = len(self._index.spaces), len(self.names)

@@ -1,0 +1,86 @@
+"""Unfinished entries whose writer is gone for the depot but may still be writing."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.pool.table import Writer
+from kvdepot.server.background import Task
+from kvdepot.server.contexts import Fence
+from kvdepot.server.state import DepotState
+from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Quarantine:
+    """Entries of one worker of one process."""
+
+    fence: Fence
+    records: list[int]
+    num_bytes: int
+    num_abandoned: int = 0  # of the records: they belong to no chunk any more
+
+
+class QuarantineTable:
+    """Holds entries until their worker registers again or its process is dead."""
+
+    def __init__(self, state: DepotState) -> None:
+        self.held: list[Quarantine] = []
+        self._state = state
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool that nobody can have meanwhile."""
+        return sum(each.num_bytes for each in self.held)
+
+    def hold(self, fence: Fence, records: list[int], num_bytes: int) -> None:
+        """Hold unfinished entries."""
+        self.held.append(Quarantine(fence, records, num_bytes))
+
+    def end_worker(self, fence: Fence) -> None:
+        """Free the entries of a worker that has registered again."""
+        self._free(lambda quarantine: quarantine.fence == fence)
+
+    def end_process(self, writer: Writer) -> None:
+        """Free the entries of a process that is dead."""
+        self._free(lambda quarantine: quarantine.fence[0] == writer)
+
+    def is_awaited(self, writer: Writer) -> bool:
+        """Whether entries wait for the death of a process."""
+        return any(quarantine.fence[0] == writer for quarantine in self.held)
+
+    def _free(self, is_over: Callable[[Quarantine], bool]) -> None:
+        records = [record for quarantine in self.held if is_over(quarantine) for record in quarantine.records]
+        self.held[:] = [quarantine for quarantine in self.held if not is_over(quarantine)]
+        self.discard(records)
+
+    def discard(self, records: Sequence[int]) -> None:
+        """Free unfinished entries that nobody writes any more: at once, or soon if they are many."""
+        self._state.background.add_urgent(self._discarding(records), len(records))
+
+    def _discarding(self, records: Sequence[int]) -> Task:
+        index, counters = self._state.index, self._state.counters
+        for record in reversed(records):  # mostly deepest first: then no placeholders remain
+            try:
+                index.discard_entry(record)
+            except Exception:
+                logger.exception("an unfinished entry could not be taken back")
+                counters["chores_failed"] += 1
+            counters["entries_aborted"] += 1
+            yield
+
+    def abandon_some(self) -> bool:
+        """Take some entries out of their chunks, so that what is before those can leave; False if none is left."""
+        index = self._state.index
+        for quarantine in self.held:
+            if quarantine.num_abandoned < len(quarantine.records):
+                first = quarantine.num_abandoned
+                quarantine.num_abandoned += m.MAXIMUM_STORE_ENTRIES
+                for record in quarantine.records[first : quarantine.num_abandoned]:
+                    if index.node_of(record) != NO_NODE:
+                        index.abandon_entry(record)
+                return True
+        return False

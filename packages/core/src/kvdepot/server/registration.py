@@ -1,0 +1,101 @@
+"""Checks what workers and schedulers say of their caches when they register."""
+
+import logging
+from dataclasses import dataclass
+
+from kvdepot.errors import ErrorCode
+from kvdepot.index.index import digest_of
+from kvdepot.layout import GroupKind
+from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES
+from kvdepot.server.replies import Refused
+from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOnWorker:
+    """One layer group of one worker."""
+
+    shard: int
+    chunk_size_bytes: int
+    layout: int  # 64 bits of a digest of its page sizes: entries written under another one are not for it
+
+
+def check_version(version: int) -> None:
+    """Refuse a protocol that this server does not speak.
+
+    Raises:
+        Refused: with the versions it does speak.
+    """
+    reason = m.check_protocol_version(version)
+    if reason:
+        logger.warning("%s", reason)
+        raise Refused(ErrorCode.VERSION_MISMATCH, reason)
+
+
+def check_spec(spec: m.CacheSpec) -> None:
+    """Refuse a cache whose chunks are not whole blocks, or whose windows do not fit its groups.
+
+    Raises:
+        Refused: with the first group that is wrong.
+    """
+    for number, group in enumerate(spec.groups):
+        if group.kind is not GroupKind.RECURRENT and spec.chunk_tokens % group.block_tokens:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"group {number}: chunks of {spec.chunk_tokens} tokens are not whole blocks of {group.block_tokens}",
+            )
+        if (group.kind is GroupKind.SLIDING_WINDOW) != (group.window_tokens > 0):
+            raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: {group.kind} with a window of {group.window_tokens}")
+
+
+def check_worker(request: m.RegisterKVCache) -> tuple[GroupOnWorker, ...]:
+    """Return the layer groups of a worker.
+
+    Raises:
+        Refused: version, spec, details, rank or offer do not fit.
+    """
+    check_version(request.protocol_version)
+    check_spec(request.spec)
+    groups = _groups_of(request)
+    if request.rank >= request.world_size:
+        raise Refused(ErrorCode.BAD_LAYOUT, f"rank {request.rank} of {request.world_size}")
+    _check_offer(request)
+    return groups
+
+
+def _groups_of(request: m.RegisterKVCache) -> tuple[GroupOnWorker, ...]:
+    spec = request.spec
+    if len(request.details) != len(spec.groups):
+        raise Refused(ErrorCode.BAD_LAYOUT, f"{len(request.details)} details for {len(spec.groups)} layer groups")
+    groups: list[GroupOnWorker] = []
+    for number, (shape, detail) in enumerate(zip(spec.groups, request.details, strict=True)):
+        if detail.shard >= shape.num_shards:
+            raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: shard {detail.shard} of {shape.num_shards}")
+        blocks = 1 if shape.kind is GroupKind.RECURRENT else spec.chunk_tokens // shape.block_tokens
+        size = blocks * sum(detail.page_sizes_bytes)
+        if size > MAXIMUM_ENTRY_BYTES:
+            raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: a chunk has {size} bytes")
+        layout = int.from_bytes(digest_of((blocks, detail.page_sizes_bytes))[:8], "little")
+        groups.append(GroupOnWorker(detail.shard, size, layout))
+    return tuple(groups)
+
+
+def _check_offer(request: m.RegisterKVCache) -> None:
+    """Refuse an offer that does not fit the rest; whether it is true, its mover finds out."""
+    offer = request.offer
+    if offer is None:
+        return
+    if [len(pages) for pages in offer.pages] != [len(detail.page_sizes_bytes) for detail in request.details]:
+        raise Refused(ErrorCode.BAD_LAYOUT, "an offer whose pages are not those of the layer groups")
+    if len(set(offer.allocations)) != len(offer.allocations):
+        raise Refused(ErrorCode.BAD_LAYOUT, "an offer that names an allocation twice")
+    for pages, detail in zip(offer.pages, request.details, strict=True):
+        for page, size in zip(pages, detail.page_sizes_bytes, strict=True):
+            if page.allocation >= len(offer.allocations) or page.stride_bytes < size:
+                raise Refused(
+                    ErrorCode.BAD_LAYOUT,
+                    f"an offer with pages of {size} bytes, {page.stride_bytes} apart, in allocation"
+                    f" {page.allocation} of {len(offer.allocations)}",
+                )

@@ -1,0 +1,77 @@
+"""What the parts of one depot share: the index, its leases and names, the background, what is counted."""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final
+
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.leases import LeaseTable
+from kvdepot.movers.table import MoverTable
+from kvdepot.server.background import Background
+from kvdepot.server.labels import LabelTable
+from kvdepot.server.shadow import ShadowIndex
+from kvdepot.tiers.tiering import Tiering
+from kvdepot.wire import messages as m
+from kvdepot.wire.histogram import Histogram
+
+MAXIMUM_EVENTS: Final = 20  # that operators see
+MAXIMUM_ROWS: Final = 1024  # names with counters of their own
+OTHERS: Final = "(others)"
+
+
+class Usage:
+    """Counts what engines store, retrieve and look up."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.shadow = ShadowIndex(capacity_bytes)
+        self.store_seconds = Histogram(0.0001)  # from plan to commit
+        self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
+        self.tenant_tokens: dict[str, list[int]] = {}  # asked for, found in the pool, found in tiers
+        self.saved_seconds = 0.0  # of computing, by what was retrieved
+
+    def tokens_of(self, tenant: str) -> list[int]:
+        """Return the tokens of a tenant that were asked for, found in the pool and found in tiers, to be counted up."""
+        return self.tenant_tokens.get(tenant) or _row(self.tenant_tokens, tenant, 3)
+
+    def bytes_of(self, device: str) -> list[int]:
+        """Return the bytes stored and retrieved by a kind of device, to be counted up."""
+        return _row(self.moved_bytes, device, 2)
+
+
+@dataclass(slots=True)
+class DepotState:
+    """Shared by the handlers of one depot. `tiering` is None until there is a tier, `movers` in tests only."""
+
+    index: ChunkIndex
+    epoch: int
+    clock: Callable[[], float]
+    verify: m.Verify
+    leases: LeaseTable
+    labels: LabelTable
+    usage: Usage
+    counters: Counter[str] = field(default_factory=Counter[str])
+    background: Background = field(init=False)
+    events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAXIMUM_EVENTS))
+    numbers: "count[int]" = field(default_factory=lambda: count(1))  # of contexts and tickets
+    tiering: Tiering | None = None
+    movers: MoverTable | None = None
+    accepts_stores: bool = True  # not while restoring, nor while stopping
+    is_restoring: bool = False  # an earlier server's table
+    is_draining: bool = False  # an operator asked for it
+
+    def __post_init__(self) -> None:
+        self.background = Background(self.epoch, self.counters)
+
+    def note(self, event: str) -> None:
+        """Keep what happened for operators to see."""
+        self.events.append((self.clock(), event))
+
+
+def _row(rows: dict[str, list[int]], name: str, num_columns: int) -> list[int]:
+    """Return the counters under a name that a client chose; when there are many names, further ones share a row."""
+    row = rows.get(name)
+    if row is None:
+        row = rows.setdefault(name if len(rows) < MAXIMUM_ROWS else OTHERS, [0] * num_columns)
+    return row

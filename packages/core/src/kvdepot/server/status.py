@@ -1,0 +1,140 @@
+"""What the depot says of itself: the fields of `DepotStatus` that need no socket."""
+
+from collections import Counter
+from typing import Any
+
+import msgspec.structs
+
+from kvdepot.index.pins import PinTable
+from kvdepot.layout import GroupKind
+from kvdepot.server.contexts import Context, ContextTable
+from kvdepot.server.quarantine import QuarantineTable
+from kvdepot.server.state import MAXIMUM_ROWS, OTHERS, DepotState
+from kvdepot.server.stores import Stores
+from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
+
+
+class StatusReport:
+    """Collects the status of the parts of a depot."""
+
+    def __init__(
+        self, state: DepotState, contexts: ContextTable, stores: Stores, quarantine: QuarantineTable, pins: PinTable
+    ) -> None:
+        self._state = state
+        self._contexts = contexts
+        self._stores = stores
+        self._quarantine = quarantine
+        self._pins = pins
+
+    def fields(self) -> dict[str, Any]:
+        """Return fields of `DepotStatus`."""
+        state, index, usage = self._state, self._state.index, self._state.usage
+        return {
+            "num_entries": index.num_entries,
+            "num_chunks": index.num_chunks,
+            "max_entries": index.table.num_records,
+            "pool_size_bytes": index.extents.capacity_bytes,
+            "pool_ready_bytes": index.extents.ready_bytes,
+            "pool_used_bytes": index.extents.used_bytes,
+            "quarantined_bytes": self._quarantine.num_bytes + self._stores.num_late_bytes,
+            "num_leases": len(state.leases),
+            "num_pins": len(self._pins),
+            "draining": state.is_draining,
+            "num_tickets": len(self._stores.tickets),
+            "prefill_seconds_saved": usage.saved_seconds,
+            "contexts": self._contexts_status(),
+            "tenants": self._tenant_status(),
+            "tiers": state.tiering.status() if state.tiering else [],
+            "counters": {
+                **state.counters,
+                **(state.tiering.counters if state.tiering else {}),
+                **(state.movers.counters if state.movers else {}),
+                "chunks_evicted": index.num_evicted,
+                "chunks_evicted_leased": index.num_leased_evicted,
+                "store_entries_over_share": index.num_over_share,
+                "policy_errors": index.num_policy_errors,
+                "leases_expired": state.leases.num_expired,
+            },
+            "devices": {
+                name: {"stored_bytes": stored, "retrieved_bytes": retrieved}
+                for name, (stored, retrieved) in usage.moved_bytes.items()
+            },
+            "eviction_ages": index.eviction_ages.status(),
+            "estimates": usage.shadow.estimates(),
+            "estimated_chunks": usage.shadow.num_chunks,
+            "estimate_rate": usage.shadow.rate,
+            "pool_regions": list(index.extents.region_bytes),
+            "events": [(state.clock() - at, text) for at, text in state.events],
+        }
+
+    def _tenant_status(self) -> dict[str, dict[str, int]]:
+        quotas = self._state.index.quotas
+        tenants = {name: {"used_bytes": used} for name, used in quotas.first_tenants(MAXIMUM_ROWS)}
+        for name, (quota, used) in quotas.usage().items():
+            if used or name in tenants:
+                tenants[name] = {"used_bytes": used, "quota_bytes": quota}
+        rest = sum(quotas.used_bytes) - sum([usage["used_bytes"] for usage in tenants.values()])
+        if rest:
+            tenants[OTHERS] = {"used_bytes": rest}
+        for name, (asked, in_pool, in_tiers) in self._state.usage.tenant_tokens.items():
+            usage = tenants.setdefault(name, {"used_bytes": 0})
+            usage["lookup_tokens"], usage["pool_hit_tokens"], usage["tier_hit_tokens"] = asked, in_pool, in_tiers
+        return tenants
+
+    def _contexts_status(self) -> list[o.ContextStatus]:
+        tickets = Counter(ticket.context for ticket in self._stores.tickets.values())
+        return [
+            self._context_status(context, tickets.get(context.number, 0))
+            for context in self._contexts.by_number.values()
+        ]
+
+    def _context_status(self, context: Context, num_tickets: int) -> o.ContextStatus:
+        """Return the status that was made last if it is the same: there may be a thousand contexts."""
+        movers = self._state.movers
+        state, pid, why = ("", 0, "") if movers is None else movers.status(context.number)
+        num_leases = self._state.leases.count_of(context.number)
+        last = context.status or _registered_status(context)
+        if (last.num_leases, last.num_tickets, last.mover, last.mover_pid, last.why_no_mover) != (
+            num_leases, num_tickets, state, pid, why,
+        ):  # fmt: skip
+            last = msgspec.structs.replace(
+                last, num_leases=num_leases, num_tickets=num_tickets, mover=state, mover_pid=pid, why_no_mover=why
+            )
+        context.status = last
+        return last
+
+
+def _registered_status(context: Context) -> o.ContextStatus:
+    """Return the part that does not change."""
+    spec, registration = context.space.spec, context.registration
+    common = o.ContextStatus(
+        context=context.number, role="scheduler", instance=context.instance, model=context.model,
+        pid=context.writer.pid, chunk_tokens=spec.chunk_tokens, dtype=spec.dtype, format=spec.format,
+        num_leases=0, num_tickets=0, groups=[],
+    )  # fmt: skip
+    if registration is None:
+        return msgspec.structs.replace(common, groups=[_group_status(shape, None) for shape in spec.groups])
+    groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
+    return msgspec.structs.replace(
+        common, role="worker", fallback=registration.fallback, rank=registration.rank,
+        world_size=registration.world_size, device=registration.device, transfer_mode=registration.transfer_mode,
+        groups=groups, bytes_per_token=sum(group.bytes_per_token for group in groups),
+    )  # fmt: skip
+
+
+def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> o.GroupStatus:
+    common = o.GroupStatus(
+        kind=shape.kind, block_tokens=shape.block_tokens, window_tokens=shape.window_tokens, num_shards=shape.num_shards
+    )
+    if detail is None:
+        return common
+    block_size_bytes = sum(detail.page_sizes_bytes)
+    recurrent = shape.kind is GroupKind.RECURRENT
+    return msgspec.structs.replace(
+        common, shard=detail.shard, num_layers=detail.num_layers or len(detail.page_sizes_bytes),
+        num_blocks=detail.num_blocks, physical_block_tokens=detail.physical_block_tokens or shape.block_tokens,
+        compress_ratio=detail.compress_ratio, hidden_dims=detail.hidden_dims, dtype=detail.dtype, is_mla=detail.is_mla,
+        shape=detail.shape, attention_backend=detail.attention_backend, block_size_bytes=block_size_bytes,
+        bytes_per_token=0.0 if recurrent else block_size_bytes / shape.block_tokens,
+    )  # fmt: skip

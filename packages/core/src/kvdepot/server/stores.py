@@ -1,0 +1,276 @@
+"""Stores: a worker asks for extents, writes them or has its mover write them, and commits or aborts the ticket."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Final
+
+from kvdepot.errors import ErrorCode
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.index import MOST_EVICTED, EntryPlace, pack_extent
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.pool.table import Writer
+from kvdepot.server.background import Task
+from kvdepot.server.contexts import Context, ContextTable, Fence, check_covered
+from kvdepot.server.quarantine import QuarantineTable
+from kvdepot.server.replies import Refused, count_digests
+from kvdepot.server.state import DepotState
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+
+_MOST_LOOKED_AT: Final = 1024  # unfinished stores, in search of one that can end
+_TICKET_LEASES: Final = 4  # times that a lease lives: so long a store may take
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Entries that one context is writing."""
+
+    number: int
+    context: int
+    request_id: str
+    records: list[int]
+    num_bytes: int
+    began: float  # of the depot's clock
+    extents: bytes = b""  # packed, if a mover writes them
+    is_moving: bool = False  # the mover is writing them now
+    is_aborted: bool = False  # and nobody wants them any more
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A store in the making."""
+
+    records: list[int]
+    extents: list[bytes]
+    num_bytes: int = 0
+    num_present: int = 0
+    num_declined: int = 0
+
+
+class Stores:
+    """Every store under way."""
+
+    def __init__(self, state: DepotState, contexts: ContextTable, quarantine: QuarantineTable) -> None:
+        self.ticket_seconds = _TICKET_LEASES * state.leases.lease_seconds
+        self.tickets: dict[int, Ticket] = {}  # the oldest first
+        # Stores that are over before their context has ended them: it may still be writing, to entries that belong to
+        # no chunk any more.
+        self.late_tickets: dict[int, Ticket] = {}
+        self._state = state
+        self._index = state.index
+        self._counters = state.counters
+        self._contexts = contexts
+        self._quarantine = quarantine
+        state.index.end_store = self._end_one_above_quota
+
+    @property
+    def num_late_bytes(self) -> int:
+        """Bytes of the pool that late stores may still be written to."""
+        return sum(ticket.num_bytes for ticket in self.late_tickets.values())
+
+    def prepare(self, context: Context, request: m.PrepareStore) -> frames.Reply:
+        """Begin the entries that the pool lacks, as far as there is room."""
+        num_chunks = count_digests(request.digests)
+        check_covered(context, request.covered, num_chunks, m.MAXIMUM_STORE_ENTRIES)
+        state, space, index, counters = self._state, context.space, self._index, self._counters
+        counters["stores"] += 1
+        counters["store_chunks"] += num_chunks
+        writer = self._writer_of(context)
+        if not state.accepts_stores or state.is_draining or writer is None:
+            return self._decline(request)
+        if context.writing_bytes > index.extents.capacity_bytes // 2:
+            counters["stores_without_commit"] += 1
+            return self._decline(request)
+        parent = NO_NODE
+        if request.first_chunk:
+            above = index.node(space, request.parent, request.first_chunk - 1)
+            if above is None and space.full_mask:
+                return self._decline(request)  # the prefix has left: nothing could ever find these chunks
+            parent = NO_NODE if above is None else above
+        plan = self._begin_entries(context, request, writer, parent)
+        counters["store_entries_present"] += plan.num_present
+        counters["store_entries_declined"] += plan.num_declined
+        if not plan.records:
+            return m.StorePlan(state.epoch, 0, b"", plan.num_present, plan.num_declined)
+        state.usage.shadow.stored(request.digests, self._contexts.chunk_bytes[space.number])
+        packed = b"".join(plan.extents)
+        ticket = Ticket(
+            next(state.numbers), context.number, request.request_id, plan.records, plan.num_bytes, state.clock(),
+            packed if context.has_mover else b"",
+        )  # fmt: skip
+        self.tickets[ticket.number] = ticket
+        context.writing_bytes += plan.num_bytes
+        return m.StorePlan(state.epoch, ticket.number, packed, plan.num_present, plan.num_declined)
+
+    def _writer_of(self, context: Context) -> Writer | None:
+        """Return the process that will write: the context's own, or its mover if that is ready."""
+        if not context.has_mover:
+            return context.writer
+        return None if self._state.movers is None else self._state.movers.writer_of(context.number)
+
+    def _decline(self, request: m.PrepareStore) -> m.StorePlan:
+        num_declined = sum(request.covered)
+        self._counters["store_entries_declined"] += num_declined
+        return m.StorePlan(self._state.epoch, 0, b"", 0, num_declined)
+
+    def _begin_entries(self, context: Context, request: m.PrepareStore, writer: Writer, parent: int) -> _Plan:
+        space, index, covered = context.space, self._index, request.covered
+        label, owner = self._state.labels.number_of(request.tenant, context.model), context.owner
+        num_chunks = len(request.digests) // DIGEST_BYTES
+        plan = _Plan([], [])
+        is_full, most_steps = False, index.num_room_steps + MOST_EVICTED
+        for chunk in range(num_chunks):
+            key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+            depth = request.first_chunk + chunk
+            node = index.node(space, key, depth)
+            for number, group in enumerate(context.groups):
+                if num_chunks - chunk > covered[number]:
+                    continue
+                if node is not None and index.has_entry(node, number, group.shard):
+                    plan.num_present += 1
+                    continue
+                if node is None and key in space.nodes:
+                    is_full = True  # the same digest at another depth: only a forged chain comes here
+                place = EntryPlace(
+                    space, key, parent, depth, number, group.shard, group.chunk_size_bytes, group.layout, label,
+                    writer, owner,
+                )  # fmt: skip
+                record = None if is_full else index.begin_entry(place, most_steps - index.num_room_steps)
+                if record is None:
+                    is_full = True
+                    plan.num_declined += 1
+                    continue
+                plan.records.append(record)
+                plan.num_bytes += group.chunk_size_bytes
+                sealed_header = index.table.header(record) + 1
+                extent = record, sealed_header, *index.table.extent(record)
+                plan.extents.append(pack_extent(chunk, number, extent))
+                node = index.node(space, key, depth)
+            if node is None and space.full_mask:
+                plan.num_declined += sum(min(count, num_chunks - chunk - 1) for count in covered)
+                break
+            parent = NO_NODE if node is None else node
+        return plan
+
+    def commit(self, context: Context, request: m.CommitStore) -> frames.Reply:
+        """Seal the entries of a ticket: from now on they are found."""
+        state, now = self._state, self._state.clock()
+        late = self.late_tickets.get(request.ticket)
+        if late is not None and late.context == context.number:
+            self._abort(late)
+            why = f"after {self.ticket_seconds:g} s, or as a tenant within its quota needed the room before"
+            return m.ErrorReply(state.epoch, ErrorCode.UNKNOWN_TICKET, f"ticket {late.number} ended: {why}")
+        ticket = self._find(context, request.ticket)
+        if ticket.is_moving:
+            raise Refused(ErrorCode.UNKNOWN_TICKET, f"ticket {request.ticket} is still being written")
+        if request.checksums and len(request.checksums) != m.CHECKSUM_BYTES * len(ticket.records):
+            raise Refused(
+                ErrorCode.MALFORMED, f"checksums of {len(request.checksums)} bytes for {len(ticket.records)} entries"
+            )
+        self._drop(ticket)
+        self._index.seal_entries(ticket.records, int(now), request.checksums)
+        self._counters["entries_stored"] += len(ticket.records)
+        state.usage.store_seconds.add(now - ticket.began)
+        state.usage.bytes_of(context.device)[0] += ticket.num_bytes
+        if state.tiering is not None:
+            state.tiering.stored(ticket.records)
+        return m.Done(state.epoch, len(ticket.records))
+
+    def abort(self, context: Context, request: m.AbortStore) -> frames.Reply:
+        """Free the entries of a ticket; the reply counts them."""
+        ticket = self.tickets.get(request.ticket) or self.late_tickets.get(request.ticket)
+        if ticket is None or ticket.context != context.number:
+            return m.Done(self._state.epoch, 0)
+        self._abort(ticket)
+        return m.Done(self._state.epoch, len(ticket.records))
+
+    def begin_move(self, context: Context, number: int) -> tuple[bytes, Callable[[], None]]:
+        """Have the mover write a ticket; return its extents and what to call when the mover has ended.
+
+        Raises:
+            Refused: there is no such ticket, or it is being written.
+        """
+        ticket = self._find(context, number)
+        if ticket.is_moving:
+            raise Refused(ErrorCode.MALFORMED, f"ticket {ticket.number} is being written")
+        ticket.is_moving = True
+
+        def on_end() -> None:
+            ticket.is_moving = False
+            if ticket.is_aborted and (ticket.number in self.tickets or ticket.number in self.late_tickets):
+                self._abort(ticket)
+
+        return ticket.extents, on_end
+
+    def _find(self, context: Context, number: int) -> Ticket:
+        ticket = self.tickets.get(number)
+        if ticket is None or ticket.context != context.number or ticket.is_aborted:
+            raise Refused(
+                ErrorCode.UNKNOWN_TICKET, f"ticket {number} was not prepared here, or is committed or aborted"
+            )
+        return ticket
+
+    def _abort(self, ticket: Ticket) -> None:
+        """Free what its context writes no more: now, or once its mover has ended the copy."""
+        ticket.is_aborted = True
+        if not ticket.is_moving:
+            self._drop(ticket)
+            self._quarantine.discard(ticket.records)
+
+    def _drop(self, ticket: Ticket) -> None:
+        if self.tickets.pop(ticket.number, None) is None:
+            del self.late_tickets[ticket.number]
+        context = self._contexts.by_number.get(ticket.context)
+        if context is not None:
+            context.writing_bytes -= ticket.num_bytes
+
+    def end_context(self, context: int, fence: Fence | None) -> int:
+        """End the tickets of a context; return the number of their entries.
+
+        Args:
+            context: its number.
+            fence: the worker that may still be writing: its entries are held until it is dead. None: nobody is.
+        """
+        every = chain(self.late_tickets.values(), self.tickets.values())
+        tickets = [ticket for ticket in every if ticket.context == context]
+        for ticket in tickets:
+            self._drop(ticket)
+        records = [record for ticket in tickets for record in ticket.records]
+        if fence is None:
+            self._quarantine.discard(records)
+        elif records:
+            self._quarantine.hold(fence, records, sum(each.num_bytes for each in tickets))
+        return len(records)
+
+    def has_late(self, now: float) -> bool:
+        """Whether `end_late` has something to do."""
+        ticket = next(iter(self.tickets.values()), None)
+        return ticket is not None and ticket.began + self.ticket_seconds <= now
+
+    def end_late(self, now: float) -> Task:
+        """End stores that have taken too long."""
+        while self.has_late(now):
+            self._end_late(next(iter(self.tickets.values())))
+            yield
+
+    def _end_late(self, ticket: Ticket) -> None:
+        """End a store that its context has not ended; to its extents it may still write."""
+        del self.tickets[ticket.number]
+        self.late_tickets[ticket.number] = ticket
+        for record in reversed(ticket.records):
+            self._index.abandon_entry(record)
+        self._counters["stores_late"] += 1
+
+    def _end_one_above_quota(self) -> bool:
+        """End one store of a share above its quota, so that what is before it can leave; False if there is none.
+
+        If there is no store, some entries in quarantine.
+        """
+        index, quotas = self._index, self._index.quotas
+        for ticket in islice(self.tickets.values(), _MOST_LOOKED_AT):
+            node = index.node_of(ticket.records[0])
+            if index.parent_of(node) != NO_NODE and quotas.is_above(index.share_of(node)):
+                self._end_late(ticket)
+                return True
+        return self._quarantine.abandon_some()

@@ -1,0 +1,91 @@
+"""Wakes the loop from other threads, and tells it how much of the pool is allocated."""
+
+import contextlib
+import logging
+import socket
+
+from kvdepot.config import format_size
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.files import PoolFiles, allocate_in_background
+from kvdepot.tiers.opening import TierOpener
+
+logger = logging.getLogger(__name__)
+
+
+class Waker:
+    """A pair of sockets: `wake` makes `fileno` readable, from any thread or a signal handler."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._is_woken = False
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable."""
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        """Wake the loop, once until `clear`."""
+        if self._is_woken:
+            return
+        self._is_woken = True
+        with contextlib.suppress(OSError):  # full, so the loop wakes anyway, or closed
+            self._writer.send(b"w")
+
+    def clear(self) -> None:
+        """Let the next `wake` wake again; call before looking for what there is."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(4096)
+        self._is_woken = False
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self._reader.close()
+        self._writer.close()
+
+
+class ThreadResults:
+    """Takes over what threads have done: the pool's memory is allocated, a tier is open."""
+
+    def __init__(
+        self, files: PoolFiles, extents: ExtentAllocator, opener: TierOpener, waker: Waker, pool_name: str
+    ) -> None:
+        self._files = files
+        self._extents = extents
+        self._opener = opener
+        self._waker = waker
+        self._pool_name = pool_name
+        self._ready_bytes = extents.ready_bytes
+        self._error: OSError | None = None
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when there is something to take."""
+        return self._waker.fileno()
+
+    def start(self) -> None:
+        """Allocate the rest of a new pool on a thread."""
+        if self._files.is_new:
+            allocate_in_background(
+                self._files.pool_fd, self._ready_bytes, self._files.size_bytes, self._on_allocated, self._on_failure
+            )
+
+    def take(self) -> None:
+        """Take what there is."""
+        self._waker.clear()
+        self._opener.deliver()
+        self._extents.grow(self._ready_bytes)
+        if self._error is not None:
+            logger.error(
+                "the pool stays at %s of %s: %s has no more room (%s); free some or lower --pool-size",
+                format_size(self._ready_bytes), format_size(self._files.size_bytes), self._pool_name, self._error,
+            )  # fmt: skip
+            self._error = None
+
+    def _on_allocated(self, ready_bytes: int) -> None:
+        self._ready_bytes = ready_bytes
+        self._waker.wake()
+
+    def _on_failure(self, error: OSError) -> None:
+        self._error = error
+        self._waker.wake()

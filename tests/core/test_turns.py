@@ -1,0 +1,187 @@
+"""The one gate by wall clock: a turn for an engine's request takes at most 20 ms, any other at most 50 ms.
+
+`KVDEPOT_TURN_ENTRIES=1000000` is the nightly size. The bounds are for a machine that does a fixed piece of work in
+`REFERENCE_SECONDS`; a slower or busier one has as many times longer. Each kind of request is measured several times,
+and the median of the longest turns counts.
+"""
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvdepot.index.index import ChunkIndex
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.server import commands
+from kvdepot.server.depot import Depot
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+
+NUM_ENTRIES = int(os.environ.get("KVDEPOT_TURN_ENTRIES", "100000"))
+PROMPT_CHUNKS = 2000
+NUM_PROMPTS = NUM_ENTRIES // PROMPT_CHUNKS
+PAGE = 4096
+ENGINE_SECONDS, OPERATOR_SECONDS = 0.020, 0.050
+TASK_SECONDS = 0.0006  # of the background in a turn, as the loop has it
+REFERENCE_SECONDS = 0.003
+ROUNDS = 5
+SPEC = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
+
+
+def slowness() -> float:
+    """Return how many times slower than the reference this machine is now; 1 if it is faster."""
+
+    def work() -> float:
+        began = time.perf_counter()
+        sum(number * number for number in range(50_000))
+        return time.perf_counter() - began
+
+    return max(1.0, statistics.median(work() for _ in range(21)) / REFERENCE_SECONDS)
+
+
+class FullDepot:
+    """A depot whose index is full."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+        self.table = IndexTable.in_memory(NUM_ENTRIES)
+        index = ChunkIndex(ExtentAllocator(NUM_ENTRIES * PAGE), self.table)
+        self.depot = Depot(index, epoch=1, lease_seconds=10.0, clock=lambda: self.now)
+        self.longest = 0.0
+        details = (m.GroupDetail((PAGE,), 8),)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, details)
+        registered = self.depot.handle(1, Writer(1, 1), request)
+        assert isinstance(registered, m.Registered)
+        self.context = registered.context
+
+    def turn(self, work: Callable[[], object]) -> object:
+        """Do some work as a turn of the loop does it, with a step of the background."""
+        began = time.perf_counter()
+        result = work()
+        until = time.perf_counter() + TASK_SECONDS
+        if self.depot.background.has_work:
+            self.depot.background.work(lambda: time.perf_counter() >= until)
+        self.longest = max(self.longest, time.perf_counter() - began)
+        return result
+
+    def ask(self, request: frames.Request) -> object:
+        return self.turn(lambda: self.depot.handle(1, Writer(1, 1), request))
+
+    def drain(self) -> None:
+        while self.depot.background.has_work:
+            self.turn(lambda: None)
+
+    def store(self, run: KeyRun) -> None:
+        for start in range(0, run.num_chunks, m.MAXIMUM_STORE_ENTRIES):
+            part = run.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, run.num_chunks))
+            request = m.PrepareStore(
+                self.context, "r", part.tenant, part.digests, part.first_chunk, part.parent, (part.num_chunks,)
+            )
+            plan = self.ask(request)
+            assert isinstance(plan, m.StorePlan)
+            if plan.ticket:
+                self.ask(m.CommitStore(self.context, plan.ticket))
+
+
+def prompt(name: int, num_chunks: int = PROMPT_CHUNKS) -> KeyRun:
+    run = hash_prefix(Namespace(f"{name}"), 1, range(num_chunks))
+    return KeyRun(run.digests, 0, run.parent, "ab"[name % 2])
+
+
+@pytest.fixture(scope="module")
+def full() -> Iterator[FullDepot]:
+    gc.freeze()
+    gc.disable()  # as in the loop
+    full = FullDepot()
+    for name in range(NUM_PROMPTS):
+        full.store(prompt(name))
+    full.drain()
+    gc.collect(1)
+    yield full
+    gc.enable()
+    gc.unfreeze()
+
+
+def gate(full: FullDepot, bound: float, work: Callable[[int], object]) -> None:
+    """Fail unless the median of the longest turns of several rounds keeps to the bound."""
+    longest: list[float] = []
+    scale = slowness()
+    for number in range(ROUNDS):
+        full.longest = 0.0
+        work(number)
+        full.drain()
+        longest.append(full.longest)
+    scale = max(scale, slowness())
+    assert statistics.median(longest) <= bound * scale, f"{longest} s on a machine {scale:.1f} times slower"
+
+
+@pytest.mark.promise(61)
+def test_lookups_stores_and_hints_of_engines(full: FullDepot) -> None:
+    def work(number: int) -> None:
+        for name in range(number, NUM_PROMPTS, 10):
+            run = prompt(name)
+            full.ask(m.Lookup(full.context, f"r {name}", run.digests, run.tenant))
+            full.ask(m.Hint(full.context, run.tenant, run.digests, session_ended=True))
+            full.ask(m.EndRequest(full.context, f"r {name}"))
+        full.ask(m.Lookup(full.context, "long", prompt(-1, 16_384).digests, "a"))
+        full.store(prompt(NUM_PROMPTS + number))
+
+    gate(full, ENGINE_SECONDS, work)
+
+
+@pytest.mark.promise(61)
+def test_many_leases_that_expire_and_sessions_that_end_at_once(full: FullDepot) -> None:
+    runs = [prompt(name) for name in range(8)]
+
+    def work(number: int) -> None:
+        for request in range(2000):
+            full.ask(m.Lookup(full.context, f"{number} {request}", runs[request % 8].digests, "a"))
+        for run in runs:
+            full.ask(m.Hint(full.context, run.tenant, run.digests, ttl_seconds=5.0))
+        full.drain()
+        full.now += 11
+        full.turn(full.depot.expire)
+
+    gate(full, ENGINE_SECONDS, work)
+    assert len(full.depot.leases) == 0
+
+
+@pytest.mark.promise(61)
+def test_a_quota_and_the_status(full: FullDepot) -> None:
+    def work(number: int) -> None:
+        full.turn(lambda: commands.set_quota(full.depot, "a", (number + 1) * PAGE * NUM_ENTRIES // 20))
+        full.turn(full.depot.status.fields)
+
+    gate(full, OPERATOR_SECONDS, work)
+
+
+@pytest.mark.promise(61)
+def test_restoring(full: FullDepot) -> None:
+    def work(_number: int) -> None:
+        index = ChunkIndex(ExtentAllocator(NUM_ENTRIES * PAGE), full.table)
+        steps = index.restore([SPEC], 2)
+
+        def turn() -> bool:
+            until = time.perf_counter() + TASK_SECONDS
+            return all(time.perf_counter() < until for _ in steps)
+
+        while not full.turn(turn):
+            pass
+        assert index.num_entries == full.depot.index.num_entries
+
+    gate(full, OPERATOR_SECONDS, work)
+
+
+@pytest.mark.promise(61)
+def test_clearing(full: FullDepot) -> None:
+    def work(number: int) -> None:
+        full.turn(lambda: commands.clear(full.depot, "ab"[number] if number < 2 else None, None))
+
+    gate(full, OPERATOR_SECONDS, work)
+    assert full.depot.index.num_entries == 0
