@@ -1,11 +1,11 @@
-"""`kvdepot sizing MODEL_CONFIG.json`: how many bytes a model's KV cache takes, and so how many tokens a pool holds.
+"""`kvdepot sizing MODEL_CONFIG.json`: compute the size of a model's KV cache, and how many tokens a pool holds.
 
-Reads the `config.json` that comes with a model. Pure arithmetic on it; what a layer keeps is told by its kind:
+Pure arithmetic on a model's `config.json`. The kind of a layer determines its cache:
 
 - full attention: keys and values of every token;
-- a sliding window: the same, of the last `window` tokens of a prefix;
-- latent attention (MLA): one compressed row a token, the same for all ranks;
-- linear attention and state spaces: a state of fixed size, kept where a prefix ends.
+- sliding window: keys and values of the last `window` tokens of a prefix;
+- latent attention (MLA): one compressed row per token, shared by all ranks;
+- linear attention and state spaces: a state of fixed size, kept at the end of a prefix.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ _STATE_KINDS: Final = {"linear_attention", "mamba", "recurrent", "conv"}
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What one model's KV cache takes, on all ranks together; bytes."""
+    """The size of one model's KV cache on all ranks together, in bytes."""
 
     name: str
     dtype: str
@@ -39,16 +39,16 @@ class Sizing:
     window_tokens: int
     bytes_per_token: int  # of the layers with full attention
     window_bytes_per_token: int  # of the layers with a window, for each token inside it
-    state_bytes: int  # of the layers with a state, for each place where a prefix may end; 0: not told by the config
+    state_bytes: int  # of the layers with a state, per possible end of a prefix; 0: unknown
     is_mla: bool
 
     def prefix_bytes(self, num_tokens: int) -> int:
-        """Return what one prefix of this length takes if only its end is kept of windows and states."""
+        """Return the size of one prefix of this length, with windows and states kept only at its end."""
         window = min(num_tokens, self.window_tokens) * self.window_bytes_per_token
         return num_tokens * self.bytes_per_token + window + self.state_bytes
 
     def as_dict(self, pool_bytes: int) -> dict[str, Any]:
-        """Return everything for machines."""
+        """Return the sizes for JSON."""
         stored = self.bytes_per_token + self.window_bytes_per_token
         return {
             "model": self.name,
@@ -68,7 +68,7 @@ class Sizing:
         }
 
     def describe(self, pool_bytes: int) -> str:
-        """Return everything for people."""
+        """Return the sizes as text."""
         kinds = [
             (self.num_full_layers, "with latent attention" if self.is_mla else "with full attention"),
             (self.num_window_layers, f"with a window of {self.window_tokens:,} tokens"),
@@ -100,7 +100,7 @@ def read_model_config(path: Path | str) -> Mapping[str, Any]:
     """Read a model's `config.json`, or the one in a folder.
 
     Raises:
-        ConfigError: there is none, or it is not JSON.
+        ConfigError: the file is missing or is not JSON.
     """
     path = Path(path)
     if path.is_dir():
@@ -115,14 +115,14 @@ def read_model_config(path: Path | str) -> Mapping[str, Any]:
 
 
 def size_model(config: Mapping[str, Any], cache_dtype: str = "auto") -> Sizing:
-    """Return what a model's cache takes.
+    """Return the size of a model's cache.
 
     Args:
         config: of the model, as in its `config.json`.
         cache_dtype: as vLLM's `--kv-cache-dtype`; "auto" is the model's own.
 
     Raises:
-        ConfigError: the configuration does not say enough, or the dtype is not known.
+        ConfigError: the configuration is incomplete, or the dtype is unknown.
     """
     text: Mapping[str, Any] = config.get("text_config") or config.get("llm_config") or config
     name = str((config.get("architectures") or [config.get("model_type", "?")])[0])
@@ -156,7 +156,7 @@ def _number(config: Mapping[str, Any], key: str) -> int:
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of each layer that keeps something."""
+    """Return the kind of each layer that has a cache."""
     kinds: Sequence[str] | None = config.get("layer_types") or config.get("layers_block_type")
     if kinds:
         return [str(kind) for kind in kinds]
@@ -170,7 +170,7 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def _state_bytes(config: Mapping[str, Any], element: int) -> int:
-    """Return the state of one layer: convolution and recurrence, of gated delta nets or of Mamba 2; 0 if unknown."""
+    """Return the size of one layer's state, for gated delta nets and Mamba 2; 0 if unknown."""
     if "linear_num_value_heads" in config:
         key = _number(config, "linear_num_key_heads") * _number(config, "linear_key_head_dim")
         values, value_dim = _number(config, "linear_num_value_heads"), _number(config, "linear_value_head_dim")
