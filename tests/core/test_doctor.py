@@ -41,12 +41,12 @@ def test_a_sound_machine_has_no_troubles() -> None:
         ({"available_bytes": 16 * GIB}, "pool", "broken: --pool-size 32.0 GiB is more than the free memory"),
         ({"cgroup_limit_bytes": 8 * GIB}, "pool", "broken: --pool-size 32.0 GiB is more than the memory limit"),
         ({"swap_bytes": 4 * GIB}, "swap", "slower: 4.0 GiB are swapped out"),
-        ({"kernel": (5, 4)}, "kernel", "slower: Linux 5.4 cannot fill"),
-        ({"descriptors": 1024}, "descriptors", "slower: a process may have 1024"),
-        ({"directory_is_writable": False}, "sockets", "broken: /run/kvdepot cannot be written"),
+        ({"kernel": (5, 4)}, "kernel", "slower: Linux 5.4 cannot populate"),
+        ({"descriptors": 1024}, "descriptors", "slower: the limit is 1024"),
+        ({"directory_is_writable": False}, "sockets", "broken: /run/kvdepot is not writable"),
         ({"backends": ()}, "backends", "broken: no accelerator can attach"),
         ({"backends": (replace(CPU, capabilities=()),)}, "backend cpu", "slower: kvdepot-cpu 0.1.0 has no compiled"),
-        ({"packages": {"kvdepot": "0.1.0", "kvdepot-cpu": "0.2.0"}}, "versions", "broken: packages of kvdepot have"),
+        ({"packages": {"kvdepot": "0.1.0", "kvdepot-cpu": "0.2.0"}}, "versions", "broken: kvdepot packages have"),
     ],
 )
 def test_each_trouble_is_named(change: dict[str, object], subject: str, words: str) -> None:
@@ -59,7 +59,7 @@ def test_it_says_how_many_engines_the_descriptors_are_enough_for(depot: DepotPro
     (text,) = [
         finding.text for finding in diagnose(replace(SOUND, descriptors=4096)) if finding.subject == "descriptors"
     ]
-    assert text.startswith("a process may have 4096, enough for 377 engines of one worker: each takes 10")
+    assert text.startswith("the limit is 4096, enough for 377 engines with one worker each: an engine takes 10")
     before = len(os.listdir(f"/proc/{depot.pid}/fd"))
     scheduler = Peer(depot, m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPEC))
     wait_until(lambda: len(os.listdir(f"/proc/{depot.pid}/fd")) <= before + 2)  # that which registered is closed

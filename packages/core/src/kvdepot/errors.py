@@ -31,7 +31,7 @@ class TraceError(KVDepotError):
 
 
 class BackendUnavailable(KVDepotError):
-    """An accelerator backend is missing, not built or without its device."""
+    """An accelerator backend is missing, not built, or has no device."""
 
 
 class DeviceError(KVDepotError):
@@ -49,7 +49,7 @@ class DepotTimeout(DepotUnavailable):
 
 
 class DepotBusy(KVDepotError):
-    """Another server already serves this directory."""
+    """Another server already uses this directory."""
 
 
 class IntegrityError(KVDepotError):

@@ -1,6 +1,6 @@
-"""`kvdepot doctor`: what of this machine stands in a depot's way, and what to change.
+"""`kvdepot doctor`: check a machine for problems that a depot would have, and say what to change.
 
-`read_facts` looks at the machine, `diagnose` judges what it found; nothing is changed and nothing leaves the machine.
+`read_facts` looks at the machine and `diagnose` judges the facts. Nothing is changed and nothing leaves the machine.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import platform
 import re
 import resource
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -26,8 +27,8 @@ from kvdepot.wire import messages as m
 KERNEL_POPULATE: Final = (5, 14)  # MADV_POPULATE_WRITE
 LEAST_DESCRIPTORS: Final = 4096
 DESCRIPTORS_OF_SCHEDULER: Final = 3  # its session, its process, its connection
-DESCRIPTORS_OF_WORKER: Final = 7  # its session, its process, two connections and one for a while, its mover (two)
-DESCRIPTORS_OF_DEPOT: Final = 64  # its files, and what its tiers have open
+DESCRIPTORS_OF_WORKER: Final = 7  # its session, its process, two connections, a temporary one, its mover (two)
+DESCRIPTORS_OF_DEPOT: Final = 64  # its files, and those of its tiers
 _PACKAGES: Final = ("kvdepot", "kvdepot-cpu", "kvdepot-cuda", "kvdepot-hpu", "kvdepot-vllm", "vllm", "torch", "pyzmq")
 
 
@@ -35,13 +36,13 @@ class Verdict(StrEnum):
     """How much a finding matters."""
 
     FINE = "fine"
-    SLOWER = "slower"  # it works, less well
+    SLOWER = "slower"  # it works, but less well
     BROKEN = "broken"  # it does not work
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at, in words, with the way out where there is something to do."""
+    """The result of one check in words, with advice if there is something to do."""
 
     verdict: Verdict
     subject: str
@@ -51,31 +52,31 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a machine is like; sizes in bytes, None where it cannot be told."""
+    """What a depot needs to know about a machine. Sizes are in bytes, None if unknown."""
 
     kernel: tuple[int, int]
     pool_path: Path
     pool_file_system: str  # type, as in /proc/mounts
     pool_free_bytes: int
-    pool_bytes: int | None  # wanted; None: a quarter of the free memory
+    pool_bytes: int | None  # configured; None: a quarter of the free memory
     available_bytes: int
     cgroup_limit_bytes: int | None
     swap_bytes: int
-    shared_huge_pages: str  # never, advise, ...; "" if the kernel does not tell
+    shared_huge_pages: str  # never, advise, ...; "" if unknown
     locked_memory_bytes: int | None  # None: unlimited
     descriptors: int
     is_container: bool
     cores: int
     directory: Path
     directory_is_writable: bool
-    depot: str  # what answers there, "" for nobody
+    depot: str  # the depot that answers there, "" if none
     has_compiler: bool
     backends: tuple[BackendStatus, ...] = ()
     packages: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def read_facts(config: ServerConfig) -> Facts:
-    """Look at the machine as a depot with these settings would find it."""
+    """Return the facts about this machine for a depot with these settings."""
     place = next(place for place in (config.pool_path, *config.pool_path.absolute().parents) if place.exists())
     stat = os.statvfs(place)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -103,7 +104,7 @@ def read_facts(config: ServerConfig) -> Facts:
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Judge every fact; in the order in which a user would want to mend them."""
+    """Return the findings, in the order in which a user would fix them."""
     return [
         *_judge_pool(facts),
         *_judge_kernel(facts),
@@ -113,14 +114,23 @@ def diagnose(facts: Facts) -> list[Finding]:
     ]
 
 
-def _judge_pool(facts: Facts) -> list[Finding]:
-    findings: list[Finding] = []
+def _fine(subject: str, text: str) -> Finding:
+    return Finding(Verdict.FINE, subject, text)
+
+
+def _slower(subject: str, text: str, way_out: str) -> Finding:
+    return Finding(Verdict.SLOWER, subject, text, way_out)
+
+
+def _broken(subject: str, text: str, way_out: str) -> Finding:
+    return Finding(Verdict.BROKEN, subject, text, way_out)
+
+
+def _judge_pool(facts: Facts) -> Iterator[Finding]:
     if facts.pool_file_system not in ("tmpfs", "hugetlbfs", "ramfs"):
-        findings.append(
-            Finding(
-                Verdict.SLOWER, "pool", f"{facts.pool_path} is on {facts.pool_file_system}: its pages go to disk",
-                "name a folder on tmpfs by --pool-dir, for example below /dev/shm",
-            )
+        yield _slower(
+            "pool", f"{facts.pool_path} is on {facts.pool_file_system}: its pages go to disk",
+            "set --pool-dir to a folder on tmpfs, for example below /dev/shm",
         )  # fmt: skip
     limits = {"the free memory": facts.available_bytes, f"the free space of {facts.pool_path}": facts.pool_free_bytes}
     if facts.cgroup_limit_bytes is not None:
@@ -128,126 +138,93 @@ def _judge_pool(facts: Facts) -> list[Finding]:
     what, least = min(limits.items(), key=lambda item: item[1])
     wanted = facts.pool_bytes
     if wanted is None:
-        findings.append(Finding(Verdict.FINE, "pool", f"at most {format_size(least)} are possible: {what}"))
+        yield _fine("pool", f"at most {format_size(least)}, limited by {what}")
     elif wanted > least:
-        findings.append(
-            Finding(
-                Verdict.BROKEN, "pool", f"--pool-size {format_size(wanted)} is more than {what}, {format_size(least)}",
-                "lower --pool-size; or enlarge the tmpfs (mount -o remount,size=SIZE /dev/shm; in containers"
-                " --shm-size, or an emptyDir of medium Memory with that sizeLimit) and the memory limit",
-            )
+        yield _broken(
+            "pool", f"--pool-size {format_size(wanted)} is more than {what}, {format_size(least)}",
+            "lower --pool-size; or enlarge the tmpfs (mount -o remount,size=SIZE /dev/shm; in containers"
+            " --shm-size, or an emptyDir of medium Memory with that sizeLimit) and the memory limit",
         )  # fmt: skip
     else:
-        findings.append(Finding(Verdict.FINE, "pool", f"{format_size(wanted)} fit: {what} is {format_size(least)}"))
+        yield _fine("pool", f"{format_size(wanted)} fit: {what} is {format_size(least)}")
     if facts.swap_bytes > 1 << 30:
-        findings.append(
-            Finding(
-                Verdict.SLOWER, "swap", f"{format_size(facts.swap_bytes)} are swapped out: a pool on tmpfs may be, too",
-                "give the machine more memory than pool and engines take, or switch swap off",
-            )
+        yield _slower(
+            "swap", f"{format_size(facts.swap_bytes)} are swapped out; parts of a pool on tmpfs may be, too",
+            "add memory until pool and engines fit, or turn swap off",
         )  # fmt: skip
-    return findings
 
 
-def _judge_kernel(facts: Facts) -> list[Finding]:
+def _judge_kernel(facts: Facts) -> Iterator[Finding]:
     name = ".".join(map(str, facts.kernel))
     if facts.kernel < KERNEL_POPULATE:
-        return [
-            Finding(
-                Verdict.SLOWER, "kernel", f"Linux {name} cannot fill a pool's pages beforehand: first copies are slow",
-                "Linux 5.14 or newer",
-            )
-        ]  # fmt: skip
-    return [Finding(Verdict.FINE, "kernel", f"Linux {name}")]
+        text = f"Linux {name} cannot populate a pool's pages in advance: first copies are slow"
+        yield _slower("kernel", text, "use Linux 5.14 or newer")
+    else:
+        yield _fine("kernel", f"Linux {name}")
 
 
-def _judge_limits(facts: Facts) -> list[Finding]:
+def _judge_limits(facts: Facts) -> Iterator[Finding]:
     per_engine = DESCRIPTORS_OF_SCHEDULER + DESCRIPTORS_OF_WORKER
     own = DESCRIPTORS_OF_DEPOT + reserve_of(facts.descriptors)
     text = (
-        f"a process may have {facts.descriptors}, enough for {max(0, facts.descriptors - own) // per_engine} engines of"
-        f" one worker: each takes {per_engine}, each further worker {DESCRIPTORS_OF_WORKER}, the depot {own}"
+        f"the limit is {facts.descriptors}, enough for {max(0, facts.descriptors - own) // per_engine} engines with"
+        f" one worker each: an engine takes {per_engine}, each further worker {DESCRIPTORS_OF_WORKER}, the depot {own}"
     )
-    is_enough = facts.descriptors >= LEAST_DESCRIPTORS
-    findings = [
-        Finding(
-            Verdict.FINE if is_enough else Verdict.SLOWER, "descriptors", text,
-            "" if is_enough else "ulimit -Hn 65536, LimitNOFILE=65536 in a systemd unit",
-        )
-    ]  # fmt: skip
-    if facts.locked_memory_bytes is not None and any(
-        b.name == "cuda" and not b.why_unavailable for b in facts.backends
-    ):
-        findings.append(
-            Finding(
-                Verdict.SLOWER, "locked memory", f"workers on CUDA may lock {format_size(facts.locked_memory_bytes)}",
-                "ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, --ulimit memlock=-1 in Docker",
-            )
+    if facts.descriptors >= LEAST_DESCRIPTORS:
+        yield _fine("descriptors", text)
+    else:
+        yield _slower("descriptors", text, "set ulimit -Hn 65536, or LimitNOFILE=65536 in a systemd unit")
+    is_cuda = any(backend.name == "cuda" and not backend.why_unavailable for backend in facts.backends)
+    if facts.locked_memory_bytes is not None and is_cuda:
+        yield _slower(
+            "locked memory", f"workers on CUDA may lock {format_size(facts.locked_memory_bytes)}",
+            "set ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, or --ulimit memlock=-1 in Docker",
         )  # fmt: skip
     if facts.shared_huge_pages == "never":
-        findings.append(
-            Finding(Verdict.FINE, "huge pages", "none for tmpfs (shmem_enabled is never); not needed on CPU")
-        )
-    return findings
+        yield _fine("huge pages", "none for tmpfs (shmem_enabled is never); not needed on CPU")
 
 
-def _judge_place(facts: Facts) -> list[Finding]:
-    findings: list[Finding] = []
+def _judge_place(facts: Facts) -> Iterator[Finding]:
     if not facts.directory_is_writable:
-        findings.append(
-            Finding(
-                Verdict.BROKEN, "sockets", f"{facts.directory} cannot be written by this user",
-                "choose another folder by --dir, or make this one yours",
-            )
+        yield _broken(
+            "sockets", f"{facts.directory} is not writable for this user",
+            "choose another folder with --dir, or change the owner of this one",
         )  # fmt: skip
     if facts.is_container:
-        findings.append(
-            Finding(
-                Verdict.FINE, "container", "this is one, it seems: engines in other containers need just the folder"
-                f" {facts.directory} in common, no shared IPC or PID namespace",
-            )
+        yield _fine(
+            "container", "this seems to be a container: engines in other containers need to share only the folder"
+            f" {facts.directory} with it, no IPC or PID namespace",
         )  # fmt: skip
-    findings.append(Finding(Verdict.FINE, "depot", facts.depot or f"none answers in {facts.directory}"))
-    return findings
+    yield _fine("depot", facts.depot or f"no depot answers in {facts.directory}")
 
 
-def _judge_backends(facts: Facts) -> list[Finding]:
-    findings: list[Finding] = []
+def _judge_backends(facts: Facts) -> Iterator[Finding]:
     for backend in facts.backends:
-        if backend.distribution and backend.why_unavailable is None:
-            text = f"{backend.distribution} works"
-            if backend.name == "cpu" and "compiled_copy" not in backend.capabilities:
-                findings.append(
-                    Finding(
-                        Verdict.SLOWER, "backend cpu", f"{backend.distribution} has no compiled copy",
-                        "pip install --force-reinstall --no-cache-dir --no-deps kvdepot-cpu"
-                        + ("" if facts.has_compiler else ", once a C compiler is there"),
-                    )
-                )  # fmt: skip
-            else:
-                findings.append(Finding(Verdict.FINE, f"backend {backend.name}", text))
-        elif backend.distribution:
-            findings.append(
-                Finding(Verdict.FINE, f"backend {backend.name}", f"not usable here: {backend.why_unavailable}")
-            )
+        subject = f"backend {backend.name}"
+        if not backend.distribution:
+            continue
+        if backend.why_unavailable is not None:
+            yield _fine(subject, f"not usable here: {backend.why_unavailable}")
+        elif backend.name == "cpu" and "compiled_copy" not in backend.capabilities:
+            yield _slower(
+                subject, f"{backend.distribution} has no compiled copy",
+                "pip install --force-reinstall --no-cache-dir --no-deps kvdepot-cpu"
+                + ("" if facts.has_compiler else ", after installing a C compiler"),
+            )  # fmt: skip
+        else:
+            yield _fine(subject, f"{backend.distribution} works")
     if not any(backend.distribution and backend.why_unavailable is None for backend in facts.backends):
-        findings.append(
-            Finding(Verdict.BROKEN, "backends", "no accelerator can attach from here", "pip install 'kvdepot[cpu]'")
-        )
-    versions = ", ".join(f"{name} {number}" for name, number in facts.packages.items())
-    findings.append(Finding(Verdict.FINE, "versions", versions))
+        yield _broken("backends", "no accelerator can attach from here", "pip install 'kvdepot[cpu]'")
+    yield _fine("versions", ", ".join(f"{name} {number}" for name, number in facts.packages.items()))
     ours = {number for name, number in facts.packages.items() if name.startswith("kvdepot")}
     if len(ours) > 1:
-        findings.append(
-            Finding(
-                Verdict.BROKEN, "versions", f"packages of kvdepot have different versions: {', '.join(sorted(ours))}",
-                "install the same version of all of them",
-            )
+        yield _broken(
+            "versions", f"kvdepot packages have different versions: {', '.join(sorted(ours))}",
+            "install the same version of each",
         )  # fmt: skip
-    return findings
 
 
-# --- looking --------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
 def _kernel(release: str) -> tuple[int, int]:
@@ -294,7 +271,7 @@ def _choice(path: Path) -> str:
 
 
 def _is_in_container() -> bool:
-    """Whether signs of a container are there; nobody can tell for sure."""
+    """Return whether this looks like a container; there is no sure sign."""
     with contextlib.suppress(OSError, IndexError):
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("NSpid"))
         return len(line.split()) > 2 or Path("/.dockerenv").exists() or "KUBERNETES_SERVICE_HOST" in os.environ

@@ -20,9 +20,9 @@ from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from kvdepot.wire.curve import ClientKeys, load_pair, load_public
 
-_WARM_SECONDS: Final = 90.0  # for one prefix: the depot waits for a minute at most
-_PATIENT_SECONDS: Final = 30.0  # for what is done in steps
-_CLEAR_SECONDS: Final = 600.0  # for steps of tiers that hold very many entries
+_WARM_SECONDS: Final = 90.0  # for one prefix; the depot waits for a minute at most
+_PATIENT_SECONDS: Final = 30.0  # for requests that take many steps
+_CLEAR_SECONDS: Final = 600.0  # for tiers with very many entries
 _POLL_SECONDS: Final = 0.2
 _KEYS_HELP: Final = (
     " The file has one prefix per line, as JSON. A prefix is either the keys of its chunks as hex strings,"
@@ -114,10 +114,10 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
 
 
 def client_keys(options: argparse.Namespace) -> ClientKeys | None:
-    """Return the CURVE keys that the options name, None if they name none.
+    """Return the CURVE keys named by the options, None without them.
 
     Raises:
-        ConfigError: one is missing, or a file holds no key.
+        ConfigError: only one is given, or a file has no key.
     """
     if options.curve_secret is None and options.curve_server is None:
         return None
@@ -146,7 +146,7 @@ def _parse_quota_size(text: str) -> int:
 
 
 class _Keys(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a file: a prefix by its chunks' keys."""
+    """One line of a file: a prefix given by the keys of its chunks."""
 
     digests: list[str]
     tenant: str = "default"
@@ -156,7 +156,7 @@ class _Keys(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Traced(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a trace of prompts: what keys are made of."""
+    """One line of a trace: a prompt, from which the keys are computed."""
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
     namespace: Namespace
@@ -171,7 +171,7 @@ def _prefixes_in(file: str) -> list[tuple[str, bytes]]:
     """Return tenant and packed digests of each line of a file.
 
     Raises:
-        ConfigError: it cannot be read, or a line is neither of both.
+        ConfigError: it cannot be read, or a line has another form.
     """
     try:
         lines = sys.stdin.readlines() if file == "-" else Path(file).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""`kvdepot sizing MODEL_CONFIG.json`: how many bytes a model's KV cache takes, and so how many tokens a pool holds.
+"""`kvdepot sizing MODEL_CONFIG.json`: compute the size of a model's KV cache, and how many tokens a pool holds.
 
 Pure arithmetic on the `config.json` that comes with a model. The kind of a layer decides how much it keeps:
 
@@ -68,7 +68,7 @@ _HINTS_OF_OTHER_KINDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What one model's KV cache takes, on all ranks together; bytes."""
+    """The size of one model's KV cache on all ranks together, in bytes."""
 
     name: str
     dtype: str
@@ -78,17 +78,17 @@ class Sizing:
     window_tokens: int
     bytes_per_token: int  # of the layers with full attention
     window_bytes_per_token: int  # of the layers with a window, for each token inside it
-    state_bytes: int  # of the layers with a state, for each place where a prefix may end; 0: not told by the config
+    state_bytes: int  # of the layers with a state, per possible end of a prefix; 0: unknown
     is_mla: bool
     notes: tuple[str, ...] = ()  # what the configuration leaves open, a sentence each
 
     def prefix_bytes(self, num_tokens: int) -> int:
-        """Return what one prefix of this length takes if only its end is kept of windows and states."""
+        """Return the size of one prefix of this length, with windows and states kept only at its end."""
         window = min(num_tokens, self.window_tokens) * self.window_bytes_per_token
         return num_tokens * self.bytes_per_token + window + self.state_bytes
 
     def as_dict(self, pool_bytes: int) -> dict[str, Any]:
-        """Return everything for machines."""
+        """Return the sizes for JSON."""
         stored = self.bytes_per_token + self.window_bytes_per_token
         return {
             "model": self.name,
@@ -109,7 +109,7 @@ class Sizing:
         }
 
     def describe(self, pool_bytes: int) -> str:
-        """Return everything for people."""
+        """Return the sizes as text."""
         kinds = [
             (self.num_full_layers, "with latent attention" if self.is_mla else "with full attention"),
             (self.num_window_layers, f"with a window of {self.window_tokens:,} tokens"),
@@ -142,7 +142,7 @@ def read_model_config(path: Path | str) -> Mapping[str, Any]:
     """Read a model's `config.json`, or the one in a folder.
 
     Raises:
-        ConfigError: there is none, or it is not JSON.
+        ConfigError: the file is missing or is not JSON.
     """
     path = Path(path)
     if path.is_dir():
@@ -157,14 +157,14 @@ def read_model_config(path: Path | str) -> Mapping[str, Any]:
 
 
 def size_model(config: Mapping[str, Any], cache_dtype: str = "auto") -> Sizing:
-    """Return what a model's cache takes.
+    """Return the size of a model's cache.
 
     Args:
         config: of the model, as in its `config.json`.
         cache_dtype: as vLLM's `--kv-cache-dtype`; "auto" is the model's own.
 
     Raises:
-        ConfigError: the configuration does not say enough, or the dtype is not known.
+        ConfigError: the configuration is incomplete, or the dtype is unknown.
     """
     text: Mapping[str, Any] = config.get("text_config") or config.get("llm_config") or config
     name = str((config.get("architectures") or [config.get("model_type", "?")])[0])
@@ -296,7 +296,7 @@ def _letter(letter: str) -> _Keeps:
 
 
 def _state_bytes(config: Mapping[str, Any], element: int) -> int:
-    """Return the state of one layer: convolution and recurrence, of gated delta nets or of Mamba 2; 0 if unknown."""
+    """Return the size of one layer's state, for gated delta nets and Mamba 2; 0 if unknown."""
     if "linear_num_value_heads" in config:
         key = _number(config, "linear_num_key_heads") * _number(config, "linear_key_head_dim")
         values, value_dim = _number(config, "linear_num_value_heads"), _number(config, "linear_value_head_dim")

@@ -1,4 +1,4 @@
-"""`kvdepot top`: a depot at work in a terminal, with `pip install 'kvdepot[cli]'`. It only asks for the status."""
+"""`kvdepot top`: show a depot at work in a terminal, from its status. Needs `pip install 'kvdepot[cli]'`."""
 
 import sys
 import time
@@ -19,14 +19,14 @@ from kvdepot.wire import operations as o
 
 _SHADES: Final = " ░▒▓█"
 _MAP_WIDTH: Final = 48
-_LEAST_CHUNKS: Final = 1000  # asked for, until estimates are shown
+_LEAST_CHUNKS: Final = 1000  # looked up, before estimates are shown
 
 
 def run_top(ask: Callable[[], o.DepotStatus], *, interval_seconds: float = 1.0, num_frames: int | None = None) -> None:
-    """Draw until interrupted, or `num_frames` times; where standard output is no terminal, once.
+    """Draw until interrupted, or `num_frames` times; by default once if standard output is not a terminal.
 
     Raises:
-        DepotUnavailable: there is no depot at the start. Later it is waited for.
+        DepotUnavailable: no depot answers at the start. Later, `run_top` waits for it.
     """
     before, at = ask(), time.monotonic()
     if not sys.stdout.isatty() and num_frames is None:
@@ -50,7 +50,7 @@ def run_top(ask: Callable[[], o.DepotStatus], *, interval_seconds: float = 1.0, 
 
 
 def draw(status: o.DepotStatus, before: o.DepotStatus, seconds: float) -> Group:
-    """Return one frame: `status` now, `before` it was so many seconds ago."""
+    """Return one frame from the status now and the status `seconds` ago."""
     columns = Columns([_summary(status, before, seconds), _pool(status)], expand=True)
     parts: list[Any] = [_title(status), columns]
     parts += [table for table in (_engines(status), _tenants(status), _tiers(status)) if table.row_count]
@@ -109,7 +109,7 @@ def _pool(status: o.DepotStatus) -> Table:
 
 
 def pool_map(status: o.DepotStatus) -> str:
-    """Return one character for each region of the pool: the darker, the fuller."""
+    """Return one character per region of the pool; darker is fuller."""
     region = status.pool_size_bytes / max(1, len(status.pool_regions))
     darkest = len(_SHADES) - 1
     return "".join(
@@ -158,7 +158,7 @@ def _table(*titles: str) -> Table:
 
 
 def _plain(text: str) -> Text:
-    """Return text that others chose, without a meaning for the terminal."""
+    """Return untrusted text, safe for a terminal."""
     return Text(printable(text))
 
 
