@@ -69,6 +69,7 @@ class DepotServer:
         self._version = version("kvdepot")  # read from a file
         self._started_at = time.monotonic()
         self._stopping_at: float | None = None
+        self._has_run = False
         self._access = Access.of_group(config.socket_group)
         keys = _load_keys(config)
         self._access.prepare_directory(config.directory)
@@ -203,6 +204,7 @@ class DepotServer:
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until told to stop."""
+        self._has_run = True
         try:
             self._results.start()
             logger.info(
@@ -233,7 +235,10 @@ class DepotServer:
         return not self.depot.stores.tickets or time.monotonic() >= self._stopping_at
 
     def close(self) -> None:
-        """Close sockets and files; an ephemeral pool is removed, any other waits for the next server."""
+        """Close sockets and files. Remove an ephemeral pool, and a new one that was never served.
+
+        Any other pool waits for the next server.
+        """
         state = self.depot.state
         if state.movers is not None:
             state.movers.close()
@@ -242,10 +247,17 @@ class DepotServer:
         if state.tiering is not None:
             state.tiering.close(_DRAIN_SECONDS)
         self._context.destroy(linger=0)
-        self._files.close(remove=self.config.ephemeral)
+        is_removed = self.config.ephemeral or (self._files.is_new and not self._has_run)
+        self._files.close(remove=is_removed)
         self._waker.close()
         os.close(self._lock)
-        logger.info("stopped%s", "" if self.config.ephemeral else f"; the cache stays in {self.config.pool_path}")
+        if is_removed:
+            logger.info("stopped")
+        else:
+            path, size = self.config.pool_path, format_size(self._files.size_bytes)
+            logger.info(
+                "stopped; %s keeps the cache in %s of memory: 'kvdepot pools --remove %s' frees it", path, size, path
+            )
 
     def _status(self) -> o.DepotStatus:
         depot, watch, remote, events = self.depot, self.loop.watch, self.sockets.remote, self.sockets.events
