@@ -15,7 +15,7 @@ def resident_bytes(folder: Path) -> int:
     """Return how much of this process's mapping of a pool has its pages."""
     found = 0
     for block in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
-        if f"{folder}/pool" in block.splitlines()[0] if block else False:
+        if re.search(rf"{folder}/\.?pool", block.partition("\n")[0]):  # a new pool is made under another name
             size = re.search(r"^Rss: +(\d+) kB", block, re.MULTILINE)
             assert size is not None
             found += int(size[1]) * 1024
