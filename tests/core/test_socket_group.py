@@ -24,10 +24,11 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can start proce
 CHILD = f"""
 import os, sys
 from pathlib import Path
-from kvdepot import KVDepotError, messages as m
+from kvdepot import KVDepotError
 from kvdepot.client.connection import Connection
 from kvdepot.client.operator import ask_depot
 from kvdepot.server.access import Access
+from kvdepot.wire import messages as m, operations as o
 from tests.core.test_protocol import Peer, prompt, registration
 
 what, directory, gid, *groups = sys.argv[1:]
@@ -36,7 +37,7 @@ os.setgid(int(gid))
 os.setuid({STRANGER})
 try:
     if what == "status":
-        print(ask_depot(m.Status(), directory).status.num_entries)
+        print(ask_depot(o.Status(), directory).status.num_entries)
     elif what == "engine":
         connection = Connection(directory, "child", registration(instance="child"), maps_pool=True)
         link = connection.wait_until_open(1.0)
