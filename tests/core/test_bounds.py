@@ -20,7 +20,7 @@ from kvdepot.server.app import DepotServer
 from kvdepot.server.labels import MAXIMUM_LABELS
 from kvdepot.server.replies import Deferred, Refused
 from kvdepot.server.state import MAXIMUM_ROWS
-from kvdepot.tiers import tiering
+from kvdepot.tiers import promotion
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from tests.core.full_depot import NUM_CHUNKS, PAGE, PROMPT_CHUNKS, SPEC, Bench, prepare_all, prompt, put_tier_below
@@ -274,7 +274,7 @@ def test_a_long_prefix_that_a_new_tier_lacks_goes_down_step_by_step() -> None:
 
 @pytest.mark.promise(61)
 def test_so_many_promotions_are_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiering, "MAXIMUM_PROMOTIONS", 3)
+    monkeypatch.setattr(promotion, "MAXIMUM_PROMOTIONS", 3)
     bench = Bench(filled=False)
     queue = put_tier_below(bench)
     bench.store(prompt(9, 1))

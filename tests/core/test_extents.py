@@ -73,7 +73,7 @@ def test_a_full_pool_of_one_size_reuses_exactly_what_was_freed() -> None:
 @given(st.lists(st.tuples(st.integers(-1, 70).map(lambda p: p * PAGE // 2), st.integers(0, 10 * PAGE)), max_size=12))
 def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[int, int]]) -> None:
     allocator = ExtentAllocator(CAPACITY)
-    places = {place for some in allocator.restore(wanted) for place in some}
+    places = {place for some in allocator.restore(len(wanted), wanted.__getitem__) for place in some}
     taken = [place in places for place in range(len(wanted))]
     used: set[int] = set()
     for (offset, num_bytes), is_taken in zip(wanted, taken, strict=True):

@@ -8,6 +8,7 @@ import pytest
 from kvdepot.index.entries import Entries
 from kvdepot.pool.table import IndexTable
 from kvdepot.server.depot import Depot
+from kvdepot.server.quarantine import QuarantineTable
 from tests.simulation.history import replay, run_seed, shrink, story
 from tests.simulation.world import Setup, World
 
@@ -38,10 +39,10 @@ def test_a_history_is_the_same_each_time() -> None:
 
 
 def test_an_extent_that_leaves_quarantine_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def discard(depot: Depot, _fence: object, records: list[int], _num_bytes: int) -> None:
-        depot.quarantine.discard(records)
+    def discard(table: QuarantineTable, _fence: object, records: list[int], _num_bytes: int) -> None:
+        table.discard(records)
 
-    monkeypatch.setattr(Depot, "quarantine", discard)
+    monkeypatch.setattr(QuarantineTable, "hold", discard)
     seed = first_failure()
     told = story(seed)
     assert "may still write to it" in told

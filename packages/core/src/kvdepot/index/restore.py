@@ -35,6 +35,7 @@ class Restoring:
         yield from self._read(records)
         by_depth: dict[int, list[Record]] = {}
         yield from self._take_extents(records, by_depth)
+        records.clear()  # so that `_make_nodes` frees each with its level, and not all of them at once
         yield from self._make_nodes(by_depth)
         yield from self._free_others()
         yield from self._tell_policies()
@@ -53,7 +54,9 @@ class Restoring:
 
     def _take_extents(self, records: list[Record], by_depth: dict[int, list[Record]]) -> Iterator[None]:
         """Take over the extents; sort the sealed records by depth."""
-        for places in self._parts.extents.restore([(record.offset, record.num_bytes) for record in records]):
+        for places in self._parts.extents.restore(
+            len(records), lambda place: (records[place].offset, records[place].num_bytes)
+        ):
             for place in places:
                 record = records[place]
                 if record.state == SEALED:
@@ -72,12 +75,15 @@ class Restoring:
             if depth and depth - 1 not in by_depth:
                 above = {}  # those are not one chunk up
             level: dict[bytes, int] = {}
-            for count, record in enumerate(by_depth[depth]):
+            records = by_depth[depth][::-1]
+            by_depth[depth] = []
+            while records:
+                record = records.pop()
                 if self._take_entry(record, above, level):
                     self._is_used[record.number] = 1
                 else:
                     self._parts.extents.free(record.offset, record.num_bytes)
-                if count % _STEP == 0:
+                if len(records) % _STEP == 0:
                     yield
             above = level
 

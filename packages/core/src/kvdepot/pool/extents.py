@@ -5,7 +5,7 @@ freed extent is exactly what the next allocation needs.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
 from itertools import pairwise
 from typing import Final
@@ -75,22 +75,23 @@ class ExtentAllocator:
         self.region_bytes[offset // self._region_bytes] -= size
         self._add_free(offset, size)
 
-    def restore(self, extents: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-        """Mark extents `(offset, num_bytes)` of an earlier life as used; call once, before any allocation.
+    def restore(self, count: int, extent: Callable[[int], tuple[int, int]]) -> Iterator[list[int]]:
+        """Mark extents of an earlier life as used; call once, before any allocation.
 
-        The work is done as the result is iterated over; each item has places in `extents` of some that were
-        taken. One that is misaligned, out of range or overlaps an earlier one is not. Until the end nothing can
-        be allocated.
+        `extent(i)` returns `(offset, num_bytes)` of one of `count`. Iterating over the result does the work; each item
+        has the numbers of some that were taken. An extent that is misaligned, out of range or overlaps an earlier one
+        is not taken. Nothing can be allocated before the end.
         """
         if self.used_bytes:
             raise ValueError("restore comes before the first allocation")
         for start in list(self._size_at):
             self._remove(start)
-        return self._restore(extents)
+        return self._restore(count, extent)
 
-    def _restore(self, extents: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    def _restore(self, count: int, extent: Callable[[int], tuple[int, int]]) -> Iterator[list[int]]:
         keys: list[int] = []
-        for place, (offset, num_bytes) in enumerate(extents):
+        for place in range(count):
+            offset, num_bytes = extent(place)
             if offset >= 0:
                 keys.append(offset << 96 | num_bytes << 32 | place)
             if place % _RESTORE_STEP == 0:
@@ -103,7 +104,7 @@ class ExtentAllocator:
         taken: list[int] = []
         for key in merge(*runs):
             place = key & 0xFFFFFFFF
-            offset, num_bytes = extents[place]
+            offset, num_bytes = extent(place)
             size = extent_size(num_bytes)
             if offset % EXTENT_ALIGNMENT_BYTES or not end <= offset < offset + size <= self.ready_bytes:
                 continue

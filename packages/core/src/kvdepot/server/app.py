@@ -69,7 +69,6 @@ class DepotServer:
         self._version = version("kvdepot")  # read from a file
         self._started_at = time.monotonic()
         self._stopping_at: float | None = None
-        self._has_run = False
         self._access = Access.of_group(config.socket_group)
         keys = _load_keys(config)
         self._access.prepare_directory(config.directory)
@@ -204,7 +203,6 @@ class DepotServer:
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until told to stop."""
-        self._has_run = True
         try:
             self._results.start()
             logger.info(
@@ -234,8 +232,8 @@ class DepotServer:
             return False
         return not self.depot.stores.tickets or time.monotonic() >= self._stopping_at
 
-    def close(self) -> None:
-        """Close sockets and files. Remove an ephemeral pool, and a new one that was never served.
+    def close(self, *, has_failed: bool = False) -> None:
+        """Close sockets and files. Remove an ephemeral pool, and a new one if the start `has_failed`.
 
         Any other pool waits for the next server.
         """
@@ -247,7 +245,7 @@ class DepotServer:
         if state.tiering is not None:
             state.tiering.close(_DRAIN_SECONDS)
         self._context.destroy(linger=0)
-        is_removed = self.config.ephemeral or (self._files.is_new and not self._has_run)
+        is_removed = self.config.ephemeral or (self._files.is_new and has_failed)
         self._files.close(remove=is_removed)
         self._waker.close()
         os.close(self._lock)
