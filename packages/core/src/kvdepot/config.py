@@ -241,7 +241,11 @@ class ServerConfig:
         None, "directory of the pool, on tmpfs (default: below /dev/shm, derived from --dir)", "--pool-dir", "DIR"
     )
     pool_size_bytes: int | None = setting(
-        None, "memory for KV caches (default: the pool that is there, else a quarter of the free memory)", "--pool-size", "SIZE", parse=parse_size
+        None,
+        "memory for KV caches (default: the pool that is there, else a quarter of the free memory)",
+        "--pool-size",
+        "SIZE",
+        parse=parse_size,
     )
     max_entries: int | None = setting(
         None, "capacity of the index (default: one entry per 64 KiB of pool, at least 65,536)", metavar="N"
