@@ -197,6 +197,19 @@ def table(tmp_path: Path) -> Iterator[Table]:
         yield table
 
 
+def test_a_copy_of_a_closed_connection_in_a_child_is_no_event(table: Table) -> None:
+    """Regression: a child process that was just being started, HTTP's for example, ended the depot."""
+    client = table.connect()
+    client.sendall(frames.LENGTH.pack(0))
+    table.serve_all()
+    (served,) = table.table._connections.values()
+    with closing(served.socket.dup()):
+        client.close()
+        table.serve_all()
+        assert len(table.table) == 0
+        assert not select.select([table.table], [], [], 0)[0]
+
+
 def in_pieces(client: socket.socket, data: bytes, rng: random.Random) -> None:
     start = 0
     while start < len(data):

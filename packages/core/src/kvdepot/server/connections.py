@@ -462,7 +462,9 @@ class ConnectionTable:
         if not connection.is_open:
             return
         connection.is_open = False
-        del self._connections[connection.socket.fileno()]
+        fd = connection.socket.fileno()
+        del self._connections[fd]
+        self._epoll.unregister(fd)  # closing is not enough: a child that is being started may still have a copy
         connection.socket.close()
         self._unfinished.pop(connection, None)
         self._unread_bytes -= len(connection.unread)
