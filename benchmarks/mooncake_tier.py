@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.processes import wait_until
@@ -27,8 +27,8 @@ from kvdepot.testing.tier import clear, make_key, run
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
-from tests.tiers.mooncake_node import make_shared_pool
-from tests.tiers.test_mooncake import Master, Node
+from support.tiers.mooncake_cluster import Master, Node
+from support.tiers.mooncake_node import make_shared_pool
 
 MIB = 1 << 20
 

@@ -19,13 +19,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from kvdepot.testing.tier import make_key, make_pool, run
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
-from tests.tiers.servers import S3Server, Server, ValkeyServer
+from support.tiers.servers import S3Server, Server, ValkeyServer
 
 
 class PlainLoop:

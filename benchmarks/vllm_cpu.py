@@ -24,11 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from tests.vllm.engines import Engine, connector, prompts
-from tests.vllm.models import make_model
+from support.vllm.engines import Engine, connector, prompts
+from support.vllm.models import make_model
 
 
 def serve(

@@ -1,6 +1,6 @@
 """What fuzzing kept and what it starts from, replayed without it; and as many new inputs as there is time for.
 
-`python -m tests.fuzz` looks for more, guided by coverage: see docs/reliability.md.
+`python -m fuzz` looks for more, guided by coverage: see docs/reliability.md.
 """
 
 import random
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.mutate import mutate_message
-from tests.fuzz.targets import TARGETS, kept_inputs
+from fuzz.mutate import mutate_message
+from fuzz.targets import TARGETS, kept_inputs
 
 MESSAGES = [name for name, target in TARGETS.items() if target.is_message]
 

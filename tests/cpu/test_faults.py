@@ -16,7 +16,7 @@ from kvdepot.testing.backend import prompt
 from kvdepot.wire import messages as m
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 from kvdepot_cpu.kernels.copy import PageCopier
-from tests.cpu.engines import CHUNK, Engine
+from support.cpu.engines import CHUNK, Engine
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_killing_the_server_over_and_over_under_load_serves_no_wrong_byte(depot:
 
 @pytest.mark.promise(59)
 def test_the_next_release_of_the_server_serves_this_one() -> None:
-    with DepotProcess(module="tests.cpu.next_release") as depot:
+    with DepotProcess(module="support.cpu.next_release") as depot:
         reply = ask_depot(m.Hello(m.PROTOCOL_VERSION, "test"), depot.url, 20)
         assert isinstance(reply, m.HelloReply)
         assert (reply.protocol_version, reply.minimum_protocol_version) == (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, child_of, wait_until
-from tests.cpu.engines import CHUNK, Engine
+from support.cpu.engines import CHUNK, Engine
 
 _SERVER = ["unshare", "--fork", "--pid", "--ipc", "--mount-proc"]
 _WORKER = [*_SERVER, "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]

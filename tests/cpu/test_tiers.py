@@ -16,7 +16,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import prompt
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from tests.cpu.engines import CHUNK, Engine
+from support.cpu.engines import CHUNK, Engine
 
 DEADLINE_SECONDS = 1.0  # of lookups that wait for tiers
 

@@ -8,8 +8,8 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, MakeCache
 from kvdepot_cuda.testing import FakeDriver
-from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
-from tests.cuda.node import FakeDevice, fake_device
+from support.cuda.fake_worker import NUM_PIECES, FakeWorker
+from support.cuda.node import FakeDevice, fake_device
 
 WAIT_SECONDS = 20.0
 

@@ -13,10 +13,10 @@ from kvdepot.testing.faults import FaultSuite
 from kvdepot_cuda.gather import KernelUnavailable
 from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.testing import FakeDriver, fake_gather
-from tests.cuda.device_worker import DeviceWorker
-from tests.cuda.fake_worker import FakeWorker
-from tests.cuda.node import FakeDevice
-from tests.cuda.test_on_device import KERNEL, ByAMover
+from support.cuda.device_worker import DeviceWorker
+from support.cuda.fake_worker import FakeWorker
+from support.cuda.node import FakeDevice
+from support.cuda.on_device import KERNEL, ByAMover
 
 WAIT_SECONDS = 30.0
 
@@ -123,4 +123,4 @@ class TestFaults(FaultSuite):
         return self.device.worker(url, plan, mode="direct", **options)
 
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
-        return [sys.executable, "-m", "tests.cuda.engine_child", url, instance, "direct", str(self.device.memory)]
+        return [sys.executable, "-m", "support.cuda.engine_child", url, instance, "direct", str(self.device.memory)]

@@ -1,6 +1,6 @@
 """What of a retrieve the kernel copies, over a driver without a device: the choice, the addresses, the steps down.
 
-The kernel itself runs and compiles in `tests/triton`; here the fake driver does its work.
+The kernel itself runs and compiles in `tests/kernels`; here the fake driver does its work.
 """
 
 import logging
@@ -18,7 +18,7 @@ from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.gather import Gather, KernelUnavailable, KernelUse, compile_gather
 from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.testing import FakeDriver
-from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
+from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 
 IMAGE = GatherImage(b"image", "gather_runs", 128, 1024, 2)
 WAIT_SECONDS = 20.0

@@ -26,8 +26,8 @@ from kvdepot.wire import messages as m
 from kvdepot_cuda.gather import KernelUse
 from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
-from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
-from tests.cuda.mover_faults import (
+from support.cuda.fake_worker import NUM_PIECES, FakeWorker
+from support.cuda.mover_faults import (
     WAIT_SECONDS,
     MoverFaultSuite,
     context_of,
@@ -35,7 +35,7 @@ from tests.cuda.mover_faults import (
     wait_for_mover,
     wait_until_nothing_is_held,
 )
-from tests.cuda.node import FakeDevice
+from support.cuda.node import FakeDevice
 
 PLAN = PLANS["large pages"]
 
@@ -73,7 +73,7 @@ def cache(device: FakeDevice, depot: DepotProcess) -> Iterator[MakeCache]:
 
 
 def engine_command(url: str, instance: str, device: FakeDevice) -> list[str]:
-    return [sys.executable, "-m", "tests.cuda.engine_child", url, instance, "ipc", str(device.memory)]
+    return [sys.executable, "-m", "support.cuda.engine_child", url, instance, "ipc", str(device.memory)]
 
 
 def mode_of(worker: Cache) -> str:

@@ -20,8 +20,8 @@ from kvdepot_cuda.copy import CopyEngine
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.probation import LEAST_BYTES, PAIRS, Probation, slower
 from kvdepot_cuda.testing import FakeDriver
-from tests.cuda.fake_worker import NUM_PIECES
-from tests.cuda.node import FakeDevice
+from support.cuda.fake_worker import NUM_PIECES
+from support.cuda.node import FakeDevice
 
 PLAN = PLANS["large pages"]
 WAIT_SECONDS = 60.0

@@ -19,7 +19,7 @@ from kvdepot_cuda import registration
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
 from kvdepot_cuda.testing import FakeDriver, fake_gather
-from tests.cuda.fake_worker import POOL_BYTES as WORKER_S_POOL_BYTES
+from support.cuda.fake_worker import POOL_BYTES as WORKER_S_POOL_BYTES
 
 MIB = 1 << 20
 POOL_BYTES = 11 * MIB + 8192  # pieces of 4 MiB, the last one shorter; units of 1 MiB

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+SOURCE = Path(__file__).parents[1] / "support" / "cuda" / "stub_libcuda.c"
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the stub library needs a C compiler")
 
 CALLS = """
@@ -57,13 +57,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str
     folder = tmp_path_factory.mktemp("stub")
     library = folder / "libcuda.so.1"
     subprocess.run(
-        ["cc", "-shared", "-fPIC", "-O1", "-Wno-unused-parameter", "-o", library, HERE / "stub_libcuda.c", "-ldl"],
+        ["cc", "-shared", "-fPIC", "-O1", "-Wno-unused-parameter", "-o", library, SOURCE, "-ldl"],
         check=True,
     )
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda.stub_child"],
+        [sys.executable, "-m", "support.cuda.stub_child"],
         env={**os.environ, "LD_LIBRARY_PATH": str(folder)},
-        cwd=HERE.parent.parent, capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("stub: ")]

@@ -18,7 +18,7 @@ from kvdepot_cuda import watchdog
 from kvdepot_cuda.driver import Direction
 from kvdepot_cuda.testing import FakeDriver
 from kvdepot_cuda.watchdog import Watchdog
-from tests.cuda.fake_worker import NUM_PIECES, FakeWorker
+from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 
 PLAN = PLANS["one group"]
 WAIT_SECONDS = 20.0

@@ -17,7 +17,7 @@ from kvdepot.ops.cli import make_parser
 from kvdepot.ops.http_app import create_app
 from kvdepot.ops.http_process import HttpSettings
 from kvdepot.ops.serve import read_configs
-from tests.core.test_http import status_of_app
+from support.http import status_of_app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing: `python -m tests.fuzz [TARGET ...] --seconds N`; all targets, 60 s in all by default.
+"""Coverage-guided fuzzing: `python -m fuzz [TARGET ...] --seconds N`; all targets, 60 s in all by default.
 
 An input that crashes a target is left in its folder of the corpus, so that it is replayed by the tests from then on:
 fix the bug, give the file a name that says what it was, commit both. `--keep` adds the inputs that reached new lines.
@@ -21,7 +21,7 @@ _GUIDED = ("kvdepot",)
 
 def main() -> int:
     """Fuzz one target in this process, several in one process each."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="fuzz what takes bytes from others")
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description="fuzz what takes bytes from others")
     parser.add_argument("targets", nargs="*", metavar="TARGET")
     parser.add_argument("--seconds", type=int, default=60, help="for all targets together (default 60)")
     parser.add_argument("--keep", action="store_true", help="add what reached new lines to the corpus, make it minimal")
@@ -31,7 +31,7 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     if options.only:
         return fuzz(options.only, options.seconds, options.folder)
-    from tests.fuzz.targets import TARGETS
+    from fuzz.targets import TARGETS
 
     names = options.targets or list(TARGETS)
     if unknown := set(names) - set(TARGETS):
@@ -44,11 +44,11 @@ def main() -> int:
 
 def run_apart(target: str, seconds: int, *, keep: bool) -> bool:
     """Fuzz one target in a process of its own; return whether nothing failed."""
-    from tests.fuzz.corpus import keep_smallest
+    from fuzz.corpus import keep_smallest
 
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvdepot-fuzz-") as folder:
-        command = [sys.executable, "-m", "tests.fuzz", "--only", target, "--seconds", str(seconds), "--folder", folder]
+        command = [sys.executable, "-m", "fuzz", "--only", target, "--seconds", str(seconds), "--folder", folder]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         last = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("Done ")), "")
         print(f"{target}: {last or done.stderr[-6000:]} ({time.monotonic() - started:.0f} s)", flush=True)
@@ -65,8 +65,8 @@ def fuzz(target: str, seconds: int, folder: Path) -> int:
         print("Done 0 runs: atheris has no wheel for this Python or machine, so nothing is searched", file=sys.stderr)
         return replay(target)
     with atheris.instrument_imports(include=list(_GUIDED)):
-        from tests.fuzz.mutate import mutate_message
-        from tests.fuzz.targets import CORPUS, TARGETS
+        from fuzz.mutate import mutate_message
+        from fuzz.targets import CORPUS, TARGETS
     it = TARGETS[target]
     for number, seed in enumerate(it.seeds()):
         (folder / f"seed-{number}").write_bytes(seed)
@@ -93,7 +93,7 @@ def fuzz(target: str, seconds: int, folder: Path) -> int:
 
 def replay(target: str) -> int:
     """Run what is kept and what fuzzing starts from."""
-    from tests.fuzz.targets import TARGETS, kept_inputs
+    from fuzz.targets import TARGETS, kept_inputs
 
     for data in [*TARGETS[target].seeds(), *(path.read_bytes() for path in kept_inputs(target))]:
         TARGETS[target].run(data)

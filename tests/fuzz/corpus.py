@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.fuzz.targets import CORPUS, TARGETS
+from fuzz.targets import CORPUS, TARGETS
 
 _FOLDERS = (f"{os.sep}kvdepot{os.sep}", f"{os.sep}fuzz{os.sep}")
 

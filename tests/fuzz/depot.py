@@ -20,6 +20,7 @@ from kvdepot.server.replies import Deferred, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from support.integrity import check_empty, empty_by_eviction
 
 PAGE = 4096
 NUM_RECORDS = 24
@@ -36,32 +37,6 @@ PROMPTS = tuple(
     for n in range(4)
 )
 NUM_SESSIONS = 3
-
-
-def ranks_of(index: ChunkIndex) -> bytes:
-    """Return the priority of every node in use."""
-    return bytes(index.priority_of(node) for node in nodes_of(index))
-
-
-def nodes_of(index: ChunkIndex) -> list[int]:
-    """Return every node in use."""
-    return [node for space in index.spaces for node in space.nodes.values()]
-
-
-def empty_by_eviction(index: ChunkIndex) -> None:
-    """Fail unless everything can leave when nobody uses anything."""
-    for share in range(index.quotas.num_shares):
-        while index.evict_one(share):
-            pass
-    check_empty(index)
-
-
-def check_empty(index: ChunkIndex) -> None:
-    """Fail unless nothing is left."""
-    index.check_integrity()
-    assert (index.extents.used_bytes, index.num_entries, index.num_chunks) == (0, 0, 0)
-    assert index.extents.free_extents() == [(0, index.extents.ready_bytes)]
-    assert not any(index.table.header(number) & 0xFF for number in range(index.table.num_records))
 
 
 @dataclass

@@ -8,12 +8,12 @@ from typing import cast
 
 import msgspec.structs
 
+from fuzz.depot import PAGE, SPECS, Bytes, Life
 from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused, MoverTable, OnMoved
 from kvdepot.pool.table import WRITING, Writer
 from kvdepot.wire import messages as m
 from kvdepot.wire.messages import MoveOutcome
-from tests.fuzz.depot import PAGE, SPECS, Bytes, Life
 
 OFFER = m.MoverOffer("fake", "GPU-0", (b"handle",), ((m.PagePlace(0, 0, 8192), m.PagePlace(0, 4096, 8192)),) * 3)
 REGISTRATION = m.RegisterKVCache(

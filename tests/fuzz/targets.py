@@ -17,6 +17,8 @@ from typing import Final
 
 import msgspec
 
+from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live
+from fuzz.movers import OFFER, REGISTRATION, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
 from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
 from kvdepot.index.index import ChunkIndex
@@ -40,8 +42,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from tests.fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, check_empty, live
-from tests.fuzz.movers import OFFER, REGISTRATION, live_with_movers
+from support.integrity import check_empty
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 _SEQUENCE: Final = bytes(range(8))
@@ -374,7 +375,7 @@ TARGETS: Final[dict[str, Target]] = {
     "movers": Target(live_with_movers, _movers_seeds, 400),
 }
 if find_spec("starlette") and find_spec("prometheus_client") and find_spec("uvicorn"):  # kvdepot[http]
-    from tests.fuzz import http
+    from fuzz import http
 
     TARGETS["http"] = Target(http.call, http.seeds, 2000)
 

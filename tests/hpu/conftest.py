@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvdepot.testing.device import FakeDevice, install
-from tests.nursery import Nursery
-from tests.staged.forked import torch_nursery
+from support.nursery import Nursery
+from support.staged.forked import torch_nursery
 
 _torch_is_here = importlib.util.find_spec("torch") is not None
 _fake: FakeDevice | None = None

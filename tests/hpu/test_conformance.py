@@ -6,7 +6,7 @@ import pytest
 
 from kvdepot.testing.backend import BackendSuite, WorkerPlan
 from kvdepot.testing.device import FakeDevice
-from tests.hpu.workers import HpuWorker
+from support.hpu.workers import HpuWorker
 
 
 class TestEager(BackendSuite):

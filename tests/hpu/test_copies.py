@@ -11,9 +11,9 @@ from kvdepot.layout import GroupKind
 from kvdepot.testing.device import FakeDevice
 from kvdepot_hpu.arrays import tensors_of, without_pad_block
 from kvdepot_hpu.context import HpuTransferContext
-from tests.hpu.workers import HpuBench, TensorTuple
-from tests.staged.bench import NUM_BLOCKS, torch
-from tests.staged.suite import CopySuite
+from support.hpu.workers import HpuBench, TensorTuple
+from support.staged.bench import NUM_BLOCKS, torch
+from support.staged.suite import CopySuite
 
 
 class TestCopies(CopySuite):

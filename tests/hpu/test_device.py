@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvdepot.testing.device import POISON, FakeDevice, install
-from tests.staged.bench import torch
+from support.staged.bench import torch
 
 
 def _numbers(count: int = 4) -> Any:

@@ -8,8 +8,8 @@ import pytest
 
 from kvdepot.testing.backend import WorkerPlan
 from kvdepot.testing.device import FakeDevice
-from tests.hpu.workers import HpuWorker
-from tests.staged.forked import ForkedFaultSuite
+from support.hpu.workers import HpuWorker
+from support.staged.forked import ForkedFaultSuite
 
 
 class TestEager(ForkedFaultSuite):
@@ -20,7 +20,7 @@ class TestEager(ForkedFaultSuite):
         return HpuWorker(url, plan, max_blocks=4, **options)
 
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
-        return [sys.executable, "-m", "tests.hpu.engine_child", url, instance, "eager"]
+        return [sys.executable, "-m", "support.hpu.engine_child", url, instance, "eager"]
 
 
 class TestLazy(ForkedFaultSuite):
@@ -31,4 +31,4 @@ class TestLazy(ForkedFaultSuite):
         return HpuWorker(url, plan, max_blocks=4, **options)
 
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
-        return [sys.executable, "-m", "tests.hpu.engine_child", url, instance, "lazy"]
+        return [sys.executable, "-m", "support.hpu.engine_child", url, instance, "lazy"]

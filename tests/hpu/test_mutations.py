@@ -16,9 +16,9 @@ from kvdepot.errors import LayoutError
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
 from kvdepot.testing.device import FakeDevice
-from tests.hpu.workers import HpuBench, HpuWorker
-from tests.staged.bench import NUM_BLOCKS, Bench, round_trip
-from tests.staged.suite import moves_right_bytes
+from support.hpu.workers import HpuBench, HpuWorker
+from support.staged.bench import NUM_BLOCKS, Bench, round_trip
+from support.staged.suite import moves_right_bytes
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

@@ -15,8 +15,8 @@ from kvdepot.testing.device import FakeDevice
 from kvdepot_hpu.arrays import without_pad_block
 from kvdepot_hpu.context import HpuOptions, HpuTransferContext
 from kvdepot_vllm.groups import EngineCache, EngineGroup, worker_groups
-from tests.hpu.workers import TensorTuple
-from tests.staged.bench import torch
+from support.hpu.workers import TensorTuple
+from support.staged.bench import torch
 
 NUM_BLOCKS, BLOCK_TOKENS = 16, 16
 

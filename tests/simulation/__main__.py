@@ -1,4 +1,4 @@
-"""The deterministic simulation: `python -m tests.simulation --seconds N --seed S`.
+"""The deterministic simulation: `python -m simulation --seconds N --seed S`.
 
 Each seed is one history of a node. The server may be killed at any write to its table and names. A failing history is
 shrunk and printed as a story; `--story SEED` prints the story of one seed.
@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-from tests.simulation.history import run_seed, story
+from simulation.history import run_seed, story
 
 _SEEDS_AT_ONCE = 25
 
@@ -33,7 +33,7 @@ def run_seeds(seeds: range) -> tuple[int, int, int, list[int]]:
 
 def main() -> int:
     """Run histories until the time is up or one fails."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="simulate a node with crashes")
+    parser = argparse.ArgumentParser(prog="python -m simulation", description="simulate a node with crashes")
     parser.add_argument("--seconds", type=float, default=120, help="how long (default 120)")
     parser.add_argument("--crashes", type=int, default=0, help="end earlier, after so many crashes")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")

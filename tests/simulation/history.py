@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tests.simulation.memory import Violation
-from tests.simulation.world import Event, Setup, World
+from simulation.memory import Violation
+from simulation.world import Event, Setup, World
 
 NUM_STEPS: Final = 250
 _WEIGHTS: Final = {

@@ -9,8 +9,8 @@ from kvdepot.index.entries import Entries
 from kvdepot.pool.table import IndexTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.quarantine import QuarantineTable
-from tests.simulation.history import replay, run_seed, shrink, story
-from tests.simulation.world import Setup, World
+from simulation.history import replay, run_seed, shrink, story
+from simulation.world import Setup, World
 
 NUM_SEEDS = 400
 

@@ -13,7 +13,7 @@ from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.jobs import Call, Operation
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.queue import TierQueue
-from tests.simulation.memory import PAGE, Claim, Memory, Tag, Violation
+from simulation.memory import PAGE, Claim, Memory, Tag, Violation
 
 DEADLINE_SECONDS = 2.0
 MAXIMUM_ENTRIES = 64

@@ -31,8 +31,7 @@ from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from tests.fuzz.depot import check_empty
-from tests.simulation.memory import (
+from simulation.memory import (
     NUM_RECORDS,
     PAGE,
     Claim,
@@ -43,7 +42,8 @@ from tests.simulation.memory import (
     Memory,
     Violation,
 )
-from tests.simulation.tier import SimulatedQueue, Storage, make_queue
+from simulation.tier import SimulatedQueue, Storage, make_queue
+from support.integrity import check_empty
 
 Event = tuple[str, int, int, int]
 

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import itertools
-import json
 import os
 import signal
 import socket
@@ -40,9 +39,9 @@ from kvdepot.tiers.mooncake.tier import MooncakeTier, open_tier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.url import open_tier as open_any_tier
-from tests.tiers.mooncake_node import make_shared_pool
+from support.tiers.mooncake_cluster import Master, Node
+from support.tiers.mooncake_node import make_shared_pool
 
-NODE: Final = Path(__file__).with_name("mooncake_node.py")
 EXTENTS: Final = extents_of(0, [EXTENT_BYTES] * 8)
 KEYS: Final = [make_key(number) for number in range(8)]
 
@@ -63,88 +62,6 @@ def _sdk() -> None:
 
 
 needs_sdk = pytest.mark.usefixtures("_sdk")
-
-
-class Master:
-    """A real master, on loopback; it can be killed and started again at the same address."""
-
-    def __init__(self) -> None:
-        for _ in range(10):  # a port that was free may be another's a moment later: then the master ends
-            with socket.socket() as one, socket.socket() as two:
-                one.bind(("127.0.0.1", 0))
-                two.bind(("127.0.0.1", 0))
-                self.port, self._metrics_port = one.getsockname()[1], two.getsockname()[1]
-            if self.start():
-                return
-        raise AssertionError("no master after ten attempts")
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def start(self) -> bool:
-        spec = importlib.util.find_spec("mooncake")
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        command = [
-            str(Path(spec.submodule_search_locations[0]) / "mooncake_master"),
-            "--rpc_address=127.0.0.1", f"--rpc_port={self.port}", "--rpc_thread_num=2",
-            "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics_port}", "--client_ttl=2", "--minloglevel=2",
-        ]  # fmt: skip
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(lambda: self._process.poll() is not None or (self._answers() and self._listens()), what="a master")
-        return self._process.poll() is None
-
-    def _answers(self) -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", self.port), 0.5).close()
-        except OSError:
-            return False
-        return True
-
-    def _listens(self) -> bool:
-        """Whether it is this master that listens there."""
-        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        inodes = {f"socket:[{line[9]}]" for line in lines if line[3] == "0A" and line[1].endswith(f":{self.port:04X}")}
-        for path in Path(f"/proc/{self._process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile: it has just answered another connection
-                if os.readlink(path) in inodes:
-                    return True
-        return False
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-class Node:
-    """Another node of the cluster."""
-
-    def __init__(self, url: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(NODE), url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self.child_pid: int = self._answer()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ask(self, *command: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -474,7 +391,7 @@ class DepotOfCluster:
     def __init__(self, master: Master, options: str) -> None:
         pytest.importorskip("kvdepot_cpu", reason="engines need kvdepot-cpu")
         self.depot = DepotProcess("--tier", f"mooncake://{master.address}?{options}")
-        self._engine: Any = importlib.import_module("tests.cpu.test_faults").Engine(self.depot, "engine")
+        self._engine: Any = importlib.import_module("support.cpu.engines").Engine(self.depot, "engine")
 
     def ask(self, command: str) -> list[str]:
         return self._engine.ask(command)

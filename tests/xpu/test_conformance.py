@@ -7,7 +7,7 @@ import pytest
 from kvdepot.testing.backend import BackendSuite, WorkerPlan
 from kvdepot.testing.xpu_kernels import FakeKernels
 from kvdepot_cpu.xpu.context import Path
-from tests.xpu.workers import RegisteredWorker, XpuWorker
+from support.xpu.workers import RegisteredWorker, XpuWorker
 
 
 class TestStaged(BackendSuite):

@@ -11,9 +11,9 @@ from kvdepot.testing.backend import prompt
 from kvdepot.testing.device import FakeDevice
 from kvdepot.testing.xpu_kernels import FakeKernels
 from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
-from tests.staged.bench import NUM_BLOCKS, round_trip, torch
-from tests.staged.suite import CopySuite
-from tests.xpu.workers import XpuBench, device_type
+from support.staged.bench import NUM_BLOCKS, round_trip, torch
+from support.staged.suite import CopySuite
+from support.xpu.workers import XpuBench, device_type
 
 
 class TestCopies(CopySuite):

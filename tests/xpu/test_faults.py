@@ -8,12 +8,12 @@ import pytest
 
 from kvdepot.testing.backend import WorkerPlan
 from kvdepot.testing.xpu_kernels import FakeKernels
-from tests.staged.forked import ForkedFaultSuite
-from tests.xpu.workers import RegisteredWorker, XpuWorker
+from support.staged.forked import ForkedFaultSuite
+from support.xpu.workers import RegisteredWorker, XpuWorker
 
 
 def _command(url: str, instance: str, path: str) -> Sequence[str]:
-    return [sys.executable, "-m", "tests.xpu.engine_child", url, instance, path]
+    return [sys.executable, "-m", "support.xpu.engine_child", url, instance, path]
 
 
 class TestStaged(ForkedFaultSuite):

@@ -22,8 +22,8 @@ from kvdepot_cpu.xpu import registered
 from kvdepot_cpu.xpu.context import Path, XpuCopier
 from kvdepot_cpu.xpu.kernels import Kernels, NoKernels
 from kvdepot_cpu.xpu.registered import RegisteredCopier
-from tests.staged.bench import Bench, Pool, round_trip, torch
-from tests.xpu.workers import XpuBench, XpuWorker, load_bridge
+from support.staged.bench import Bench, Pool, round_trip, torch
+from support.xpu.workers import XpuBench, XpuWorker, load_bridge
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

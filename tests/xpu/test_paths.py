@@ -15,7 +15,7 @@ from kvdepot.testing.device import FakeDevice
 from kvdepot.testing.xpu_kernels import FakeKernels
 from kvdepot_cpu.xpu.context import Path, XpuCopier
 from kvdepot_cpu.xpu.kernels import Kernels
-from tests.xpu.workers import XpuWorker
+from support.xpu.workers import XpuWorker
 
 Make = Callable[..., XpuWorker]
 

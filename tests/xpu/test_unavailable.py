@@ -11,7 +11,7 @@ from kvdepot import get_backend, list_backends
 from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.errors import BackendUnavailable
 from kvdepot_cpu.xpu import backend
-from tests.staged.bench import torch
+from support.staged.bench import torch
 
 _WITHOUT_TORCH = """
 import importlib.util, sys

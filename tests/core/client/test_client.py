@@ -1,0 +1,322 @@
+"""A scheduler's client: a depot that is away, hung or new is a miss, and comes back by itself."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot import SchedulerClient
+from kvdepot.client.connection import Connection
+from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
+from support.peer import SPEC, Peer, prompt
+
+DEADLINE = 0.5
+
+MakeClient = Callable[[str], SchedulerClient]
+
+
+@pytest.fixture
+def make_client() -> Iterator[MakeClient]:
+    made: list[SchedulerClient] = []
+
+    def make(url: str) -> SchedulerClient:
+        made.append(SchedulerClient(SPEC, "engine", url=url, deadline_seconds=DEADLINE))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+@pytest.fixture
+def client(depot: DepotProcess, make_client: MakeClient) -> SchedulerClient:
+    client = make_client(depot.url)
+    client.wait_until_connected(5)
+    peer = Peer(depot)
+    peer.store(prompt(3))
+    peer.close()
+    return client
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    started = time.monotonic()
+    call()
+    return time.monotonic() - started
+
+
+@pytest.mark.promise(28)
+def test_without_a_depot_a_lookup_is_a_miss_at_once(tmp_path: Path, make_client: MakeClient) -> None:
+    client = make_client(str(tmp_path))
+    assert client.lookup("r", prompt(3)).num_chunks == 0
+    assert seconds_of(lambda: client.lookup("r", prompt(3))) < DEADLINE / 2
+    with pytest.raises(DepotUnavailable, match="no depot in"):
+        client.wait_until_connected(0.1)
+
+
+@pytest.mark.promise(28)
+def test_a_depot_that_appears_later_is_found(tmp_path: Path, make_client: MakeClient) -> None:
+    client = make_client(str(tmp_path))
+    assert not client.is_connected
+    with DepotProcess(directory=tmp_path):
+        client.wait_until_connected(5)
+        assert client.is_connected
+
+
+@pytest.mark.promise(10)
+def test_a_lookup_pins_until_the_request_ends(client: SchedulerClient, depot: DepotProcess) -> None:
+    lease = client.lookup("r", prompt(5))
+    assert lease.num_chunks == 3
+    assert lease.lease_seconds > 0
+    assert depot.status().num_leases == 1
+    client.end_request("r")
+    wait_until(lambda: depot.status().num_leases == 0, 1.0)
+
+
+@pytest.mark.promise(11, 12)
+def test_the_same_request_id_twice_is_two_leases(client: SchedulerClient, depot: DepotProcess) -> None:
+    first, second = client.lookup("r", prompt(3)), client.lookup("r", prompt(3))
+    client.release(first)
+    client.release(first)
+    wait_until(lambda: depot.status().num_leases == 1, 1.0)
+    assert second.num_chunks == 3
+
+
+def test_a_hint_reaches_the_depot_and_nothing_waits_for_it(client: SchedulerClient, depot: DepotProcess) -> None:
+    before = depot.status().counters.get("hints", 0)
+    client.hint(prompt(3), session_ended=True)
+    client.hint(prompt(0), session_ended=True)
+    wait_until(lambda: depot.status().counters.get("hints", 0) == before + 1, 1.0)
+
+
+def test_a_pending_lookup_is_polled_without_waiting(client: SchedulerClient) -> None:
+    pending = client.submit_lookup("r", prompt(3))
+    wait_until(pending.query, 1.0)
+    assert pending.result().num_chunks == 3
+
+
+@pytest.mark.promise(10)
+def test_a_cancelled_lookup_leaves_no_lease(client: SchedulerClient, depot: DepotProcess) -> None:
+    before = depot.status().counters.get("lookups", 0)
+    client.submit_lookup("r", prompt(3)).cancel()
+    wait_until(lambda: depot.status().counters.get("lookups", 0) > before)
+    wait_until(lambda: depot.status().num_leases == 0, 2.0, "the lease to come back, with nothing else to do")
+
+
+def test_a_lease_comes_back_even_while_the_depot_is_left_alone(
+    client: SchedulerClient, depot: DepotProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the answer to a lookup that ran into its deadline came before the answer to the ping."""
+    before = depot.status().counters.get("lookups", 0)
+    pending = client.submit_lookup("r", prompt(3))
+    monkeypatch.setattr(Connection, "link", property(lambda _self: None))
+    pending.cancel()
+    wait_until(lambda: depot.status().counters.get("lookups", 0) > before)
+    wait_until(lambda: depot.status().num_leases == 0, 2.0, "the lease to come back")
+
+
+def test_a_lookup_that_does_not_start_at_the_beginning_is_refused(client: SchedulerClient) -> None:
+    with pytest.raises(KVDepotError, match="chunk 0"):
+        client.lookup("r", prompt(3).slice(1))
+
+
+@pytest.mark.promise(4, 23)
+def test_a_killed_depot_costs_less_than_a_deadline_and_comes_back(client: SchedulerClient, depot: DepotProcess) -> None:
+    epoch = depot.status().epoch
+    depot.kill()
+    assert seconds_of(lambda: client.lookup("r", prompt(3))) < DEADLINE
+    assert client.lookup("r", prompt(3)).num_chunks == 0
+    depot.start()
+    client.wait_until_connected(5)
+    assert depot.status().epoch != epoch
+    wait_until(lambda: client.lookup("r", prompt(3)).num_chunks == 3, what="the sealed chunks to be found again")
+
+
+@pytest.mark.promise(4)
+def test_a_depot_that_restarts_while_one_connects_is_tried_again_at_once(
+    depot: DepotProcess, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the new server knew nothing of the session, and the client left it alone for ten seconds."""
+    opened = Connection._open  # pyright: ignore[reportPrivateUsage]
+    refusals = [RemoteError(ErrorCode.UNKNOWN_SESSION, "connect first")]
+
+    def open_after_a_refusal(connection: Connection) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return opened(connection)
+
+    monkeypatch.setattr(Connection, "_open", open_after_a_refusal)
+    make_client(depot.url).wait_until_connected(3)
+    assert not refusals
+
+
+@pytest.mark.promise(25)
+def test_a_hung_depot_costs_one_deadline_in_all(client: SchedulerClient, depot: DepotProcess) -> None:
+    depot.signal(signal.SIGSTOP)
+    try:
+        assert DEADLINE * 0.9 < seconds_of(lambda: client.lookup("r", prompt(3))) < DEADLINE * 3
+        assert seconds_of(lambda: [client.lookup("r", prompt(3)) for _ in range(100)]) < DEADLINE
+    finally:
+        depot.signal(signal.SIGCONT)
+    wait_until(lambda: depot.status().num_leases == 0, what="the lease that was granted too late to come back")
+    wait_until(lambda: client.lookup("again", prompt(3)).num_chunks == 3)
+
+
+def test_what_is_given_back_to_a_hung_depot_arrives_when_it_goes_on(
+    client: SchedulerClient, depot: DepotProcess
+) -> None:
+    leases = [client.lookup(name, prompt(3)) for name in ("released", "ended")]
+    depot.signal(signal.SIGSTOP)
+    try:
+        assert client.lookup("hung", prompt(3)).num_chunks == 0
+        client.release(leases[0])
+        client.end_request("ended")
+    finally:
+        depot.signal(signal.SIGCONT)
+    wait_until(lambda: depot.status().num_leases == 0, 2.0, "all leases to be gone")
+
+
+def test_a_lookup_that_is_only_polled_ends_at_its_deadline_too(client: SchedulerClient, depot: DepotProcess) -> None:
+    depot.signal(signal.SIGSTOP)
+    try:
+        pending = client.submit_lookup("r", prompt(3))
+        assert not pending.query()
+        wait_until(pending.query, DEADLINE * 4)
+        assert pending.result().num_chunks == 0
+    finally:
+        depot.signal(signal.SIGCONT)
+
+
+def test_a_depot_that_dies_is_a_miss_at_once_also_while_something_abandoned_is_to_be_taken_in(
+    depot: DepotProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SchedulerClient(SPEC, "engine", url=depot.url, deadline_seconds=120.0) as client:
+        client.wait_until_connected(5)
+        connection, lock = client._connection, client._lock  # pyright: ignore[reportPrivateUsage]
+        tidy, num_tries = connection._reap_late_replies, 0  # pyright: ignore[reportPrivateUsage]
+
+        def counted() -> bool:
+            nonlocal num_tries
+            num_tries += 1
+            return tidy()
+
+        monkeypatch.setattr(connection, "_reap_late_replies", counted)
+        depot.signal(signal.SIGSTOP)
+        client.submit_lookup("abandoned", prompt(3)).cancel()
+        pending = client.submit_lookup("r", prompt(3))
+        waiting = threading.Thread(target=pending.result, daemon=True)
+        waiting.start()
+
+        def is_waiting() -> bool:
+            if not lock.acquire(blocking=False):
+                return True
+            lock.release()
+            return False
+
+        wait_until(lambda: is_waiting() and is_waiting())
+        before = num_tries
+        wait_until(lambda: num_tries > before)
+        depot.kill()
+        waiting.join(30)
+        assert not waiting.is_alive()
+        assert pending.result().num_chunks == 0
+
+
+def test_a_depot_that_is_slow_all_the_time_is_left_alone_until_it_is_not(
+    client: SchedulerClient, depot: DepotProcess
+) -> None:
+    over = threading.Event()
+
+    def make_slow() -> None:
+        while not over.is_set():
+            depot.signal(signal.SIGSTOP)
+            over.wait(DEADLINE / 2)
+            depot.signal(signal.SIGCONT)
+            over.wait(0.002)
+
+    slowing = threading.Thread(target=make_slow)
+    slowing.start()
+    try:
+        waits = [seconds_of(lambda: client.lookup("r", prompt(3))) for _ in range(60)]
+    finally:
+        over.set()
+        slowing.join()
+    assert max(waits) < DEADLINE * 2
+    assert sum(waits) < 60 * DEADLINE / 4 * 0.75, "less than what it would cost to wait each time"
+    assert sum(wait < 0.01 for wait in waits) > 30
+    wait_until(lambda: client.lookup("again", prompt(3)).num_chunks == 3)
+    for request in ("r", "again"):
+        client.end_request(request)
+    wait_until(lambda: depot.status().num_leases == 0, what="the leases that were granted too late to come back")
+
+
+@pytest.mark.promise(27)
+def test_ten_restarts_leave_nothing_behind(client: SchedulerClient, depot: DepotProcess) -> None:
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def restart() -> None:
+        depot.kill()
+        depot.start()
+        client.wait_until_connected(5)
+        wait_until(lambda: client.lookup("r", prompt(3)).num_chunks == 3)
+
+    restart()
+    before = count()
+    for _ in range(10):
+        restart()
+    wait_until(lambda: all(now <= then for now, then in zip(count(), before, strict=True)))
+    assert len(list(depot.pool_directory.iterdir())) == 3
+
+
+@pytest.mark.promise(20)
+def test_a_depot_that_refuses_is_a_miss_with_the_reason(depot: DepotProcess, make_client: MakeClient) -> None:
+    bad = m.CacheSpec(60, SPEC.groups, "bytes")
+    client = SchedulerClient(bad, "engine", url=depot.url, deadline_seconds=DEADLINE)
+    with pytest.raises(DepotUnavailable, match="bad_layout"):
+        client.wait_until_connected(2.0)
+    assert client.lookup("r", prompt(1)).num_chunks == 0
+    client.close()
+
+
+def test_a_second_server_in_the_same_directory_says_who_is_there(depot: DepotProcess) -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", depot.url, "--pool-size", "1MiB"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert result.returncode == 1
+    assert str(depot.pid) in result.stderr
+    assert "--dir" in result.stderr
+
+
+def test_a_pool_that_does_not_fit_is_an_error_with_the_flag(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(tmp_path), "--pool-size", "100TiB"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert result.returncode == 1
+    assert "--pool-size 100.0 TiB" in result.stderr
+
+
+def test_sigterm_ends_the_server_and_keeps_the_cache(client: SchedulerClient, depot: DepotProcess) -> None:
+    assert depot.terminate() == 0
+    depot.start()
+    client.wait_until_connected(5)
+    wait_until(lambda: client.lookup("r", prompt(3)).num_chunks == 3)
+
+
+@pytest.mark.promise(39)
+def test_importing_the_client_loads_no_engine_and_no_server() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, kvdepot as k; k.SchedulerClient; sys.exit(bool({'numpy', 'kvdepot.server'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,253 @@
+# pyright: reportPrivateUsage=false
+"""What clients say of the future of a prefix, and what leaves first because of it."""
+
+from typing import Any
+
+import pytest
+
+from kvdepot.index.eviction import ENDED, NORMAL, POLICIES
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.server import commands
+from kvdepot.server.replies import Deferred
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+from support.index import PAGE, Bench, Worker, prompt
+from support.integrity import ranks_of
+
+TTL_SECONDS = 60.0
+
+
+def session(name: int, num_chunks: int = 3, shared: int = 1) -> KeyRun:
+    """A prompt whose first `shared` chunks are those of every other."""
+    tokens = [*range(shared), *(1000 * name + place for place in range(shared, num_chunks))]
+    return hash_prefix(Namespace("model"), 1, tokens)
+
+
+def hint(worker: Worker, run: KeyRun, **hints: Any) -> int:
+    reply = worker.ask(m.Hint(worker.context, run.tenant, run.digests, **hints))
+    assert isinstance(reply, m.Done)
+    return reply.count
+
+
+def length(worker: Worker, run: KeyRun) -> int:
+    """What is left of a prompt, without using it."""
+    return worker.bench.index.longest_prefix(worker.bench.index.spaces[0], run.digests)[0]
+
+
+policies = pytest.mark.parametrize("policy", POLICIES)
+
+
+@policies
+def test_an_ended_session_leaves_first_and_what_it_shares_stays(policy: str) -> None:
+    bench = Bench(pages=5, policy=policy)
+    worker = bench.worker()
+    for name in (1, 2):
+        worker.store(session(name))
+    assert hint(worker, session(2), session_ended=True) == 2
+    worker.store(prompt(2, 9))
+    assert (length(worker, session(1)), length(worker, session(2)), length(worker, prompt(2, 9))) == (3, 1, 2)
+    bench.drain()
+
+
+@policies
+def test_a_session_that_goes_on_has_not_ended(policy: str) -> None:
+    worker = Bench(pages=4, policy=policy).worker()
+    worker.store(prompt(2, 1))
+    assert hint(worker, prompt(2, 1), session_ended=True) == 2
+    worker.release(worker.lookup(prompt(2, 1)).lease)
+    worker.store(prompt(2, 2))
+    worker.release(worker.lookup(prompt(2, 1)).lease)
+    assert hint(worker, prompt(2, 2), session_ended=True) == 2
+    worker.store(prompt(2, 3))
+    assert [length(worker, prompt(2, name)) for name in (1, 2, 3)] == [2, 0, 2]
+
+
+@policies
+def test_a_session_whose_time_is_over_leaves_first_unless_it_was_used(policy: str) -> None:
+    bench = Bench(pages=6, policy=policy)
+    worker = bench.worker()
+    for name in (1, 2, 3):
+        worker.store(prompt(2, name))
+    for name in (2, 3):
+        hint(worker, prompt(2, name), ttl_seconds=TTL_SECONDS)
+    worker.release(worker.lookup(prompt(2, 2)).lease)
+    bench.now += TTL_SECONDS
+    bench.depot.expire()
+    bench.depot.background.work()
+    worker.store(prompt(2, 4))
+    assert [length(worker, prompt(2, name)) for name in (1, 2, 3, 4)] == [2, 2, 0, 2]
+
+
+def test_what_was_extended_does_not_expire() -> None:
+    bench = Bench(pages=4)
+    worker = bench.worker()
+    worker.store(prompt(2))
+    hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
+    worker.store(prompt(3).slice(2))
+    bench.now += TTL_SECONDS
+    bench.depot.expire()
+    bench.depot.background.work()
+    worker.store(prompt(1, 1))
+    worker.store(prompt(1, 2))
+    assert (length(worker, prompt(3)), length(worker, prompt(1, 1)), length(worker, prompt(1, 2))) == (2, 1, 1)
+
+
+def test_deadlines_that_were_replaced_take_no_memory() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    worker.store(prompt(2))
+    for _ in range(3000):
+        hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
+    assert bench.index.num_deadlines < 2000
+
+
+@policies
+def test_priority_keeps_longer_until_it_is_taken_back(policy: str) -> None:
+    worker = Bench(pages=4, policy=policy).worker()
+    worker.store(prompt(2, 1))
+    hint(worker, prompt(2, 1), priority=2)
+    for name in range(2, 10):
+        worker.store(prompt(2, name))
+    assert length(worker, prompt(2, 1)) == 2
+    hint(worker, prompt(2, 1))
+    hint(worker, prompt(2, 9), priority=1)
+    worker.store(prompt(2, 10))
+    assert (length(worker, prompt(2, 1)), length(worker, prompt(2, 9))) == (0, 2)
+
+
+@policies
+def test_priority_takes_nothing_from_another_share(policy: str) -> None:
+    bench = Bench(pages=8, policy=policy, quotas={"a": 4, "b": 4})
+    worker = bench.worker()
+    for name in range(4):
+        worker.store(prompt(1, name, "b"))
+    for name in range(10):
+        worker.store(prompt(1, name, "a"))
+        hint(worker, prompt(1, name, "a"), priority=m.MAXIMUM_PRIORITY)
+    assert sum(length(worker, prompt(1, name, "b")) for name in range(4)) == 4
+    assert bench.index.quotas.used_bytes == [0, 4 * PAGE, 4 * PAGE]
+
+
+def test_nobody_changes_what_another_tenant_said() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    worker.store(prompt(2, 1, "a"))
+    worker.store(prompt(2, 1, "b"))
+    run = prompt(2, 1, "a")
+    hint(worker, run, ttl_seconds=TTL_SECONDS)
+    for tenant in ("b", "unknown"):
+        other = KeyRun(run.digests, 0, run.parent, tenant)
+        assert hint(worker, other, session_ended=True) == hint(worker, other, priority=3, ttl_seconds=1.0) == 0
+    bench.now += 2
+    bench.depot.expire()
+    bench.depot.background.work()
+    assert set(ranks_of(bench.index)) == {NORMAL}
+    bench.now += TTL_SECONDS
+    bench.depot.expire()
+    bench.depot.background.work()
+    assert sorted(ranks_of(bench.index)) == [ENDED] * 2 + [NORMAL] * 2
+
+
+@policies
+def test_leased_chunks_of_an_ended_session_stay_until_the_lease_ends(policy: str) -> None:
+    worker = Bench(pages=4, policy=policy).worker()
+    worker.store(prompt(2, 1))
+    lease = worker.lookup(prompt(2, 1)).lease
+    hint(worker, prompt(2, 1), session_ended=True)
+    worker.store(prompt(2, 2))
+    assert worker.store(prompt(2, 3)).num_declined == 0
+    assert length(worker, prompt(2, 1)) == 2
+    worker.release(lease)
+    worker.store(prompt(1, 4))
+    assert length(worker, prompt(2, 1)) == 1
+
+
+STEP_CHUNKS = 40
+AT_ONCE = 2 * STEP_CHUNKS  # chunks that a hint ranks before it is answered
+LONG = prompt(300, 1)
+
+
+def long_bench(*, pages: int = 640) -> tuple[Bench, Worker]:
+    bench = Bench(pages=pages, num_records=pages)
+    worker = bench.worker()
+    store_long(worker, LONG)
+    return bench, worker
+
+
+def store_long(worker: Worker, run: KeyRun) -> None:
+    for start in range(0, run.num_chunks, m.MAXIMUM_STORE_ENTRIES):
+        assert worker.store(run.slice(start, min(run.num_chunks, start + m.MAXIMUM_STORE_ENTRIES))).num_declined == 0
+
+
+def begin_hint(worker: Worker, run: KeyRun, **hints: Any) -> frames.Reply | Deferred:
+    request = m.Hint(worker.context, run.tenant, run.digests, **hints)
+    return worker.bench.depot.handle(worker.session, worker.writer, request)
+
+
+def ranks(bench: Bench, run: KeyRun) -> list[int]:
+    index = bench.index
+    return [index.priority_of(index.spaces[0].nodes[run.slice(n, n + 1).digests]) for n in range(run.num_chunks)]
+
+
+def step(bench: Bench, number: int) -> None:
+    for _ in range(number):
+        bench.depot.background.work(lambda: True)
+
+
+def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
+    bench, worker = long_bench(pages=300)
+    deferred = begin_hint(worker, LONG, session_ended=True)
+    assert isinstance(deferred, Deferred)
+    sum(commands.clear_pool(bench.depot, None))
+    store_long(worker, prompt(300, 2))  # has the places of what has left
+    bench.depot.background.work()
+    assert deferred.reply == m.Done(1, AT_ONCE)
+    assert set(ranks(bench, prompt(300, 2))) == {NORMAL}
+
+
+def test_a_hint_ranks_the_end_of_a_long_prompt_at_once() -> None:
+    bench, worker = long_bench()
+    begin_hint(worker, LONG, session_ended=True)
+    assert ranks(bench, LONG) == [NORMAL] * (300 - AT_ONCE) + [ENDED] * AT_ONCE
+    bench.depot.background.work()
+    assert ranks(bench, LONG) == [ENDED] * 300
+
+
+@pytest.mark.parametrize("num_steps", range(8))
+@pytest.mark.parametrize("length", [300, 200, 100])
+def test_a_use_takes_an_end_back_that_is_under_way(num_steps: int, length: int) -> None:
+    bench, worker = long_bench()
+    begin_hint(worker, LONG, session_ended=True)
+    step(bench, num_steps)
+    worker.release(worker.lookup(LONG.slice(0, length)).lease)
+    bench.depot.background.work()
+    assert ranks(bench, LONG) == [NORMAL] * length + [ENDED] * (300 - length)
+
+
+def test_a_prefix_that_ends_again_while_its_end_is_taken_back() -> None:
+    bench, worker = long_bench()
+    hint(worker, LONG, session_ended=True)
+    worker.bench.depot.handle(worker.session, worker.writer, m.Lookup(worker.context, "r", LONG.digests, "default"))
+    begin_hint(worker, LONG, session_ended=True)
+    bench.depot.background.work()
+    assert ranks(bench, LONG) == [ENDED] * 300
+
+
+@pytest.mark.parametrize("num_steps", range(8))
+def test_a_time_to_live_ends_a_prefix_whose_priority_is_still_being_set(num_steps: int) -> None:
+    bench, worker = long_bench()
+    begin_hint(worker, LONG, priority=2, ttl_seconds=TTL_SECONDS)
+    step(bench, num_steps)
+    bench.now += TTL_SECONDS
+    bench.depot.expire()
+    bench.depot.background.work()
+    assert ranks(bench, LONG) == [ENDED] * 300
+
+
+def test_what_has_ended_leaves_while_the_rest_of_it_is_being_ended() -> None:
+    bench, worker = long_bench()
+    begin_hint(worker, LONG, session_ended=True)
+    for _ in range(AT_ONCE):
+        assert bench.index.evict_one()
+    bench.depot.background.work()
+    assert ranks(bench, LONG.slice(0, 300 - AT_ONCE)) == [ENDED] * (300 - AT_ONCE)

@@ -1,0 +1,288 @@
+# pyright: reportPrivateUsage=false
+"""While the table of an earlier server is read back: whatever is asked meanwhile, and whatever fails."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.config import Demotion, ServerConfig
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.restore import Restoring
+from kvdepot.index.visibility import Visibility
+from kvdepot.layout import GroupKind
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer
+from kvdepot.processes.identity import process_start_time
+from kvdepot.server import commands
+from kvdepot.server.app import DepotServer
+from kvdepot.server.depot import Depot
+from kvdepot.testing.tier import make_pool
+from kvdepot.tiers.memory import MemoryTier
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+from support.index import PAGE, SHARDED, Bench, prompt
+from support.integrity import check_empty
+
+NUM_RECORDS = 256
+LONG = prompt(60)
+SHORT = [prompt(2, name) for name in range(1, 31)]
+UNFINISHED = prompt(61).slice(60)
+
+
+@pytest.fixture(scope="module")
+def memory() -> bytearray:
+    """The table of a killed server: both shards of all chunks, sealed far apart, and one entry that is unfinished."""
+    bench = Bench(SHARDED, pages=NUM_RECORDS, num_records=NUM_RECORDS)
+    workers = [bench.worker(shard) for shard in (0, 1)]
+    for worker in workers:
+        for run in (LONG, *SHORT):
+            for start in range(0, run.num_chunks, m.MAXIMUM_STORE_ENTRIES):
+                bench.now += 1
+                worker.store(run.slice(start, min(run.num_chunks, start + m.MAXIMUM_STORE_ENTRIES)))
+        bench.now += 5000
+    assert workers[0].prepare(UNFINISHED).ticket
+    return bench.memory
+
+
+class Successor:
+    """A depot that is about to read a table back, step by step."""
+
+    def __init__(self, memory: bytearray) -> None:
+        self.now = 20_000.0
+        self.table = IndexTable(bytearray(memory), NUM_RECORDS)
+        self.index = ChunkIndex(ExtentAllocator(NUM_RECORDS * PAGE), self.table)
+        self.depot = depot = Depot(self.index, epoch=2, lease_seconds=10.0, clock=lambda: self.now)
+        self.shown: set[bytes] = set()
+        self.index.on_shown = lambda node: self.shown.add(self.index.key_of(node))
+        self.index.on_hidden = lambda node: self.shown.discard(self.index.key_of(node))
+        depot.labels.restore([("default", "model")])
+        depot.state.accepts_stores = False
+        pool = make_pool(NUM_RECORDS * PAGE)
+        self.queue = TierQueue(MemoryTier(pool, 1 << 20), pool, "memory", write_bytes=1 << 20, clock=lambda: self.now)
+        depot.state.tiering = self.tiering = Tiering(
+            self.index, [self.queue], TieringSettings(Demotion.EVICT), names_of=depot.labels.names.__getitem__,
+            on_corrupt=depot.remove_corrupt, clock=lambda: self.now,
+        )  # fmt: skip
+        spec = m.CacheSpec(1, SHARDED, "bytes")
+        self.steps = self.index.restore([spec], 1)
+        self.num_steps = 0
+        details = (m.GroupDetail((PAGE,), 8),)
+        self.register = m.RegisterKVCache(m.PROTOCOL_VERSION, "new", 0, 2, "none", "none", "model", spec, details)
+        self.context = self.ask(self.register).context
+
+    def ask(self, request: frames.Request) -> Any:
+        return self.depot.handle(1, Writer(7, 1), request)
+
+    def finish(self, meanwhile: Callable[["Successor"], object] = lambda _: None) -> list[int]:
+        unfinished: list[int] = []
+        for record in self.steps:
+            self.num_steps += 1
+            if record is not None:
+                unfinished.append(record)
+            meanwhile(self)
+        self.depot.state.accepts_stores = True
+        return unfinished
+
+    def close(self) -> None:
+        self.tiering.close()
+
+
+def found(depot: Depot) -> list[int]:
+    return [depot.index.longest_prefix(depot.index.spaces[0], run.digests)[0] for run in (LONG, *SHORT)]
+
+
+def evict(successor: Successor) -> None:
+    node = successor.index.next_victim()
+    assert node is None
+    successor.index.evict_one()
+    for node in range(len(successor.index.parts.nodes.tree.keys)):
+        successor.index.evict(node)
+
+
+def report_corrupt(successor: Successor) -> None:
+    entries = tuple((record, successor.table.header(record)) for record in range(0, NUM_RECORDS, 5))
+    assert successor.ask(m.ReportCorrupt(successor.context, entries)) == m.Done(2, 0)
+
+
+def look_up(successor: Successor) -> None:
+    for run in (LONG, *SHORT):
+        successor.ask(m.Lookup(successor.context, "r", run.digests))
+    successor.ask(m.EndRequest(successor.context, "r"))
+
+
+def hint(successor: Successor) -> None:
+    for is_over, priority, ttl_seconds in ((False, 2, 1.0), (True, 0, 0.0)):
+        successor.ask(m.Hint(successor.context, "default", LONG.digests, is_over, priority, ttl_seconds))
+    successor.now += 2
+    successor.depot.expire()
+    successor.depot.background.work()
+
+
+def store_and_retrieve(successor: Successor) -> None:
+    run = prompt(2, 99)
+    store = m.PrepareStore(successor.context, "r", "", run.digests, 0, run.parent, (run.num_chunks,))
+    assert successor.ask(store).ticket == 0
+    retrieve = m.PrepareRetrieve(successor.context, "r", SHORT[0].digests, 0, (SHORT[0].num_chunks,))
+    successor.ask(m.Release(successor.context, (successor.ask(retrieve).lease,)))
+
+
+def come_and_go(successor: Successor) -> None:
+    successor.ask(m.Unregister(successor.context))
+    successor.context = successor.ask(successor.register).context
+    successor.depot.end_process(Writer(1, 1))
+
+
+def clear(successor: Successor) -> None:
+    assert sum(commands.clear_pool(successor.depot, None)) == 0
+
+
+MEANWHILE: dict[str, Callable[[Successor], object]] = {
+    "an eviction": evict,
+    "a turn of the tiers": lambda successor: successor.tiering.turn(lambda: True),
+    "a report of damaged bytes": report_corrupt,
+    "lookups": look_up,
+    "hints": hint,
+    "a store and a retrieve": store_and_retrieve,
+    "a worker comes and goes": come_and_go,
+    "clearing": clear,
+}  # fmt: skip
+
+
+@pytest.mark.promise(23)
+@pytest.mark.parametrize("what", MEANWHILE)
+def test_what_is_asked_at_any_step_of_reading_back_changes_nothing_of_it(what: str, memory: bytearray) -> None:
+    with closing(Successor(memory)) as undisturbed:
+        assert undisturbed.finish() != []
+        expected = found(undisturbed.depot)
+    assert expected == [60, *([2] * 30)]
+    assert undisturbed.num_steps > 30
+    for disturbed in (None, *range(1, undisturbed.num_steps, 3)):
+        with closing(Successor(memory)) as successor:
+
+            def meanwhile(successor: Successor, disturbed: int | None = disturbed) -> None:
+                if disturbed in (None, successor.num_steps):
+                    MEANWHILE[what](successor)
+
+            unfinished = successor.finish(meanwhile)
+            assert found(successor.depot) == expected
+            assert len(successor.shown) == 120
+            successor.index.check_integrity()
+            successor.depot.quarantine.discard(unfinished)
+            successor.depot.end_session(1)
+            while successor.index.evict_one():
+                pass
+            check_empty(successor.index)
+
+
+def fail_once(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number + 1:
+            raise RuntimeError("a mistake")
+        return function(*arguments)
+
+    return failing
+
+
+@pytest.mark.promise(23)
+@pytest.mark.parametrize(
+    ("owner", "step", "number", "least"),
+    [
+        (Restoring, "_take_entry", 0, 0),
+        (Restoring, "_take_entry", 50, 0),
+        (Restoring, "_tell_policies", 0, 0),
+        (Visibility, "reveal", 110, 90),
+        (None, "on_shown", 50, 120),
+    ],
+)
+def test_a_step_that_fails_leaves_an_index_that_serves(
+    owner: type | None, step: str, number: int, least: int, memory: bytearray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Successor(memory)) as successor:
+        index, depot = successor.index, successor.depot
+        with monkeypatch.context() as patch:
+            patch.setattr(owner or index, step, fail_once(number, getattr(owner or index, step)))
+            unfinished = successor.finish()
+        assert index.num_restore_errors == 1
+        assert not index.is_restoring
+        records = {record.number: record for record in index.table.records()}
+        assert [record.number for record in records.values() if record.state == WRITING] == unfinished != []
+        assert index.extents.used_bytes == len(records) * PAGE
+        assert sum(state.state == SEALED for state in records.values()) == index.num_entries
+        assert index.num_entries == (240 if least else 0)
+        assert least <= sum(found(depot)) <= 120
+        run = prompt(2, 99)
+        store = m.PrepareStore(successor.context, "r", "", run.digests, 0, run.parent, (run.num_chunks,))
+        plan = successor.ask(store)
+        taken = {offset for _, _, _, _, _, _, offset, _ in m.EXTENT.iter_unpack(plan.extents)}
+        assert len(taken) == 2
+        assert taken.isdisjoint(records[record].offset for record in unfinished)
+        successor.ask(m.CommitStore(successor.context, plan.ticket))
+        depot.quarantine.discard(unfinished)
+        while index.evict_one():
+            pass
+        check_empty(index)
+
+
+def make_server(folder: Path) -> DepotServer:
+    (folder / "pool").mkdir(exist_ok=True)
+    return DepotServer(
+        ServerConfig(directory=folder / "depot", pool_directory=folder / "pool", pool_size_bytes=1 << 20)
+    )
+
+
+def test_a_server_whose_reading_back_fails_goes_on_without_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_server(tmp_path).close()
+
+    def failing(*_arguments: object) -> Iterator[int | None]:
+        yield None
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(ChunkIndex, "restore", failing)
+    with closing(make_server(tmp_path)) as server:
+        assert server.restoring is not None
+        server.restoring.go_on(lambda: False)
+        assert (server.depot.state.is_restoring, server.depot.counters["chores_failed"]) == (False, 1)
+        assert not server.depot.state.accepts_stores
+
+
+def test_a_worker_that_is_back_by_the_time_that_its_entries_are_looked_at_is_not_waited_for(tmp_path: Path) -> None:
+    writer = Writer(os.getpid(), process_start_time(os.getpid()))
+    spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
+
+    def register(server: DepotServer, name: str) -> int:
+        details = (m.GroupDetail((PAGE,), 8),)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, 0, 1, "none", "none", "model", spec, details)
+        reply = server.depot.handle(1, writer, request)
+        assert isinstance(reply, m.Registered)
+        return reply.context
+
+    with closing(make_server(tmp_path)) as server:
+        for number, name in enumerate(("a", "b")):
+            run = prompt(2, number)
+            store = m.PrepareStore(register(server, name), "r", "", run.digests, 0, run.parent, (2,))
+            plan = server.depot.handle(1, writer, store)
+            assert isinstance(plan, m.StorePlan)
+            assert plan.ticket
+    with closing(make_server(tmp_path)) as server:
+        assert server.restoring is not None
+        while not server.depot.quarantine.held:
+            server.restoring.go_on(lambda: True)
+        assert len(server.depot.quarantine.held) == 1, "between the entries of one worker and those of the other"
+        for name in ("a", "b"):
+            register(server, name)
+        while server.depot.state.is_restoring:
+            server.restoring.go_on(lambda: True)
+        assert server.depot.quarantine.held == []
+        assert server.depot.index.extents.used_bytes == 0

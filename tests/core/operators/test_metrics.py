@@ -1,0 +1,139 @@
+"""Metrics of what happened, and that dashboard and alerts ask for metrics that there are."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.wire import messages as m
+from support.peer import Peer, prompt, registration
+
+pytest.importorskip("prometheus_client", reason="pip install 'kvdepot[http]'")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvdepot.operators.metrics import render_metrics
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+NAME = re.compile(r"\bkvdepot_[a-z_]+")
+
+
+@pytest.fixture
+def peer(depot: DepotProcess) -> Iterator[Peer]:
+    peer = Peer(depot, registration(instance="engine"))
+    yield peer
+    peer.close()
+
+
+def samples(depot: DepotProcess) -> dict[str, float]:
+    return {
+        sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(render_metrics(depot.status()).decode())
+        for sample in family.samples
+    }
+
+
+def test_tokens_bytes_and_latencies_are_told_apart(depot: DepotProcess, peer: Peer) -> None:
+    peer.store(prompt(3, "a"))
+    peer.find(prompt(5, "a"))
+    found = samples(depot)
+    assert found["kvdepot_lookup_tokens_total[default]"] == 5 * 64
+    assert found["kvdepot_lookup_hit_tokens_total[pool][default]"] == 3 * 64
+    assert found["kvdepot_lookup_hit_tokens_total[tier][default]"] == 0
+    assert found["kvdepot_store_bytes_total[none]"] == 3 * 4 * 64
+    assert found["kvdepot_request_seconds_count[lookup]"] == 1
+    assert found["kvdepot_request_seconds_bucket[+Inf][lookup]"] == 1
+    assert found["kvdepot_request_seconds_sum[lookup]"] > 0
+    assert found["kvdepot_store_seconds_count"] == 1
+    assert found["kvdepot_loop_turn_seconds_count"] > 2
+    bucket = re.compile(r"kvdepot_request_seconds_bucket\[.*\]\[lookup\]")
+    buckets = [value for name, value in found.items() if bucket.fullmatch(name)]
+    assert len(buckets) == 24
+    assert buckets == sorted(buckets)
+
+
+def test_what_leaves_is_counted_with_its_age() -> None:
+    with DepotProcess(pool_size="1MiB") as depot:
+        peer = Peer(depot, registration(instance="engine"))
+        for number in range(30):
+            assert peer.store(prompt(20, str(number))) == 20
+        found = samples(depot)
+        assert found["kvdepot_chunks_evicted_total"] >= 30 * 20 - 256 > 0
+        assert found["kvdepot_eviction_age_seconds_count"] == found["kvdepot_chunks_evicted_total"]
+        peer.close()
+
+
+def test_retrieved_bytes_are_counted(depot: DepotProcess, peer: Peer) -> None:
+
+    peer.store(prompt(3, "a"))
+    reply = peer.ask(m.PrepareRetrieve(peer.context, "r", prompt(3, "a").digests, 0, (3,)))
+    assert isinstance(reply, m.RetrievePlan)
+    assert samples(depot)["kvdepot_retrieve_bytes_total[none]"] == 3 * 4 * 64
+
+
+def test_estimates_of_other_pool_sizes_come_with_the_status(depot: DepotProcess, peer: Peer) -> None:
+    for number in range(40):
+        peer.store(prompt(20, str(number)))
+        peer.find(prompt(20, str(number)))
+    found = samples(depot)
+    assert found["kvdepot_estimated_lookup_chunks_total"] > 0
+    assert found["kvdepot_estimated_hit_chunks_total[4]"] == found["kvdepot_estimated_lookup_chunks_total"]
+
+
+# --- dashboard and alerts -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exposed() -> Iterator[dict[str, set[str]]]:
+    """Labels of every metric that a depot with a tier and some traffic has, by name."""
+    with DepotProcess("--tier", "memory://?capacity=1MiB", "--quota", "default=1MiB") as depot:
+        peer = Peer(depot, registration(instance="engine"))
+        peer.store(prompt(3, "a"))
+        peer.find(prompt(3, "a"))
+        text = render_metrics(depot.status()).decode()
+        peer.close()
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    yield labels
+
+
+def expressions() -> list[tuple[str, str]]:
+    dashboard: dict[str, Any] = json.loads((DEPLOY / "grafana/kvdepot.json").read_text())
+    found = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = (DEPLOY / "prometheus/kvdepot-alerts.yml").read_text()
+    names = re.findall(r"- alert: (\w+)", rules)
+    return found + list(zip(names, map(json.loads, re.findall(r"expr: (.+)", rules)), strict=True))
+
+
+@pytest.mark.parametrize(("where", "expression"), expressions())
+def test_dashboard_and_alerts_ask_for_what_there_is(where: str, expression: str, exposed: dict[str, set[str]]) -> None:
+    names = NAME.findall(expression)
+    assert names or expression.startswith("up{"), where
+    for name in names:
+        assert name in exposed, f"{where}: no metric {name}"
+    allowed = {"instance", *(label for name in names for label in exposed[name])}
+    for labels in re.findall(r"\b(?:by|on|ignoring) \(([^)]*)\)", expression):
+        assert set(labels.split(", ")) <= allowed, where
+    assert expression.count("(") == expression.count(")")
+
+
+def test_every_metric_in_the_docs_is_there(exposed: dict[str, set[str]]) -> None:
+    text = (DEPLOY.parent / "docs/operating.md").read_text()
+    table = text[text.index("| metric |") : text.index("The hit rate of the last ten minutes")]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]
+    names = [name for row in rows for name in re.findall(r"`([a-z_]+)`", row)]
+    missing = [
+        name
+        for name in names
+        if name not in {"tenant", "tier", "device", "source", "operation", "pool_scale"}
+        and f"kvdepot_{name}" not in exposed
+        and f"kvdepot_{name}_bucket" not in exposed
+    ]
+    assert len(names) > 40
+    assert not missing

@@ -1,0 +1,129 @@
+"""Operators' commands against a real depot: what they print, and with what they end."""
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.ops.cli import main
+from kvdepot.wire import messages as m
+from support.peer import Peer, prompt, registration
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def peer(depot: DepotProcess) -> Iterator[Peer]:
+    peer = Peer(depot, registration(instance="engine"))
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def run(depot: DepotProcess, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run one command in this process; returns its exit status and what it printed."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--url", depot.url])
+        done = capsys.readouterr()
+        return int(ended.value.code or 0), done.out, done.err
+
+    return run
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    """A file with a prefix of three chunks and one that nobody has."""
+    digests = [prompt(5, "a").digests[n * 32 : n * 32 + 32].hex() for n in range(5)]
+    lines = [{"digests": digests}, {"tokens": [1] * 64, "namespace": {"model": "other"}}]
+    (tmp_path / "keys").write_text("\n".join(map(json.dumps, lines)))
+    return str(tmp_path / "keys")
+
+
+def test_find_says_what_is_here(run: Run, peer: Peer, keys: str) -> None:
+    peer.store(prompt(3, "a"))
+    code, out, _ = run("find", keys)
+    assert code == 0
+    assert "1: 3 of 5 chunks (192 tokens), tenant default, model model" in out
+    assert "2: nothing of 1 chunks" in out
+    found = json.loads(run("find", keys, "--json")[1])
+    assert [len(prefix["found"]) for prefix in found] == [1, 0]
+
+
+def test_a_prefix_is_cleared(run: Run, peer: Peer, keys: str, depot: DepotProcess) -> None:
+    peer.store(prompt(3, "a"))
+    peer.store(prompt(2, "b"))
+    assert run("clear", "--prefix", keys)[1] == "3 entries forgotten\n"
+    assert depot.status().num_entries == 2
+    assert run("clear")[1] == "2 entries forgotten\n"
+
+
+def test_a_file_that_is_damaged_clears_nothing(run: Run, peer: Peer, tmp_path: Path, depot: DepotProcess) -> None:
+    peer.store(prompt(3, "a"))
+    (tmp_path / "bad").write_text('{"digests": ["zz"]}')
+    code, _, err = run("clear", "--prefix", str(tmp_path / "bad"))
+    assert (code, "Traceback" in err) == (1, False)
+    (tmp_path / "empty").write_text('{"digests": []}')
+    assert run("clear", "--prefix", str(tmp_path / "empty"))[1] == "0 entries forgotten\n"
+    assert depot.status().num_entries == 3
+
+
+def test_a_quota_comes_and_goes(run: Run, peer: Peer, depot: DepotProcess) -> None:
+    peer.store(prompt(3, "a"))
+    assert "1.0 MiB; 3 chunks" in run("quota", "default", "1MiB")[1]
+    assert depot.status().tenants["default"]["quota_bytes"] == 1 << 20
+    assert "none; 3 chunks" in run("quota", "default", "none")[1]
+    code, _, err = run("quota", "default", "1TiB")
+    assert code == 1
+    assert "out_of_range" in err
+
+
+def test_tiers_come_and_go(run: Run, peer: Peer, depot: DepotProcess) -> None:
+    assert run("tier", "add", "memory://one?capacity=8MiB")[:2] == (0, "1 tiers are in use\n")
+    peer.store(prompt(3, "a"))
+    wait_until(lambda: depot.status().tiers[0].num_entries == 3)
+    assert run("tier", "add", "memory://two?capacity=8MiB")[:2] == (0, "2 tiers are in use\n")
+    for url, why in (
+        ("memory://two", "in use already"), ("tape://x", "no tier 'tape'"), ("memory://three?size=1", "no option"),
+        ("x", "write a URL"),
+    ):  # fmt: skip
+        code, _, err = run("tier", "add", url)
+        assert code
+        assert why in err
+    assert "memory://two" in json.loads(run("config", "--json")[1])["tiers"]
+    assert run("tier", "remove", "memory://one")[:2] == (0, "1 tiers are in use\n")
+    assert [tier.name for tier in depot.status().tiers] == ["memory://two"]
+    assert "no tier memory://one" in run("tier", "remove", "memory://one")[2]
+    assert run("tier", "add", "memory://one?capacity=8MiB")[0] == 0, "another one of that name"
+
+
+def test_drain_ends_when_nothing_is_under_way(run: Run, peer: Peer, depot: DepotProcess) -> None:
+    ticket = peer.prepare(prompt(3, "a")).ticket
+    code, _, err = run("drain", "--wait", "0.1")
+    assert code == 1
+    assert "1 stores are under way" in err
+    peer.ask(m.CommitStore(peer.context, ticket))
+    assert run("drain")[0] == 0
+    assert depot.status().draining
+    assert "draining" in run("status")[1]
+    run("drain", "--resume")
+    assert not depot.status().draining
+
+
+def test_settings_and_log_level(run: Run, depot: DepotProcess) -> None:
+    assert json.loads(run("config", "--json")[1])["pool_size_bytes"] == 64 << 20
+    assert "lease_seconds" in run("config")[1]
+    assert "debug" in run("loglevel", "debug")[1]
+    assert depot.status().log_level == "debug"
+
+
+def test_keys_come_by_standard_input_too(run: Run, peer: Peer, keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer.store(prompt(5, "a"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(Path(keys).read_text()))
+    assert run("warm", "-", "--pin", "60")[1] == "5 of 6 chunks are in the pool and pinned\n"
+    assert run("unpin")[1] == "1 pins ended\n"

@@ -1,0 +1,608 @@
+# pyright: reportPrivateUsage=false
+"""The control socket: whole frames in turn, and bounds on what a peer can make the depot hold."""
+
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from kvdepot.client.connection import Connection
+from kvdepot.client.operator import ask_depot
+from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
+from kvdepot.errors import DepotUnavailable, ErrorCode
+from kvdepot.index.index import ChunkIndex
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.operators import zeromq
+from kvdepot.operators.events import EventPublisher
+from kvdepot.operators.zeromq import Listeners, MessageReader
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.server import connections as module
+from kvdepot.server.access import Access
+from kvdepot.server.app import DepotServer
+from kvdepot.server.connections import SILENCE_SECONDS, ConnectionTable
+from kvdepot.server.connections import Connection as Served
+from kvdepot.server.contexts import MAXIMUM_CONTEXTS
+from kvdepot.server.depot import Depot
+from kvdepot.server.replies import Deferred, Refused
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+from support.peer import SPEC, Peer, RawSocket, frame, prompt, registration
+
+TOKEN = bytes(range(frames.TOKEN_BYTES))
+
+
+def num_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+# --- descriptors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(73)
+@pytest.mark.parametrize("name", [CONTROL_SOCKET, SESSION_SOCKET])
+def test_without_descriptors_who_is_connected_is_served_and_others_wait(name: str, depot: DepotProcess) -> None:
+    """Regression: connections to the control socket ended the depot."""
+    peer = Peer(depot)
+    assert peer.store(prompt(3)) == 3
+    _, hard = resource.prlimit(depot.pid, resource.RLIMIT_NOFILE)
+    limit = num_descriptors(depot.pid) + 40
+    resource.prlimit(depot.pid, resource.RLIMIT_NOFILE, (limit, hard))
+    strangers = [socket.socket(socket.AF_UNIX) for _ in range(150)]
+    for stranger in strangers:
+        stranger.settimeout(10)
+        with suppress(BlockingIOError):  # the kernel's queue is full, too
+            stranger.connect(str(depot.directory / name))
+    wait_until(lambda: num_descriptors(depot.pid) >= limit - 20)
+    assert all(peer.find(prompt(3)).num_chunks == 3 for _ in range(100))
+    assert num_descriptors(depot.pid) < limit, "a reserve is left"
+    for stranger in strangers:
+        stranger.close()
+    newcomer = Peer(depot, registration(instance="newcomer"))
+    assert newcomer.find(prompt(3)).num_chunks == 3
+    assert peer.find(prompt(3)).num_chunks == 3
+    newcomer.close()
+    peer.close()
+
+
+def test_a_reserve_that_is_touched_does_not_wake_the_loop_again_and_again(
+    table: "Table", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched = [True]
+
+    def is_touched(_fd: int) -> bool:
+        return touched[0]
+
+    monkeypatch.setattr(module, "is_reserve_touched", is_touched)
+    with table.connect() as client:
+        table.serve()
+        assert not select.select([table.table], [], [], 0)[0]
+        touched[0] = False
+        table.table.sweep(lambda: False)
+        client.sendall(frames.encode_greeting(b"") + framed(b"hello"))
+        assert table.serve_until(1) == [b"hello"]
+
+
+@pytest.mark.promise(73)
+def test_a_process_that_is_waited_for_costs_one_descriptor_however_many_sessions_it_had(depot: DepotProcess) -> None:
+    quarantined = before = 0
+    for number in range(10):
+        peer = Peer(depot, registration(instance=f"engine {number}"))
+        peer.prepare(prompt(1, str(number)))
+        peer.close()
+        wait_until(lambda quarantined=quarantined: depot.status().quarantined_bytes > quarantined)
+        quarantined = depot.status().quarantined_bytes
+        before = before or num_descriptors(depot.pid)
+    wait_until(lambda: num_descriptors(depot.pid) <= before, what="one pidfd for this process")
+
+
+@pytest.mark.promise(74)
+def test_a_session_has_a_bounded_number_of_contexts() -> None:
+    index = ChunkIndex(ExtentAllocator(1 << 20), IndexTable.in_memory(16))
+    depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
+    requests: Sequence[frames.Request] = (
+        registration(),
+        m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPEC),
+    )
+    last = 0
+    for number in range(MAXIMUM_CONTEXTS):
+        registered = depot.handle(1, Writer(1, 1), requests[number % 2])
+        assert isinstance(registered, m.Registered)
+        last = registered.context
+    for request in requests:
+        with pytest.raises(Refused, match="64 contexts at most") as caught:
+            depot.handle(1, Writer(1, 1), request)
+        assert caught.value.code is ErrorCode.OUT_OF_RANGE
+    assert len(depot.contexts.by_number) == MAXIMUM_CONTEXTS
+    assert isinstance(depot.handle(2, Writer(1, 1), requests[0]), m.Registered)
+    depot.handle(1, Writer(1, 1), m.Unregister(last))
+    assert isinstance(depot.handle(1, Writer(1, 1), requests[0]), m.Registered)
+    depot.end_session(1)
+    assert isinstance(depot.handle(1, Writer(1, 1), requests[0]), m.Registered)
+
+
+# --- frames and turns -----------------------------------------------------------------------------------------------
+
+
+def framed(data: bytes) -> bytes:
+    return frames.LENGTH.pack(len(data)) + data
+
+
+class Table:
+    """A table of connections whose frames are kept, and answered by `answer`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.frames: list[bytes] = []
+        self.waiting: list[Callable[[], None]] = []
+        self.ended: list[bytes] = []
+        self.answer: Callable[[bytes], bytes | None] = lambda _data: b"ok"
+        self.table = ConnectionTable(
+            [path], Access(), is_owner=lambda token: token == TOKEN, end_owner=self._end, handle=self._handle
+        )
+
+    def _end(self, token: bytes) -> None:
+        self.ended.append(token)
+        self.table.close_owner(token)
+
+    def _handle(self, connection: Served, data: memoryview) -> None:
+        self.frames.append(bytes(data))
+        reply = self.answer(bytes(data))
+        if reply is not None:
+            self.table.send(connection, reply)
+            return
+        num_bytes = len(data)
+        self.table.hold(connection, num_bytes)
+
+        def late() -> None:
+            self.table.release(connection, num_bytes)
+            self.table.send(connection, b"late")
+
+        self.waiting.append(late)
+
+    def connect(self) -> socket.socket:
+        client = socket.socket(socket.AF_UNIX)
+        client.settimeout(10)
+        client.connect(str(self.path))
+        return client
+
+    def serve(self) -> None:
+        self.table.serve(time.monotonic() + 0.01)
+
+    def serve_until(self, num_frames: int) -> list[bytes]:
+        wait_until(lambda: self.serve() or len(self.frames) >= num_frames)
+        return self.frames
+
+    def serve_all(self) -> None:
+        """Serve until nothing more is to be done."""
+        while select.select([self.table], [], [], 0.02)[0] or self.table.has_work:
+            self.serve()
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[Table]:
+    table = Table(tmp_path / "control.sock")
+    with closing(table.table):
+        yield table
+
+
+def test_a_copy_of_a_closed_connection_in_a_child_is_no_event(table: Table) -> None:
+    """Regression: a child process that was just being started, HTTP's for example, ended the depot."""
+    client = table.connect()
+    client.sendall(frames.LENGTH.pack(0))
+    table.serve_all()
+    (served,) = table.table._connections.values()
+    with closing(served.socket.dup()):
+        client.close()
+        table.serve_all()
+        assert len(table.table) == 0
+        assert not select.select([table.table], [], [], 0)[0]
+
+
+def in_pieces(client: socket.socket, data: bytes, rng: random.Random) -> None:
+    start = 0
+    while start < len(data):
+        size = rng.choice((1, 3, 4, 5, 20, 1000, 100_000, 1 << 20))
+        client.sendall(data[start : start + size])
+        start += size
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_frames_come_whole_and_in_order_however_they_are_cut(seed: int, table: Table) -> None:
+    rng = random.Random(seed)
+    sent = [rng.randbytes(rng.choice((0, 1, 8, 100, 65_532, 65_533, 70_000))) for _ in range(40)]
+    sent.append(rng.randbytes(frames.MAXIMUM_FRAME_BYTES))
+    with table.connect() as client:
+        data = frames.encode_greeting(TOKEN) + b"".join(map(framed, sent))
+        sender = threading.Thread(target=in_pieces, args=(client, data, rng))
+        sender.start()
+        assert table.serve_until(len(sent)) == sent
+        sender.join()
+        received = b""
+        while len(received) < 6 * len(sent):
+            received += client.recv(4096)
+        assert received == framed(b"ok") * len(sent)
+
+
+@pytest.mark.promise(60)
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_comes_nothing_stays_when_the_peer_is_gone(seed: int, table: Table) -> None:
+    rng = random.Random(seed)
+    table.answer = lambda _data: rng.choice((b"ok", bytes(300_000), None))
+    for _ in range(100):
+        sent = [framed(rng.randbytes(rng.choice((0, 5, 70_000)))) for _ in range(rng.randrange(5))]
+        data = bytearray(frames.encode_greeting(rng.choice((TOKEN, b"", b"?" * 16))) + b"".join(sent))
+        for _ in range(rng.randrange(3)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        with table.connect() as client:
+            client.setblocking(False)
+            with suppress(BlockingIOError):
+                client.send(data[: rng.randrange(len(data) + 1)])
+            table.serve_all()
+        table.serve_all()
+    for answer in table.waiting:
+        answer()
+    assert len(table.table) == 0
+    assert (table.table._held_bytes, table.table._unread_bytes, len(table.table._unfinished)) == (0, 0, 0)
+    assert not table.table._of_owner
+
+
+@pytest.mark.promise(74)
+def test_one_frame_of_each_connection_is_served_in_turn(table: Table) -> None:
+    with table.connect() as flood, table.connect() as other, table.connect() as third:
+        flood.sendall(frames.encode_greeting(TOKEN) + framed(b"flood") * 5000)
+        table.serve_until(10)
+        for client, name in ((other, b"other"), (third, b"third")):
+            client.sendall(frames.encode_greeting(b"") + framed(name) * 3)
+        before = len(table.frames)
+        wait_until(lambda: table.table.serve(0.0) or table.frames.count(b"third") == 3)
+        assert len(table.frames) - before < 30
+
+
+@pytest.mark.promise(74)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff" + bytes(7) + b"\x01\x7f\x03" + bytes(53),  # ZeroMQ's greeting, from a client of protocol 1
+        frames.encode_greeting(b"x" * 15),
+        frames.encode_greeting(b"") + frames.LENGTH.pack(frames.MAXIMUM_FRAME_BYTES + 1),
+        b"\xff\xff\xff\xff",
+    ],
+)
+def test_what_is_no_frame_ends_its_connection(data: bytes, table: Table) -> None:
+    with table.connect() as client:
+        client.sendall(data)
+        wait_until(lambda: table.serve() or not len(table.table))
+        assert table.frames == []
+
+
+@pytest.mark.promise(74)
+@pytest.mark.parametrize(
+    ("data", "is_closed"),
+    [
+        (b"", True),
+        (frames.encode_greeting(b""), True),
+        (frames.encode_greeting(b"") + framed(b"x"), True),
+        (frames.encode_greeting(b"unknown token..."), True),
+        (frames.encode_greeting(TOKEN), False),
+        (frames.encode_greeting(TOKEN) + framed(b"x"), False),
+        (frames.encode_greeting(TOKEN) + framed(b"x")[:-1], True),
+        (frames.encode_greeting(TOKEN) + framed(bytes(1 << 20))[:-1], True),
+    ],
+)
+def test_only_a_session_may_be_silent_and_only_between_its_frames(
+    data: bytes, is_closed: bool, table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with table.connect() as client:
+        threading.Thread(target=client.sendall, args=(data,)).start()
+        wait_until(lambda: table.serve() or len(table.table))
+        table.serve_all()
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + SILENCE_SECONDS + 0.01)
+        table.table.sweep(lambda: False)
+        assert len(table.table) == 1
+        monkeypatch.setattr(module, "time", later)
+        table.table.sweep(lambda: False)
+        assert len(table.table) == (not is_closed)
+        assert table.table._held_bytes == 0
+        assert table.ended == ([TOKEN] if is_closed and data.startswith(frames.encode_greeting(TOKEN)) else [])
+
+
+def test_who_waits_for_the_depot_is_not_silent(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    table.answer = lambda _data: None
+    with table.connect() as waiting, table.connect() as unread:
+        waiting.sendall(frames.encode_greeting(b"") + framed(b"x"))
+        unread.sendall(frames.encode_greeting(b""))
+        table.serve_until(1)
+        table.serve_all()
+        unread.sendall(framed(b"x"))
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + SILENCE_SECONDS + 0.01)
+        monkeypatch.setattr(module, "time", later)
+        table.table.sweep(lambda: False)
+        assert len(table.table) == 2
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(74)
+def test_requests_that_wait_are_bounded_in_bytes_and_all_are_answered(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, one = 4 << 20, 1 << 20
+    monkeypatch.setattr(module, "MAXIMUM_HELD_BYTES", limit)
+    monkeypatch.setattr(module, "MAXIMUM_HELD_BY_ONE_BYTES", one)
+    table.answer = lambda _data: None
+    num_clients, num_frames = 24, 10
+    clients = [table.connect() for _ in range(num_clients)]
+    data = frames.encode_greeting(TOKEN) + framed(bytes(300_000)) * num_frames
+    senders = [threading.Thread(target=client.sendall, args=(data,)) for client in clients]
+    for sender in senders:
+        sender.start()
+    most = num_answered = 0
+    while num_answered < num_clients * num_frames:
+        table.serve_all()
+        most = max(most, table.table._held_bytes)
+        assert table.waiting, "somebody is served"
+        assert max(each.held_bytes for each in table.table._connections.values()) < one + 310_000
+        num_answered += len(table.waiting)
+        answers, table.waiting = table.waiting, []
+        for answer in answers:
+            answer()
+    assert one < most < 2 * limit + 310_000
+    assert table.table._held_bytes == 0
+    for sender, client in zip(senders, clients, strict=True):
+        sender.join()
+        client.close()
+
+
+@pytest.mark.promise(74)
+def test_who_leaves_does_not_take_what_waits_for_it_off_the_account(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 1 << 20
+    monkeypatch.setattr(module, "MAXIMUM_HELD_BYTES", limit)
+    table.answer = lambda _data: None
+    for _ in range(100):
+        with table.connect() as client:
+            client.sendall(frames.encode_greeting(b"") + framed(bytes(60_000)))
+            table.serve_all()
+        table.serve_all()
+    assert sum(map(len, table.frames)) < 2 * limit + 60_000
+    for answer in table.waiting:
+        answer()
+    assert table.table._held_bytes == 0
+
+
+@pytest.mark.promise(74)
+def test_unread_replies_are_bounded_in_bytes_and_whoever_reads_gets_all_of_them(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, reply = 3 << 20, bytes(2 << 20)
+    monkeypatch.setattr(module, "MAXIMUM_UNREAD_BYTES", limit)
+    table.answer = lambda _data: reply
+    with table.connect() as modest, table.connect() as greedy, table.connect() as third:
+        for client, number in ((modest, 1), (greedy, 5), (third, 2)):
+            client.sendall(frames.encode_greeting(TOKEN if client is third else b"") + framed(b"x") * number)
+        table.serve_all()
+        assert len(table.frames) <= 3, "one reply each: who has not read is not read"
+        assert 0 < table.table._unread_bytes <= limit
+        assert len(table.table) < 3
+    table.serve_all()
+    assert len(table.table) == 0
+    assert table.table._unread_bytes == 0
+    table.frames.clear()
+    with table.connect() as reader:
+        reader.sendall(frames.encode_greeting(b"") + framed(b"x") * 5)
+        received = 0
+        while received < 5 * (len(reply) + frames.LENGTH.size):
+            table.serve_all()
+            received += len(reader.recv(1 << 20))
+        assert len(table.frames) == 5
+
+
+@pytest.mark.promise(74)
+def test_a_depot_holds_few_of_the_lookups_that_wait_for_its_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: as many as clients sent, gigabytes of them."""
+    server = DepotServer(ServerConfig(tmp_path, tmp_path / "pool", pool_size_bytes=1 << 20, ephemeral=True))
+    taken: list[Deferred] = []
+    num_bytes = 0
+    handle = server.depot.handle
+
+    def wait_for_ever(session: int, writer: Writer, request: frames.Request) -> frames.Reply | Deferred:
+        nonlocal num_bytes
+        if not isinstance(request, m.Lookup):
+            return handle(session, writer, request)
+        num_bytes += len(request.digests)
+        taken.append(Deferred())
+        return taken[-1]
+
+    monkeypatch.setattr(server.depot, "handle", wait_for_ever)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    scheduler = m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPEC)
+    connection = Connection(str(tmp_path), "test", scheduler, maps_pool=False)
+    link = connection.wait_until_open(10)
+    lookup = m.Lookup(link.context, "r", bytes(32 * 65_536))
+    channels = [connection.channel(link) for _ in range(8)]
+
+    def push() -> None:
+        for channel in channels:
+            with suppress(DepotUnavailable):  # it keeps no more either
+                channel.submit(lookup)
+            channel.drain()
+
+    try:
+        wait_until(lambda: push() or num_bytes > 40 << 20)
+        for _ in range(100):
+            push()
+            assert isinstance(ask_depot(m.Hello(m.PROTOCOL_VERSION), str(tmp_path), 10.0), m.HelloReply)
+        assert num_bytes < 100 << 20
+    finally:
+        for channel in channels:
+            channel.close()
+        connection.close()
+        server.stop()
+        thread.join(10)
+
+
+# --- ZeroMQ, where it stays -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(74)
+def test_a_message_of_very_many_frames_is_dropped_in_steps() -> None:
+    """Regression: one message stood the loop for seconds."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    receiver.bind("inproc://frames")
+    sender.connect("inproc://frames")
+    reader = MessageReader(receiver, most_frames=2)
+    try:
+        sender.send_multipart([b""] * 100_000)
+        sender.send_multipart([b"id", b"request"])
+        num_steps = 1
+        while (taken := reader.take()) is None:
+            num_steps += 1
+        assert num_steps > 100
+        assert taken == [b""] * 3
+        assert reader.take() == [b"id", b"request"]
+        with pytest.raises(zmq.Again):
+            reader.take()
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.promise(74)
+def test_a_subscriber_that_asks_in_very_many_frames_is_dropped_in_steps() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    index = ChunkIndex(ExtentAllocator(1 << 20), IndexTable.in_memory(16))
+    try:
+        publisher = EventPublisher(context, index, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        assert publisher.replay is not None
+        asker = context.socket(zmq.DEALER)
+        asker.connect(publisher.replay_endpoint)
+        asker.send_multipart([b""] * 20_000)
+        assert publisher.replay.poll(10_000)
+        assert publisher.take_replay() is None
+        asker.send_multipart([b"", (0).to_bytes(8, "big")])
+        wait_until(publisher.take_replay)
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.promise(73)
+def test_zeromq_listens_only_while_the_reserve_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched = [False]
+
+    def is_touched(_fd: int) -> bool:
+        return touched[0]
+
+    monkeypatch.setattr(zeromq, "is_reserve_touched", is_touched)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        router = context.socket(zmq.ROUTER)
+        router.bind("tcp://127.0.0.1:*")
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        listeners = Listeners([(router, endpoint)])
+
+        def is_listening() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2]))).close()
+            except ConnectionError:
+                return False
+            return True
+
+        friend = context.socket(zmq.DEALER)
+        friend.connect(endpoint)
+        friend.send(b"before")
+        assert router.poll(10_000)
+        assert router.recv_multipart()[1] == b"before"
+        listeners.leave_reserve(0)
+        assert is_listening()
+        touched[0] = True
+        listeners.leave_reserve(0)
+        wait_until(lambda: not is_listening())
+        listeners.listen_again(0)
+        assert not is_listening()
+        touched[0] = False
+        wait_until(lambda: listeners.listen_again(0) or is_listening())
+        newcomer = context.socket(zmq.DEALER)
+        newcomer.connect(endpoint)
+        newcomer.send(b"again")
+        assert router.poll(10_000)
+        assert router.recv_multipart()[1] == b"again"
+    finally:
+        context.destroy(linger=0)
+
+
+# --- other releases -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(7)
+def test_a_depot_of_an_earlier_protocol_is_told_from_one_that_is_away(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / CONTROL_SOCKET))
+        listener.listen()
+
+        def greet() -> None:
+            with listener.accept()[0] as connection:
+                connection.sendall(b"\xff" + bytes(7) + b"\x01\x7f")
+                connection.recv(4096)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(DepotUnavailable, match="before protocol 2: install the same version"):
+            ask_depot(m.Hello(m.PROTOCOL_VERSION), str(tmp_path), 5.0)
+        thread.join(10)
+
+
+def test_a_session_that_breaks_the_framing_is_over_and_its_engine_comes_back(depot: DepotProcess) -> None:
+    peer = Peer(depot)
+    raw = RawSocket(depot, peer.link.token)
+    raw.send(frame(["lookup", peer.context, "r", b"x" * 32]))
+    assert isinstance(frames.decode_reply(raw.receive()), m.LookupReply)
+    raw.socket.sendall(frames.LENGTH.pack(frames.MAXIMUM_FRAME_BYTES + 1))
+    assert raw.is_closed()
+    wait_until(lambda: not peer.link.mark_lost.alive)
+    with pytest.raises(DepotUnavailable):
+        peer.ask(m.Lookup(peer.context, "r", b"x" * 32))
+    link = peer.connection.wait_until_open(10)
+    channel = peer.connection.channel(link)
+    assert isinstance(channel.call(m.Lookup(link.context, "r", b"x" * 32), 1.0), m.LookupReply)
+    channel.close()
+    raw.close()
+    peer.close()
+
+
+# --- the client's side ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(4)
+def test_requests_to_a_depot_that_hangs_never_wait_and_are_served_when_it_goes_on(depot: DepotProcess) -> None:
+    peer = Peer(depot)
+    request = m.Lookup(peer.context, "r", bytes(32 * 65_536))
+    depot.signal(signal.SIGSTOP)
+    sequences: list[int] = []
+    began = time.monotonic()
+    with pytest.raises(DepotUnavailable, match="has not taken"):
+        while time.monotonic() < began + 10:
+            sequences.append(peer.channel.submit(request))
+    assert len(sequences) > 5
+    assert peer.channel.num_owed == 1, "something is to be sent by whoever tidies up"
+    depot.signal(signal.SIGCONT)
+    for sequence in sequences:
+        assert isinstance(peer.channel.wait(sequence, 10.0), m.LookupReply)
+    assert peer.channel.num_owed == 0
+    peer.close()

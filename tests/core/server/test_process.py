@@ -1,0 +1,301 @@
+# pyright: reportPrivateUsage=false
+"""What a depot's process is not: no device, no engine, no network; nothing that a peer or a file says runs in it."""
+
+import ast
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import kvdepot
+from kvdepot import SchedulerClient
+from kvdepot.client.connection import open_session
+from kvdepot.config import SESSION_SOCKET, ServerConfig
+from kvdepot.errors import ErrorCode
+from kvdepot.keys import KeyRun
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.pool.files import NAMES_FILE, TABLE_FILE
+from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
+from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
+from kvdepot.server.app import DepotServer
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+from support.peer import SPEC, Peer, RawSocket, prompt
+
+HEAVY = ("torch", "numpy", "vllm", "habana", "libcuda", "libcudart", "libze_loader", "libhl")
+
+
+@pytest.fixture
+def busy(depot: DepotProcess) -> Iterator[DepotProcess]:
+    """A depot that has stored and served something."""
+    peer = Peer(depot)
+    peer.store(prompt(3))
+    assert peer.find(prompt(3)).num_chunks == 3
+    yield depot
+    peer.close()
+
+
+def open_files(pid: int | str) -> list[str]:
+    return [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd") if os.path.lexists(entry.path)]
+
+
+@pytest.mark.promise(35)
+def test_the_server_opens_no_device_and_loads_no_engine(busy: DepotProcess) -> None:
+    devices = [path for path in open_files(busy.pid) if path.startswith("/dev/")]
+    assert [path for path in devices if not path.startswith(("/dev/null", "/dev/shm/"))] == []
+    mapped = Path(f"/proc/{busy.pid}/maps").read_text()
+    assert [name for name in HEAVY if name in mapped] == []
+    code = "import sys, kvdepot.server.loop, kvdepot.ops.cli; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"torch", "numpy", "vllm", "habana_frameworks"} & set(loaded) == set()
+
+
+@pytest.mark.promise(41)
+def test_neither_server_nor_client_has_a_socket_that_leaves_the_machine(busy: DepotProcess) -> None:
+    with SchedulerClient(SPEC, "engine", url=busy.url) as client:
+        client.wait_until_connected(5)
+        assert client.lookup("r", prompt(3)).num_chunks == 3
+        network = {
+            line.split()[column]
+            for name, column in (
+                ("tcp", 9),
+                ("tcp6", 9),
+                ("udp", 9),
+                ("udp6", 9),
+                ("raw", 9),
+                ("raw6", 9),
+                ("packet", 8),
+            )
+            if (table := Path("/proc/net", name)).exists()
+            for line in table.read_text().splitlines()[1:]
+        }
+        for pid in (busy.pid, os.getpid()):
+            sockets = {path[8:-1] for path in open_files(pid) if path.startswith("socket:[")}
+            assert sockets
+            assert sockets & network == set()
+
+
+@pytest.mark.promise(53)
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:9", "tcp://*:9", "udp://1.2.3.4:5", "inproc://x", "nonsense"])
+def test_an_endpoint_that_anybody_could_reach_is_refused_at_start(endpoint: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(tmp_path), "--pool-dir", str(tmp_path / "pool")]
+    command += ["--pool-size", "1MiB", "--listen", endpoint]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert result.returncode == 1
+    assert f"--listen {endpoint}" in result.stderr
+
+
+@pytest.mark.promise(66)
+@pytest.mark.parametrize("same_directory", [False, True])
+def test_a_second_depot_on_a_living_depot_s_pool_says_who_has_it(
+    same_directory: bool, depot: DepotProcess, tmp_path: Path
+) -> None:
+    """With the same directory, too, where somebody removed the lock file or the two are in different containers."""
+    directory = depot.directory if same_directory else tmp_path
+    (depot.directory / "lock").unlink(missing_ok=same_directory)
+    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(directory)]
+    command += ["--pool-dir", str(depot.pool_directory), "--pool-size", "64MiB"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert result.returncode == 1
+    assert f"--dir {depot.directory}" in result.stderr
+    assert "--pool-dir" in result.stderr
+    assert len(result.stderr.splitlines()) <= 2
+    assert "Traceback" not in result.stderr
+    peer = Peer(depot)
+    assert peer.store(prompt(2)) == 2
+    peer.close()
+
+
+# --- nothing runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(5)
+def test_no_module_unpickles_or_evaluates_anything() -> None:
+    forbidden = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "eval", "exec", "compile", "yaml"}
+    paths = list(Path(kvdepot.__file__).parent.rglob("*.py"))
+    assert len(paths) > 20
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            used: set[str] = set()
+            if isinstance(node, ast.Import):
+                used = {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                used = {(node.module or "").split(".")[0]}
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                used = {node.func.id}
+            assert not used & forbidden, f"{path}, line {getattr(node, 'lineno', 0)}"
+
+
+@pytest.mark.promise(5)
+def test_a_pickle_that_would_run_code_is_just_a_malformed_frame(depot: DepotProcess, tmp_path: Path) -> None:
+    marker = tmp_path / "it ran"
+    # protocol 0: call os.mkdir with the path
+    payload = f"cos\nmkdir\n(V{marker}\ntR.".encode()
+    raw = RawSocket(depot)
+    for data in (payload, bytes(8) + payload, bytes(8) + b"\xc4" + bytes([len(payload)]) + payload):
+        assert raw.error(data).code is ErrorCode.MALFORMED
+    raw.close()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1.0)
+        connection.connect(str(depot.directory / SESSION_SOCKET))
+        connection.sendall(len(payload).to_bytes(4, "little") + payload)
+        reply = frames.decode_session_reply(connection.recv(4096)[4:])
+    assert isinstance(reply, m.ErrorReply)
+    assert reply.code is ErrorCode.MALFORMED
+    assert not marker.exists()
+
+
+# --- what an earlier server left ------------------------------------------------------------------------------------
+
+
+def change_record(table: bytearray, place: int, value: int) -> None:
+    """Change four bytes of the first record and make its checksum right."""
+    base = HEADER_PAGE_BYTES
+    table[base + place : base + place + 4] = value.to_bytes(4, "little")
+    crc = IndexTable(table, 1)._crc(base + 8, int.from_bytes(table[base : base + 8], "little"))
+    table[base + 116 : base + 120] = crc.to_bytes(4, "little")
+
+
+@pytest.mark.promise(60)
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(112, 0xFFFFFFFF), (76, 5), (8, 9)],
+    ids=["a writer whose number no process has", "a tenant without a name", "a space without a layout"],
+)
+def test_a_record_that_no_server_wrote_stops_no_server(place: int, value: int, depot: DepotProcess) -> None:
+    """Regression: the first ended the new server, the second failed every status."""
+    peer = Peer(depot)
+    peer.prepare(prompt(1))
+    depot.kill()
+    peer.close()
+    path = depot.pool_directory / TABLE_FILE
+    content = bytearray(path.read_bytes())
+    small = content[: HEADER_PAGE_BYTES + RECORD_BYTES]
+    change_record(small, place, value)
+    with path.open("r+b") as file:
+        file.write(small)
+    depot.start()
+    wait_until(lambda: not depot.status().recovering)
+    peer = Peer(depot)  # its writer is back: nothing of it is in quarantine any more
+    wait_until(lambda: depot.status().pool_used_bytes == 0)
+    assert peer.store(prompt(2)) == 2
+    peer.close()
+
+
+def of_tenant(name: str) -> KeyRun:
+    return replace(prompt(2, salt=name), tenant=name)
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+@pytest.mark.promise(60)
+@pytest.mark.parametrize(
+    "raw",
+    [
+        MAGIC + frame(b"\x92\x90\x91\x92\xa1\xff\xa0"), MAGIC + frame(b"\x92" + b"\x91" * 5000),
+        MAGIC + frame(b"\x81\x00"), MAGIC + frame(b""), b"", MAGIC[:5], b"KVDEPOTN\x02" + MAGIC[9:],
+        MAGIC + encode_names(Names([SPEC], [("default", "model")]))[:-1] + b"m",
+        MAGIC + encode_names(Names([SPEC], [("default", "model")])) + encode_names(Names([SPEC])),
+        MAGIC + encode_names(Names([SPEC], [("a", "m"), ("default", "model"), ("a", "m")])),
+    ],
+    ids=[
+        "text that is none", "nested too deeply", "a map", "an empty frame", "nothing", "a start", "of a later release",
+        "a wrong byte", "a cache twice", "a tenant twice",
+    ],
+)  # fmt: skip
+def test_names_that_no_server_wrote_are_a_cold_start(raw: bytes, depot: DepotProcess) -> None:
+    """Regression: the first two ended the new server."""
+    peer = Peer(depot)
+    peer.store(prompt(2))
+    peer.close()
+    depot.kill()
+    path = depot.pool_directory / NAMES_FILE
+    assert decode_names(path.read_bytes())[0] == Names([SPEC], [("default", "model")])
+    path.write_bytes(raw)
+    depot.start()
+    wait_until(lambda: not depot.status().recovering)
+    assert depot.status().num_entries == 0
+
+
+@pytest.mark.promise(23)
+@pytest.mark.parametrize("tail", [b"\x05", frame(b"\x92\x90\x90")[:-1], b"\x00\x01\x00\x00" + bytes(40)])
+def test_a_name_that_was_not_written_to_its_end_is_cut_off(tail: bytes, depot: DepotProcess) -> None:
+    peer = Peer(depot)
+    assert peer.store(of_tenant("a")) == 2
+    peer.close()
+    depot.kill()
+    path = depot.pool_directory / NAMES_FILE
+    with path.open("ab") as file:
+        file.write(tail)
+    depot.start()
+    wait_until(lambda: not depot.status().recovering)
+    peer = Peer(depot)
+    assert peer.store(of_tenant("b")) == 2
+    assert peer.find(of_tenant("a")).num_chunks == 2
+    peer.close()
+    depot.kill()
+    assert decode_names(path.read_bytes())[0] == Names([SPEC], [("a", "model"), ("b", "model")])
+    depot.start()
+    wait_until(lambda: not depot.status().recovering)
+    assert depot.status().num_entries == 4
+    assert {name: usage["used_bytes"] > 0 for name, usage in depot.status().tenants.items()} == {"a": True, "b": True}
+
+
+# --- silence --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[], DepotServer]]:
+    """Runs a server in a thread of this process."""
+    running: list[tuple[DepotServer, threading.Thread]] = []
+
+    def start() -> DepotServer:
+        server = DepotServer(ServerConfig(tmp_path, tmp_path / "pool", pool_size_bytes=1 << 20, ephemeral=True))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        running.append((server, thread))
+        return server
+
+    yield start
+    for server, thread in running:
+        server.stop()
+        thread.join(10)
+
+
+@pytest.mark.promise(26)
+def test_a_session_that_says_nothing_for_an_hour_is_still_open(
+    serve: Callable[[], DepotServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    with SchedulerClient(SPEC, "engine", url=str(tmp_path)) as client, socket.socket(socket.AF_UNIX) as connection:
+        client.wait_until_connected(5)
+        connection.settimeout(5.0)
+        opened, _ = open_session(connection, tmp_path / SESSION_SOCKET, "test", False)
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
+        swept = threading.Event()
+        expire = server.sockets.sessions.expire_handshakes
+
+        def expire_and_say_so(is_over: Callable[[], bool]) -> None:
+            expire(is_over)
+            swept.set()
+
+        monkeypatch.setattr("kvdepot.server.sessions.time", later)
+        monkeypatch.setattr(server.sockets.sessions, "expire_handshakes", expire_and_say_so)
+        assert swept.wait(5)
+        connection.sendall(b"p")
+        assert connection.recv(1) == b"p"
+        assert opened.epoch == server.epoch
+        assert client.is_connected
+        assert client.lookup("r", prompt(1)).num_chunks == 0
+        assert server.depot.counters["lookups"] == 1

@@ -1,0 +1,60 @@
+# pyright: basic
+"""The gather kernel: its bytes in Triton's interpreter, and that it compiles for the devices it is meant for.
+
+The interpreter is chosen when Triton is imported, for the whole process, so each side runs in a child of its own. What
+neither shows: races, addresses of host memory on a device, speed.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WAIT_SECONDS = 240
+
+
+def run(module: str, *arguments: str, **environment: str) -> str:
+    if importlib.util.find_spec("triton") is None:
+        if os.environ.get("KVDEPOT_REQUIRE_TRITON"):
+            pytest.fail("triton is not installed, and these tests are to run here")
+        pytest.skip("needs triton: tox r -e triton")
+    variables: dict[str, Any] = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    done = subprocess.run(
+        [sys.executable, "-m", f"support.kernels.{module}", *arguments], check=False, capture_output=True, text=True,
+        timeout=WAIT_SECONDS, env=variables | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_byte_is_right_for_any_size_and_alignment() -> None:
+    assert "runs are right" in run("interpret", "bytes", TRITON_INTERPRET="1")
+
+
+def test_a_worker_s_retrieves_by_the_interpreted_kernel_are_right() -> None:
+    """A depot, the copy engine and the fake driver around it, whose launches run the kernel."""
+    assert "retrieves are right" in run("interpret", "worker", TRITON_INTERPRET="1")
+
+
+def test_a_kernel_that_leaves_something_out_is_seen() -> None:
+    """The same check over kernels with one line changed fails."""
+    assert "3 mutants are seen" in run("interpret", "mutants", TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_it_compiles_for_every_device_that_it_is_meant_for(capability: int, tmp_path: Path) -> None:
+    out = run("compile_ahead", str(capability), TRITON_CACHE_DIR=str(tmp_path))
+    assert f"sm_{capability}" in out
+
+
+def test_the_compiler_is_asked_once_and_its_answer_fits_the_launch(tmp_path: Path) -> None:
+    out = run("compile_ahead", "image", TRITON_CACHE_DIR=str(tmp_path))
+    assert "an image of" in out
+
+
+def test_under_the_interpreter_there_is_no_kernel_to_load_and_the_reason_says_so() -> None:
+    assert "triton cannot compile it" in run("compile_ahead", "interpreted", TRITON_INTERPRET="1")

@@ -1,0 +1,1 @@
+"""What tests share. `tests/` is on the path: pytest puts it there, and `tests/conftest.py` for children."""

@@ -1,0 +1,83 @@
+"""A machine with a fake device whose memory other processes can open, and a depot that has a mover for it."""
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.lab.processes import remove_tree, wait_until
+from kvdepot.testing.backend import WorkerPlan
+from kvdepot_cuda.testing import FakeDriver, holders
+from support.cuda.fake_worker import FakeWorker
+
+MOVERS = Path(__file__).with_name("movers")
+
+
+class FakeDevice:
+    """The device, and what its movers are told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.memory = folder / "memory"
+        self.memory.mkdir()
+
+    def worker(self, url: str, plan: WorkerPlan, *, driver: FakeDriver | None = None, **options: Any) -> FakeWorker:
+        options = {"mode": "ipc", "mover": "fake-cuda"} | options
+        return FakeWorker(url, plan, driver=driver or FakeDriver(root=self.memory), **options)
+
+    def fail(self, call: str, code: str = "CUDA_ERROR_UNKNOWN (999)", *, is_once: bool = False, **when: int) -> None:
+        """Have a call of the next mover, or of all that start from now on, fail."""
+        fault = {"call": call, "code": code, "is_once": is_once, **when}
+        (self.folder / "faults").write_text(json.dumps(fault))
+
+    def close_gate(self) -> None:
+        (self.folder / "gate").touch()
+
+    def open_gate(self) -> None:
+        (self.folder / "gate").unlink(missing_ok=True)
+
+    def wait_for_a_copy(self) -> int:
+        """Wait until a mover is copying; return its pid. The gate is closed."""
+        wait_until(lambda: list(self.folder.glob("at-gate-*")), 30, "a mover to begin a copy")
+        (found,) = self.folder.glob("at-gate-*")
+        found.unlink()
+        return int(found.name.rpartition("-")[2])
+
+    def calls(self) -> Counter[str]:
+        """Return what the drivers of all movers were asked for until their last copies ended."""
+        total = Counter[str]()
+        for path in self.folder.glob("calls-*[0-9]"):
+            total.update(json.loads(path.read_text()))
+        return total
+
+    @property
+    def violations(self) -> str:
+        path = self.folder / "violations"
+        return path.read_text() if path.exists() else ""
+
+    def holders(self) -> set[int]:
+        """Return who keeps memory of the device, but for this process."""
+        return holders(self.memory) - {os.getpid()}
+
+    def close(self) -> None:
+        remove_tree(self.memory)
+        remove_tree(self.folder)
+
+
+@contextmanager
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> Generator[FakeDevice]:
+    """Make a device, for which depots that are started meanwhile have a mover."""
+    device = FakeDevice(Path(tempfile.mkdtemp(prefix="kvd-", dir="/dev/shm")))
+    path = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(MOVERS), *([path] if path else [])]))
+    monkeypatch.setenv("KVDEPOT_FAKE_DEVICE", str(device.folder))
+    try:
+        yield device
+    finally:
+        device.close()

@@ -1,0 +1,72 @@
+"""Workers whose cache lies on an HPU, arranged as vllm-gaudi arranges it."""
+
+from dataclasses import replace
+from typing import Any
+
+from kvdepot.backends import CacheGroup
+from kvdepot.testing.backend import STATE, GroupPlan, WorkerPlan
+from kvdepot_hpu.arrays import without_pad_block
+from kvdepot_hpu.bridge import load_bridge
+from kvdepot_hpu.context import HpuOptions, HpuTransferContext
+from support.staged.bench import Bench, torch
+
+
+class TensorTuple(tuple[Any, ...]):
+    """As in vllm-gaudi: keys and values of one layer, with the attributes of a tensor."""
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> Any:
+        return self[0].shape
+
+
+def page(num_blocks: int, block_tokens: int, size_bytes: int, padding_bytes: int = 0) -> Any:
+    """Return a zeroed tensor `(num_blocks, ...)` with pages of `size_bytes`: flat and bfloat16 where that divides."""
+    if padding_bytes or size_bytes % (2 * block_tokens):
+        shape = (num_blocks, size_bytes + padding_bytes)
+        return torch().zeros(shape, dtype=torch().uint8, device="hpu")[:, :size_bytes]
+    shape = ((num_blocks + 1) * block_tokens, 1, size_bytes // block_tokens // 2)
+    return without_pad_block(torch().zeros(shape, dtype=torch().bfloat16, device="hpu"), block_tokens)
+
+
+def cache_group(plan: GroupPlan, pages: list[Any]) -> CacheGroup:
+    """Return keys and values in pairs where the plan has pairs, else tensors of latent attention."""
+    sizes = plan.page_sizes_bytes
+    is_paired = plan.kind is not STATE and sizes[::2] == sizes[1::2]
+    tensors = [TensorTuple(pages[place : place + 2]) for place in range(0, len(pages), 2)] if is_paired else pages
+    return CacheGroup(
+        tensors, plan.block_tokens, plan.kind, plan.window_tokens, plan.shard, plan.num_shards, is_mla=not is_paired
+    )
+
+
+class HpuWorker:
+    """See `kvdepot.testing.backend.Worker`. Touches the cache only as an engine could: by operations of the device."""
+
+    def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
+        self.pages = [
+            [page(plan.num_blocks, group.block_tokens, size, group.padding_bytes) for size in group.page_sizes_bytes]
+            for group in plan.groups
+        ]
+        groups = [cache_group(group, pages) for group, pages in zip(plan.groups, self.pages, strict=True)]
+        cache = replace(plan.cache(self.pages), groups=groups)
+        self.context = HpuTransferContext(cache, HpuOptions(url=url, **options))
+        self.spec = self.context.spec
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        self.context.wait_until_connected(timeout_seconds)
+
+    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
+        target = self.pages[group][page][block]
+        target.copy_(torch().frombuffer(bytearray(data), dtype=target.dtype).view(target.shape))
+
+    def read_block(self, group: int, page: int, block: int) -> bytes:
+        block_on_host = self.pages[group][page][block].to("cpu").contiguous()
+        return block_on_host.view(torch().uint8).numpy().tobytes()
+
+
+class HpuBench(Bench):
+    """A copier in the shapes of a Gaudi."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(load_bridge(), **options)

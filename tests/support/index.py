@@ -1,0 +1,139 @@
+"""A depot without sockets over a small pool, with workers to ask it and a clock to turn."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvdepot.errors import ErrorCode
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.quotas import QuotaTable
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import IndexTable, Writer, table_size_bytes
+from kvdepot.server import commands
+from kvdepot.server.depot import Depot
+from kvdepot.server.replies import Deferred, Refused
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+
+PAGE = 4096
+LEASE_SECONDS = 10.0
+FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
+PLAIN = (m.GroupShape(FULL, 1),)
+SHARDED = (m.GroupShape(FULL, 1, num_shards=2),)
+ONLY_WINDOW = (m.GroupShape(WINDOW, 1, window_tokens=3),)
+HYBRID = (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1))
+
+
+class WatchfulAllocator(ExtentAllocator):
+    """Fails when an extent is freed while a record still says that it is in use."""
+
+    table: IndexTable
+
+    def free(self, offset: int, num_bytes: int) -> None:
+        assert all(record.offset != offset for record in self.table.records()), "the header must change first"
+        super().free(offset, num_bytes)
+
+
+@dataclass
+class Worker:
+    bench: "Bench"
+    session: int
+    writer: Writer
+    context: int
+    shard: int
+
+    def ask(self, request: frames.Request) -> Any:
+        reply = self.bench.depot.handle(self.session, self.writer, request)
+        if isinstance(reply, Deferred):
+            self.bench.depot.background.work()
+            assert reply.reply is not None
+            return reply.reply
+        return reply
+
+    def prepare(self, run: KeyRun, *covered: int) -> m.StorePlan:
+        covered = covered or (run.num_chunks,) * len(self.bench.spec.groups)
+        return self.ask(
+            m.PrepareStore(self.context, "r", run.tenant, run.digests, run.first_chunk, run.parent, covered)
+        )
+
+    def commit(self, plan: m.StorePlan) -> int:
+        return self.ask(m.CommitStore(self.context, plan.ticket)).count
+
+    def store(self, run: KeyRun, *covered: int) -> m.StorePlan:
+        plan = self.prepare(run, *covered)
+        if plan.ticket:
+            self.commit(plan)
+        return plan
+
+    def lookup(self, run: KeyRun) -> m.LookupReply:
+        return self.ask(m.Lookup(self.context, "r", run.digests))
+
+    def retrieve(self, run: KeyRun, *covered: int) -> m.RetrievePlan:
+        covered = covered or (run.num_chunks,) * len(self.bench.spec.groups)
+        return self.ask(m.PrepareRetrieve(self.context, "r", run.digests, run.first_chunk, covered))
+
+    def release(self, lease: int) -> int:
+        return self.ask(m.Release(self.context, (lease,))).count
+
+    def refusal(self, request: frames.Request) -> ErrorCode:
+        with pytest.raises(Refused) as caught:
+            self.ask(request)
+        return caught.value.code
+
+
+@dataclass
+class Bench:
+    """A depot with a small pool and a clock to turn."""
+
+    groups: tuple[m.GroupShape, ...] = PLAIN
+    pages: int = 64
+    num_records: int = 64
+    policy: str = "lru"
+    quotas: dict[str, int] = field(default_factory=dict[str, int])  # pages
+    now: float = 0.0
+    sessions: int = 0
+    memory: bytearray = field(init=False)
+    unfinished: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        self.spec = m.CacheSpec(1, self.groups, "bytes")
+        self.memory = bytearray(table_size_bytes(self.num_records))
+        extents = WatchfulAllocator(self.pages * PAGE)
+        extents.table = IndexTable(self.memory, self.num_records)
+        quotas = QuotaTable(self.pages * PAGE, {name: pages * PAGE for name, pages in self.quotas.items()})
+        self.index = ChunkIndex(extents, extents.table, self.policy, quotas)
+        self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
+
+    def worker(self, shard: int = 0, *, writer: Writer | None = None, page: int = PAGE, name: str = "") -> Worker:
+        self.sessions += 1
+        writer = writer or Writer(1000 + self.sessions, 1)
+        shards = [shard if group.num_shards > 1 else 0 for group in self.groups]
+        details = tuple(m.GroupDetail((page,), 8, shard=own) for own in shards)
+        name = name or f"engine-{self.sessions}"
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, shard, 2, "none", "none", "model", self.spec, details)
+        reply = self.depot.handle(self.sessions, writer, request)
+        assert isinstance(reply, m.Registered)
+        return Worker(self, self.sessions, writer, reply.context, shard)
+
+    def successor(self, memory: bytearray | None = None, specs: list[m.CacheSpec] | None = None) -> ChunkIndex:
+        """Return what a server that starts on the table as it is now makes of it."""
+        table = IndexTable(bytearray(self.memory if memory is None else memory), self.num_records)
+        index = ChunkIndex(ExtentAllocator(self.pages * PAGE), table)
+        restored = index.restore([self.spec] if specs is None else specs)
+        self.unfinished = [record for record in restored if record is not None]
+        return index
+
+    def drain(self) -> None:
+        for quarantine in [*self.depot.quarantine.held]:
+            self.depot.end_process(quarantine.fence[0])
+        sum(commands.clear_pool(self.depot, None))
+        assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
+        assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)
+        assert self.index.extents.free_extents() == [(0, self.pages * PAGE)]
+
+
+def prompt(num_chunks: int, name: int = 0, tenant: str = "default") -> KeyRun:
+    return hash_prefix(Namespace("model", tenant=tenant), 1, [name * 100 + i for i in range(num_chunks)])

@@ -1,0 +1,84 @@
+"""Workers whose cache lies on an Intel GPU, arranged as vLLM arranges it."""
+
+from typing import Any
+
+import pytest
+
+from kvdepot.copying.staged.bridge import Bridge
+from kvdepot.lab.processes import wait_until
+from kvdepot.testing.backend import WorkerPlan
+from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
+from support.staged.bench import Bench, torch
+
+
+def device_type() -> str:
+    """Return what torch calls the device here."""
+    return "xpu" if torch().xpu.is_available() else "fakexpu"
+
+
+def load_bridge(*, pins: bool = True) -> Bridge:
+    name = device_type()
+    return Bridge(torch(), name, getattr(torch(), name), pins=pins)
+
+
+def pretend_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have staging memory count as pinned: the pretend device cannot pin."""
+
+    def host_buffer(bridge: Bridge, num_bytes: int) -> tuple[Any, bool]:
+        return torch().empty(num_bytes, dtype=torch().int8), bridge.pins
+
+    monkeypatch.setattr(Bridge, "host_buffer", host_buffer)
+
+
+def page(num_blocks: int, block_tokens: int, size_bytes: int, padding_bytes: int = 0) -> Any:
+    """Return a zeroed tensor `(num_blocks, ...)` with pages of `size_bytes`, bfloat16 where that divides."""
+    if padding_bytes or size_bytes % (2 * block_tokens):
+        shape = (num_blocks, size_bytes + padding_bytes)
+        return torch().zeros(shape, dtype=torch().uint8, device=device_type())[:, :size_bytes]
+    shape = (num_blocks, 1, block_tokens, size_bytes // block_tokens // 2)
+    return torch().zeros(shape, dtype=torch().bfloat16, device=device_type())
+
+
+def pages_of(plan: WorkerPlan) -> list[list[Any]]:
+    """Return the tensors of a plan, group by group."""
+    return [
+        [page(plan.num_blocks, group.block_tokens, size, group.padding_bytes) for size in group.page_sizes_bytes]
+        for group in plan.groups
+    ]
+
+
+class XpuWorker:
+    """See `kvdepot.testing.backend.Worker`. Touches the cache only as an engine could: by operations of the device."""
+
+    def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
+        self.pages = pages_of(plan)
+        self.context = XpuTransferContext(
+            plan.cache(self.pages), XpuOptions(url=url, device_type=device_type(), **options)
+        )
+        self.spec = self.context.spec
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        self.context.wait_until_connected(timeout_seconds)
+
+    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
+        target = self.pages[group][page][block]
+        target.copy_(torch().frombuffer(bytearray(data), dtype=target.dtype).view(target.shape))
+
+    def read_block(self, group: int, page: int, block: int) -> bytes:
+        block_on_host = self.pages[group][page][block].to("cpu").contiguous()
+        return block_on_host.view(torch().uint8).numpy().tobytes()
+
+
+class RegisteredWorker(XpuWorker):
+    """Connected when the pool is registered, too: else its first transfers would be staged."""
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        super().wait_until_connected(timeout_seconds)
+        wait_until(lambda: self.context.is_registered, timeout_seconds, "the pool to be registered")
+
+
+class XpuBench(Bench):
+    """A staged copier as the context makes it."""
+
+    def __init__(self, *, pins: bool = True, **options: Any) -> None:
+        super().__init__(load_bridge(pins=pins), follows=False, needs_pinned=True, **options)

@@ -1,0 +1,64 @@
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess
+from support.nursery import Nursery
+from support.vllm.engines import ENVIRONMENT, Engine, MakeModel, RunCode
+
+MODELS = Path(__file__).parents[1] / "support" / "vllm" / "models.py"
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Imports vLLM once; torch and vLLM do not belong into the tests' process."""
+    modules = (
+        "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner",
+        "vllm.model_executor.models.llama", "vllm.distributed.kv_transfer", "vllm.config",
+    )  # fmt: skip
+    with Nursery(*modules, environment=ENVIRONMENT) as nursery, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Engine, "nursery", nursery)
+        yield nursery
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> MakeModel:
+    """Make a tiny model."""
+    directory = tmp_path_factory.mktemp("models")
+
+    @cache
+    def make(name: str, seed: int = 0) -> Path:
+        return _run_models_script(nursery, str(directory), name, str(seed))
+
+    return make
+
+
+@pytest.fixture
+def run_code(tmp_path: Path, nursery: Nursery) -> RunCode:
+    """Run code in a process of its own."""
+
+    def run(code: str, *arguments: str, given: str = "") -> str:
+        script = tmp_path / "code.py"
+        script.write_text(code)
+        return nursery.run(script, *arguments, given=given)
+
+    return run
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path, nursery: Nursery) -> Callable[[Path, int], Path]:
+    """Make a LoRA adapter for a model."""
+    return lambda path, seed: _run_models_script(nursery, str(tmp_path), "adapter", str(path), str(seed))
+
+
+def _run_models_script(nursery: Nursery, *arguments: str) -> Path:
+    return Path(nursery.run(MODELS, *arguments).split()[-1])
+
+
+@pytest.fixture(scope="module")
+def depot() -> Iterator[DepotProcess]:
+    """A depot with a pool of 512 MiB."""
+    with DepotProcess(pool_size="512MiB", new_session=True) as depot:
+        yield depot

@@ -1,0 +1,226 @@
+"""What vLLM constructs: the format goes from the workers to the scheduler, and whatever fails leaves a whole engine."""
+
+from pathlib import Path
+
+import pytest
+
+from support.vllm.engines import RunCode
+
+SCENE = """
+import sys
+from types import SimpleNamespace as Space
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole as Role
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+import vllm.distributed.parallel_state as state
+from kvdepot.errors import BackendUnavailable, LayoutError
+from kvdepot.keys import KeyRun, Namespace
+from kvdepot.layout import GroupKind
+from kvdepot_vllm import connector as module
+from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob
+from kvdepot_vllm.groups import EngineCache, EngineGroup
+
+names = ("a", "b")
+group = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, names, False, False)
+layer = lambda isa: Space(get_attn_backend=lambda: type("CPUAttentionBackend", (), {}), isa=isa)
+good = {
+    "engine_cache": lambda *_: EngineCache((group,), 1, 16, 1, "bfloat16", "base"),
+    "worker_groups": lambda *_: ["groups"],
+    "get_backend": lambda _: Space(create_context=lambda cache, **k: Space(format=cache.format, close=lambda: None)),
+    "engine_namespace": lambda *_: Namespace("m"),
+    "on_device": module.on_device,
+    "recorded_event": lambda: None,
+}
+
+def use(**changes):
+    for name, value in {**good, **changes}.items():
+        setattr(module, name, value)
+
+def raising(error):
+    def raises(*_, **__):
+        raise error
+    return raises
+
+def config(isa="amx"):
+    parallel = Space(pipeline_parallel_size=1, tensor_parallel_size=1, world_size=1)
+    transfer = Space(kv_connector_extra_config={"kvdepot.url": sys.argv[1]}, engine_id="e",
+                     kv_load_failure_policy="recompute")
+    return Space(kv_transfer_config=transfer, parallel_config=parallel, kv_events_config=None,
+                 model_config=Space(model="m"), cache_config=Space(enable_prefix_caching=True),
+                 compilation_config=Space(static_forward_context={name: layer(isa) for name in names}))
+
+def make(role, isa="amx"):
+    return module.KVDepotConnector(config(isa), role, Space(num_blocks=8, kv_cache_groups=[1]))
+
+def worker(isa="amx"):
+    made = make(Role.WORKER, isa)
+    module.get_kv_transfer_group = lambda: made
+    made.register_kv_caches({})
+    return made
+
+state.get_pp_group = state.get_tp_group = lambda: Space(rank_in_group=0)
+key = KeyRun(bytes(32), 0, bytes(32))
+"""
+
+
+def said(output: str) -> list[list[str]]:
+    """Return the lines that the scene printed, in words."""
+    return [line.split() for line in output.splitlines() if line.endswith(("True", "False"))]
+
+
+FAILURES = (
+    SCENE
+    + """
+def serves(made):
+    \"\"\"A step with a load and a store comes to its end.\"\"\"
+    plan = StepPlan((LoadJob("r", key, ([1],), 0),), (StoreJob(7, "s", key, ([2],)),))
+    made.bind_connector_metadata(module.StepMetadata(plan))
+    made.wait_for_save()
+    results = made.get_transfer_results(set())
+    return results.failed_recving == {"r"}, made.build_connector_worker_meta().report.ended == {7: (1, 0)}
+
+errors = [RuntimeError("a bug"), MemoryError(), TypeError("another"), BackendUnavailable("gone"), LayoutError("no")]
+for error in errors:
+    for place in ("get_backend", "worker_groups", "on_device"):
+        use(**{place: raising(error)})
+        made = worker()
+        told = made.get_handshake_metadata()
+        scheduler = make(Role.SCHEDULER)
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        print("register", told.format == "", *serves(made), scheduler._scheduler is None,
+              scheduler.get_num_new_matched_tokens(Space(request_id="r"), 0) == (0, False))
+    use(engine_cache=raising(error))
+    made = worker()
+    print("cache", made.get_handshake_metadata().format == "", *serves(made), make(Role.SCHEDULER)._cache is None)
+    use(engine_namespace=raising(error))
+    scheduler = make(Role.SCHEDULER)
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker().get_handshake_metadata()})
+    print("namespace", scheduler._scheduler is None)
+    use(get_backend=lambda _: Space(create_context=lambda *a, **k: Space(submit_retrieve=raising(error),
+        submit_store=raising(error))))
+    made = worker()
+    print("submit", made.get_handshake_metadata().format != "", made._worker is not None)
+    plan = StepPlan((LoadJob("r", key, ([1],), 0),), (StoreJob(7, "s", key, ([2],)),))
+    made.bind_connector_metadata(module.StepMetadata(plan))
+    made.wait_for_save()
+    print("loads", made.get_transfer_results(set()).finished_recving == {"r"},
+          made.get_block_ids_with_load_errors() == {1}, made.build_connector_worker_meta().report.ended == {7: (1, 0)})
+    use(recorded_event=raising(error))
+    made = worker()
+    made.get_handshake_metadata()
+    made.bind_connector_metadata(module.StepMetadata(StepPlan((), (StoreJob(8, "s", key, ([2],)),))))
+    made.wait_for_save()
+    print("event", made.build_connector_worker_meta().report.ended == {8: (1, 0)})
+"""
+)
+
+
+@pytest.mark.promise(28, 32)
+def test_whatever_is_raised_is_no_depot_or_a_miss_and_the_engine_goes_on(run_code: RunCode, tmp_path: Path) -> None:
+    """At registration, when loads and stores begin, and when the scheduler's side is made."""
+    found = [
+        line.split() for line in run_code(FAILURES, str(tmp_path)).splitlines() if line.endswith(("True", "False"))
+    ]
+    assert len(found) == 5 * 8
+    assert [line for line in found if "False" in line] == []
+
+
+FORMATS = (
+    SCENE
+    + """
+use()
+def told(*formats):
+    scheduler = make(Role.SCHEDULER)
+    scheduler.bind_gpu_block_pool("pool")
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, n): module.WorkerFormat(f) for n, f in enumerate(formats)})
+    return scheduler
+
+def format_of(scheduler):
+    return scheduler._scheduler and scheduler._scheduler._cache.format
+
+amx, vec = worker("amx"), worker("vec")
+module.get_kv_transfer_group = lambda: amx
+one = amx.get_handshake_metadata().format
+module.get_kv_transfer_group = lambda: vec
+other = vec.get_handshake_metadata().format
+print("differ", one != other, amx._worker._context.format == one, vec._worker._context.format == other)
+print("adopted", format_of(told(one)) == one, format_of(told(one, one)) == one,
+      told(one)._scheduler._stores.pool == "pool")
+print("refused", format_of(told(one, other)) is None, format_of(told(one, "")) is None, format_of(told()) is None)
+
+class Talkative(MultiConnector):
+    def __init__(self, *connectors):
+        self._connectors = connectors
+    def get_handshake_metadata(self):
+        return super().get_handshake_metadata()
+
+Base = module.KVConnectorBase_V1
+class Silent:
+    get_handshake_metadata = Base.get_handshake_metadata
+    set_xfer_handshake_metadata = Base.set_xfer_handshake_metadata
+    set_xfer_handshake_metadata_pp_aware = Base.set_xfer_handshake_metadata_pp_aware
+
+class Listening(Silent):
+    def set_xfer_handshake_metadata(self, metadata):
+        raise TypeError("not mine")
+
+for others, stages, early in (
+    ((), 2, True), ((Silent(),), 1, True), ((Silent(),), 2, False), ((Listening(),), 1, False), ((worker(),), 1, False)
+):
+    inner, scheduler = worker(), make(Role.SCHEDULER)
+    inner._vllm_config.parallel_config.pipeline_parallel_size = stages
+    multi = Talkative(inner, *others)
+    module.get_kv_transfer_group = lambda: multi
+    said = inner.get_handshake_metadata()
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): said} if said else {})
+    print("multi", (format_of(scheduler) is not None) == early)
+    meta = inner.build_connector_worker_meta()
+    print("report", (meta is None) == early)
+    output = lambda meta: Space(kv_connector_worker_meta=meta, finished_recving=None, failed_recving=None,
+                                invalid_block_ids=None)
+    scheduler.update_connector_output(output(meta))
+    scheduler.update_connector_output(output(inner.build_connector_worker_meta()))
+    print("then", format_of(scheduler) == one)
+"""
+)
+
+
+@pytest.mark.promise(70)
+def test_the_scheduler_looks_up_what_its_workers_register(run_code: RunCode, tmp_path: Path) -> None:
+    """It learns the format when the engine starts; where another connector's word goes first, with the first step."""
+    found = said(run_code(FORMATS, str(tmp_path)))
+    assert len(found) == 3 + 5 * 3
+    assert [line for line in found if "False" in line] == []
+
+
+CUDA = (
+    SCENE
+    + """
+from vllm import platforms
+calls = []
+def create_context(*_, **options):
+    name = len([call for call in calls if call.startswith("create")])
+    calls.append(f"create{name}{options.get('register_when_asked')}")
+    return Space(close=lambda: calls.append(f"close{name}"), start_registering=lambda: calls.append(f"serve{name}"))
+for device, expected in (("cpu", "None"), ("cuda", "True")):
+    platforms._current_platform = Space(device_type=device, device_name=device, is_rocm=lambda: False)
+    calls.clear()
+    use(get_backend=lambda _: Space(create_context=create_context), on_device=lambda cache, *_: cache)
+    made = worker()
+    made.register_kv_caches({})
+    print("registered", calls == [f"create0{expected}", "close0", f"create1{expected}"])
+    made.reset_capture_state()
+    print("captured", calls[3:] == ["serve1"])
+    use(get_backend=lambda _: Space(create_context=lambda *a, **k: Space(close=lambda: None)))
+    made = worker()
+    made.reset_capture_state()
+    print("others", made._worker is not None)
+"""
+)
+
+
+def test_a_second_registration_closes_the_first_and_captures_end_before_the_pool_is_registered(
+    run_code: RunCode,
+) -> None:
+    output = said(run_code(CUDA, "/nowhere"))
+    assert len(output) == 6
+    assert all(word == "True" for _, word in output), output

@@ -1,0 +1,439 @@
+"""Two engines that differ in anything that decides the KV never share; two that agree always do."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvdepot.keys import PrefixHasher
+from kvdepot.lab.processes import DepotProcess
+from kvdepot_vllm.fingerprint import fingerprint
+from kvdepot_vllm.identity import RequestIdentity, engine_namespace
+from kvdepot_vllm.settings import Settings
+from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
+from support.vllm.identity import Config, digest, vllm_config
+
+
+def safetensors(path: Path, tensors: dict[str, bytes], metadata: str = "pt") -> Path:
+    """Write a file of tensors in the order given."""
+    header: dict[str, Any] = {"__metadata__": {"format": metadata}}
+    place = 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [place, place + len(data)]}
+        place += len(data)
+    text = json.dumps(header).encode()
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensors.values()))
+    return path
+
+
+def archive(path: Path, tensors: dict[str, bytes]) -> Path:
+    """Write a file as `torch.save` does: a zip archive with a member for each tensor, nothing compressed."""
+    path.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        file.writestr(zipfile.ZipInfo("archive/data.pkl"), b"names and places")
+        for number, data in enumerate(tensors.values()):
+            file.writestr(zipfile.ZipInfo(f"archive/data/{number}"), data)
+    return path
+
+
+def model_tensors() -> dict[str, bytes]:
+    """Return one layer after the other: large projections of 300 KB with small norms and scales among them."""
+    return dict(_model_tensors())
+
+
+@cache
+def _model_tensors() -> dict[str, bytes]:
+    source = random.Random(5)
+    sizes = {"qkv": 300_000, "o": 300_000, "norm": 1024, "scale": 4, "gate": 300_000, "down": 300_000, "norm2": 1024}
+    return {f"{layer}.{name}": source.randbytes(size) for layer in range(30) for name, size in sizes.items()}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A directory with a file of weights."""
+    safetensors(tmp_path / "model" / "model.safetensors", model_tensors())
+    (tmp_path / "model" / "README.md").write_text("a model")
+    return tmp_path / "model"
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "revision": {"revision": "v2"},
+    "dtype": {"dtype": "torch.float16"},
+    "quantization": {"quantization": "awq"},
+    "KV dtype": {"cache_dtype": "fp8"},
+    "states' dtype": {"cache": {"mamba_cache_dtype": "float16"}},
+    "dtype of the SSM's states": {"cache": {"mamba_ssm_cache_dtype": "float16"}},
+    "layers left in full precision": {"cache": {"kv_cache_dtype_skip_layers": ["0", "1"]}},
+    "other layers left": {"cache": {"kv_cache_dtype_skip_layers": ["0", "2"]}},
+    "code": {"code_revision": "abc"},
+    "rope": {"config": {"rope_parameters": {"rope_theta": 1e6}}},
+    "random weights": {"load_format": "dummy"},
+    "other random weights": {"load_format": "dummy", "seed": 1},
+    "tenant": {"settings": Settings(tenant="other")},
+    "tenant's salt": {"settings": Settings(tenant_salt="secret")},
+    "namespace": {"settings": Settings(namespace="canary")},
+    "where a loader finds them": {"load_format": "tensorizer", "load": {"model_loader_extra_config": {"uri": "a"}}},
+    "where else": {"load_format": "tensorizer", "load": {"model_loader_extra_config": {"uri": "b"}}},
+    "name of the weights": {"settings": Settings(weights="v1")},
+}
+
+
+@pytest.mark.promise(19)
+def test_engines_that_differ_never_share(weights: Path) -> None:
+    found = {name: digest(weights, **changes) for name, changes in CHANGES.items()}
+    found["unchanged"] = digest(weights)
+    found["weights that are not here"] = digest("some/model")
+    found["others that are not here"] = digest("other/model")
+    assert len(set(found.values())) == len(found)
+
+
+def test_what_does_not_decide_the_kv_does_not_matter(weights: Path) -> None:
+    before = digest(weights)
+    (weights / "README.md").write_text("a better text")
+    (weights / "model.safetensors").touch()
+    assert digest(weights, config={"transformers_version": "5.1", "_name_or_path": "elsewhere"}) == before
+
+
+@pytest.mark.parametrize("write", [safetensors, archive])
+@pytest.mark.promise(19, 69)
+def test_any_tensor_that_changed_in_place_makes_other_weights(
+    write: Callable[[Path, dict[str, bytes]], Path], tmp_path: Path
+) -> None:
+    # Regression: only 64 places of a file were looked at, and norms that were doubled lay between them.
+    file = write(tmp_path / "model" / ("model.safetensors" if write is safetensors else "model.bin"), model_tensors())
+    size, found = file.stat().st_size, {"": fingerprint(tmp_path / "model").digest}
+    for name in [f"{layer}.{name}" for layer in (0, 7, 29) for name in ("qkv", "norm", "scale", "down", "norm2")]:
+        tensors = model_tensors()
+        tensors[name] = tensors[name].translate(bytes(range(255, -1, -1)))
+        write(file, tensors)
+        assert file.stat().st_size == size
+        found[name] = fingerprint(tmp_path / "model").digest
+    assert len(set(found.values())) == 16
+
+
+def test_half_of_a_large_tensor_that_changed_is_noticed(tmp_path: Path) -> None:
+    fused = random.Random(6).randbytes(8_000_000)
+    found: set[str] = set()
+    for data in (fused, fused[:4_000_000] + bytes(4_000_000), bytes(4_000_000) + fused[4_000_000:]):
+        safetensors(tmp_path / "model" / "model.safetensors", {**model_tensors(), "fused": data})
+        found.add(fingerprint(tmp_path / "model").digest)
+    assert len(found) == 3
+
+
+def test_samples_are_few_however_large_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    safetensors(tmp_path / "model" / "model.safetensors", model_tensors())
+    read: list[int] = []
+    pread = os.pread
+
+    def counted(place: int, size: int, offset: int) -> bytes:
+        read.append(size)
+        return pread(place, size, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    fingerprint(tmp_path / "model")
+    assert len(read) <= 2 + 30 * 7 + 64
+    assert sum(read) < 600_000, "of 36 MB"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
+@pytest.mark.promise(69)
+def test_files_whose_tensors_cannot_be_told_apart_are_named_in_the_log(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / name).write_bytes(b"\x80\x02" + random.Random(1).randbytes(2 << 20))
+    first, second = (digest(folder) for folder in folders)
+    assert first != second, "what the samples do not see, the path still tells apart"
+    assert f"{folders[0]}: of {name} only even samples are in the fingerprint" in caplog.text
+    assert "kvdepot.weights" in caplog.text
+    (folders[0] / name).write_bytes(bytes(2 << 20))
+    assert digest(folders[0]) != first
+
+
+@pytest.mark.parametrize(
+    ("load_format", "commit", "text"),
+    [("auto", None, "known by that name and nothing else"), ("auto", "c0ffee", "the commit c0ffee"),
+     ("tensorizer", None, "load format tensorizer")],
+)  # fmt: skip
+@pytest.mark.promise(69)
+def test_weights_without_a_fingerprint_are_named_in_the_log(
+    load_format: str, commit: str | None, text: str, weights: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = Config()
+    config._commit_hash = commit  # type: ignore[assignment]
+    engine_namespace(
+        vllm_config(
+            weights if load_format == "tensorizer" else "some/model", load_format=load_format, hf_config=config
+        ),
+        Settings(),
+    )
+    assert text in caplog.text
+
+
+def test_a_folder_without_weights_is_known_by_its_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "hf_quant_config.json").write_text("{}")
+    assert digest(tmp_path / "a") != digest(tmp_path / "b")
+    assert "no file of a known kind" in caplog.text
+
+
+def test_weights_in_an_object_store_are_known_by_its_address(weights: Path) -> None:
+    """VLLM loads the configuration into a folder with a new name each time."""
+    first, same, other = (
+        digest(folder, model_weights=address)
+        for folder, address in (("/tmp/a", "s3://models/m"), ("/tmp/b", "s3://models/m"), ("/tmp/a", "s3://models/n"))
+    )
+    assert first == same != other
+
+
+@pytest.mark.promise(69)
+def test_equal_weights_under_two_paths_share(weights: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(weights, tmp_path / "copy"))
+    assert fingerprint(copy) == fingerprint(weights)
+    assert digest(copy) == digest(weights)
+    assert digest(copy, load_format="dummy") != digest(weights, load_format="dummy"), "made up: the files say nothing"
+    named = Settings(weights="v1")
+    assert digest(copy, named) != digest(weights, named), "a name says less than the content"
+
+
+# --- what of the configuration decides the values -------------------------------------------------------------------
+
+LONG: dict[str, Any] = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}
+NESTED: dict[str, Any] = {"text_config": {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}}
+LLAMA4: dict[str, Any] = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "within", "above"), [(LONG, 4096, 4097), (NESTED, 512, 131072), (LLAMA4, 8192, 1 << 20)]
+)
+@pytest.mark.promise(70)
+def test_lengths_on_either_side_of_a_switch_never_share(
+    config: dict[str, Any], within: int, above: int, weights: Path
+) -> None:
+    """LongRoPE turns keys by other factors, Llama 4 tunes its attention, by `max_model_len` alone."""
+    shorter, short, long, longer, fitted = (
+        digest(weights, config=config, max_model_len=tokens, original_max_model_len=asked)
+        for tokens, asked in ((within - 1, None), (within, None), (above, None), (above + 1, None), (within, -1))
+    )
+    assert shorter == short != long == longer
+    assert fitted not in (short, long), "vLLM built the model for more than it then had memory for"
+
+
+def test_other_models_share_whatever_their_longest_request(weights: Path) -> None:
+    assert digest(weights, max_model_len=4096) == digest(weights, max_model_len=131072)
+
+
+def drafter(model: Path | str, method: str = "eagle3", **changes: Any) -> Any:
+    draft = vllm_config(model, **changes)
+    return SimpleNamespace(
+        method=method, draft_model_config=draft.model_config, draft_load_config=None, kv_cache_dtype=None,
+        uses_draft_kv_cache=lambda: method != "medusa",
+    )  # fmt: skip
+
+
+@pytest.mark.promise(70)
+def test_drafters_that_differ_never_share(weights: Path, tmp_path: Path) -> None:
+    """Their layers lie beside the model's in every chunk."""
+    one = safetensors(tmp_path / "one" / "model.safetensors", {"fc": b"1" * 5000}).parent
+    two = safetensors(tmp_path / "two" / "model.safetensors", {"fc": b"2" * 5000}).parent
+    found = [
+        digest(weights, speculative=speculative)
+        for speculative in (
+            None, drafter(one), drafter(two), drafter(one, "draft_model"), drafter("hub/drafter"),
+            drafter("hub/drafter", revision="v2"), drafter(one, config={"hidden_size": 128}), drafter(weights, "mtp"),
+        )
+    ]  # fmt: skip
+    assert len(set(found)) == len(found)
+    copy = Path(shutil.copytree(one, tmp_path / "copy"))
+    assert digest(weights, speculative=drafter(copy)) == found[1]
+    assert digest(weights, speculative=drafter(one, "medusa")) == found[0], "it has no KV cache"
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+@pytest.mark.promise(19)
+def test_processes_agree_without_a_hash_seed(seed: str, weights: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from support.vllm.identity import digest\n"
+        "print(digest(Path(sys.argv[1])).hex())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(weights)], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONHASHSEED": seed}, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.stdout.strip() == digest(weights).hex()
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def request(**changes: Any) -> Any:
+    nothing: dict[str, Any] = {"lora_request": None, "cache_salt": None, "prompt_embeds": None, "mm_features": []}
+    return SimpleNamespace(**{**nothing, **changes})
+
+
+def adapter(path: Path, name: str = "a") -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=str(path), load_inplace=False)
+
+
+def item(identifier: str, offset: int, modality: str = "image") -> Any:
+    return SimpleNamespace(
+        identifier=identifier, modality=modality, mm_position=SimpleNamespace(offset=offset, length=40)
+    )
+
+
+def keys_of(weights: Path, **changes: Any) -> bytes:
+    hasher = PrefixHasher(
+        engine_namespace(vllm_config(weights), Settings()), 16, RequestIdentity().extra_keys(request(**changes))
+    )
+    hasher.extend(range(160))
+    return hasher.run().digests
+
+
+@pytest.mark.promise(19)
+def test_requests_that_differ_never_share(weights: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "adapter_model.safetensors").write_bytes(b"weights")
+    found: dict[str, bytes] = {
+        "plain": keys_of(weights),
+        "adapter": keys_of(weights, lora_request=adapter(weights)),
+        "adapter under another name": keys_of(weights, lora_request=adapter(weights, "b")),
+        "another adapter": keys_of(weights, lora_request=adapter(tmp_path / "other")),
+        "salt": keys_of(weights, cache_salt="a"),
+        "another salt": keys_of(weights, cache_salt="b"),
+        "image": keys_of(weights, mm_features=[item("x", 0)]),
+        "another image": keys_of(weights, mm_features=[item("y", 0)]),
+        "video": keys_of(weights, mm_features=[item("x", 0, "video")]),
+    }
+    first = {name: digests[:32] for name, digests in found.items()}
+    assert len(set(first.values())) == len(first), "already the first chunk differs"
+
+
+def test_an_image_matters_from_where_it_begins(weights: Path) -> None:
+    plain, early, late = (keys_of(weights, mm_features=items) for items in ([], [item("x", 40)], [item("x", 47)]))
+    assert plain[:64] == early[:64] == late[:64]
+    assert len({plain[64:96], early[64:96], late[64:96]}) == 3, "the same image, one place further"
+
+
+def test_an_adapter_whose_files_changed_is_another(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    before = RequestIdentity().extra_keys(request(lora_request=adapter(tmp_path)))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"others!")
+    assert RequestIdentity().extra_keys(request(lora_request=adapter(tmp_path))) != before
+
+
+def test_prompt_embeddings_are_told_by_their_content() -> None:
+    torch = pytest.importorskip("torch")
+    one, same, other = torch.ones(4, 8), torch.ones(4, 8), torch.ones(4, 8) * 2
+    found = [RequestIdentity().extra_keys(request(prompt_embeds=tensor)) for tensor in (one, same, other)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_real_multimodal_requests_have_what_is_read(weights: Path) -> None:
+    # the attributes are vLLM's: a new version that renames them must fail here
+    inputs: Any = pytest.importorskip("vllm.multimodal.inputs")
+    feature = inputs.MultiModalFeatureSpec(
+        data=None, modality="image", identifier="x", mm_position=inputs.PlaceholderRange(offset=40, length=40)
+    )
+    assert keys_of(weights, mm_features=[feature]) == keys_of(weights, mm_features=[item("x", 40)])
+
+
+# --- real engines ---------------------------------------------------------------------------------------------------
+
+PROMPTS = prompts(2, 500, seed=30)
+
+
+@pytest.mark.promise(19, 22)
+def test_salts_and_adapters_share_with_nobody_but_themselves(
+    depot: DepotProcess, model: MakeModel, make_adapter: Callable[[Path, int], Path]
+) -> None:
+    path = model("gqa")
+    adapters = [["one", str(make_adapter(path, 1)), "1"], ["two", str(make_adapter(path, 2)), "2"]]
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": False}
+    with Engine(path, connector(depot.url), **options) as engine:
+        ways: list[dict[str, Any]] = [
+            {},
+            {"salt": "a"},
+            {"salt": "b"},
+            {"adapter": adapters[0]},
+            {"adapter": adapters[1]},
+        ]
+        private = {"kvdepot": {"load": False, "store": False}}
+        expected = [tokens(engine.generate(PROMPTS, params=private, **way)) for way in ways]
+        assert expected[0] == expected[1] == expected[2]
+        assert len({json.dumps(output) for output in expected}) == 3, (
+            "the adapters change nothing: the test shows nothing"
+        )
+        for way, wanted in zip(ways, expected, strict=True):
+            cold = engine.generate(PROMPTS, **way)
+            assert (tokens(cold), cached(cold)) == (wanted, [0, 0]), way
+        for way, wanted in zip(ways, expected, strict=True):
+            warm = engine.generate(PROMPTS, **way)
+            assert (tokens(warm), cached(warm)) == (wanted, [384, 384]), way
+
+
+@pytest.mark.promise(19)
+def test_another_engine_with_other_weights_or_dtype_finds_nothing(depot: DepotProcess, model: MakeModel) -> None:
+    with Engine(model("gqa"), connector(depot.url)) as engine:
+        engine.generate(PROMPTS)
+        engine.reset()
+        assert cached(engine.generate(PROMPTS)) == [384, 384]
+    with Engine(model("gqa", 1), connector(depot.url), reference=PROMPTS) as other:
+        outputs = other.generate(PROMPTS)
+        assert (tokens(outputs), cached(outputs)) == (other.reference, [0, 0])
+    with Engine(model("gqa"), connector(depot.url), dtype="bfloat16") as other:
+        assert cached(other.generate(PROMPTS)) == [0, 0]
+
+
+OTHER_INSTRUCTIONS = """
+import vllm.v1.attention.backends.cpu_attn as backend
+backend._get_attn_isa = lambda *_: "vec16"
+"""
+
+
+@pytest.mark.promise(69, 70)
+def test_equal_weights_share_under_two_paths_but_not_over_instruction_sets(
+    depot: DepotProcess, model: MakeModel, tmp_path: Path
+) -> None:
+    """What the CPU's kernels make of the same keys is not the same bytes."""
+    wanted = prompts(2, 500, seed=31)
+    copy = Path(shutil.copytree(model("gqa"), tmp_path / "copy"))
+    with Engine(model("gqa"), connector(depot.url), reference=wanted) as engine:
+        engine.generate(wanted)
+        workers = [context.format for context in depot.status().contexts if context.role == "worker"]
+        assert workers
+        assert all(" cpu CPUAttentionBackend/vec" in name for name in workers)
+        with Engine(copy, connector(depot.url)) as same:
+            outputs = same.generate(wanted)
+            assert (tokens(outputs), cached(outputs)) == (engine.reference, [384, 384])
+        with Engine(copy, connector(depot.url), first=OTHER_INSTRUCTIONS) as other:
+            outputs = other.generate(wanted)
+            assert (tokens(outputs), cached(outputs)) == (engine.reference, [0, 0])
+            other.reset()
+            assert cached(other.generate(wanted)) == [384, 384], "it has its own"
+
+
+@pytest.mark.promise(58)
+def test_a_reset_with_the_connector_is_one_engine_s_own(depot: DepotProcess, model: MakeModel) -> None:
+    with Engine(model("gqa"), connector(depot.url)) as engine:
+        engine.generate(PROMPTS)
+        engine.reset(connector=True)
+        assert cached(engine.generate(PROMPTS)) == [0, 0], "its weights may have changed"
+        engine.reset()
+        assert cached(engine.generate(PROMPTS)) == [384, 384], "the new generation has its own"
+        with Engine(model("gqa"), connector(depot.url)) as other:
+            assert cached(other.generate(PROMPTS)) == [384, 384], "nobody else lost anything"

@@ -1,0 +1,186 @@
+# pyright: basic, reportMissingImports=false
+"""Which KV cache layout vLLM is asked for, and that what comes of each of its layouts is understood."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvdepot.errors import ConfigError
+from kvdepot.layout import GroupKind
+from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, on_device, wished_layout
+from kvdepot_vllm.settings import Settings
+from support.vllm.engines import RunCode
+
+
+@pytest.mark.parametrize(
+    ("wish", "is_cuda", "block_tokens", "expected"),
+    [
+        ("auto", True, 16, "BLNHC"),
+        ("auto", True, 64, "BLNHC"),
+        ("auto", True, None, "BLNHC"),
+        ("auto", True, 128, None),  # kernels may want smaller blocks, and vLLM cannot cut these
+        ("auto", False, 16, None),
+        ("engine", True, 16, None),
+        ("LBHNC", True, 16, "LBHNC"),
+        ("BLHNC", True, 256, "BLHNC"),
+        ("BLHNC", False, 16, "BLHNC"),
+    ],
+)
+def test_all_layers_of_a_block_are_wished_together_on_cuda(
+    wish: str, is_cuda: bool, block_tokens: int | None, expected: str | None
+) -> None:
+    assert wished_layout(wish, is_cuda=is_cuda, block_tokens=block_tokens) == expected
+
+
+@pytest.mark.parametrize(("capability", "expected"), [(8, "BLNHC"), (9, "BLNHC"), (10, "BLHNC"), (12, "BLHNC")])
+def test_where_flashinfer_wants_the_heads_first_vllm_is_asked_for_that(capability: int, expected: str) -> None:
+    """A wish that the attention backend refuses ends in one run a layer."""
+    assert wished_layout("auto", is_cuda=True, block_tokens=16, capability=capability) == expected
+    assert wished_layout("auto", is_cuda=True, block_tokens=128, capability=capability) is None
+    assert wished_layout("LBNHC", is_cuda=True, block_tokens=16, capability=capability) == "LBNHC"
+
+
+WISH = """
+from types import SimpleNamespace as Space
+import vllm.platforms
+from kvdepot_vllm.connector import KVDepotConnector
+def wish(block_size=16, **extra):
+    transfer = Space(kv_connector_extra_config={f"kvdepot.{name}": value for name, value in extra.items()})
+    return KVDepotConnector.get_required_kvcache_layout(
+        Space(kv_transfer_config=transfer, cache_config=Space(block_size=block_size)))
+print(wish(), wish(kv_cache_layout="LBHNC"))
+vllm.platforms._current_platform = Space(is_cuda=lambda: True, get_device_capability=lambda: None)
+print(wish(), wish(block_size=128), wish(kv_cache_layout="engine"))
+vllm.platforms._current_platform.get_device_capability = lambda: Space(major=10, minor=0)
+print(wish(), wish(kv_cache_layout="BLNHC"))
+try:
+    wish(kv_cache_layuot="BLNHC")
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_vllm_is_asked_on_cuda_only(run_code: RunCode) -> None:
+    """On CPU nothing changes; vLLM has one layout there."""
+    assert run_code(WISH).splitlines()[-4:] == [
+        "None LBHNC", "BLNHC None None", "BLHNC BLNHC", "ConfigError"
+    ]  # fmt: skip
+
+
+VIEWS = """
+import torch
+from types import SimpleNamespace as Space
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views, compute_layout_strides
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from kvdepot.errors import LayoutError
+from kvdepot_cpu.arrays import page_layout_of
+from kvdepot.layout import GroupKind
+from kvdepot_vllm.groups import EngineCache, EngineGroup, worker_groups
+
+LAYERS, BLOCKS = 3, 8
+spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
+page = spec.page_size_bytes
+raw = torch.zeros(LAYERS * BLOCKS * page, dtype=torch.int8)
+names = [f"layer{number}" for number in range(LAYERS)]
+cache = EngineCache((EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, tuple(names), False, False),), 1, 16, 1, "", "")
+for layout in KVCacheLayout:
+    layer_stride, block_stride, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
+    place = KVCacheTensor(size=raw.numel(), layers=names, layer_stride=layer_stride, block_stride=block_stride)
+    views = create_kv_cache_views(raw, spec, BLOCKS, layout, place)
+    (group,) = worker_groups(cache, dict(zip(names, views)), BLOCKS, 0)
+    try:
+        pages = [page_layout_of(tensor) for tensor in group.tensors]
+    except LayoutError as error:
+        print(layout.name, "refused", "not contiguous" in str(error))
+        continue
+    assert all((p.page_size_bytes, p.num_blocks) == (page, BLOCKS) for p in pages)
+    together = all(b.address == a.address + page for a, b in zip(pages, pages[1:]))
+    whole = pages[0].stride_bytes == LAYERS * page
+    print(layout.name, "one run a block" if together and whole else "one run a layer")
+"""
+
+
+def test_what_comes_of_each_layout_is_understood_or_refused(run_code: RunCode) -> None:
+    """With vLLM's own views of one allocation. What scatters a page is refused by the worker, and it says why."""
+    found = dict(line.split(" ", 1) for line in run_code(VIEWS).splitlines() if line.split()[0].isupper())
+    assert found == {
+        "LBHNC": "one run a layer", "LBNHC": "one run a layer", "LHBNC": "refused True",
+        "BLHNC": "one run a block", "BLNHC": "one run a block", "BHLNC": "refused True",
+    }  # fmt: skip
+
+
+# --- settings of one backend ------------------------------------------------------------------------------------------
+
+
+def test_each_backend_is_told_its_own_settings_and_no_others() -> None:
+    extra: dict[str, Any] = {
+        "kvdepot.copy_threads": 2,
+        "kvdepot.kernel_run_bytes": 24576,
+        "kvdepot.kernel_runs": 64,
+        "kvdepot.mode": "auto",
+    }
+    settings = Settings.parse(extra)
+    assert settings.backend_options("cpu") == {"copy_threads": 2}
+    assert settings.backend_options("cuda") == {"mode": "auto", "kernel_run_bytes": 24576, "kernel_runs": 64}
+    assert settings.backend_options("hpu") == {}
+    assert settings.of_other_backends("cpu") == ["kvdepot.mode", "kvdepot.kernel_run_bytes", "kvdepot.kernel_runs"]
+    assert settings.of_other_backends("cuda") == ["kvdepot.copy_threads"]
+    assert Settings().backend_options("cuda") == {}
+
+
+@pytest.mark.parametrize("extra", [{"kernel_run_bytes": -1}, {"kernel_runs": 0}, {"kernel_programs": 0}])
+def test_thresholds_that_are_wrong_say_what_is_right(extra: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"kvdepot\.kernel_"):
+        Settings.parse({f"kvdepot.{name}": value for name, value in extra.items()})
+
+
+# --- the format: what packs the bytes of a block ----------------------------------------------------------------------
+
+FULL = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), False, False)
+WINDOW = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 64, ("c",), False, False)
+LATENT = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), True, False)
+
+
+def layer(backend: str = "FlashAttentionBackend", isa: str | None = None) -> Any:
+    attributes = {} if isa is None else {"isa": isa}
+    return SimpleNamespace(get_attn_backend=lambda: type(backend, (), {}), **attributes)
+
+
+def formatted(device: str, *groups: EngineGroup, **layers: Any) -> str:
+    cache = EngineCache(groups or (FULL,), 1, 16, 1, "bfloat16", "vllm 0.32 LBHNC tp1 pp1")
+    return on_device(cache, layers, device).format
+
+
+@pytest.mark.promise(70)
+def test_engines_that_pack_blocks_otherwise_have_other_formats() -> None:
+    """Pages of the same size, of the same model: K packed for AMX is no use to any other device."""
+    amx, vec = (layer("CPUAttentionBackend", isa) for isa in ("amx", "vec"))
+    plain, triton = layer(), layer("TritonAttentionBackend")
+    found = [
+        formatted("cpu", a=amx, b=amx), formatted("cpu", a=vec, b=vec), formatted("cpu", a=amx, b=vec),
+        formatted("cuda", a=plain, b=plain), formatted("rocm", a=plain, b=plain),
+        formatted("rocm fnuz", a=plain, b=plain), formatted("cuda", a=triton, b=triton),
+        formatted("cuda", a=plain, b=triton), formatted("cuda", FULL, WINDOW, a=plain, b=plain, c=triton),
+        formatted("cuda", FULL, WINDOW, a=triton, b=triton, c=plain),
+    ]  # fmt: skip
+    assert len(set(found)) == len(found)
+    assert found[0] == "vllm 0.32 LBHNC tp1 pp1 cpu CPUAttentionBackend/amx"
+    assert formatted("cuda", FULL, WINDOW, a=plain, b=plain, c=plain) == found[3], "one backend is named once"
+
+
+@pytest.mark.promise(70)
+def test_a_layer_that_does_not_say_what_packs_it_is_refused() -> None:
+    for layers in ({}, {"a": layer(isa="amx"), "b": SimpleNamespace()}, {"a": layer(isa="vec"), "b": layer()}):
+        with pytest.raises(Unsupported, match="does not say"):
+            formatted("cpu", **layers)
+    formatted("cpu", LATENT, a=layer("CPUMLABackend"), b=layer("CPUMLABackend"))  # never packed
+
+
+def test_a_format_of_many_groups_fits_into_a_message() -> None:
+    groups = [EngineGroup(n, GroupKind.FULL_ATTENTION, 16, 0, (f"l{n}",), False, False) for n in range(60)]
+    one, other = (
+        formatted("cuda", *groups, **{f"l{n}": layer(f"Backend{n * step}") for n in range(60)}) for step in (1, 2)
+    )
+    assert one != other
+    assert len(one) < 256

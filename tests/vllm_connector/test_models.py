@@ -1,0 +1,118 @@
+"""Every kind of KV cache that vLLM has on CPU: the same tokens, and every byte loaded is the byte stored."""
+
+from typing import Any
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess, wait_until
+from support.vllm.engines import (
+    Engine,
+    MakeModel,
+    cached,
+    connector,
+    generate_until_stored,
+    prompts,
+    tokens,
+    wait_until_stored,
+)
+
+PROMPTS = prompts(3, 1500) + prompts(2, 1000, seed=1, shared=600)
+
+# model, options, tokens that a block has, expected reuse of 1500 and 1000 tokens
+CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "grouped queries": ("gqa", {}, 1408, 896),
+    "sliding windows, groups that share addresses": ("windows", {}, 1408, 896),
+    "windows of one block": ("short-windows", {}, 1408, 896),
+    "windows that begin within a chunk": ("windows", {"block_size": 32, "kvdepot": {"chunk_tokens": 384}}, 1152, 768),
+    "recurrent states in padded int8 pages": (
+        "recurrent", {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}, 1280, 768,
+    ),
+    "fp8": ("gqa", {"kv_cache_dtype": "fp8"}, 1408, 896),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.promise(17, 29, 32)
+def test_cold_warm_and_batched(case: str, depot: DepotProcess, model: MakeModel) -> None:
+    name, options, whole_long, whole_short = CASES[case]
+    all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, **options}
+    settings: dict[str, Any] = all_options.pop("kvdepot", {})
+    with Engine(model(name), connector(depot.url, **settings), reference=PROMPTS, **all_options) as engine:
+        engine.ask("watch")
+        assert tokens(engine.generate(PROMPTS, together=False)) == engine.reference
+        engine.reset()
+        warm = engine.generate(PROMPTS, together=False)
+        assert tokens(warm) == engine.reference
+        assert cached(warm) == [whole_long] * 3 + [whole_short] * 2
+        engine.reset()
+        assert tokens(engine.generate(PROMPTS)) == engine.reference
+        watched = engine.execute("result = child.watched")
+        assert watched["loaded"] >= 10
+        assert (watched["wrong"], watched["unknown"]) == (0, 0)
+    status = depot.status()
+    assert (status.num_leases, status.num_tickets) == (0, 0)
+
+
+def test_a_window_loads_only_what_it_reaches(depot: DepotProcess, model: MakeModel) -> None:
+    with Engine(model("windows"), connector(depot.url)) as engine:
+        prompt = prompts(1, 1500, seed=4)
+        engine.generate(prompt)
+        engine.reset()
+        assert cached(engine.generate(prompt)) == [1408]
+        metrics = engine.ask("metrics")
+        assert metrics["vllm:kvdepot_store_bytes"] == 6 * 11 * 128 * 2 * 128 * 4  # 6 layers, 11 blocks
+        assert metrics["vllm:kvdepot_load_bytes"] == (11 + 5 * 4) * 128 * 2 * 128 * 4  # 4 blocks of each window
+
+
+@pytest.mark.promise(32)
+def test_latent_attention_by_bytes_and_log_probabilities(depot: DepotProcess, model: MakeModel) -> None:
+    # vLLM's own partial prefill differs from its full prefill there, by up to 2e-2 in log-probabilities
+    with Engine(model("mla"), connector(depot.url)) as engine:
+        engine.ask("watch")
+        cold = engine.generate(PROMPTS[:3], together=False, logprobs=1)
+        warm = engine.generate(PROMPTS[:3], together=False, logprobs=1)
+        assert cached(warm) == [1488] * 3
+        watched = engine.execute("result = child.watched")
+        assert (watched["wrong"], watched["unknown"]) == (0, 0)
+        assert watched["loaded"] == 3 * 93
+        for before, after in zip(cold, warm, strict=True):
+            assert after["logprobs"][0] == pytest.approx(before["logprobs"][0], abs=0.05)
+
+
+@pytest.mark.promise(32)
+def test_states_that_are_not_cacheable_are_refused_with_the_way_out(depot: DepotProcess, model: MakeModel) -> None:
+    with Engine(
+        model("mamba"), connector(depot.url), reference=PROMPTS[:1], enable_prefix_caching=False,
+        kv_cache_memory_bytes=256 << 20,
+    ) as engine:  # fmt: skip
+        for _ in range(2):
+            outputs = engine.generate(PROMPTS[:1])
+            assert (tokens(outputs), cached(outputs)) == (engine.reference, [0])
+        assert "kvdepot is not used: KV cache group" in engine.log()
+        assert "--mamba-cache-mode align" in engine.log()
+
+
+@pytest.mark.parametrize(("name", "num_shards", "reuse"), [("gqa", 2, 1408), ("mla", 1, 1488)])
+@pytest.mark.promise(33)
+def test_two_ranks_store_their_shards_or_what_both_hold_once(
+    name: str, num_shards: int, reuse: int, depot: DepotProcess, model: MakeModel
+) -> None:
+    options: dict[str, Any] = {
+        "tensor_parallel_size": 2, "multiprocessing": True, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    }  # fmt: skip
+    if name != "mla":  # there two ranks differ from run to run, without a connector too
+        options["reference"] = PROMPTS[:2]
+    with Engine(model(name), connector(depot.url), **options) as engine:
+        wait_until_stored(engine, depot, seed=900)
+        before = depot.status()
+        workers = [context for context in before.contexts if context.role == "worker"]
+        num_chunks = 2 * reuse // workers[0].chunk_tokens
+        cold, status = generate_until_stored(engine, PROMPTS[:2], depot, before.num_chunks + num_chunks)
+        assert sorted(worker.groups[0].shard for worker in workers) == list(range(num_shards)) * (2 // num_shards)
+        assert status.num_entries - before.num_entries == num_shards * (status.num_chunks - before.num_chunks)
+        engine.reset()
+        warm = engine.generate(PROMPTS[:2])
+        assert cached(warm) == [reuse, reuse]
+        if name != "mla":
+            assert tokens(cold) == tokens(warm) == engine.reference
+        wait_until(lambda: depot.status().num_leases == 0)

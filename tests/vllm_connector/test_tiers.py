@@ -1,0 +1,54 @@
+"""Prefixes that come from disk: the same tokens, and every byte loaded is the byte stored, for each kind of cache."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess, wait_until
+from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
+
+PROMPTS = prompts(2, 1500) + prompts(2, 1000, seed=1, shared=600)
+
+CASES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "grouped queries": ("gqa", {}, [1408, 1408, 896, 896]),
+    "sliding windows": ("windows", {}, [1408, 1408, 896, 896]),
+    "recurrent states": (
+        "recurrent", {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}, [1280, 1280, 768, 768],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.promise(29, 32)
+def test_what_left_the_pool_comes_back_from_disk(case: str, model: MakeModel, tmp_path: Path) -> None:
+    name, options, expected = CASES[case]
+    all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, **options}
+    with (
+        DepotProcess(
+            "--tier",
+            f"disk://{tmp_path}/tier?capacity=4GiB",
+            "--promote-seconds",
+            "30",
+            pool_size="512MiB",
+            new_session=True,
+        ) as depot,
+        Engine(model(name), connector(depot.url), reference=PROMPTS, **all_options) as engine,
+    ):
+        engine.ask("watch")
+        assert tokens(engine.generate(PROMPTS, together=False)) == engine.reference
+        wait_until(lambda: not depot.status().num_tickets)
+        wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, 60)
+        depot.kill()
+        for path in depot.pool_directory.glob("*"):
+            path.unlink()
+        depot.start()
+        wait_until(lambda: len(depot.status().contexts) == 2, 60)
+        engine.reset()
+        warm = engine.generate(PROMPTS, together=False)
+        assert tokens(warm) == engine.reference
+        assert cached(warm) == expected
+        watched = engine.execute("result = child.watched")
+        assert watched["loaded"] >= 10
+        assert (watched["wrong"], watched["unknown"]) == (0, 0)
+        assert depot.status().counters["entries_promoted"] > 0

@@ -1,0 +1,90 @@
+"""What users of vLLM see of a depot: counters, the log line, the source of hits, events for routers."""
+
+from pathlib import Path
+from typing import Any
+
+from kvdepot.lab.processes import DepotProcess
+from support.vllm.engines import Engine, MakeModel, connector, prompts
+
+PROMPT = prompts(1, 700, seed=60)
+
+LISTEN = """
+import threading, zmq
+from vllm.distributed.kv_events import KVEventBatch
+import msgspec
+child.events = []
+def listen():
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.connect({endpoint!r})
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    child.listening = True
+    while True:
+        _, _, payload = socket.recv_multipart()
+        child.events += decoder.decode(payload).events
+threading.Thread(target=listen, daemon=True).start()
+"""
+
+TAKE = """
+import time
+end = time.monotonic() + 10
+while time.monotonic() < end and not any(e.medium == "CPU" for e in child.events if hasattr(e, "token_ids")):
+    time.sleep(0.01)
+result = [
+    dict(medium=e.medium, hashes=[str(h) for h in e.block_hashes], tokens=len(e.token_ids), size=e.block_size,
+         group=e.group_idx, kind=e.kv_cache_spec_kind)
+    for e in child.events if type(e).__name__ == "BlockStored"
+]
+"""
+
+
+def test_counters_log_line_and_source(depot: DepotProcess, model: MakeModel) -> None:
+    with Engine(model("gqa"), connector(depot.url)) as engine:
+        engine.generate(PROMPT)
+        engine.reset()
+        engine.generate(PROMPT)
+        metrics = engine.ask("metrics")
+        num_bytes = 5 * 4 * 128 * 2 * 128 * 4  # 5 blocks, 4 layers
+        assert metrics["vllm:kvdepot_store_bytes"] == metrics["vllm:kvdepot_load_bytes"] == num_bytes
+        assert metrics["vllm:kvdepot_hit_tokens"] == metrics["vllm:external_prefix_cache_hits"] == 640
+        sources = engine.execute(
+            "from prometheus_client import REGISTRY\n"
+            "result = {s.labels.get('source'): s.value for m in REGISTRY.collect() for s in m.samples"
+            " if 'source' in s.labels and s.value and s.name.endswith('_total')}"
+        )
+        assert sources.get("host") == 640, sources
+        engine.execute("llm.llm_engine.do_log_stats()")
+        assert "KV Transfer metrics:" in engine.log()
+        assert "Loaded MB=" in engine.log()
+
+
+def test_events_tell_routers_what_the_depot_has(depot: DepotProcess, model: MakeModel, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    events: dict[str, Any] = {
+        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint,
+    }  # fmt: skip
+    with Engine(model("windows"), connector(depot.url), kv_events=events, kv_cache_memory_bytes=128 << 20) as engine:
+        engine.execute(LISTEN.format(endpoint=endpoint))
+        for _ in range(50):  # a subscriber may miss what is published before it is known
+            engine.generate(prompts(1, 300, seed=61))
+            if engine.execute("result = bool(child.events)"):
+                break
+        engine.execute("child.events.clear()")
+        engine.generate(PROMPT)
+        stored = engine.execute(TAKE)
+        by_medium = {medium: [e for e in stored if e["medium"] == medium] for medium in ("GPU", "CPU")}
+        assert len(by_medium["CPU"]) == 6, "one a layer group"
+        for event in by_medium["CPU"]:
+            assert (event["tokens"], event["size"], len(event["hashes"])) == (640, 128, 5)
+        device = {digest for event in by_medium["GPU"] for digest in event["hashes"]}
+        assert {digest for event in by_medium["CPU"] for digest in event["hashes"]} <= device, "vLLM's own hashes"
+        kinds = sorted({e["kind"] for e in by_medium["CPU"]})
+        assert kinds == ["full_attention", "sliding_window"]
+
+
+def test_an_engine_that_found_no_depot_says_so_once(model: MakeModel, tmp_path: Any) -> None:
+    with Engine(model("gqa"), connector(str(tmp_path)), expects_depot=False) as engine:
+        for _ in range(3):
+            engine.generate(PROMPT)
+        lines = [line for line in engine.log().splitlines() if "no depot in" in line]
+        assert len(lines) == 2, "the scheduler's side and the worker's"
