@@ -35,16 +35,25 @@ class Client:
     released: list[Lease] = field(default_factory=list[Lease])
     hints: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
     cancelled: int = 0
+    token_seconds: float = 0.0
+    num_pending: int = 0
+    announced: list[int] = field(default_factory=list[int])  # tokens ahead of each lookup that announces
+    ended: list[str] = field(default_factory=list[str])
 
-    def submit_lookup(self, request_id: str, key: KeyRun) -> Any:
+    def submit_lookup(self, request_id: str, key: KeyRun, *, announces: bool, ahead_tokens: int) -> Any:
         self.asked.append(key.num_chunks)
-        lease = Lease(min(self.num_chunks, key.num_chunks), 7)
+        if announces:
+            self.announced.append(ahead_tokens)
+        lease = Lease(min(self.num_chunks, key.num_chunks), 7, num_pending=self.num_pending)
         return SimpleNamespace(
             query=lambda: self.answers, wait=lambda _seconds: self.answers, result=lambda: lease, cancel=self.cancel
         )
 
     def cancel(self) -> None:
         self.cancelled += 1
+
+    def end_request(self, request_id: str) -> None:
+        self.ended.append(request_id)
 
     def hint(self, key: KeyRun, **hints: Any) -> None:
         self.hints.append((key.num_chunks, hints))
@@ -98,12 +107,16 @@ class Scene:
         self.side.begin(request)
         return request
 
-    def step(self, request: Any, num_tokens: int, table: Any, offers: Any = ()) -> StepPlan:
+    def step(
+        self, request: Any, num_tokens: int, table: Any, offers: Any = (), preempted: set[str] | None = None
+    ) -> StepPlan:
         tables = SimpleNamespace(
             boundary_state_offloads={request.request_id: list(offers)}, get_block_ids=lambda _request_id: table
         )
         scheduled: dict[str, int] = {request.request_id: num_tokens} if num_tokens else {}
-        step: Any = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=tables)
+        step: Any = SimpleNamespace(
+            num_scheduled_tokens=scheduled, preempted_req_ids=preempted, kv_connector_block_state=tables
+        )
         plan = self.side.plan_step(step)
         request.num_computed_tokens += num_tokens
         return plan
@@ -287,7 +300,7 @@ def test_what_fills_up_last_is_stored_at_the_end(scene: Callable[..., Scene]) ->
     request.all_token_ids.extend(range(12))
     request.num_tokens = 32
     it.side.finished(request, (blocks(1, 2),))
-    empty: Any = SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=None)
+    empty: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=None)
     (job,) = it.side.plan_step(empty).stores
     assert (job.key.first_chunk, job.block_ids) == (1, ([2],))
 
@@ -454,3 +467,82 @@ def test_a_request_whose_last_store_fails_gives_its_lease_back(
     with pytest.raises(RuntimeError):
         it.side.finished(request, (blocks(1, 7),))
     assert len(it.client.released) == 1
+
+
+# --- what others are computing --------------------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_what_others_compute_and_no_longer_than_computing_it(
+    scene: Callable[..., Scene],
+) -> None:
+    it = scene(num_chunks=2)
+    it.client.num_pending, it.client.token_seconds = 3, 0.1
+    request = it.request(100)
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    assert [lease.num_chunks for lease in it.client.released] == [2, 2], "each question begins anew"
+    it.clock[0] = 10.0
+    assert it.side.matched_tokens(request, 0) == (32, True)
+
+
+def test_a_request_waits_a_deadline_at_least(scene: Callable[..., Scene]) -> None:
+    it = scene(deadline_seconds=2.0)
+    it.client.num_pending = 3
+    request = it.request(100)
+    it.clock[0] = 1.9
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    it.clock[0] = 2.0
+    assert it.side.matched_tokens(request, 0) == (0, False)
+
+
+def test_it_is_done_waiting_when_the_chunks_are_here(scene: Callable[..., Scene]) -> None:
+    it = scene()
+    it.client.num_pending = 6
+    request = it.request(100)
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    it.client.num_chunks, it.client.num_pending = 6, 0
+    it.side.matched_tokens(request, 0)  # the answer to the question before
+    assert it.side.matched_tokens(request, 0) == (96, True)
+
+
+def test_a_lookup_says_what_is_computed_before(scene: Callable[..., Scene]) -> None:
+    it = scene()
+    first = it.request(100, "first")
+    it.side.matched_tokens(first, 0)
+    it.step(first, 60, (blocks(1, 7),))
+    it.request(50, "second")
+    assert it.client.announced == [0, 40]
+
+
+@pytest.mark.parametrize("settings", [{"wait_for_others": False}, {"store": "none"}])
+def test_who_does_not_store_or_share_announces_nothing(scene: Callable[..., Scene], settings: dict[str, Any]) -> None:
+    it = scene(**settings)
+    request = it.request(100)
+    it.side.matched_tokens(request, 0)
+    it.side.finished(request, ([],))
+    assert (it.client.asked, it.client.announced, it.client.ended) == ([6], [], [])
+
+
+def test_what_was_announced_is_withdrawn_after_the_last_store(scene: Callable[..., Scene]) -> None:
+    it = scene()
+    request = it.request(48)
+    it.side.matched_tokens(request, 0)
+    plan = it.step(request, 48, (blocks(1, 3),))
+    it.side.finished(request, (blocks(1, 3),))
+    assert it.client.ended == []
+    it.report(plan)
+    assert it.client.ended == ["r"]
+
+
+@pytest.mark.parametrize("how", ["abort", "preemption", "reset"])
+def test_what_will_not_be_computed_is_withdrawn_at_once(scene: Callable[..., Scene], how: str) -> None:
+    it = scene()
+    request = it.request(100)
+    it.side.matched_tokens(request, 0)
+    if how == "abort":
+        it.side.finished(request, ([],))
+    elif how == "preemption":
+        it.step(request, 0, ([],), preempted={"r"})
+    else:
+        it.side.reset()
+    assert it.client.ended == ["r"]

@@ -3,7 +3,7 @@
 Only `connector`, `events` and `stats` import vLLM when they are loaded, so everything else can be tested without it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,6 +68,7 @@ class Step(Protocol):
     """`vllm.v1.core.sched.output.SchedulerOutput`."""
 
     num_scheduled_tokens: Mapping[str, int]
+    preempted_req_ids: Collection[str] | None
     kv_connector_block_state: Any
 
 

@@ -45,6 +45,8 @@ class _Request:
     lookup: PendingLookup | None = None
     lease: Lease | None = None  # the answer to the last lookup
     asked_at: float = 0.0
+    waits_until: float = 0.0  # for chunks that others are computing
+    announced: bool = False  # that it computes chunks: to be withdrawn when it ends
     local_tokens: int = 0  # the hit in vLLM's own cache, as told with the last question
     loaded_at: int = -1  # preemption count when a load was last planned: each admission loads at most once
     load: LoadJob | None = None  # under way
@@ -87,6 +89,7 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._stores = Stores(cache, settings, num_workers, self._store_ended, clock)
         self._late_hints: dict[str, tuple[KeyRun, Hints]] = {}  # kept until the last store of the request ends
+        self._late_withdrawals: set[str] = set()  # the same
         self._is_idle = True  # the last step computed nothing
         self._pace = PrefillPace()
         self.counters = self._stores.counters
@@ -129,7 +132,7 @@ class SchedulerSide:
             self._forget(stale)
         self._requests[request.request_id] = state
         if state.may_load and not request.skip_reading_prefix_cache:
-            self._ask(state)
+            self._ask_first(state)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens past the local hit a load would bring; None while the depot has not answered.
@@ -166,18 +169,29 @@ class SchedulerSide:
             return state.lease
         if state.lookup is None:
             self._drop_lease(state)
-            self._ask(state)
+            self._ask_first(state)
         if state.lookup is None:
             return state.lease or MISS
         may_wait, self._is_idle = self._is_idle, False  # once a step, however many requests wait
         if not (state.lookup.wait(_IDLE_SECONDS) if may_wait else state.lookup.query()):
             return None
+        lease = self._take_answer(state, state.lookup)
+        if lease.num_pending and self._clock() < state.waits_until:
+            self._drop_lease(state)
+            self._ask(state)
+            return None
         self.counters["lookups"] += 1
-        return self._take_answer(state, state.lookup)
+        return lease
 
     def _num_wanted(self, request: EngineRequest) -> int:
         """Return the chunks worth loading: at least one token is left to compute, as with vLLM's own prefix cache."""
         return min(MAXIMUM_CHUNKS, max(0, request.num_tokens - 1) // self._cache.chunk_tokens)
+
+    def _ask_first(self, state: _Request) -> None:
+        """Ask, and from now on wait for others at most as long as computing the prompt takes, or a deadline."""
+        seconds = state.request.num_tokens * self._client.token_seconds
+        state.waits_until = self._clock() + max(seconds, self._settings.deadline_seconds)
+        self._ask(state)
 
     def _ask(self, state: _Request) -> None:
         wanted = self._num_wanted(state.request)
@@ -187,7 +201,20 @@ class SchedulerSide:
         state.asked_at = self._clock()
         tokens = wanted * self._cache.chunk_tokens
         state.span = start_span("kvdepot lookup", state.request, wanted_tokens=tokens)
-        state.lookup = self._client.submit_lookup(state.request.request_id, key)
+        announces = self._settings.wait_for_others and state.progress.may_store
+        state.announced |= announces
+        state.lookup = self._client.submit_lookup(
+            state.request.request_id, key, announces=announces, ahead_tokens=self._ahead_tokens(state)
+        )
+
+    def _ahead_tokens(self, state: _Request) -> int:
+        """Return the tokens of earlier prompts that are still to be computed, as far as that is known."""
+        chunk_tokens = self._cache.chunk_tokens
+        return sum(
+            max(0, other.request.num_prompt_tokens - max(progress.num_computed, progress.num_stored * chunk_tokens))
+            for other in self._requests.values()
+            if other is not state and other.lookup is None and (progress := other.progress)
+        )
 
     def _take_answer(self, state: _Request, lookup: PendingLookup) -> Lease:
         state.lease, state.lookup = lookup.result(), None
@@ -256,6 +283,8 @@ class SchedulerSide:
         offers: Mapping[str, Sequence[tuple[int, int, int]]] = (
             tables.boundary_state_offloads if tables is not None else {}
         )
+        for request_id in step.preempted_req_ids or ():
+            self._withdraw(request_id)
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not num_tokens:
@@ -313,6 +342,7 @@ class SchedulerSide:
         if store.num_chunks and self._on_stored is not None:
             self._on_stored(store)
         self._send_hints(store.request.request_id)
+        self._withdraw_late(store.request.request_id)
 
     @property
     def has_pending_stores(self) -> bool:
@@ -340,8 +370,25 @@ class SchedulerSide:
                 key = state.keys.run(0, min(progress.num_stored, MAXIMUM_CHUNKS))
                 self._late_hints[request.request_id] = key, state.hints
                 self._send_hints(request.request_id)
+            if state.announced:
+                self._late_withdrawals.add(request.request_id)
+                self._withdraw_late(request.request_id)
         finally:
             self._forget(state)
+
+    def _withdraw_late(self, request_id: str) -> None:
+        """Withdraw what an ended request announced, once its last store has ended: nothing more of it comes."""
+        if request_id in self._late_withdrawals and not self._stores.is_storing(request_id):
+            self._late_withdrawals.discard(request_id)
+            if request_id not in self._requests:  # nobody else has the name by now
+                self._client.end_request(request_id)
+
+    def _withdraw(self, request_id: str) -> None:
+        """Withdraw what a request announced that will not be computed for now."""
+        state = self._requests.get(request_id)
+        if state is not None and state.announced:
+            state.announced = False
+            self._client.end_request(request_id)
 
     def _send_hints(self, request_id: str) -> None:
         """Send the hints of an ended request, once its whole prefix is in the depot."""
@@ -367,6 +414,7 @@ class SchedulerSide:
         for state in self._requests.values():
             state.may_load = state.progress.may_store = False
             self._drop_lease(state)
+            self._withdraw(state.request.request_id)
         logger.info("the prefix cache was reset: this engine begins a new generation of keys")
 
     def close(self) -> None:

@@ -25,7 +25,8 @@ class Settings:
     """Every setting is `kvdepot.NAME` in `kv_connector_extra_config`, and optional.
 
     `store` selects the stored tokens: "all" (prompt and output), "prompt" or "none". `load` switches loads on or off.
-    `max_pinned_share` limits the share of the engine's blocks that stores under way may hold. `kv_cache_layout` is the
+    With `wait_for_others` a request waits for a prompt that another request or engine is computing, where that is
+    sooner than computing it again. `max_pinned_share` limits the share of the engine's blocks that stores under way may hold. `kv_cache_layout` is the
     layout requested from vLLM: "auto" (on CUDA all layers of a block in one place), "engine" (vLLM's own choice) or one
     of vLLM's names.
     """
@@ -39,6 +40,7 @@ class Settings:
     deadline_seconds: float = 2.0
     store: str = "all"
     load: bool = True
+    wait_for_others: bool = True
     max_pinned_share: float = 0.5
     kv_cache_layout: str = ASK_VLLM
     copy_threads: int | None = None

@@ -18,7 +18,7 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-_SHARE_FOR_TIERS: Final = 0.75  # of a deadline that the depot may wait for its tiers
+_SHARE_FOR_WAITING: Final = 0.75  # of a deadline that the depot may wait for its tiers and for other engines
 _GONE = (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT)  # the connection's thread is registering again
 
 
@@ -28,12 +28,15 @@ class Lease:
 
     They stay until the lease is released, its request or its scheduler ends, or `lease_seconds` have passed. 0 chunks
     are a miss: there is nothing to release.
+
+    Another request is computing the next `num_pending` chunks. They are worth waiting for: ask again.
     """
 
     num_chunks: int
     number: int = 0
     lease_seconds: float = 0.0
     link: Link | None = None
+    num_pending: int = 0
 
 
 MISS = Lease(0)
@@ -125,8 +128,18 @@ class SchedulerClient:
         """Pin the longest usable prefix of `key` (a run from chunk 0 on) for a request, in one round trip."""
         return self.submit_lookup(request_id, key).result()
 
-    def submit_lookup(self, request_id: str, key: KeyRun) -> PendingLookup:
-        """Like `lookup`, without waiting."""
+    def submit_lookup(
+        self, request_id: str, key: KeyRun, *, announces: bool = False, ahead_tokens: int = 0
+    ) -> PendingLookup:
+        """Like `lookup`, without waiting.
+
+        Args:
+            request_id: the engine's.
+            key: a run from chunk 0 on.
+            announces: the engine is about to compute the chunks that are not found, and stores them. Others wait for
+                them, and this lookup waits for chunks that others have announced. `end_request` withdraws it.
+            ahead_tokens: that the engine computes before those.
+        """
         if key.first_chunk:
             raise KVDepotError(f"a lookup starts at chunk 0, not at {key.first_chunk}")
         with self._lock:
@@ -134,14 +147,16 @@ class SchedulerClient:
             if channel is None or not key.digests:
                 return PendingLookup(self, None, 0)
             try:
-                sequence = channel.submit(self._lookup(channel.link, request_id, key))
+                sequence = channel.submit(self._lookup(channel.link, request_id, key, announces, ahead_tokens))
             except DepotUnavailable:
                 return PendingLookup(self, None, 0)
             return PendingLookup(self, channel, sequence)
 
-    def _lookup(self, link: Link, request_id: str, key: KeyRun) -> m.Lookup:
-        wait_seconds = self.deadline_seconds * _SHARE_FOR_TIERS
-        return m.Lookup(link.context, request_id, key.digests, key.tenant, wait_seconds, self.token_seconds)
+    def _lookup(self, link: Link, request_id: str, key: KeyRun, announces: bool, ahead_tokens: int) -> m.Lookup:
+        return m.Lookup(
+            link.context, request_id, key.digests, key.tenant, self.deadline_seconds * _SHARE_FOR_WAITING,
+            self.token_seconds, announces, ahead_tokens,
+        )  # fmt: skip
 
     def release(self, lease: Lease) -> None:
         """Release a lease. Twice is harmless; leases of an earlier server are gone."""
@@ -149,7 +164,7 @@ class SchedulerClient:
             self._post(lease.link, m.Release(lease.link.context, (lease.number,)))
 
     def end_request(self, request_id: str) -> None:
-        """Release every lease of a request, also those of lookups under way."""
+        """Release every lease of a request, also those of lookups under way, and withdraw what it announced."""
         with self._lock:
             channel = self._current() or self._channel
             if channel is not None:
@@ -281,4 +296,6 @@ class SchedulerClient:
 
 
 def _lease_of(reply: m.LookupReply, link: Link) -> Lease:
-    return Lease(reply.num_chunks, reply.lease, reply.lease_seconds, link) if reply.num_chunks else MISS
+    if not reply.num_chunks:
+        return Lease(0, num_pending=reply.num_pending) if reply.num_pending else MISS
+    return Lease(reply.num_chunks, reply.lease, reply.lease_seconds, link, reply.num_pending)

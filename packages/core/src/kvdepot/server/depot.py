@@ -18,6 +18,7 @@ from kvdepot.movers.table import MoveRefused
 from kvdepot.pool.table import SEALED, Writer
 from kvdepot.server.background import Kind, Task
 from kvdepot.server.contexts import Context, ContextTable
+from kvdepot.server.flights import FlightTable
 from kvdepot.server.labels import LabelTable
 from kvdepot.server.lookups import Lookups
 from kvdepot.server.quarantine import QuarantineTable
@@ -53,8 +54,9 @@ class Depot:
         self.pins = PinTable(index)
         self.contexts = ContextTable(self.state)
         self.quarantine = QuarantineTable(self.state)
-        self.stores = Stores(self.state, self.contexts, self.quarantine)
-        lookups = Lookups(self.state, self.contexts)
+        self.flights = FlightTable(index, clock, self.counters)
+        self.stores = Stores(self.state, self.contexts, self.quarantine, self.flights)
+        lookups = Lookups(self.state, self.contexts, self.flights)
         self.status = StatusReport(self.state, self.contexts, self.stores, self.quarantine, self.pins)
         self._is_expiring = False
         self._handlers: dict[type, Callable[[Context, Any], frames.Reply | Deferred]] = {
@@ -101,6 +103,7 @@ class Depot:
         return m.Registered(state.epoch, context.number, state.verify, state.movers.move_seconds)
 
     def _unregister(self, context: Context, request: m.Unregister) -> m.Done:
+        self.flights.end_context(context)
         mover = self.contexts.remove(context)
         self.stores.end_context(context.number, None if mover is None else (mover, context.owner))
         return m.Done(self.state.epoch, 1)
@@ -169,6 +172,7 @@ class Depot:
     def end_session(self, session: int) -> None:
         """End the contexts of a closed connection: leases now, unfinished entries once nobody can be writing them."""
         for context in self.contexts.of_session(session):
+            self.flights.end_context(context)
             mover = self.contexts.remove(context)
             fence = context.fence if mover is None else (mover, context.owner)  # who may be writing
             count = self.stores.end_context(context.number, fence)

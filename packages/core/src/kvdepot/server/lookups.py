@@ -8,6 +8,7 @@ from kvdepot.index.index import Space, pack_extent
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.server.background import Kind, Task
 from kvdepot.server.contexts import Context, ContextTable, check_covered
+from kvdepot.server.flights import FlightTable
 from kvdepot.server.replies import Deferred, Refused, count_digests
 from kvdepot.server.state import DepotState
 from kvdepot.tiers.tiering import Tiering
@@ -22,16 +23,17 @@ _DEFAULT_TENANT: Final = "default"
 class Lookups:
     """Serves what schedulers ask, and the retrieves of workers."""
 
-    def __init__(self, state: DepotState, contexts: ContextTable) -> None:
+    def __init__(self, state: DepotState, contexts: ContextTable, flights: FlightTable) -> None:
         self._state = state
         self._index = state.index
         self._leases = state.leases
         self._counters = state.counters
         self._usage = state.usage
         self._contexts = contexts
+        self._flights = flights
 
     def lookup(self, context: Context, request: m.Lookup) -> frames.Reply | Deferred:
-        """Lease the prefix that is there; ask the tiers for more of it if there are some."""
+        """Lease the prefix that is there; wait for more of it that is being computed, or ask the tiers for more."""
         num_chunks, space = count_digests(request.digests), context.space
         found, nodes = self._index.longest_prefix(space, request.digests)
         if request.token_seconds != context.token_seconds:
@@ -44,12 +46,29 @@ class Lookups:
         tokens = self._usage.tokens_of(request.tenant or _DEFAULT_TENANT)
         tokens[0] += num_chunks * space.spec.chunk_tokens
         tokens[1] += found * space.spec.chunk_tokens
-        tiering = self._state.tiering
-        if tiering is not None and found < num_chunks and self._state.accepts_stores:
-            deferred = self._promote(tiering, context, request, found, nodes, tokens)
-            if deferred is not None:
-                return deferred.reply or deferred
+        if found < num_chunks:
+            if self._flights and request.announces:
+                deferred = Deferred()
+                if self._join(context, request, found, self._state.clock(), deferred):
+                    return deferred
+            tiering = self._state.tiering
+            if tiering is not None and self._state.accepts_stores:
+                deferred = self._promote(tiering, context, request, found, nodes, tokens)
+                if deferred is not None:
+                    return deferred.reply or deferred
         return self._found(context, request, found, nodes)
+
+    def _join(self, context: Context, request: m.Lookup, found: int, began: float, deferred: Deferred) -> bool:
+        """Wait for chunks that another request is computing; False if there are none."""
+
+        def answer() -> None:
+            here, nodes = self._index.longest_prefix(context.space, request.digests)
+            deferred.send(self._found(context, request, here, nodes, self._state.clock() - began))
+
+        return self._flights.join(
+            context, request.request_id, request.tenant, request.digests, found=found,
+            token_seconds=request.token_seconds, until=began + request.wait_seconds, on_end=answer,
+        )  # fmt: skip
 
     def _promote(
         self, tiering: Tiering, context: Context, request: m.Lookup, found: int, nodes: tuple[int, ...],
@@ -75,7 +94,12 @@ class Lookups:
                 return
             here, nodes = self._index.longest_prefix(space, request.digests)
             tokens[2] += max(0, here - found) * space.spec.chunk_tokens
-            deferred.send(self._found(context, request, here, nodes, state.clock() - began))
+            is_waiting = (
+                self._flights and request.announces and here * DIGEST_BYTES < len(request.digests)
+                and self._join(context, request, here, began, deferred)
+            )  # fmt: skip
+            if not is_waiting:
+                deferred.send(self._found(context, request, here, nodes, state.clock() - began))
 
         is_asking = tiering.promote(
             space, request.digests, places, label, found=found, pins=nodes,
@@ -105,13 +129,29 @@ class Lookups:
     ) -> m.LookupReply:
         epoch, leases = self._state.epoch, self._leases
         self._counters["lookup_chunks_hit"] += found
+        num_pending = 0
+        if request.announces and found * DIGEST_BYTES < len(request.digests):
+            num_pending = self._announce(context, request, found)
         if not found:
-            return m.LookupReply(epoch, 0, 0, 0.0, waited_seconds)
+            return m.LookupReply(epoch, 0, 0, 0.0, waited_seconds, num_pending)
         lease = leases.grant(context.number, request.request_id, nodes, self._state.clock())
         self._used(nodes[-1])
         if self._state.tiering is not None:
             self._state.tiering.used(nodes[-1])
-        return m.LookupReply(epoch, found, lease, leases.lease_seconds, waited_seconds)
+        return m.LookupReply(epoch, found, lease, leases.lease_seconds, waited_seconds, num_pending)
+
+    def _announce(self, context: Context, request: m.Lookup, found: int) -> int:
+        """Begin a flight for the chunks that are not here; return how many of them another one is bringing."""
+        pending = self._flights.pending(
+            context, request.request_id, request.tenant, request.digests, found=found,
+            token_seconds=request.token_seconds,
+        )  # fmt: skip
+        if not pending:
+            self._flights.begin(
+                context, request.request_id, request.tenant, request.digests, found=found,
+                ahead_tokens=request.ahead_tokens, token_seconds=request.token_seconds,
+            )  # fmt: skip
+        return pending
 
     def _used(self, node: int) -> None:
         rest = self._index.used(node)
@@ -123,7 +163,8 @@ class Lookups:
         return m.Done(self._state.epoch, sum(self._leases.release(context.number, lease) for lease in request.leases))
 
     def end_request(self, context: Context, request: m.EndRequest) -> frames.Reply:
-        """End every lease of a request; the reply counts them."""
+        """End every lease of a request, and its flight; the reply counts leases."""
+        self._flights.end_request(context, request.request_id)
         count = self._leases.count_of_request(context.number, request.request_id)
         self._state.background.add_urgent(self._leases.end_request(context.number, request.request_id), count)
         return m.Done(self._state.epoch, count)

@@ -145,6 +145,8 @@ class Loop:
         if self._movers.fileno() in events:
             self._movers.serve()
         self._movers.expire()
+        if depot.flights.next_deadline() is not None:
+            depot.flights.expire(time.monotonic())
         if self._results.fileno() in events:
             self._results.take()
         if self._restoring is not None and depot.state.is_restoring:
@@ -186,7 +188,8 @@ class Loop:
             return 0
         longest = LOOK_MILLISECONDS if self._sockets.listeners else math.ceil(_SWEEP_SECONDS * 1000)
         tiering = depot.state.tiering
-        deadlines = self._movers.next_deadline(), None if tiering is None else tiering.next_deadline()
+        of_tiers = None if tiering is None else tiering.next_deadline()
+        deadlines = self._movers.next_deadline(), depot.flights.next_deadline(), of_tiers
         due = min((each for each in deadlines if each is not None), default=None)
         if due is None:
             return longest

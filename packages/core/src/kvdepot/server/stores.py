@@ -12,6 +12,7 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.pool.table import Writer
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, Fence, check_covered
+from kvdepot.server.flights import FlightTable
 from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.replies import Refused, count_digests
 from kvdepot.server.state import DepotState
@@ -51,7 +52,9 @@ class _Plan:
 class Stores:
     """Every store under way."""
 
-    def __init__(self, state: DepotState, contexts: ContextTable, quarantine: QuarantineTable) -> None:
+    def __init__(
+        self, state: DepotState, contexts: ContextTable, quarantine: QuarantineTable, flights: FlightTable
+    ) -> None:
         self.ticket_seconds = _TICKET_LEASES * state.leases.lease_seconds
         self.tickets: dict[int, Ticket] = {}  # the oldest first
         # Stores that are over before their context has ended them: it may still be writing, to entries that belong to
@@ -62,6 +65,7 @@ class Stores:
         self._counters = state.counters
         self._contexts = contexts
         self._quarantine = quarantine
+        self._flights = flights
         state.index.end_store = self._end_one_above_quota
 
     @property
@@ -175,6 +179,8 @@ class Stores:
         state.usage.bytes_of(context.device)[0] += ticket.num_bytes
         if state.tiering is not None:
             state.tiering.stored(ticket.records)
+        if self._flights:
+            self._flights.arrived(map(self._index.node_of, ticket.records))
         return m.Done(state.epoch, len(ticket.records))
 
     def abort(self, context: Context, request: m.AbortStore) -> frames.Reply:

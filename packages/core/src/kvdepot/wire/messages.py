@@ -168,6 +168,9 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     If the pool has only part of it, tiers are asked for the rest, and the reply may come `wait_seconds` later.
     `token_seconds` is the engine's time to compute one prompt token, 0 for unknown. A tier is not read if it would be
     slower. Retrieved tokens count as this much time saved.
+
+    `announces`: the engine is about to compute what the reply lacks, behind `ahead_tokens` others, and stores it.
+    Lookups that announce also wait, within `wait_seconds`, for chunks that another one has announced (single flight).
     """
 
     context: Identifier
@@ -176,6 +179,8 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     tenant: Name = ""
     wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
     token_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
+    announces: bool = False
+    ahead_tokens: Count = 0
 
 
 class Release(Struct, array_like=True, tag="release", frozen=True):
@@ -186,7 +191,7 @@ class Release(Struct, array_like=True, tag="release", frozen=True):
 
 
 class EndRequest(Struct, array_like=True, tag="end_request", frozen=True):
-    """Release all leases of a request of this context."""
+    """Release all leases of a request of this context, and withdraw what its lookup announced."""
 
     context: Identifier
     request_id: Label
@@ -319,7 +324,8 @@ class Done(Struct, array_like=True, tag="done", frozen=True):
 class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
     """The first `num_chunks` chunks are here and leased under `lease` for `lease_seconds`. 0 chunks have lease 0.
 
-    The depot waited `waited_seconds` for tiers.
+    The depot waited `waited_seconds` for tiers and for other engines. One of those is still computing the next
+    `num_pending` chunks: ask again to wait for them.
     """
 
     epoch: int
@@ -327,6 +333,7 @@ class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
     lease: int
     lease_seconds: float = 0.0
     waited_seconds: float = 0.0
+    num_pending: int = 0
 
 
 class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):

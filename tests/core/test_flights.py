@@ -1,0 +1,268 @@
+# pyright: reportPrivateUsage=false
+"""Single flight: lookups wait for chunks that another request is computing, never for longer than it pays."""
+
+import random
+from typing import Any
+
+import pytest
+
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.server import flights
+from kvdepot.server.replies import Deferred
+from kvdepot.wire import messages as m
+from tests.core.test_index import HYBRID, SHARDED, Bench, Worker, prompt
+
+WAIT_SECONDS = 1.5
+PACE = 0.01  # seconds a token
+
+
+@pytest.fixture(autouse=True)
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "_LEAST_TOKENS", 2)
+
+
+class Asked:
+    """A lookup, and its answer once there is one."""
+
+    def __init__(self, worker: Worker, run: KeyRun, request_id: str = "r", *, announces: bool = True, **fields: Any):
+        fields = {"wait_seconds": WAIT_SECONDS, "token_seconds": PACE, **fields}
+        request = m.Lookup(worker.context, request_id, run.digests, run.tenant, announces=announces, **fields)
+        self.asked_at = worker.bench.now
+        self.answers: list[m.LookupReply] = []
+        reply = worker.bench.depot.handle(worker.session, worker.writer, request)
+        if isinstance(reply, Deferred):
+            reply.on_reply = self._take
+        else:
+            self._take(reply)
+
+    def _take(self, reply: Any) -> None:
+        self.answers.append(reply)
+
+    @property
+    def found(self) -> int | None:
+        """The chunks that were found, None while there is no answer."""
+        assert len(self.answers) < 2
+        return self.answers[0].num_chunks if self.answers else None
+
+
+def at(bench: Bench, now: float) -> None:
+    bench.now = now
+    bench.depot.flights.expire(now)
+
+
+@pytest.mark.promise(75)
+def test_a_lookup_waits_for_what_another_engine_is_computing() -> None:
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    assert Asked(first, prompt(4)).found == 0
+    waiting = Asked(second, prompt(4))
+    first.store(prompt(4).slice(0, 2))
+    assert waiting.found is None
+    bench.now = 0.5
+    first.store(prompt(4).slice(2))
+    assert (waiting.found, waiting.answers[0].waited_seconds, waiting.answers[0].num_pending) == (4, 0.5, 0)
+    assert not bench.depot.flights
+
+
+def test_it_waits_for_the_chunks_in_common_and_announces_the_others() -> None:
+    bench = Bench()
+    first, second, third = bench.worker(), bench.worker(), bench.worker()
+    long, other = prompt(6), hash_prefix(Namespace("model"), 1, [0, 1, 2, 900, 901, 902])
+    Asked(first, long)
+    waiting = Asked(second, other)
+    first.store(long.slice(0, 3))
+    assert waiting.found == 3
+    behind = Asked(third, other)
+    assert behind.found is None
+    second.store(other.slice(3))
+    assert behind.found == 6
+
+
+@pytest.mark.parametrize("end", ["withdraw", "leave", "unregister"])
+def test_it_is_answered_when_the_other_gives_up(end: str) -> None:
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(4))
+    waiting = Asked(second, prompt(4))
+    first.store(prompt(1))
+    if end == "withdraw":
+        first.ask(m.EndRequest(first.context, "r"))
+    elif end == "leave":
+        bench.depot.end_session(first.session)
+    else:
+        first.ask(m.Unregister(first.context))
+    assert waiting.found == 1
+    assert Asked(bench.worker(), prompt(4)).found is None, "it computes the rest now, and has said so"
+
+
+@pytest.mark.promise(75)
+def test_it_waits_no_longer_than_its_deadline() -> None:
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(400), token_seconds=PACE)
+    waiting = Asked(second, prompt(400))
+    at(bench, 1.0)
+    first.store(prompt(400).slice(0, 2))
+    at(bench, WAIT_SECONDS - 0.01)
+    assert waiting.found is None
+    at(bench, WAIT_SECONDS)
+    assert (waiting.found, waiting.answers[0].num_pending) == (2, 398)
+
+
+def test_a_flight_that_stalls_is_over_for_all() -> None:
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(4))
+    waiting = Asked(second, prompt(4), wait_seconds=60.0)
+    limit = flights._GRACE_SECONDS + 2 * 4 * PACE
+    at(bench, limit - 0.001)
+    assert waiting.found is None
+    at(bench, limit)
+    assert waiting.found == 0
+    assert Asked(first, prompt(4), "another").found is None, "the other computes it now"
+
+
+def test_a_flight_that_moves_has_its_time_again() -> None:
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(4))
+    waiting = Asked(second, prompt(4), wait_seconds=60.0)
+    for chunk in range(3):
+        at(bench, bench.now + flights._GRACE_SECONDS)
+        first.store(prompt(4).slice(chunk, chunk + 1))
+        assert waiting.found is None
+    at(bench, bench.now + flights._GRACE_SECONDS)
+    first.store(prompt(4).slice(3))
+    assert waiting.found == 4
+
+
+@pytest.mark.parametrize(
+    "other", [{"token_seconds": 2 * PACE}, {"ahead_tokens": 4}], ids=["a slower engine", "an engine with more to do"]
+)
+def test_nobody_waits_for_what_it_computes_sooner(other: dict[str, Any]) -> None:
+    bench = Bench()
+    Asked(bench.worker(), prompt(4), **other)
+    asked = Asked(bench.worker(), prompt(4))
+    assert (asked.found, asked.answers[0].num_pending) == (0, 0)
+
+
+def test_without_an_estimate_it_waits() -> None:
+    bench = Bench()
+    first = bench.worker()
+    Asked(first, prompt(4), token_seconds=0.0, ahead_tokens=1000)
+    waiting = Asked(bench.worker(), prompt(4))
+    at(bench, 1.0)
+    assert waiting.found is None
+    first.store(prompt(4))
+    assert waiting.found == 4
+
+
+def test_a_request_does_not_wait_for_itself_and_others_of_its_engine_do() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    Asked(worker, prompt(4), "one")
+    waiting = Asked(worker, prompt(4), "two")
+    assert Asked(worker, prompt(4), "one").found == 0
+    assert waiting.found is None, "to ask again is not to give up"
+    worker.store(prompt(4))
+    assert waiting.found == 4
+
+
+@pytest.mark.promise(75)
+def test_tenants_do_not_wait_for_each_other() -> None:
+    bench = Bench()
+    worker = bench.worker()
+    run = prompt(4)
+    Asked(worker, run)
+    same_keys = KeyRun(run.digests, 0, run.parent, tenant="other")
+    assert Asked(bench.worker(), same_keys).found == 0
+    waiting = Asked(bench.worker(), same_keys)
+    assert waiting.found is None, "within a tenant they do"
+    worker.store(run)
+    assert waiting.found == 4
+
+
+def test_a_lookup_that_does_not_announce_neither_waits_nor_is_waited_for() -> None:
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(4), announces=False)
+    assert Asked(second, prompt(4)).found == 0
+    assert Asked(first, prompt(4), "again", announces=False).found == 0
+
+
+def test_every_shard_has_to_arrive() -> None:
+    bench = Bench(SHARDED)
+    ranks = bench.worker(0), bench.worker(1)
+    Asked(ranks[0], prompt(4))
+    waiting = Asked(bench.worker(0), prompt(4))
+    ranks[0].store(prompt(4))
+    assert waiting.found is None
+    ranks[1].store(prompt(4))
+    assert waiting.found == 4
+
+
+def test_few_tokens_and_hybrid_models_have_no_flights() -> None:
+    for bench, run in ((Bench(), prompt(1)), (Bench(HYBRID), prompt(4))):
+        Asked(bench.worker(), run)
+        assert Asked(bench.worker(), run).found == 0
+
+
+def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "MAXIMUM_FLIGHTS", 2)
+    monkeypatch.setattr(flights, "MAXIMUM_WAITING", 1)
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    for name in range(3):
+        Asked(first, prompt(4, name), str(name))
+    assert len(bench.depot.flights) == 2
+    asked = [Asked(second, prompt(4), str(number)) for number in range(2)]
+    assert [each.found for each in asked] == [None, 0]
+    monkeypatch.setattr(flights, "MAXIMUM_DIGEST_BYTES", 8 * 32)
+    first.ask(m.EndRequest(first.context, "1"))
+    Asked(first, prompt(5, 5), "5")
+    assert len(bench.depot.flights) == 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.promise(75)
+def test_whatever_happens_everybody_is_answered_in_time_and_nothing_stays(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(pages=256, num_records=256)
+    engines = [bench.worker() for _ in range(3)]
+    asked: list[Asked] = []
+    computing: list[tuple[Worker, KeyRun, int]] = []
+
+    def run_of(name: int, num_chunks: int) -> KeyRun:
+        return hash_prefix(Namespace("model"), 1, [0, 1, 2, *(100 * name + place for place in range(num_chunks))])
+
+    for number in range(200):
+        at(bench, bench.now + rng.choice([0.0, 0.01, 0.1, 0.4]))
+        for each in asked:
+            assert each.answers or bench.now < each.asked_at + WAIT_SECONDS
+        worker = rng.choice(engines)
+        action = rng.random()
+        if action < 0.5:
+            run = run_of(rng.randrange(3), rng.randrange(8))
+            asked.append(Asked(worker, run, str(number), token_seconds=rng.choice([0.0, PACE])))
+            computing.append((worker, run, 0))
+        elif action < 0.85 and computing:
+            worker, run, done = computing.pop(rng.randrange(len(computing)))
+            stop = rng.randint(done, run.num_chunks)
+            if worker in engines and stop > done:
+                worker.store(run.slice(done, stop))
+                computing.append((worker, run, stop))
+        elif action < 0.95:
+            worker.ask(m.EndRequest(worker.context, str(rng.randrange(number + 1))))
+        else:
+            engines.remove(worker)
+            bench.depot.end_session(worker.session)
+            bench.depot.end_process(worker.writer)
+            engines.append(bench.worker())
+    for worker in engines:
+        bench.depot.end_session(worker.session)
+        bench.depot.end_process(worker.writer)
+    table = bench.depot.flights
+    assert all(each.found is not None for each in asked)
+    assert (len(table), table._by_chunk, table._num_digest_bytes) == (0, {}, 0)
+    bench.depot.background.work()
+    bench.drain()
