@@ -137,7 +137,7 @@ def test_a_flight_that_moves_has_its_time_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"token_seconds": 2 * PACE}, {"ahead_tokens": 4}], ids=["a slower engine", "an engine with more to do"]
+    "other", [{"token_seconds": 3 * PACE}, {"ahead_tokens": 5}], ids=["a slower engine", "an engine with more to do"]
 )
 def test_nobody_waits_for_what_it_computes_sooner(other: dict[str, Any]) -> None:
     bench = Bench()

@@ -25,7 +25,7 @@ MAXIMUM_WAITING: Final = 64  # lookups of one flight
 MAXIMUM_DIGEST_BYTES: Final = 32 << 20  # of all flights
 
 _LEAST_TOKENS: Final = 256  # fewer are computed again sooner than they are waited for
-_PATIENCE: Final = 1.25  # times what computing would take; both are estimates
+_PATIENCE: Final = 2.0  # times what computing would take: estimates of two equal engines differ that much
 _GRACE_SECONDS: Final = 1.0  # that a flight may take beside twice its estimate
 _UNKNOWN_SECONDS: Final = 5.0  # that it may take without an estimate
 

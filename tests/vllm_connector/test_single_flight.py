@@ -1,0 +1,68 @@
+"""Two engines that get the same prompt compute it once."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess, wait_until
+from tests.vllm.conftest import MakeModel
+from tests.vllm.engines import Engine, cached, connector, prompts, tokens, wait_until_stored
+
+LONG = prompts(3, 3500, seed=70)
+SHORT = prompts(6, 700, seed=71)
+
+
+@pytest.fixture(scope="module")
+def first(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
+    """Its core has a process of its own, which goes on after an answer as a server does."""
+    with Engine(
+        model("gqa"), connector(depot.url), reference=LONG + SHORT, max_num_batched_tokens=512, multiprocessing=True
+    ) as engine:
+        wait_until_stored(engine, depot, seed=73)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def second(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
+    with Engine(model("gqa"), connector(depot.url), max_num_batched_tokens=512) as engine:
+        yield engine
+
+
+@pytest.mark.promise(75)
+def test_a_prompt_that_two_engines_get_at_once_is_computed_once(
+    first: Engine, second: Engine, depot: DepotProcess
+) -> None:
+    for number, prompt in enumerate(LONG):
+        first.send("generate", prompts=[prompt] * 4, max_tokens=first.max_tokens)
+        second.send("generate", prompts=[prompt] * 4, max_tokens=first.max_tokens)
+        outputs = first.answer()["outputs"] + second.answer()["outputs"]
+        assert tokens(outputs) == [first.reference[number]] * 8
+        assert sorted(cached(outputs))[0] == 0
+        assert sum(len(prompt) - each for each in cached(outputs)) <= 1.1 * len(prompt) + 7 * 128
+    assert depot.status().counters["flights_joined"] >= 3
+
+
+def test_an_engine_that_is_asked_right_after_another_finds_every_whole_chunk(first: Engine, second: Engine) -> None:
+    for number, prompt in enumerate(SHORT, len(LONG)):
+        assert tokens(first.generate([prompt])) == [first.reference[number]]
+        outputs = second.generate([prompt])
+        assert (tokens(outputs), cached(outputs)) == ([first.reference[number]], [640])
+
+
+def test_an_engine_that_is_killed_while_it_computes_costs_no_request(
+    depot: DepotProcess, model: MakeModel, first: Engine
+) -> None:
+    (prompt,) = prompts(1, 3900, seed=72)
+    with Engine(
+        model("gqa"), connector(depot.url), reference=[prompt], max_num_batched_tokens=128
+    ) as doomed:
+        before = depot.status().counters["flights"]
+        doomed.send("generate", prompts=[prompt], max_tokens=1)
+        wait_until(lambda: depot.status().counters["flights"] > before, 60, "the prompt is announced")
+        first.send("generate", prompts=[prompt], max_tokens=first.max_tokens)
+        time.sleep(0.05)
+        doomed.close()
+        (output,) = first.answer()["outputs"]
+        assert output["tokens"] == doomed.reference[0]
+    wait_until(lambda: depot.status().num_leases == 0, what="leases")
