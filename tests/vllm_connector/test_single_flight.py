@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from tests.vllm.conftest import MakeModel
-from tests.vllm.engines import Engine, cached, connector, prompts, tokens, wait_until_stored
+from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens, wait_until_stored
 
 LONG = prompts(3, 3500, seed=70)
 SHORT = prompts(6, 700, seed=71)
@@ -54,9 +53,7 @@ def test_an_engine_that_is_killed_while_it_computes_costs_no_request(
     depot: DepotProcess, model: MakeModel, first: Engine
 ) -> None:
     (prompt,) = prompts(1, 3900, seed=72)
-    with Engine(
-        model("gqa"), connector(depot.url), reference=[prompt], max_num_batched_tokens=128
-    ) as doomed:
+    with Engine(model("gqa"), connector(depot.url), reference=[prompt], max_num_batched_tokens=128) as doomed:
         before = depot.status().counters["flights"]
         doomed.send("generate", prompts=[prompt], max_tokens=1)
         wait_until(lambda: depot.status().counters["flights"] > before, 60, "the prompt is announced")

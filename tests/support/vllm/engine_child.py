@@ -26,9 +26,8 @@ class Child:
     ) -> Any:  # fmt: skip
         """Start an engine; `first` is test code that runs before."""
         exec(first, {})  # noqa: S102
-        from vllm.config import KVTransferConfig
-
         from vllm import LLM
+        from vllm.config import KVTransferConfig
 
         options = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "max_num_seqs": 4,
                    "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": False, **options}  # fmt: skip
@@ -71,9 +70,8 @@ class Child:
         self, prompts: list[list[int]], max_tokens: int = 16, *, together: bool = True, salt: str | None = None,
         adapter: list[str] | None = None, params: dict[str, Any] | None = None, logprobs: int | None = None,
     ) -> Any:  # fmt: skip
-        from vllm.lora.request import LoRARequest
-
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         sampling = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs,

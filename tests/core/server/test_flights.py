@@ -10,7 +10,7 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.server import flights
 from kvdepot.server.replies import Deferred
 from kvdepot.wire import messages as m
-from tests.core.test_index import HYBRID, SHARDED, Bench, Worker, prompt
+from support.index import HYBRID, SHARDED, Bench, Worker, prompt
 
 WAIT_SECONDS = 1.5
 PACE = 0.01  # seconds a token
