@@ -40,7 +40,8 @@ class Client:
     announced: list[int] = field(default_factory=list[int])  # tokens ahead of each lookup that announces
     ended: list[str] = field(default_factory=list[str])
 
-    def submit_lookup(self, request_id: str, key: KeyRun, *, announces: bool, ahead_tokens: int) -> Any:
+    def submit_lookup(self, request_id: str, key: KeyRun, *, joins: bool, announces: bool, ahead_tokens: int) -> Any:
+        assert joins or not announces
         self.asked.append(key.num_chunks)
         if announces:
             self.announced.append(ahead_tokens)
@@ -532,6 +533,78 @@ def test_what_was_announced_is_withdrawn_after_the_last_store(scene: Callable[..
     assert it.client.ended == []
     it.report(plan)
     assert it.client.ended == ["r"]
+
+
+def key_of(num_tokens: int) -> KeyRun:
+    hasher = PrefixHasher(Namespace("m"), 16)
+    hasher.extend(list(range(num_tokens)))
+    return hasher.run(0, num_tokens // 16)
+
+
+def test_a_prefill_engine_says_what_it_computed_if_it_is_asked(scene: Callable[..., Scene]) -> None:
+    it = scene()
+    told = []
+    for name, params in (("a", {"do_remote_decode": True}), ("b", None)):
+        request = it.request(50, name, kv_transfer_params=params)
+        it.side.matched_tokens(request, 0)
+        it.step(request, 50, (blocks(1, 4),))
+        told.append(it.side.finished(request, (blocks(1, 4),)))
+    prefix = key_of(48).digests[-32:].hex()
+    assert told == [
+        {"do_remote_prefill": True, "do_remote_decode": False, "kvdepot": {"num_tokens": 48, "prefix": prefix}}, None,
+    ]  # fmt: skip
+
+
+def handed(num_tokens: int, **told: Any) -> dict[str, Any]:
+    prefix = key_of(num_tokens).digests[-32:].hex()
+    return {"do_remote_prefill": True, "kvdepot": {"num_tokens": num_tokens, "prefix": prefix, **told}}
+
+
+def test_a_decode_engine_waits_for_what_is_handed_over_and_then_computes(scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=1)
+    request = it.request(100, kv_transfer_params=handed(48, wait_ms=500))
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    assert it.client.asked == [6], "it does not ask in every step"
+    it.clock[0] = 0.4
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    assert it.client.announced == []
+    it.client.num_chunks = 3
+    it.clock[0] = 0.41
+    assert it.side.matched_tokens(request, 0) == (48, True)
+
+
+def test_a_decode_engine_computes_what_never_comes(scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=1)
+    request = it.request(100, kv_transfer_params=handed(48, wait_ms=500))
+    it.clock[0] = 0.5
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    assert it.client.announced == [0], "others may wait for it now"
+    assert it.side.matched_tokens(request, 0) == (16, True)
+    assert it.side.counters["hand_overs_missed"] == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        handed(48, prefix="00" * 32),
+        {"do_remote_prefill": False, "kvdepot": {"num_tokens": 48}},
+        {"kvdepot": {"num_tokens": 48}},
+        {"do_remote_prefill": True, "kvdepot": {"num_tokens": 16, "prefix": "nonsense", "wait_ms": "x"}},
+    ],
+)
+def test_nothing_is_waited_for_that_is_not_handed_over(scene: Callable[..., Scene], params: dict[str, Any]) -> None:
+    it = scene(num_chunks=1)
+    request = it.request(100, kv_transfer_params=params)
+    assert it.side.matched_tokens(request, 0) == (16, True)
+
+
+@pytest.mark.parametrize(("role", "extra", "store"), [
+    ("kv_producer", {}, "prompt"), ("kv_producer", {"kvdepot.store": "all"}, "all"), ("kv_consumer", {}, "all"),
+    ("kv_both", {}, "all"),
+])  # fmt: skip
+def test_a_prefill_engine_stores_prompts(role: str, extra: dict[str, Any], store: str) -> None:
+    assert Settings.parse(extra, role=role).store == store
 
 
 @pytest.mark.parametrize("how", ["abort", "preemption", "reset"])

@@ -1,6 +1,5 @@
 """Two engines that get the same prompt compute it once."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -37,7 +36,7 @@ def test_a_prompt_that_two_engines_get_at_once_is_computed_once(
         second.send("generate", prompts=[prompt] * 4, max_tokens=first.max_tokens)
         outputs = first.answer()["outputs"] + second.answer()["outputs"]
         assert tokens(outputs) == [first.reference[number]] * 8
-        assert sorted(cached(outputs))[0] == 0
+        assert min(cached(outputs)) == 0
         assert sum(len(prompt) - each for each in cached(outputs)) <= 1.1 * len(prompt) + 7 * 128
     assert depot.status().counters["flights_joined"] >= 3
 
@@ -58,7 +57,6 @@ def test_an_engine_that_is_killed_while_it_computes_costs_no_request(
         doomed.send("generate", prompts=[prompt], max_tokens=1)
         wait_until(lambda: depot.status().counters["flights"] > before, 60, "the prompt is announced")
         first.send("generate", prompts=[prompt], max_tokens=first.max_tokens)
-        time.sleep(0.05)
         doomed.close()
         (output,) = first.answer()["outputs"]
         assert output["tokens"] == doomed.reference[0]

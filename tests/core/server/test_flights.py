@@ -25,7 +25,7 @@ class Asked:
     """A lookup, and its answer once there is one."""
 
     def __init__(self, worker: Worker, run: KeyRun, request_id: str = "r", *, announces: bool = True, **fields: Any):
-        fields = {"wait_seconds": WAIT_SECONDS, "token_seconds": PACE, **fields}
+        fields = {"wait_seconds": WAIT_SECONDS, "token_seconds": PACE, "joins": True, **fields}
         request = m.Lookup(worker.context, request_id, run.digests, run.tenant, announces=announces, **fields)
         self.asked_at = worker.bench.now
         self.answers: list[m.LookupReply] = []
@@ -182,12 +182,13 @@ def test_tenants_do_not_wait_for_each_other() -> None:
     assert waiting.found == 4
 
 
-def test_a_lookup_that_does_not_announce_neither_waits_nor_is_waited_for() -> None:
+def test_a_lookup_waits_only_if_it_joins_and_is_waited_for_only_if_it_announces() -> None:
     bench = Bench()
     first, second = bench.worker(), bench.worker()
     Asked(first, prompt(4), announces=False)
     assert Asked(second, prompt(4)).found == 0
-    assert Asked(first, prompt(4), "again", announces=False).found == 0
+    assert Asked(first, prompt(4), "again", joins=False).found == 0
+    assert Asked(first, prompt(4), "and again", announces=False).found is None
 
 
 def test_every_shard_has_to_arrive() -> None:

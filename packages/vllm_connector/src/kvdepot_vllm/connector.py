@@ -112,11 +112,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         transfer = vllm_config.kv_transfer_config
-        self._settings = Settings.parse(transfer.kv_connector_extra_config)
+        self._settings = Settings.parse(transfer.kv_connector_extra_config, role=transfer.kv_role)
         self._instance = f"vllm {transfer.engine_id}"[:256]
         self._cache: EngineCache | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._kv_caches: dict[str, Any] | None = None  # as registered
         self._unsaid: str | None = None  # the worker's format, until it is sent
         self._block_pool: Any = None
         self._plan = StepPlan()
@@ -151,6 +152,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=vllm_config.cache_config.block_size,
             capability=None if capability is None else capability.major,
         )
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """False: sleep mode takes the cache's device memory away, and following it was never shown on a device."""
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -232,6 +238,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Register this worker's KV cache with the depot. If that fails, the engine goes on without a depot."""
         self._leave_as_worker()
         self._worker, self._unsaid = WorkerSide(None, 1, 0), ""
+        self._kv_caches = kv_caches
         if self._cache is None:
             return
         try:
@@ -240,6 +247,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             logger.error("kvdepot is not used by this worker: %s", reason)
         except Exception:
             logger.exception("kvdepot failed and is not used by this worker; the engine goes on without it")
+
+    def unregister_kv_caches(self) -> None:
+        """Give the cache's memory up, before vLLM takes it away: until `restore_kv_caches` every load is a miss."""
+        self._leave_as_worker()
+        self._worker = WorkerSide(None, 1, 0)
+
+    def restore_kv_caches(self) -> None:
+        """Register the cache again, now that vLLM has its memory back."""
+        if self._kv_caches is not None:
+            self.register_kv_caches(self._kv_caches)
 
     @_never_raises(_nothing)
     def _leave_as_worker(self) -> None:
@@ -405,10 +422,10 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Plan the request's last stores. vLLM may free its blocks at once: references hold those that stores read."""
-        if self._scheduler is not None:
-            reason = request.get_finished_reason()
-            self._scheduler.finished(request, block_ids, has_failed=str(reason) == "error")
-        return False, None
+        if self._scheduler is None:
+            return False, None
+        reason = request.get_finished_reason()
+        return False, self._scheduler.finished(request, block_ids, has_failed=str(reason) == "error")
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `request_finished_all_groups`."""

@@ -20,6 +20,7 @@ from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.blocks import blocks_to_fill
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob, Step, StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache
+from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
 from kvdepot_vllm.hints import Hints
 from kvdepot_vllm.identity import RequestIdentity
 from kvdepot_vllm.pace import PrefillPace
@@ -30,6 +31,7 @@ from kvdepot_vllm.tracing import end_span, start_span
 logger = logging.getLogger(__name__)
 
 _FRESH_SECONDS: Final = 5.0  # an older answer is asked for again before it is used
+_HAND_OVER_SECONDS: Final = 0.005  # between two questions for a prompt that a prefill engine has not begun
 _IDLE_SECONDS: Final = 0.001  # to wait for an answer while nothing is computed; shorter than an empty step
 _SLOWEST_TOKEN_SECONDS: Final = 60.0  # the protocol's limit
 _NO_CHUNKS: Final = KeyRun(b"", 0, bytes(32))
@@ -46,6 +48,9 @@ class _Request:
     lease: Lease | None = None  # the answer to the last lookup
     asked_at: float = 0.0
     waits_until: float = 0.0  # for chunks that others are computing
+    hand_over: HandOver | None = None  # a prefill engine computes the prompt
+    began_at: float = 0.0  # when the first question was sent
+    ask_at: float = 0.0  # when to ask again
     announced: bool = False  # that it computes chunks: to be withdrawn when it ends
     local_tokens: int = 0  # the hit in vLLM's own cache, as told with the last question
     loaded_at: int = -1  # preemption count when a load was last planned: each admission loads at most once
@@ -126,13 +131,14 @@ class SchedulerSide:
             StoreProgress(request, keys, may_store),
             may_load=self._settings.load and wishes.get("load") is not False and not request.resumable,
             hints=Hints.parse(wishes),
+            hand_over=HandOver.parse(request.kv_transfer_params),
         )
         stale = self._requests.pop(request.request_id, None)
         if stale is not None:
             self._forget(stale)
         self._requests[request.request_id] = state
         if state.may_load and not request.skip_reading_prefix_cache:
-            self._ask_first(state)
+            self._ask(state)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens past the local hit a load would bring; None while the depot has not answered.
@@ -168,43 +174,63 @@ class SchedulerSide:
         if state.lease is not None and self._clock() - state.asked_at <= _FRESH_SECONDS:
             return state.lease
         if state.lookup is None:
+            if self._clock() < state.ask_at:
+                return None
             self._drop_lease(state)
-            self._ask_first(state)
+            self._ask(state)
         if state.lookup is None:
             return state.lease or MISS
         may_wait, self._is_idle = self._is_idle, False  # once a step, however many requests wait
         if not (state.lookup.wait(_IDLE_SECONDS) if may_wait else state.lookup.query()):
             return None
         lease = self._take_answer(state, state.lookup)
-        if lease.num_pending and self._clock() < state.waits_until:
-            self._drop_lease(state)
-            self._ask(state)
+        if self._asks_again(state, lease):
             return None
         self.counters["lookups"] += 1
         return lease
+
+    def _asks_again(self, state: _Request, lease: Lease) -> bool:
+        """Ask again if others bring more chunks; False if the answer is final."""
+        now, hand_over = self._clock(), state.hand_over
+        if lease.num_pending and now < state.waits_until:
+            state.ask_at = now
+        elif hand_over is None or lease.num_chunks >= hand_over.num_chunks(
+            self._wanted(state), self._cache.chunk_tokens
+        ):
+            return False
+        elif now < state.began_at + hand_over.wait_seconds:
+            state.ask_at = now + _HAND_OVER_SECONDS
+        else:
+            state.hand_over, state.ask_at = None, now  # this question announces that the engine computes the rest
+            self.counters["hand_overs_missed"] += 1
+        self._drop_lease(state)
+        if state.ask_at <= now:
+            self._ask(state)
+        return True
 
     def _num_wanted(self, request: EngineRequest) -> int:
         """Return the chunks worth loading: at least one token is left to compute, as with vLLM's own prefix cache."""
         return min(MAXIMUM_CHUNKS, max(0, request.num_tokens - 1) // self._cache.chunk_tokens)
 
-    def _ask_first(self, state: _Request) -> None:
-        """Ask, and from now on wait for others at most as long as computing the prompt takes, or a deadline."""
-        seconds = state.request.num_tokens * self._client.token_seconds
-        state.waits_until = self._clock() + max(seconds, self._settings.deadline_seconds)
-        self._ask(state)
+    def _wanted(self, state: _Request) -> KeyRun:
+        return state.keys.run(0, self._num_wanted(state.request))
 
     def _ask(self, state: _Request) -> None:
-        wanted = self._num_wanted(state.request)
-        if not wanted:
+        key, now = self._wanted(state), self._clock()
+        if not key.num_chunks:
             return
-        key = state.keys.run(0, wanted)
-        state.asked_at = self._clock()
-        tokens = wanted * self._cache.chunk_tokens
+        if state.asked_at + _FRESH_SECONDS < now or not state.waits_until:
+            # Waiting for others takes at most as long as computing the prompt, or a deadline.
+            seconds = state.request.num_tokens * self._client.token_seconds
+            state.began_at, state.waits_until = now, now + max(seconds, self._settings.deadline_seconds)
+        state.asked_at = now
+        tokens = key.num_chunks * self._cache.chunk_tokens
         state.span = start_span("kvdepot lookup", state.request, wanted_tokens=tokens)
-        announces = self._settings.wait_for_others and state.progress.may_store
+        joins = self._settings.wait_for_others
+        announces = joins and state.progress.may_store and state.hand_over is None
         state.announced |= announces
         state.lookup = self._client.submit_lookup(
-            state.request.request_id, key, announces=announces, ahead_tokens=self._ahead_tokens(state)
+            state.request.request_id, key, joins=joins, announces=announces, ahead_tokens=self._ahead_tokens(state)
         )
 
     def _ahead_tokens(self, state: _Request) -> int:
@@ -356,11 +382,15 @@ class SchedulerSide:
 
     # --- end ------------------------------------------------------------------------------------------------------
 
-    def finished(self, request: EngineRequest, table: BlockTable, *, has_failed: bool = False) -> None:
-        """Store the last full chunks of a request that ended, for whatever reason, and still has its blocks."""
+    def finished(self, request: EngineRequest, table: BlockTable, *, has_failed: bool = False) -> dict[str, Any] | None:
+        """Store the last full chunks of a request that ended, for whatever reason, and still has its blocks.
+
+        Returns:
+            what the engine that decodes is to be told, if the request asks for that.
+        """
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return
+            return None
         progress = state.progress
         try:
             if progress.may_store and not has_failed and state.load is None:
@@ -373,6 +403,10 @@ class SchedulerSide:
             if state.announced:
                 self._late_withdrawals.add(request.request_id)
                 self._withdraw_late(request.request_id)
+            num_chunks = min(progress.num_stored, request.num_prompt_tokens // self._cache.chunk_tokens)
+            if not num_chunks or has_failed or not asks_for_hand_over(request.kv_transfer_params):
+                return None
+            return handed_over(state.keys.run(0, num_chunks), self._cache.chunk_tokens)
         finally:
             self._forget(state)
 

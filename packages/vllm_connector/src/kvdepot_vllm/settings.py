@@ -25,10 +25,10 @@ class Settings:
     """Every setting is `kvdepot.NAME` in `kv_connector_extra_config`, and optional.
 
     `store` selects the stored tokens: "all" (prompt and output), "prompt" or "none". `load` switches loads on or off.
-    With `wait_for_others` a request waits for a prompt that another request or engine is computing, where that is
-    sooner than computing it again. `max_pinned_share` limits the share of the engine's blocks that stores under way may hold. `kv_cache_layout` is the
-    layout requested from vLLM: "auto" (on CUDA all layers of a block in one place), "engine" (vLLM's own choice) or one
-    of vLLM's names.
+    With `wait_for_others`, a request waits for chunks that another request or engine is computing, if they come sooner
+    that way. `max_pinned_share` limits the share of the engine's blocks that stores under way may hold.
+    `kv_cache_layout` is the layout requested from vLLM: "auto" (on CUDA all layers of a block in one place), "engine"
+    (vLLM's own choice) or one of vLLM's names.
     """
 
     url: str | None = None  # None: the depot in the default directory
@@ -87,14 +87,16 @@ class Settings:
         return device == "hpu" if self.synchronous is None else self.synchronous
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any]) -> "Settings":
+    def parse(cls, extra: Mapping[str, Any], role: str | None = None) -> "Settings":
         """Return the settings in `kv_connector_extra_config`. Keys of other connectors are ignored.
+
+        With the role "kv_producer", prompts alone are stored unless `kvdepot.store` says otherwise.
 
         Raises:
             ConfigError: an unknown `kvdepot.` key, or a value of the wrong type.
         """
         types: dict[str, Any] = {field.name: field.type for field in fields(cls)}
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {"store": "prompt"} if role == "kv_producer" else {}
         for key, value in extra.items():
             if not key.startswith(PREFIX):
                 continue

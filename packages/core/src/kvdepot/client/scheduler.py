@@ -129,15 +129,16 @@ class SchedulerClient:
         return self.submit_lookup(request_id, key).result()
 
     def submit_lookup(
-        self, request_id: str, key: KeyRun, *, announces: bool = False, ahead_tokens: int = 0
+        self, request_id: str, key: KeyRun, *, joins: bool = False, announces: bool = False, ahead_tokens: int = 0
     ) -> PendingLookup:
         """Like `lookup`, without waiting.
 
         Args:
             request_id: the engine's.
             key: a run from chunk 0 on.
-            announces: the engine is about to compute the chunks that are not found, and stores them. Others wait for
-                them, and this lookup waits for chunks that others have announced. `end_request` withdraws it.
+            joins: wait for chunks that other lookups have announced.
+            announces: the engine is about to compute the chunks that are not found, and stores them. `end_request`
+                withdraws it.
             ahead_tokens: that the engine computes before those.
         """
         if key.first_chunk:
@@ -147,15 +148,17 @@ class SchedulerClient:
             if channel is None or not key.digests:
                 return PendingLookup(self, None, 0)
             try:
-                sequence = channel.submit(self._lookup(channel.link, request_id, key, announces, ahead_tokens))
+                sequence = channel.submit(self._lookup(channel.link, request_id, key, joins, announces, ahead_tokens))
             except DepotUnavailable:
                 return PendingLookup(self, None, 0)
             return PendingLookup(self, channel, sequence)
 
-    def _lookup(self, link: Link, request_id: str, key: KeyRun, announces: bool, ahead_tokens: int) -> m.Lookup:
+    def _lookup(
+        self, link: Link, request_id: str, key: KeyRun, joins: bool, announces: bool, ahead_tokens: int
+    ) -> m.Lookup:
         return m.Lookup(
             link.context, request_id, key.digests, key.tenant, self.deadline_seconds * _SHARE_FOR_WAITING,
-            self.token_seconds, announces, ahead_tokens,
+            self.token_seconds, announces, ahead_tokens, joins,
         )  # fmt: skip
 
     def release(self, lease: Lease) -> None:

@@ -1,12 +1,12 @@
 """Single flight: a lookup waits for chunks that another engine is computing, instead of computing them again.
 
 A flight begins when a lookup that announces is answered with a miss: its engine is about to compute the missing chunks.
-Another lookup of the same tenant that misses the same chunk joins the flight. It is answered once the chunks that the
-two have in common are here, when the flight ends without them, or at its own deadline. A flight ends when its chunks
-are here, its request ends, its engine leaves, or nothing of it arrives in time.
+Another lookup of the same tenant that misses the same chunk can join the flight. It is answered once the chunks that
+the two have in common are here, when the flight ends without them, or at its own deadline. A flight ends when its
+chunks are here, its request ends, its engine leaves, or nothing of it arrives in time.
 
-A flight is found by its first chunk that is not here yet: a lookup that shares more with it misses just that chunk. Only
-spaces whose groups are all full attention have flights, as only there every chunk follows the one before it.
+The first chunk of a flight that is not here yet finds it, because a lookup that shares this chunk misses it, too. Only
+models whose groups are all full attention have flights: only there, each chunk follows the one before it.
 """
 
 import heapq

@@ -47,7 +47,7 @@ class Lookups:
         tokens[0] += num_chunks * space.spec.chunk_tokens
         tokens[1] += found * space.spec.chunk_tokens
         if found < num_chunks:
-            if self._flights and request.announces:
+            if self._flights and request.joins:
                 deferred = Deferred()
                 if self._join(context, request, found, self._state.clock(), deferred):
                     return deferred
@@ -95,7 +95,7 @@ class Lookups:
             here, nodes = self._index.longest_prefix(space, request.digests)
             tokens[2] += max(0, here - found) * space.spec.chunk_tokens
             is_waiting = (
-                self._flights and request.announces and here * DIGEST_BYTES < len(request.digests)
+                self._flights and request.joins and here * DIGEST_BYTES < len(request.digests)
                 and self._join(context, request, here, began, deferred)
             )  # fmt: skip
             if not is_waiting:
@@ -130,8 +130,14 @@ class Lookups:
         epoch, leases = self._state.epoch, self._leases
         self._counters["lookup_chunks_hit"] += found
         num_pending = 0
-        if request.announces and found * DIGEST_BYTES < len(request.digests):
-            num_pending = self._announce(context, request, found)
+        if found * DIGEST_BYTES < len(request.digests):
+            if self._flights and request.joins:
+                num_pending = self._pending(context, request, found)
+            if request.announces and not num_pending:
+                self._flights.begin(
+                    context, request.request_id, request.tenant, request.digests, found=found,
+                    ahead_tokens=request.ahead_tokens, token_seconds=request.token_seconds,
+                )  # fmt: skip
         if not found:
             return m.LookupReply(epoch, 0, 0, 0.0, waited_seconds, num_pending)
         lease = leases.grant(context.number, request.request_id, nodes, self._state.clock())
@@ -140,18 +146,12 @@ class Lookups:
             self._state.tiering.used(nodes[-1])
         return m.LookupReply(epoch, found, lease, leases.lease_seconds, waited_seconds, num_pending)
 
-    def _announce(self, context: Context, request: m.Lookup, found: int) -> int:
-        """Begin a flight for the chunks that are not here; return how many of them another one is bringing."""
-        pending = self._flights.pending(
+    def _pending(self, context: Context, request: m.Lookup, found: int) -> int:
+        """Return how many of the chunks that are not here another request is bringing."""
+        return self._flights.pending(
             context, request.request_id, request.tenant, request.digests, found=found,
             token_seconds=request.token_seconds,
         )  # fmt: skip
-        if not pending:
-            self._flights.begin(
-                context, request.request_id, request.tenant, request.digests, found=found,
-                ahead_tokens=request.ahead_tokens, token_seconds=request.token_seconds,
-            )  # fmt: skip
-        return pending
 
     def _used(self, node: int) -> None:
         rest = self._index.used(node)

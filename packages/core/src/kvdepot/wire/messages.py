@@ -170,7 +170,7 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     slower. Retrieved tokens count as this much time saved.
 
     `announces`: the engine is about to compute what the reply lacks, behind `ahead_tokens` others, and stores it.
-    Lookups that announce also wait, within `wait_seconds`, for chunks that another one has announced (single flight).
+    `joins`: wait, within `wait_seconds`, for chunks that another lookup has announced (single flight).
     """
 
     context: Identifier
@@ -181,6 +181,7 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     token_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
     announces: bool = False
     ahead_tokens: Count = 0
+    joins: bool = False
 
 
 class Release(Struct, array_like=True, tag="release", frozen=True):

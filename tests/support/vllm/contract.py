@@ -1,0 +1,148 @@
+# pyright: basic
+"""The part of vLLM that the connector touches, as JSON: `python -m support.vllm.contract TREE_OR_WHEEL >FILE`.
+
+Nothing is imported: names and signatures are read from source, so no vLLM has to be installed. The connector's own
+source says what it touches: the names it imports, the methods of vLLM's base classes that it overrides, and the
+attributes of vLLM's objects that `kvdepot_vllm.engine` lists.
+"""
+
+import ast
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[3] / "packages/vllm_connector/src/kvdepot_vllm"
+OBJECTS = {  # protocols of kvdepot_vllm.engine
+    "EngineRequest": ("vllm.v1.request", "Request"),
+    "Block": ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"),
+    "BlockPool": ("vllm.v1.core.block_pool", "BlockPool"),
+    "Step": ("vllm.v1.core.sched.output", "SchedulerOutput"),
+}
+Read = Callable[[str], str | None]
+
+
+def reader(path: Path) -> Read:
+    """Return a function that reads a file of vLLM's tree or wheel, None if it is not there."""
+    if path.suffix == ".whl":
+        wheel = zipfile.ZipFile(path)
+        names = set(wheel.namelist())
+        return lambda name: wheel.read(name).decode() if name in names else None
+    return lambda name: (path / name).read_text() if (path / name).exists() else None
+
+
+def touched() -> dict[str, set[str]]:
+    """Return the names that the connector imports from each module of vLLM."""
+    names: dict[str, set[str]] = {}
+    for file in SOURCE.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
+                names.setdefault(node.module, set()).update(alias.name for alias in node.names)
+    return names
+
+
+def overrides() -> dict[str, list[str]]:
+    """Return the methods of each class of the connector, with their parameters."""
+    tree = ast.parse((SOURCE / "connector.py").read_text())
+    (connector,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "KVDepotConnector")
+    return {node.name: parameters(node) for node in connector.body if isinstance(node, ast.FunctionDef)}
+
+
+def attributes() -> dict[str, list[str]]:
+    """Return the attributes of vLLM's objects that the connector reads, by protocol."""
+    tree = ast.parse((SOURCE / "engine.py").read_text())
+    return {
+        node.name: [
+            each.target.id if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) else each.name
+            for each in node.body
+            if isinstance(each, (ast.AnnAssign, ast.FunctionDef))
+        ]
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name in OBJECTS
+    }
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Return the parameters of a function: `name`, `name=` with a default, `*name`, `**name`."""
+    spec = function.args
+    plain = [*spec.posonlyargs, *spec.args]
+    first_default = len(plain) - len(spec.defaults)
+    listed = [each.arg + "=" * (place >= first_default) for place, each in enumerate(plain)]
+    listed += [f"*{spec.vararg.arg}"] if spec.vararg else []
+    listed += [
+        each.arg + "=" * (default is not None) for each, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+    ]
+    return listed + ([f"**{spec.kwarg.arg}"] if spec.kwarg else [])
+
+
+def describe(read: Read) -> dict[str, Any]:
+    """Return what a vLLM has of everything that the connector touches; None for what is not there."""
+    objects = {name: _class(read, *place) for name, place in sorted(OBJECTS.items())}
+    base = _class(read, "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1") or {}
+    hma = _class(read, "vllm.distributed.kv_transfer.kv_connector.v1.base", "SupportsHMA") or {}
+    methods = {**base, **hma}
+    return {
+        "imports": {
+            f"{module}.{name}": _exists(read, module, name)
+            for module, names in sorted(touched().items())
+            for name in sorted(names)
+        },
+        "methods": {name: methods[name] for name in sorted(overrides()) if name in methods},
+        "attributes": {
+            name: {each: (members or {}).get(each) is not None for each in attributes()[name]}
+            for name, members in objects.items()
+        },
+    }
+
+
+def _module(read: Read, module: str) -> ast.Module | None:
+    place = module.replace(".", "/")
+    text = read(f"{place}.py") or read(f"{place}/__init__.py")
+    return None if text is None else ast.parse(text)
+
+
+def _exists(read: Read, module: str, name: str) -> bool:
+    """Return whether a module has a name, or a submodule of that name."""
+    tree = _module(read, module)
+    if _module(read, f"{module}.{name}") is not None:
+        return True
+    return tree is not None and any(name in _bound(node) for node in ast.walk(tree))
+
+
+def _bound(node: ast.AST) -> list[str]:
+    match node:
+        case ast.ClassDef() | ast.FunctionDef():
+            return [node.name]
+        case ast.Import() | ast.ImportFrom():
+            return [alias.asname or alias.name for alias in node.names]
+        case ast.Assign():
+            return [each.id for each in node.targets if isinstance(each, ast.Name)]
+        case ast.AnnAssign() if isinstance(node.target, ast.Name):
+            return [node.target.id]
+        case ast.Constant() if isinstance(node.value, str):
+            return [node.value]  # names that a module gives out by `__getattr__`
+        case _:
+            return []
+
+
+def _class(read: Read, module: str, name: str) -> dict[str, list[str]] | None:
+    """Return the members of a class: methods with their parameters, and attributes, also those set in `__init__`."""
+    tree = _module(read, module)
+    for node in tree.body if tree is not None else ():
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            members: dict[str, list[str]] = {}
+            for each in ast.walk(node):
+                if isinstance(each, ast.FunctionDef):
+                    members.setdefault(each.name, parameters(each))
+                elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    members.setdefault(each.target.id, [])
+                elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+                    members.setdefault(each.attr, [])
+            return members
+    return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe(reader(Path(sys.argv[1]))), indent=1, sort_keys=True))  # noqa: T201

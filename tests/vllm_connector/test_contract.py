@@ -1,0 +1,58 @@
+"""What the connector touches of vLLM is there, with the signatures that it expects, in each version that is supported.
+
+`vllm-VERSION.json` says what a version has: `cd tests; python -m support.vllm.contract TREE_OR_WHEEL`.
+"""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.vllm import contract
+
+VERSIONS = {path.stem.removeprefix("vllm-"): path for path in sorted(Path(__file__).parent.glob("vllm-*.json"))}
+
+
+@pytest.fixture(params=VERSIONS)
+def vllm(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return json.loads(VERSIONS[request.param].read_text())
+
+
+def test_two_versions_are_compared() -> None:
+    assert [*VERSIONS] == ["0.32", "0.33"]
+
+
+def test_everything_that_is_imported_is_there(vllm: dict[str, Any]) -> None:
+    expected = {f"{module}.{name}" for module, names in contract.touched().items() for name in names}
+    assert {name for name, is_there in vllm["imports"].items() if is_there} == expected
+
+
+def test_everything_that_is_read_of_its_objects_is_there(vllm: dict[str, Any]) -> None:
+    expected = {name: dict.fromkeys(each, True) for name, each in contract.attributes().items()}
+    assert vllm["attributes"] == expected
+
+
+def test_every_hook_takes_the_parameters_that_it_is_called_with(vllm: dict[str, Any]) -> None:
+    ours = contract.overrides()
+    for name, theirs in vllm["methods"].items():
+        takes_more = any(each.startswith("**") for each in ours[name])
+        missing = [each for each in theirs if each.rstrip("=") not in {own.rstrip("=") for own in ours[name]}]
+        required = [each for each in ours[name] if not each.endswith("=") and not each.startswith("*")]
+        assert name == "__init__" or takes_more or not missing, f"{name} lacks {missing}"
+        assert all(each in theirs or f"{each}=" in theirs for each in required), f"{name} requires {required}"
+
+
+def test_every_public_method_is_a_hook_of_some_version() -> None:
+    """A hook that vLLM renamed would never be called."""
+    known = {name for path in VERSIONS.values() for name in json.loads(path.read_text())["methods"]}
+    assert {name for name in contract.overrides() if not name.startswith("_")} <= known
+
+
+def test_the_installed_vllm_is_one_of_them() -> None:
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    tree = Path(spec.origin).parents[1]
+    assert contract.describe(contract.reader(tree)) == json.loads(VERSIONS["0.32"].read_text())
