@@ -87,6 +87,7 @@ class Child:
                 best = output.outputs[0]
                 outputs.append({
                     "tokens": list(best.token_ids), "cached": output.num_cached_tokens, "reason": best.finish_reason,
+                    "params": output.kv_transfer_params,
                     "logprobs": [max(p.logprob for p in places.values()) for places in best.logprobs or []],
                 })  # fmt: skip
         seconds = time.perf_counter() - started

@@ -1,0 +1,37 @@
+"""Runs the examples as a user does, with a tiny model."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+OPTIONS = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+ENVIRONMENT = {
+    **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}  # fmt: skip
+
+
+def run(*command: str, **variables: str) -> str:
+    done = subprocess.run(
+        command, env={**ENVIRONMENT, **variables}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+def free_port(count: int = 1) -> int:
+    """Return the first of some ports in a row that are free now."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        try:
+            for number in range(port, port + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", number))
+        except OSError:
+            continue
+        return port

@@ -1,0 +1,21 @@
+"""The example with a prefill engine, a decode engine and a proxy, as a user runs it."""
+
+import re
+import sys
+
+from support.vllm.engines import MakeModel
+from support.vllm.examples import EXAMPLES, OPTIONS, free_port, run
+
+
+def test_prefill_and_decode_engines_share_a_depot(model: MakeModel) -> None:
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
+    output = run(
+        "bash", str(EXAMPLES / "disaggregated" / "serve.sh"), str(model("gqa")), *flags, "--enforce-eager",
+        PORT=str(free_port(3)), POOL_SIZE="128MiB",
+        VLLM_SERVE=f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+    )  # fmt: skip
+    for name in ("prefill first", "both at once", "without the prefill engine"):
+        (answer,) = re.findall(rf"^{name}: (.*?\[DONE\])", output, re.MULTILINE | re.DOTALL)
+        assert answer.count('"text"') >= 4
+    assert re.findall(r"decode engine loaded: ([\d.]+)", output) == ["1280.0"]
