@@ -55,9 +55,7 @@ def attributes() -> dict[str, list[str]]:
     tree = ast.parse((SOURCE / "engine.py").read_text())
     return {
         node.name: [
-            each.target.id if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) else each.name
-            for each in node.body
-            if isinstance(each, (ast.AnnAssign, ast.FunctionDef))
+            name for each in node.body if isinstance(each, ast.AnnAssign | ast.FunctionDef) for name in _bound(each)
         ]
         for node in tree.body
         if isinstance(node, ast.ClassDef) and node.name in OBJECTS
