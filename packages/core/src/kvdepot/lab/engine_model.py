@@ -154,7 +154,7 @@ class EngineModel:
         chunks = [key.digests[start : start + DIGEST_BYTES] for start in range(0, len(key.digests), DIGEST_BYTES)]
         local = self.blocks.pin_prefix(chunks)
         started = time.perf_counter()
-        lease = self.scheduler.lookup(request_id, key)
+        lease = self.scheduler.submit_lookup(request_id, key, joins=True, announces=True).result()
         lookup_seconds = time.perf_counter() - started
         try:
             self.blocks.pin_new(chunks, local)
@@ -168,7 +168,7 @@ class EngineModel:
         hasher = PrefixHasher(self._namespace, self.chunk_tokens)
         hasher.extend(tokens)
         started = time.perf_counter()
-        pending = self.scheduler.submit_lookup(request_id, hasher.run())
+        pending = self.scheduler.submit_lookup(request_id, hasher.run(), joins=True, announces=True)
         pending.query()
         pending.cancel()
         self.scheduler.end_request(request_id)

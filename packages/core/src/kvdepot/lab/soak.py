@@ -267,6 +267,7 @@ class Soak:
             "sessions_left": status.num_sessions,
             "leases_left": status.num_leases,
             "tickets_left": status.num_tickets,
+            "flights_left": status.num_flights,
             "quarantined_bytes_left": status.quarantined_bytes,
             "tier_bytes_left_to_write": sum(tier.queued_write_bytes for tier in status.tiers),
             "tiers_left_alone": sum(tier.state != "closed" for tier in status.tiers),

@@ -96,6 +96,7 @@ class StatusCollector(Collector):
             "chunks": (status.num_chunks, "Chunks in the index"),
             "leases": (status.num_leases, "Leases held by requests"),
             "pins": (status.num_pins, "Prefixes pinned by operators"),
+            "flights_under_way": (status.num_flights, "Prefixes announced as being computed"),
             "stores_under_way": (status.num_tickets, "Stores prepared and not yet committed"),
             "sessions": (status.num_sessions, "Connected workers and schedulers"),
             "recovering": (int(status.recovering), "1 while the entries of an earlier server are being read"),

@@ -8,6 +8,7 @@ import msgspec.structs
 from kvdepot.index.pins import PinTable
 from kvdepot.layout import GroupKind
 from kvdepot.server.contexts import Context, ContextTable
+from kvdepot.server.flights import FlightTable
 from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.state import MAXIMUM_ROWS, OTHERS, DepotState
 from kvdepot.server.stores import Stores
@@ -19,11 +20,13 @@ class StatusReport:
     """Collects the status of the parts of a depot."""
 
     def __init__(
-        self, state: DepotState, contexts: ContextTable, stores: Stores, quarantine: QuarantineTable, pins: PinTable
-    ) -> None:
+        self, state: DepotState, contexts: ContextTable, stores: Stores, flights: FlightTable,
+        quarantine: QuarantineTable, pins: PinTable,
+    ) -> None:  # fmt: skip
         self._state = state
         self._contexts = contexts
         self._stores = stores
+        self._flights = flights
         self._quarantine = quarantine
         self._pins = pins
 
@@ -42,6 +45,7 @@ class StatusReport:
             "num_pins": len(self._pins),
             "draining": state.is_draining,
             "num_tickets": len(self._stores.tickets),
+            "num_flights": len(self._flights),
             "prefill_seconds_saved": usage.saved_seconds,
             "contexts": self._contexts_status(),
             "tenants": self._tenant_status(),
