@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 _FRESH_SECONDS: Final = 5.0  # an older answer is asked for again before it is used
 _HAND_OVER_SECONDS: Final = 0.005  # between two questions for a prompt that a prefill engine has not begun
 _IDLE_SECONDS: Final = 0.001  # to wait for an answer while nothing is computed; shorter than an empty step
+# The same for an answer that waits for a tier or another engine. Empty steps, one after the other, would take most of a
+# core, which on CPU the other engine computes with. A request that arrives meanwhile waits that long.
+_LONG_IDLE_SECONDS: Final = 0.010
 _SLOWEST_TOKEN_SECONDS: Final = 60.0  # the protocol's limit
 _NO_CHUNKS: Final = KeyRun(b"", 0, bytes(32))
 
@@ -175,13 +178,18 @@ class SchedulerSide:
             return state.lease
         if state.lookup is None:
             if self._clock() < state.ask_at:
+                if self._is_idle:
+                    self._is_idle = False
+                    time.sleep(_IDLE_SECONDS)
                 return None
             self._drop_lease(state)
             self._ask(state)
         if state.lookup is None:
             return state.lease or MISS
         may_wait, self._is_idle = self._is_idle, False  # once a step, however many requests wait
-        if not (state.lookup.wait(_IDLE_SECONDS) if may_wait else state.lookup.query()):
+        is_late = self._clock() - state.asked_at > _LONG_IDLE_SECONDS
+        seconds = _LONG_IDLE_SECONDS if is_late else _IDLE_SECONDS
+        if not (state.lookup.wait(seconds) if may_wait else state.lookup.query()):
             return None
         lease = self._take_answer(state, state.lookup)
         if self._asks_again(state, lease):

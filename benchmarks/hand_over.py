@@ -1,0 +1,138 @@
+"""Measures single flight and hand-over with real vLLM engines on CPU: `python benchmarks/hand_over.py` in tox's `vllm`.
+
+Uses a small model with KV of a realistic size (128 KiB of float32 per token). `alone` has no depot; `prefill` and
+`decode` share one. Each prompt is new, and each engine core has a process of its own. Prints, for prompts of 1,537 tokens:
+
+- how many whole chunks `decode` found right after `prefill` had answered, and whether both say the same first token;
+- the time to the first token over both engines as a ratio to `alone`, one after the other and both at once;
+- the tokens that are computed when two engines get four equal prompts each, as a ratio to one prompt;
+- with `--kills N`, whether `decode` answers with the same token after a prefill engine was killed at a random moment.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from kvdepot.lab.processes import DepotProcess
+from support.vllm.engines import Engine, Prompt, connector, prompts, wait_until_stored
+from support.vllm.models import make_model
+
+OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 2048, "max_num_batched_tokens": 512}
+
+
+def ask(engine: Engine, prompt: Prompt, params: dict[str, Any] | None = None) -> tuple[float, dict[str, Any]]:
+    """Return the time to the first token and the answer."""
+    began = time.perf_counter()
+    (output,) = engine.ask("generate", prompts=[prompt], max_tokens=1, params=params)["outputs"]
+    return time.perf_counter() - began, output
+
+
+def both_at_once(prefill: Engine, decode: Engine, prompt: Prompt) -> tuple[float, dict[str, Any]]:
+    """Give a prompt to both engines; return the time to the decode engine's first token, and its answer."""
+    began = time.perf_counter()
+    decode.send("generate", prompts=[prompt], max_tokens=1, params={"do_remote_prefill": True})
+    prefill.send("generate", prompts=[prompt], max_tokens=1, params={"do_remote_decode": True})
+    (output,) = decode.answer()["outputs"]
+    seconds = time.perf_counter() - began
+    prefill.answer()
+    return seconds, output
+
+
+def computed(engines: list[Engine], prompt: Prompt) -> int:
+    """Give four equal prompts to each engine at once; return the prompt tokens that were computed in all."""
+    for engine in engines:
+        engine.send("generate", prompts=[prompt] * 4, max_tokens=1)
+    return sum(len(prompt) - output["cached"] for engine in engines for output in engine.answer(300)["outputs"])
+
+
+def kill(model: Path, depot: DepotProcess, decode: Engine, prompt: Prompt, seconds: float) -> tuple[float, Any]:
+    """Kill an engine some seconds after it was given a prompt that `decode` gets, too; return the latter's answer."""
+    with Engine(model, connector(depot.url), **OPTIONS) as doomed:
+        doomed.send("generate", prompts=[prompt], max_tokens=1)
+        began = time.perf_counter()
+        decode.send("generate", prompts=[prompt], max_tokens=1)
+        time.sleep(seconds)
+    (output,) = decode.answer(300)["outputs"]
+    return time.perf_counter() - began, output["tokens"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=1537, help="of a prompt: whole chunks and one more")
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write every measurement here")
+    arguments = parser.parse_args()
+    rng = random.Random(7)
+    whole = (arguments.tokens - 1) // 128
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        depot = stack.enter_context(DepotProcess(pool_size="6GiB", new_session=True))
+        model = make_model(Path(directory), "large-kv")
+        configs = {"alone": None, "prefill": connector(depot.url), "decode": connector(depot.url)}
+        engines = {
+            name: stack.enter_context(Engine(model, config, multiprocessing=True, **OPTIONS))
+            for name, config in configs.items()
+        }
+        alone, prefill, decode = engines.values()
+        for number, engine in enumerate((prefill, decode)):
+            wait_until_stored(engine, depot, 1000 * (number + 1))
+        print("three engines are up", flush=True)
+        for prompt in prompts(6, arguments.tokens, seed=99):
+            for engine in engines.values():
+                ask(engine, prompt)
+        rows: list[dict[str, Any]] = []
+        for first, second, third in zip(
+            *[iter(prompts(3 * arguments.prompts, arguments.tokens, seed=7))] * 3, strict=True
+        ):
+            row: dict[str, Any] = {}
+            row["alone"], expected = ask(alone, first)
+            loaded = depot.status().counters["retrieve_chunks_hit"]
+            seconds, prefilled = ask(prefill, first, {"do_remote_decode": True})
+            row["prefill"] = seconds
+            row["decode"], decoded = ask(decode, first, prefilled["params"])
+            row["chunks"] = depot.status().counters["retrieve_chunks_hit"] - loaded
+            row["same"] = expected["tokens"] == prefilled["tokens"] == decoded["tokens"]
+            loaded = depot.status().counters["retrieve_chunks_hit"]
+            row["at once"], decoded = both_at_once(prefill, decode, second)
+            row["chunks at once"] = depot.status().counters["retrieve_chunks_hit"] - loaded
+            row["same at once"] = decoded["tokens"] == ask(alone, second)[1]["tokens"]
+            row["computed"] = computed([prefill, decode], third) / arguments.tokens
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        kills: list[dict[str, Any]] = []
+        for prompt in prompts(arguments.kills, arguments.tokens, seed=8):
+            seconds, expected = ask(alone, prompt)
+            took, tokens = kill(model, depot, decode, prompt, rng.uniform(0, 1.2 * seconds))
+            kills.append({"alone": seconds, "took": took, "same": tokens == expected["tokens"]})
+            print(json.dumps(kills[-1]), flush=True)
+    result = {
+        "every whole chunk found": sum(row["chunks"] == whole for row in rows),
+        "every whole chunk found, both at once": sum(row["chunks at once"] == whole for row in rows),
+        "same token": sum(row["same"] for row in rows),
+        "same token, both at once": sum(row["same at once"] for row in rows),
+        "prompts": len(rows),
+        "prefill then decode / alone": statistics.median((r["prefill"] + r["decode"]) / r["alone"] for r in rows),
+        "both at once / alone": statistics.median(row["at once"] / row["alone"] for row in rows),
+        "computed by eight equal requests / one prompt": statistics.median(row["computed"] for row in rows),
+        "killed: same token": sum(each["same"] for each in kills),
+        "killed": len(kills),
+        "killed: longest wait beyond alone": max((each["took"] - each["alone"] for each in kills), default=0.0),
+    }
+    print(json.dumps(result, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"rows": rows, "kills": kills, **result}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
