@@ -1,7 +1,7 @@
 """Measures single flight and hand-over with real vLLM engines on CPU: `python benchmarks/hand_over.py` in tox's `vllm`.
 
 Uses a small model with KV of a realistic size (128 KiB of float32 per token). `alone` has no depot; `prefill` and
-`decode` share one. Each prompt is new, and each engine core has a process of its own. Prints, for prompts of 1,537 tokens:
+`decode` share one. Each prompt is new, and each engine core has a process of its own. Prints, for 1,537 tokens:
 
 - how many whole chunks `decode` found right after `prefill` had answered, and whether both say the same first token;
 - the time to the first token over both engines as a ratio to `alone`, one after the other and both at once;
