@@ -2,7 +2,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvdepot.lab.processes import DepotProcess
+from kvdepot.client.operator import ask_depot
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire import operations as o
 
 
 @pytest.fixture
@@ -10,3 +12,23 @@ def depot() -> Iterator[DepotProcess]:
     """A depot with a pool of 64 MiB."""
     with DepotProcess() as depot:
         yield depot
+
+
+@pytest.fixture(scope="module")
+def shared_depot() -> Iterator[DepotProcess]:
+    """A depot for the tests of a module that neither stop it nor look at its counters."""
+    with DepotProcess() as depot:
+        yield depot
+
+
+@pytest.fixture
+def emptied_depot(shared_depot: DepotProcess) -> Iterator[DepotProcess]:
+    """The depot of the module, with nobody connected and nothing in its pool."""
+    yield shared_depot
+
+    def is_empty() -> bool:
+        ask_depot(o.Clear(), shared_depot.url, 20.0)
+        status = shared_depot.status()
+        return not (status.contexts or status.num_chunks or status.num_leases or status.num_tickets)
+
+    wait_until(is_empty, what="an empty depot")  # it ends sessions and their leases in steps

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tempfile
 
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.found import find_pools
@@ -17,17 +18,17 @@ def test_one_engine_and_then_two(depot: DepotProcess, model: MakeModel) -> None:
 
 
 def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: MakeModel) -> None:
-    before = {pool.directory for pool in find_pools()}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
-    output = run(
-        "bash", str(EXAMPLES / "vllm" / "serve.sh"), str(model("gqa")), *flags, "--enforce-eager",
-        PORT=str(free_port()), POOL_SIZE="128MiB",
-        VLLM_SERVE=f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as there will be sockets in it
+        output = run(
+            "bash", str(EXAMPLES / "vllm" / "serve.sh"), str(model("gqa")), *flags, "--enforce-eager",
+            PORT=str(free_port()), POOL_SIZE="128MiB", TMPDIR=folder,
+            VLLM_SERVE=f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
+            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        )  # fmt: skip
     first, second = re.findall(r"engine answers: (\{.*\})", output)
     assert not re.search(r'"cached_tokens":\s*[1-9]', first)
     assert re.findall(r'"cached_tokens":\s*(\d+)', second) == ["640"]
     counters = dict(re.findall(r"^(vllm:kvdepot_\w+_total)\{.*\} ([\d.e+]+)$", output, re.MULTILINE))
     assert float(counters["vllm:kvdepot_hit_tokens_total"]) == 640
-    assert {pool.directory for pool in find_pools()} <= before
+    assert not [pool for pool in find_pools() if folder in pool.server]

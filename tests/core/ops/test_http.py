@@ -49,6 +49,14 @@ def http(depot: DepotProcess) -> Iterator[Http]:
     http.server.close()
 
 
+@pytest.fixture(scope="module")
+def shared_http(shared_depot: DepotProcess) -> Iterator[Http]:
+    """For requests that leave nothing behind."""
+    http = Http(shared_depot)
+    yield http
+    http.server.close()
+
+
 @pytest.fixture
 def peer(depot: DepotProcess) -> Iterator[Peer]:
     peer = Peer(depot, registration(instance="engine"))
@@ -125,8 +133,8 @@ def test_what_is_warmed_is_pinned(http: Http, peer: Peer, depot: DepotProcess) -
 @pytest.mark.parametrize(
     "body", [b"nonsense", b'{"tenant": 3}', b'{"colour": "red"}', b'{"digests": ["zz"]}', b"[]", b'{"digests":"x"}']
 )
-def test_a_body_that_is_wrong_is_refused_and_changes_nothing(body: bytes, http: Http) -> None:
-    status, text = http.send("POST", "/cache/warm", body, TOKEN)
+def test_a_body_that_is_wrong_is_refused_and_changes_nothing(body: bytes, shared_http: Http) -> None:
+    status, text = shared_http.send("POST", "/cache/warm", body, TOKEN)
     assert status == 400
     assert "error" in json.loads(text)
 
@@ -187,16 +195,16 @@ def status_of(url: str, token: str = "") -> int:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:9460", "127.0.0.1.evil.example", "[", "a@127.0.0.1", "::1"]
 )
-def test_a_page_that_bound_its_name_to_the_depot_s_address_is_not_answered(http: Http, host: str) -> None:
+def test_a_page_that_bound_its_name_to_the_depot_s_address_is_not_answered(shared_http: Http, host: str) -> None:
     for path in ("/", "/healthz", "/metrics", "/status"):
-        assert http.send("GET", path, None, TOKEN, host)[0] == 421, path
+        assert shared_http.send("GET", path, None, TOKEN, host)[0] == 421, path
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:1", "127.0.0.1:80", "[::1]:9460", "10.1.2.3:9460", "GPU-7.example"]
 )
-def test_a_depot_is_asked_by_its_addresses_and_names(http: Http, host: str) -> None:
-    assert http.send("GET", "/status", None, TOKEN, host)[0] == 200
+def test_a_depot_is_asked_by_its_addresses_and_names(shared_http: Http, host: str) -> None:
+    assert shared_http.send("GET", "/status", None, TOKEN, host)[0] == 200
 
 
 # --- connections ----------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class Table:
 
     def serve_all(self) -> None:
         """Serve until nothing more is to be done."""
-        while select.select([self.table], [], [], 0.02)[0] or self.table.has_work:
+        while select.select([self.table], [], [], 0.0)[0] or self.table.has_work:  # sent on this machine is received
             self.serve()
 
 
@@ -305,8 +305,9 @@ def test_only_a_session_may_be_silent_and_only_between_its_frames(
     data: bytes, is_closed: bool, table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with table.connect() as client:
-        threading.Thread(target=client.sendall, args=(data,)).start()
-        wait_until(lambda: table.serve() or len(table.table))
+        sender = threading.Thread(target=client.sendall, args=(data,))
+        sender.start()
+        wait_until(lambda: table.serve_all() or not sender.is_alive())
         table.serve_all()
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + SILENCE_SECONDS + 0.01)
         table.table.sweep(lambda: False)

@@ -21,6 +21,11 @@ from support.peer import DETAIL, FULL, Peer, RawSocket, frame, prompt, registrat
 
 
 @pytest.fixture
+def depot(emptied_depot: DepotProcess) -> DepotProcess:
+    return emptied_depot
+
+
+@pytest.fixture
 def peer(depot: DepotProcess) -> Iterator[Peer]:
     peer = Peer(depot)
     yield peer
