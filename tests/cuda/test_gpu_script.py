@@ -158,10 +158,10 @@ def test_suites_that_are_cut_off_say_how_far_they_got(tmp_path: Path, capsys: py
     }
     for name, text in texts.items():
         (tmp_path / f"test_{name}.py").write_text(text)
-    script().run_suites({name: [f"{tmp_path}/test_{name}.py"] for name in texts}, 20.0)
+    script().run_suites({name: [f"{tmp_path}/test_{name}.py"] for name in texts}, 10.0)
     found = {line["suite"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
     assert [(found[name]["passed"], found[name]["failed"]) for name in texts] == [(2, 0), (1, 1), (1, 0)]
     assert (found["good"]["status"], found["bad"]["status"]) == (0, 1)
     assert "no luck" in "".join(found["bad"]["last_lines"])
-    assert found["slow"]["status"] == "cut off after 20 s"
+    assert found["slow"]["status"] == "cut off after 10 s"
     assert "KeyboardInterrupt" in "".join(found["slow"]["last_lines"])

@@ -187,7 +187,8 @@ def test_what_a_mover_was_copying_when_its_depot_was_killed_is_free_when_it_is_d
     os.kill(mover, signal.SIGKILL)
     assert not future.result(WAIT_SECONDS)
     wait_until_nothing_is_held(depot)
-    assert other.retrieve(run) == (0 if what == "store" else 3)
+    num_found = 0 if what == "store" else 3
+    wait_until(lambda: other.retrieve(run) == num_found, WAIT_SECONDS, "the other worker to be back with its mover")
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

@@ -196,7 +196,7 @@ def test_closing_does_not_wait_for_a_storage_that_hangs(bench: FaultyBench) -> N
     bench.submit(Operation.WRITE, 0, 4)
     wait_until(lambda: stuck.num_calls == 1)
     bench.let_pass(1.1)
-    bench.queue.close(drain_seconds=5.0)
+    bench.queue.close(drain_seconds=0.5)
     stuck.hang = False
 
 
