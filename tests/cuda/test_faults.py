@@ -18,17 +18,28 @@ WAIT_SECONDS = 20.0
 
 
 @pytest.mark.promise(9, 24)
-@pytest.mark.parametrize("call", ["execute", "synchronize_stream", "record_event", "wait_for_event"])
+@pytest.mark.parametrize(
+    ("store_call", "retrieve_call"),
+    [
+        *[(call, call) for call in ("execute", "record_event", "wait_for_event")],
+        ("synchronize_stream", "synchronize_event"),
+    ],
+)
 def test_a_call_that_fails_is_a_miss_and_the_next_transfer_works(
-    call: str, cache: MakeCache, driver: FakeDriver, depot: DepotProcess, caplog: pytest.LogCaptureFixture
+    store_call: str,
+    retrieve_call: str,
+    cache: MakeCache,
+    driver: FakeDriver,
+    depot: DepotProcess,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each of the two is one line in the log, without a traceback."""
     worker = cache()
-    driver.fail(call, "CUDA_ERROR_UNKNOWN (999)", times=1)
+    driver.fail(store_call, "CUDA_ERROR_UNKNOWN (999)", times=1)
     assert not worker.store(prompt(4))
     assert depot.status().num_entries == 0
     assert worker.store(prompt(4))
-    driver.fail(call, "CUDA_ERROR_UNKNOWN (999)", times=1)
+    driver.fail(retrieve_call, "CUDA_ERROR_UNKNOWN (999)", times=1)
     assert worker.retrieve(prompt(4)) == 0
     assert worker.retrieve(prompt(4)) == 4
     wait_until(lambda: depot.status().num_leases == 0)

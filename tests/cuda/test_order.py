@@ -13,6 +13,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
+from kvdepot_cuda.driver import Direction
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from support.cuda.fake_worker import FakeWorker
 
@@ -39,6 +40,9 @@ def cache(depot: DepotProcess) -> Iterator[MakeCache]:
 class NeverSynchronises(FakeDriver):
     def synchronize_stream(self, stream: int) -> None:
         del stream
+
+    def synchronize_event(self, event: int) -> None:
+        del event
 
 
 class IgnoresEvents(FakeDriver):
@@ -141,6 +145,43 @@ def test_a_future_is_not_done_while_the_kernel_runs_and_submitting_does_not_wait
     assert worker.retrieve(run) == 3
 
 
+class Logs(FakeDriver):
+    """Notes the calls of retrieves that queue copies and that wait for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def copy_batch(self, sources: Any, targets: Any, sizes: Any, direction: Direction, stream: int) -> None:
+        if direction is Direction.TO_DEVICE:
+            self.log.append("queue")
+        super().copy_batch(sources, targets, sizes, direction, stream)
+
+    def synchronize_event(self, event: int) -> None:
+        self.log.append("wait")
+        super().synchronize_event(event)
+
+
+def test_a_retrieve_queues_a_batch_before_it_waits_for_the_one_before(cache: MakeCache) -> None:
+    driver = Logs()
+    worker = cache(driver, batch_bytes=1)  # of one chunk
+    assert worker.store(prompt(4))
+    assert worker.retrieve(prompt(4)) == 4
+    assert driver.log == ["queue", "queue", "wait", "queue", "wait", "queue", "wait", "wait"]
+
+
+@pytest.mark.parametrize("call", ["execute", "copy_batch", "synchronize_event"])
+def test_a_batch_that_fails_leaves_none_behind_it_in_the_device(call: str, cache: MakeCache) -> None:
+    driver = FakeDriver()
+    worker = cache(driver, batch_bytes=1)
+    assert worker.store(prompt(4))
+    driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", after=1, times=1)
+    assert worker.retrieve(prompt(4)) < 4
+    worker.context.close()
+    assert driver.violations == []  # the fake notes a stream that is destroyed with copies in it
+    assert driver.left_over == {}
+
+
 def test_a_retrieve_does_not_wait_for_a_store(cache: MakeCache) -> None:
     """Each direction has its stream."""
     driver = FakeDriver()
@@ -211,5 +252,5 @@ def test_events_of_the_engines_stream_are_used_again(cache: MakeCache) -> None:
     for salt in range(20):
         assert worker.store(prompt(1, salt=salt))
         assert worker.retrieve(prompt(1, salt=salt)) == 1
-    assert driver.calls["record_event"] == 40
+    assert driver.calls["record_event"] == 60  # two for a retrieve: the engine's stream, its own end
     assert driver.calls["create_event"] <= 4

@@ -112,6 +112,16 @@ class Copier(Protocol):
         """Copy extents into blocks. Return or raise only when nothing reads the extents or writes the blocks."""
         ...
 
+    def begin_retrieve(self, batch: CopyBatch) -> Callable[[], None] | None:
+        """Begin a retrieve. Return a function that waits for its end, or None if it has ended.
+
+        The caller may begin the next retrieve before it calls that function, and always calls it, on the same thread.
+        An error of this call means that nothing of `batch` is being copied. An error of the returned function means the
+        same, for every retrieve that was begun so far.
+        """
+        self.retrieve(batch)
+        return None
+
     def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Return the event that the transfer has to wait for, None for none. Never wait here.
 

@@ -92,6 +92,10 @@ class CudaCopier(Copier):
         """See `Copier`."""
         self._engine.retrieve(batch)
 
+    def begin_retrieve(self, batch: CopyBatch) -> Callable[[], None]:
+        """See `Copier`."""
+        return self._engine.begin_retrieve(batch)
+
     def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
         """See `Copier`. Mark the engine's stream, except for a store with `ready`."""
         if self._stream is None or (direction is Direction.STORE and ready is not None):
@@ -224,20 +228,27 @@ class MoverCarrier(Carrier):
         self._with_mover(lambda: await_mover(channel, wait_seconds, self._deadline_seconds))
         self._ready_link = channel.link
 
-    def copy(self, direction: Direction, channel: Channel, batch: CopyBatch) -> None:
+    def store(self, channel: Channel, batch: CopyBatch) -> None:
         """See `Carrier`."""
         if self.copies_here(channel.link):
-            super().copy(direction, channel, batch)
-            return
-        probation = self._probation if direction is Direction.RETRIEVE else None
+            super().store(channel, batch)
+        else:
+            self._move(Direction.STORE, channel, batch)
+
+    def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
+        """See `Carrier`. A mover has one retrieve at a time, so with one this returns when the copy has ended."""
+        if self.copies_here(channel.link):
+            return super().begin_retrieve(channel, batch)
+        probation = self._probation
         if probation is None:
-            self._move(direction, channel, batch)
-            return
-        probation.retrieve(batch, lambda: self._move(direction, channel, batch))
+            self._move(Direction.RETRIEVE, channel, batch)
+            return None
+        probation.retrieve(batch, lambda: self._move(Direction.RETRIEVE, channel, batch))
         if probation.is_over:
             self._probation = None
             if probation.why_slower:
                 self.fall_back(probation.why_slower)
+        return None
 
     def _move(self, direction: Direction, channel: Channel, batch: CopyBatch) -> bool:
         """See `kvdepot.movers.client.move`."""

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ PIECE_BYTES: Final = 1 << 30
 BATCH_RUNS: Final = 4096  # of one call of the driver
 _DIRECTIONS: Final = (Direction.TO_HOST, Direction.TO_DEVICE)  # by lane
 _PAGE_BYTES: Final = 4096
+_T = TypeVar("_T")
 
 
 class CopyEngine:
@@ -229,6 +230,27 @@ class CopyEngine:
         """See `Copier`."""
         self._move(1, batch)
 
+    def begin_retrieve(self, batch: CopyBatch) -> Callable[[], None]:
+        """See `Copier`: each retrieve is waited for by an event of its own, so that the next one can be queued behind."""
+
+        def begin() -> Mark:
+            try:
+                self._enqueue(1, batch)
+                return self.mark(self._streams[1])
+            except BaseException:
+                self._synchronize(1)
+                raise
+
+        def wait() -> None:
+            try:
+                self.wait_here(mark)
+            except DriverError:
+                self._synchronize(1)  # nothing may be under way after this
+                raise
+
+        mark = self._watched(1, begin)
+        return lambda: self._watched(1, wait)
+
     def close(self) -> None:
         """See `Copier`. While a copy hangs in the driver nothing is given back: the end of the process does that."""
         if self._is_closed or (self._watchdog is not None and self._watchdog.has_hung_copy):
@@ -254,35 +276,47 @@ class CopyEngine:
             self._driver.close()
 
     def _move(self, lane: int, batch: CopyBatch) -> None:
-        if not self._may_register:
-            self.start_registering()
-        runs = split(merge(self._runs.of(batch), self._runs.starts), self._unit_bytes)
+        def move() -> None:
+            try:
+                self._enqueue(lane, batch)
+            finally:
+                self._synchronize(lane)
+
+        self._watched(lane, move)
+
+    def _watched(self, lane: int, work: Callable[[], _T]) -> _T:
+        """Do work that calls the driver; fail if the watchdog gave it up meanwhile."""
         if self._watchdog is None:
-            self._copy(lane, batch, runs)
-            return
+            return work()
         self._watchdog.begin(lane)
         try:
-            self._copy(lane, batch, runs)
+            result = work()
         finally:
             is_late = self._watchdog.end(lane)
         if is_late:  # blocks of a store may belong to others by now
+            self._synchronize(lane)
             raise DriverError(f"a {NAMES[lane]}", "returned after it was given up", is_permanent=True)
+        return result
 
-    def _copy(self, lane: int, batch: CopyBatch, runs: Runs) -> None:
+    def _synchronize(self, lane: int) -> None:
+        with self._driver.activated():
+            self._driver.synchronize_stream(self._streams[lane])
+
+    def _enqueue(self, lane: int, batch: CopyBatch) -> None:
+        if not self._may_register:
+            self.start_registering()
+        runs = split(merge(self._runs.of(batch), self._runs.starts), self._unit_bytes)
         registration = self._registration
         with self._driver.activated():
-            try:
-                if registration is None or registration.mapping is not batch.mapping:
-                    self._copy_singly(lane, batch, runs)
-                    return
-                is_registered = registration.covers(runs.offsets)
-                reachable = runs.where(is_registered)
-                if lane == 1 and self._uses_gather:
-                    reachable = self._launch_for(registration, reachable)
-                self._copy_in_batches(lane, batch, reachable)
-                self._copy_singly(lane, batch, runs.where(~is_registered))
-            finally:
-                self._driver.synchronize_stream(self._streams[lane])
+            if registration is None or registration.mapping is not batch.mapping:
+                self._copy_singly(lane, batch, runs)
+                return
+            is_registered = registration.covers(runs.offsets)
+            reachable = runs.where(is_registered)
+            if lane == 1 and self._uses_gather:
+                reachable = self._launch_for(registration, reachable)
+            self._copy_in_batches(lane, batch, reachable)
+            self._copy_singly(lane, batch, runs.where(~is_registered))
 
     # --- the kernel -----------------------------------------------------------------------------------------------
 

@@ -128,12 +128,12 @@ class Gather:
             undo.callback(driver.unregister_host, self._rows_address)
             self._table = driver.allocate_device(num_bytes)
             undo.callback(driver.free_device, self._table)
+            self._rows_are_free = driver.create_event()  # after the copy of the rows
+            undo.callback(driver.destroy_event, self._rows_are_free)
             self._undo = undo.pop_all()
 
     def copy(self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: int, num_programs: int) -> None:
-        """Copy runs, `(num_runs,)` each, in any order among themselves.
-
-        The stream has to be synchronised before the next call.
+        """Queue copies of runs, `(num_runs,)` each, in any order among themselves. All calls name the same stream.
 
         Args:
             sources: addresses as the device knows them.
@@ -146,12 +146,12 @@ class Gather:
             DriverError: the launch was refused; some runs may be copied nevertheless.
         """
         for start in range(0, len(sizes), self._max_runs):
-            if start:
-                self._driver.synchronize_stream(stream)  # the rows are read until then
+            self._driver.synchronize_event(self._rows_are_free)
             count = min(self._max_runs, len(sizes) - start)
             for place, column in enumerate((sources, targets, sizes)):
                 self._rows[:count, place] = column[start : start + count]
             self._driver.copy(self._rows_address, self._table, count * _ROW_BYTES, Direction.TO_DEVICE, stream)
+            self._driver.record_event(self._rows_are_free, stream)
             hidden = [ctypes.c_uint64(0)] * self._image.num_hidden
             self._driver.launch_kernel(
                 self._kernel, min(num_programs, count), self._image.num_threads, self._image.shared_bytes,

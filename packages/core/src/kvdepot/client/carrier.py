@@ -1,8 +1,9 @@
 """`Carrier`: decides for `WorkerTransfers` which process copies a batch."""
 
+from collections.abc import Callable
 from typing import Final
 
-from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction
+from kvdepot.backends import Copier, CopyBarrier, CopyBatch
 from kvdepot.client.channel import Channel
 from kvdepot.client.link import Link
 
@@ -27,10 +28,12 @@ class Carrier:
     def prepare(self, channel: Channel) -> None:
         """Get ready for a transfer, before it asks the depot for anything. An exception makes it a miss."""
 
-    def copy(self, direction: Direction, channel: Channel, batch: CopyBatch) -> None:
-        """Copy a batch. Return or raise only when nothing moves any more."""
+    def store(self, channel: Channel, batch: CopyBatch) -> None:
+        """Copy a batch of a store. Return or raise only when nothing moves any more."""
         del channel
-        if direction is Direction.STORE:
-            self.copier.store(batch)
-        else:
-            self.copier.retrieve(batch)
+        self.copier.store(batch)
+
+    def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
+        """Begin to copy a batch of a retrieve. See `Copier.begin_retrieve`."""
+        del channel
+        return self.copier.begin_retrieve(batch)

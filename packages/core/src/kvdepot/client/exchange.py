@@ -4,6 +4,7 @@ A store asks for extents, has them filled and commits them; a retrieve takes a l
 that they are still the same and releases the lease. Both work through the run in batches.
 """
 
+import collections
 import contextlib
 import threading
 import time
@@ -35,6 +36,22 @@ class _Batch:
     covered: tuple[int, ...]  # chunks that each group covers at the end of the batch
 
 
+class _Retrieval:
+    """One batch of a retrieve, from its plan to the release of its lease. One thread uses it."""
+
+    def __init__(self, batch: _Batch, plan: m.RetrievePlan) -> None:
+        self.batch: Final = batch
+        self.plan: Final = plan
+        self.lease: Final = contextlib.ExitStack()  # closing it releases the lease
+        self.copying = contextlib.ExitStack()  # closing it waits for the copy and lets go of the pool
+        self.is_copying = False
+
+    def close(self) -> None:
+        """Wait for the copy and release the lease. Twice is harmless."""
+        with self.lease:
+            self.copying.close()
+
+
 class Exchange:
     """Does the stores and retrieves of one worker.
 
@@ -54,7 +71,7 @@ class Exchange:
             for most in (m.MAXIMUM_STORE_ENTRIES, m.MAXIMUM_RETRIEVE_ENTRIES)
         )
         self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
-        self._copy_locks = (threading.Lock(), threading.Lock())  # by direction: held while the pool is touched
+        self._copy_locks = (threading.RLock(), threading.RLock())  # by direction: held once for each copy under way
 
     @contextlib.contextmanager
     def barrier(self) -> Generator[None]:
@@ -78,14 +95,15 @@ class Exchange:
             if not isinstance(plan, m.StorePlan):
                 raise DepotUnavailable(f"it answered a store with {type(plan).__name__}")
             if plan.ticket:
-                try:
-                    copied = self._copy(Direction.STORE, connection, channel, job, batch, plan)
-                except BaseException:
-                    _abort(channel, plan)
-                    raise
-                if not copied:
-                    _abort(channel, plan)
-                    return False
+                with contextlib.ExitStack() as undo:
+                    undo.callback(_abort, channel, plan)
+                    copies = self._copies(channel, job, batch, plan)
+                    with self._copy_locks[Direction.STORE]:
+                        if connection.link is not channel.link:
+                            return False
+                        self._carrier.store(channel, copies)
+                    undo.pop_all()
+                job.transfer.num_bytes += _num_bytes(plan.extents)
                 checksums = self._verifier.checksums(channel.link, plan.extents)
                 commit = m.CommitStore(channel.link.context, plan.ticket, checksums)
                 commits.append((channel.submit(commit), batch.start))
@@ -102,33 +120,60 @@ class Exchange:
         return complete
 
     def retrieve(self, connection: Connection, channel: Channel, job: TransferJob) -> bool:
-        """Retrieve a run; return whether all of it came."""
+        """Retrieve a run; return whether all of it came.
+
+        The copy of a batch begins before the one before it is waited for, so that the device has no gap between them.
+        """
         if job.ready is not None:
             self._carrier.copier.wait_for(Direction.RETRIEVE, job.ready)
-        transfer = job.transfer
         first = job.skip_tokens // self._layout.chunk_tokens
-        transfer.num_chunks = first
+        job.transfer.num_chunks = first
         with contextlib.ExitStack() as undo:
+            begun: collections.deque[_Retrieval] = collections.deque()
             for batch, sequence in self._ask_ahead(connection, channel, job, first, undo):
                 plan = self._wait(connection, channel, sequence, _release)
                 if not isinstance(plan, m.RetrievePlan):
                     raise DepotUnavailable(f"it answered a retrieve with {type(plan).__name__}")
-                num_chunks = batch.key.num_chunks
-                if plan.num_chunks and plan.lease:
-                    try:
-                        if not self._copy(Direction.RETRIEVE, connection, channel, job, batch, plan):
-                            return False
-                        valid = self._verifier.valid_chunks(channel, plan, batch.key.digests)
-                    finally:
-                        _release(channel, plan)
-                    transfer.num_chunks = batch.start + valid
-                    if valid < num_chunks:
+                current = _Retrieval(batch, plan)
+                undo.callback(current.close)
+                if plan.lease:
+                    current.lease.callback(_release, channel, plan)
+                    if not self._begin(connection, channel, job, current):
                         return False
-                elif plan.num_chunks < num_chunks:
-                    return False
-                else:
-                    transfer.num_chunks = batch.start + num_chunks
+                begun.append(current)
+                while len(begun) > 1 or (begun and not begun[0].is_copying):
+                    if not self._end(channel, job, begun.popleft()):
+                        return False
+                if plan.num_chunks < batch.key.num_chunks:
+                    break
+            return all(self._end(channel, job, retrieval) for retrieval in begun)
+
+    def _begin(self, connection: Connection, channel: Channel, job: TransferJob, retrieval: "_Retrieval") -> bool:
+        """Begin to copy a batch; return False if the link was lost before that."""
+        copies = self._copies(channel, job, retrieval.batch, retrieval.plan)
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._copy_locks[Direction.RETRIEVE])
+            if connection.link is not channel.link:
+                return False
+            wait = self._carrier.begin_retrieve(channel, copies)
+            if wait is not None:
+                undo.callback(wait)
+                retrieval.copying = undo.pop_all()
+                retrieval.is_copying = True
         return True
+
+    def _end(self, channel: Channel, job: TransferJob, retrieval: "_Retrieval") -> bool:
+        """Wait for a batch, check it and release its lease; return whether all of it came."""
+        plan, num_chunks = retrieval.plan, retrieval.batch.key.num_chunks
+        with retrieval.lease:
+            retrieval.copying.close()
+            if plan.lease:
+                job.transfer.num_bytes += _num_bytes(plan.extents)
+                valid = self._verifier.valid_chunks(channel, plan, retrieval.batch.key.digests)
+            else:
+                valid = num_chunks if plan.num_chunks >= num_chunks else 0
+        job.transfer.num_chunks = retrieval.batch.start + valid
+        return valid >= num_chunks
 
     def _ask_ahead(
         self, connection: Connection, channel: Channel, job: TransferJob, first: int, undo: contextlib.ExitStack
@@ -187,16 +232,10 @@ class Exchange:
             covered = tuple(max(0, stop - max(start, total - count)) for count in job.covered)
             yield _Batch(start, job.key.slice(start, stop), covered)
 
-    def _copy(
-        self,
-        direction: Direction,
-        connection: Connection,
-        channel: Channel,
-        job: TransferJob,
-        batch: _Batch,
-        plan: m.StorePlan | m.RetrievePlan,
-    ) -> bool:
-        """Have a batch copied; return False if the link was lost before the copy began."""
+    def _copies(
+        self, channel: Channel, job: TransferJob, batch: _Batch, plan: m.StorePlan | m.RetrievePlan
+    ) -> CopyBatch:
+        """Return what to copy by a plan; refuse a plan that names anything but whole entries of the batch."""
         mapping = channel.link.mapping
         assert mapping is not None
         total, num_chunks = job.key.num_chunks, batch.key.num_chunks
@@ -212,12 +251,7 @@ class Exchange:
             self._blocks_per_chunk,
         )  # fmt: skip
         self._check(copies)
-        with self._copy_locks[direction]:
-            if connection.link is not channel.link:
-                return False
-            self._carrier.copy(direction, channel, copies)
-        job.transfer.num_bytes += sum(record[7] for record in m.EXTENT.iter_unpack(plan.extents))
-        return True
+        return copies
 
     def _check(self, batch: CopyBatch) -> None:
         """Refuse a plan that names anything but whole entries of this batch."""
@@ -230,6 +264,10 @@ class Exchange:
                 or offset + num_bytes > batch.mapping.size_bytes
             ):
                 raise LayoutError(f"the depot named {num_bytes} bytes at {offset} for chunk {chunk} of group {group}")
+
+
+def _num_bytes(extents: bytes) -> int:
+    return sum(record[7] for record in m.EXTENT.iter_unpack(extents))
 
 
 def _abort(channel: Channel, reply: frames.Reply) -> None:

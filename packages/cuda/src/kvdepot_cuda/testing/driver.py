@@ -237,6 +237,8 @@ class FakeDriver:
         recorded = self._events[event]
         if recorded is not None:
             recorded[0].finish(recorded[1])
+            if recorded[0].error is not None:
+                raise recorded[0].error
 
     def export_memory(self, address: int) -> tuple[bytes, int, int]:
         """See `Driver`."""
@@ -410,8 +412,8 @@ class FakeDriver:
     def _add(self, stream: FakeStream, runs: list[tuple[int, int, int]], direction: Direction) -> int:
         self.calls["runs"] += len(runs)
         to_host = direction is Direction.TO_HOST
-        if to_host or not stream.num_waits:  # what comes before it may still look at the target
-            for _, target, size in runs:
+        for _, target, size in runs:
+            if to_host or not (stream.num_waits or self._tables[target]):  # else earlier work may still look at it
                 ctypes.memset(target, POISON, size)
 
         def copy() -> None:
