@@ -10,6 +10,7 @@ from kvdepot.backends import BackendStatus
 from kvdepot.config import ServerConfig
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, Verdict, diagnose, read_facts
+from kvdepot.ops.nodes import Nodes, read_nodes
 from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, prompt
 
@@ -53,6 +54,49 @@ def test_each_trouble_is_named(change: dict[str, object], subject: str, words: s
     found = troubles(replace(SOUND, **change))  # type: ignore[arg-type]
     assert list(found) == [subject]
     assert found[subject].startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words", "way_out"),
+    [
+        (Nodes((1, 1), (0, 1)), "the GPUs are on node 1, and the pool comes from node 0 or 1", "--cpunodebind=1"),
+        (Nodes((1,), (0,)), "the GPUs are on node 1, and the pool comes from node 0", "--cpunodebind=1"),
+        (Nodes((0, 1), (0, 1)), "GPUs are on nodes 0 and 1, and the pool comes from node 0 or 1", "--interleave=0,1"),
+        (
+            Nodes((0, 1), (0,), "bind:0"),
+            "GPUs are on nodes 0 and 1, and the pool comes from node 0",
+            "--interleave=0,1",
+        ),
+        (Nodes((0, 1), (0, 1), "interleave:0-1"), "GPUs on node 0 and 1, the pool is spread over nodes 0 and 1", ""),
+        (Nodes((1,), (0, 1), "prefer:1"), "the GPUs and the pool are on node 1", ""),
+        (Nodes((0,), (0,)), "the GPUs and the pool are on node 0", ""),
+        (Nodes((), (0, 1)), "", ""),
+    ],
+)
+def test_a_pool_away_from_its_gpus_is_named(nodes: Nodes, words: str, way_out: str) -> None:
+    found = [finding for finding in diagnose(replace(SOUND, nodes=nodes)) if finding.subject == "numa"]
+    assert [finding.text.startswith(words) for finding in found] == [True] * bool(words)
+    assert [way_out in finding.way_out for finding in found] == [True] * bool(words)
+    assert [finding.verdict is Verdict.SLOWER for finding in found] == [bool(way_out)] * bool(words)
+
+
+def test_nodes_are_read_from_linux(tmp_path: Path) -> None:
+    """Only of GPUs, and only of cores that this process may use."""
+    core = min(os.sched_getaffinity(0))
+    files = {
+        "sys/bus/pci/devices/0000:17:00.0/vendor": "0x10de", "sys/bus/pci/devices/0000:17:00.0/class": "0x030200",
+        "sys/bus/pci/devices/0000:17:00.0/numa_node": "1", "sys/bus/pci/devices/0000:18:00.0/vendor": "0x8086",
+        "sys/bus/pci/devices/0000:18:00.0/class": "0x030000", "sys/bus/pci/devices/0000:18:00.0/numa_node": "0",
+        "sys/bus/pci/devices/0000:19:00.0/vendor": "0x10de", "sys/bus/pci/devices/0000:19:00.0/class": "0x030000",
+        "sys/bus/pci/devices/0000:19:00.0/numa_node": "-1",
+        "sys/devices/system/node/node0/cpulist": "4000-4003", "sys/devices/system/node/node2/cpulist": f"{core},5000",
+        "proc/self/numa_maps": "556a4af6a000 interleave:0,2 file=/usr/bin/kvdepot mapped=2 N0=2",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert read_nodes(tmp_path) == Nodes((1,), (2,), "interleave:0,2")
+    assert read_nodes(tmp_path).pool() == (0, 2)
 
 
 def test_it_says_how_many_engines_the_descriptors_are_enough_for(depot: DepotProcess) -> None:

@@ -20,6 +20,7 @@ from kvdepot.backends import BackendStatus, list_backends
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig, format_size
 from kvdepot.errors import KVDepotError
+from kvdepot.ops.nodes import Nodes, read_nodes
 from kvdepot.pool.room import available_memory_bytes
 from kvdepot.processes.descriptors import reserve_of
 from kvdepot.wire import messages as m
@@ -73,6 +74,7 @@ class Facts:
     has_compiler: bool
     backends: tuple[BackendStatus, ...] = ()
     packages: dict[str, str] = field(default_factory=dict[str, str])
+    nodes: Nodes = field(default_factory=Nodes)
 
 
 def read_facts(config: ServerConfig) -> Facts:
@@ -100,6 +102,7 @@ def read_facts(config: ServerConfig) -> Facts:
         has_compiler=any(map(shutil.which, ("cc", "gcc", "clang"))),
         backends=tuple(list_backends()),
         packages=_versions(),
+        nodes=read_nodes(),
     )
 
 
@@ -109,6 +112,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         *_judge_pool(facts),
         *_judge_kernel(facts),
         *_judge_limits(facts),
+        *_judge_nodes(facts.nodes),
         *_judge_place(facts),
         *_judge_backends(facts),
     ]
@@ -182,6 +186,28 @@ def _judge_limits(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     if facts.shared_huge_pages == "never":
         yield _fine("huge pages", "none for tmpfs (shmem_enabled is never); not needed on CPU")
+
+
+def _judge_nodes(nodes: Nodes) -> Iterator[Finding]:
+    """Compare the nodes of the GPUs with those that the pool of a depot started like this command comes from."""
+    gpus, pool = sorted(set(nodes.gpus)), nodes.pool()
+    if not gpus or not pool or (len(pool) == 1 and gpus == list(pool)):
+        if gpus and pool:
+            yield _fine("numa", f"the GPUs and the pool are on node {gpus[0]}")
+        return
+    of_gpus, of_pool = (" and ".join(map(str, numbers)) for numbers in (gpus, pool))
+    if set(gpus) <= set(pool) and nodes.policy.startswith(("interleave", "weighted")):
+        yield _fine("numa", f"GPUs on node {of_gpus}, the pool is spread over nodes {of_pool}")
+    elif len(gpus) == 1:
+        yield _slower(
+            "numa", f"the GPUs are on node {of_gpus}, and the pool comes from node {of_pool.replace('and', 'or')}",
+            f"start the depot beside them: numactl --cpunodebind={gpus[0]} --preferred={gpus[0]} kvdepot serve",
+        )  # fmt: skip
+    else:
+        yield _slower(
+            "numa", f"GPUs are on nodes {of_gpus}, and the pool comes from node {of_pool.replace('and', 'or')} alone",
+            f"spread the pool over their nodes: numactl --interleave={','.join(map(str, gpus))} kvdepot serve",
+        )  # fmt: skip
 
 
 def _judge_place(facts: Facts) -> Iterator[Finding]:
