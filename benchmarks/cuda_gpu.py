@@ -830,10 +830,14 @@ SUITES = {
 def conformance(setting: Setting) -> None:
     """The suites of every backend with the real driver, in both modes, and who is killed; all at the same time."""
     setting.need_device()
+    need_pytest()
+    run_suites({name: [f"tests/cuda/test_on_device.py::{test}"] for name, test in SUITES.items()}, setting.seconds - 15)
+
+
+def need_pytest() -> None:
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if missing:
         raise Skipped(f"needs {' and '.join(missing)}")
-    run_suites({name: [f"tests/cuda/test_on_device.py::{test}"] for name, test in SUITES.items()}, setting.seconds - 15)
 
 
 PYTEST = """

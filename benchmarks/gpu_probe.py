@@ -23,14 +23,7 @@ import cuda_gpu as base
 from cuda_gpu import MIB, Setting, emit, part
 
 DEVICE = Setting(False, 60.0)
-SLEEP_CYCLES = int(1e9)  # of the device: half a second to a second
 SHAPE = {"page_bytes": 65536, "num_layers": 4, "num_blocks": 64, "block_outermost": True}
-
-
-def key_of(salt: object, count: int) -> Any:
-    from kvdepot.keys import Namespace, hash_prefix
-
-    return hash_prefix(Namespace(f"probe {salt}"), 16, range(count * 16))
 
 
 def anonymous(num_bytes: int) -> tuple[mmap.mmap, int]:
@@ -139,59 +132,10 @@ def _allocator(name: str) -> None:
 
 
 def order(setting: Setting) -> None:
-    """Stores and retrieves behind work of the device that takes a second: right bytes, and nothing done too early."""
+    """Stores and retrieves behind work of the device that takes a second: tests/cuda/test_order_on_device.py."""
     setting.need_device()
-    for mode in base.MODES:
-        for kind in ("default stream", "side stream", "graph on a side stream"):
-            part(f"{mode}, {kind}", _order, mode, kind)
-
-
-def _order(mode: str, kind: str) -> None:
-    import torch
-
-    with base.cache(DEVICE, mode, 256 * MIB, **SHAPE) as made:
-        blocks, memory = list(range(64)), made.memory
-        side = torch.cuda.current_stream() if kind == "default stream" else torch.cuda.Stream()
-        key = key_of(f"{mode} {kind}", 64)
-
-        def write() -> None:
-            torch.cuda._sleep(SLEEP_CYCLES)  # noqa: SLF001
-            memory.fill_(7)
-
-        with torch.cuda.stream(side):
-            memory.fill_(1)
-            torch.cuda.synchronize()
-            work = write
-            if kind.startswith("graph"):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=side):
-                    write()
-                work = graph.replay
-            work()
-            event = torch.cuda.Event(blocking=True)
-            event.record()
-            stored, submit_us, early = _watched(lambda: made.context.submit_store("r", key, [blocks], event))
-            torch.cuda._sleep(SLEEP_CYCLES)  # noqa: SLF001
-            memory.zero_()
-            retrieved, retrieve_us, early_too = _watched(
-                lambda: made.context.submit_retrieve("r", key, [blocks], 0)
-            )  # fmt: skip
-            torch.cuda.synchronize()
-            values = torch.unique(memory).tolist()
-    emit(
-        "order", mode=mode, kind=kind, stored=stored, retrieved=retrieved, done_too_early=early or early_too,
-        values=values, right=values == [7], submit_us=[submit_us, retrieve_us],
-    )  # fmt: skip
-
-
-def _watched(submit: Any) -> tuple[bool, int, bool]:
-    """Return how a transfer ended, what submitting it took, and whether it was done while the device slept."""
-    began = time.perf_counter()
-    future = submit()
-    submit_us = round((time.perf_counter() - began) * 1e6)
-    time.sleep(0.05)
-    early = future.query()
-    return future.result(60), submit_us, early
+    base.need_pytest()
+    base.run_suites({"order": ["tests/cuda/test_order_on_device.py"]}, setting.seconds - 15)
 
 
 # --- captures ---------------------------------------------------------------------------------------------------------

@@ -1,22 +1,29 @@
 """What `test_on_device.py` is made of works over the fake driver, and does not pass where it would prove nothing."""
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import Cache, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN
 from kvdepot.testing.faults import FaultSuite
+from kvdepot_cuda.carrier import CudaOptions
+from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.gather import KernelUnavailable
 from kvdepot_cuda.image import GatherImage
-from kvdepot_cuda.testing import FakeDriver, fake_gather
+from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, fake_gather
 from support.cuda.device_worker import DeviceWorker
 from support.cuda.fake_worker import FakeWorker
 from support.cuda.node import FakeDevice
 from support.cuda.on_device import KERNEL, ByAMover
+from support.cuda.order import BATCH_BYTES, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES, OrderSuite
 
 WAIT_SECONDS = 30.0
 
@@ -124,3 +131,90 @@ class TestFaults(FaultSuite):
 
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
         return [sys.executable, "-m", "support.cuda.engine_child", url, instance, "direct", str(self.device.memory)]
+
+
+class IgnoresEvents(FakeDriver):
+    def wait_for_event(self, stream: int, event: int) -> None:
+        del stream, event
+
+
+class NeverWaits(FakeDriver):
+    def synchronize_event(self, event: int) -> None:
+        del event
+
+
+class FakeEngine:
+    """Its streams do nothing before somebody waits for them, and its work waits for `let_go`, too. It has no graphs."""
+
+    def __init__(self, url: str, mode: str, kind: str, driver: FakeDriver) -> None:
+        self._driver = driver
+        with driver.activated():
+            self._stream = DEFAULT_STREAM if kind == "default stream" else driver.create_stream()
+        self._gate = threading.Event()
+        tensors = [driver.tensor(NUM_BLOCKS, PAGE_BYTES) for _ in range(NUM_LAYERS)]
+        self._memory = [driver.bytes_at(tensor.data_ptr(), NUM_BLOCKS * PAGE_BYTES) for tensor in tensors]
+        self._fill(1)
+        self.context = CudaTransferContext(
+            KVCache([CacheGroup(tensors, 16)], "order", "bytes", chunk_tokens=16),
+            CudaOptions(
+                url=url, mode=mode, deadline_seconds=20.0, batch_bytes=BATCH_BYTES, piece_bytes=8 << 20,
+                stream=lambda: self._stream, open_driver=lambda _ordinal: driver, mover="fake-cuda",
+            ),
+        )  # fmt: skip
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def write(self, value: int) -> None:
+        gate = self._gate = threading.Event()
+
+        def work() -> None:
+            assert gate.wait(WAIT_SECONDS)
+            self._fill(value)
+
+        self._driver.launch(work, self._stream)
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self._driver, self._stream)
+
+    def let_go(self) -> None:
+        self._gate.set()
+
+    def values(self) -> set[int]:
+        with self._driver.activated():
+            self._driver.synchronize_stream(self._stream)
+        return {int(value) for memory in self._memory for value in np.unique(memory)}
+
+    def _fill(self, value: int) -> None:
+        for memory in self._memory:
+            memory[:] = value
+
+
+class TestOrder(OrderSuite):
+    @pytest.fixture
+    def order_depot(self, depot_with_movers: DepotProcess) -> DepotProcess:
+        return depot_with_movers
+
+    @pytest.fixture(autouse=True)
+    def node(self, device: FakeDevice) -> None:
+        self.device = device
+        self.driver_type: type[FakeDriver] = FakeDriver
+
+    @contextmanager
+    def engine(self, url: str, mode: str, kind: str) -> Iterator[FakeEngine]:
+        driver = self.driver_type(root=self.device.memory)
+        engine = FakeEngine(url, mode, kind, driver)
+        try:
+            yield engine
+        finally:
+            engine.let_go()
+            engine.context.close()
+        assert driver.violations == []
+
+    @pytest.mark.parametrize(("careless", "mode"), [(IgnoresEvents, "direct"), (NeverWaits, "ipc")])
+    def test_a_missing_wait_does_not_pass(
+        self, careless: type[FakeDriver], mode: str, order_depot: DepotProcess
+    ) -> None:
+        self.driver_type = careless
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            self.test_transfers_come_after_the_work_of_the_engine(mode, "side stream", order_depot)

@@ -1,0 +1,89 @@
+"""Shows that transfers come after the work that an engine has queued on its device, which takes long.
+
+An engine queues "write 7", stores; queues "write 0", retrieves: every byte has to be 7. A store that comes too early
+keeps the 1 from before; a retrieve that comes too early is overwritten by the 0.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import pytest
+
+from kvdepot.backends import ReadyEvent
+from kvdepot.keys import Namespace, hash_prefix
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot_cuda.context import CudaTransferContext
+
+KINDS = ("default stream", "side stream", "graph on a side stream")
+MODES = ("direct", "ipc")
+NUM_BLOCKS = 64
+NUM_LAYERS = 4
+PAGE_BYTES = 64 << 10
+BATCH_BYTES = 4 << 20  # so a transfer is four batches
+WAIT_SECONDS = 60.0
+BLOCK_IDS = [list(range(NUM_BLOCKS))]
+
+
+class Engine(Protocol):
+    """A device and its worker. Every byte of the cache is 1 in the beginning."""
+
+    context: CudaTransferContext
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Make the engine's stream the current one."""
+        ...
+
+    def write(self, value: int) -> None:
+        """Queue work that takes long and then writes `value` into every byte of the cache."""
+        ...
+
+    def event(self) -> ReadyEvent:
+        """Return an event after all that is queued."""
+        ...
+
+    def let_go(self) -> None:
+        """Let the queued work come to an end, if it does not by itself."""
+        ...
+
+    def values(self) -> set[int]:
+        """Return the values in the cache, after all that is queued."""
+        ...
+
+
+class OrderSuite:
+    def engine(self, url: str, mode: str, kind: str) -> AbstractContextManager[Engine]:
+        """Make an engine."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("mode", MODES)
+    def test_transfers_come_after_the_work_of_the_engine(self, mode: str, kind: str, order_depot: DepotProcess) -> None:
+        run = hash_prefix(Namespace(f"{mode} {kind}"), 16, range(NUM_BLOCKS * 16))
+        with self.engine(order_depot.url, mode, kind) as engine, engine.on_stream():
+            context = engine.context
+            context.wait_until_connected(WAIT_SECONDS)
+            settle(context)
+            engine.write(7)
+            stored = context.submit_store("request", run, BLOCK_IDS, engine.event())
+            with pytest.raises(TimeoutError):
+                stored.result(0.05)
+            engine.let_go()
+            assert stored.result(WAIT_SECONDS)
+            engine.write(0)
+            retrieved = context.submit_retrieve("request", run, BLOCK_IDS)
+            with pytest.raises(TimeoutError):
+                retrieved.result(0.05)
+            engine.let_go()
+            assert retrieved.result(WAIT_SECONDS)
+            assert engine.values() == {7}
+
+
+def settle(context: CudaTransferContext) -> None:
+    """Move blocks until copies are no longer pageable: those wait for the device by themselves."""
+    run = hash_prefix(Namespace("settle"), 16, range(16))
+    assert context.submit_store("settle", run, [[0]]).result(WAIT_SECONDS)
+
+    def is_settled() -> bool:
+        return context.submit_retrieve("settle", run, [[0]]).result(WAIT_SECONDS) and context.is_settled
+
+    wait_until(is_settled, WAIT_SECONDS, "the pool to be registered")
