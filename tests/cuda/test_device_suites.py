@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -201,7 +201,7 @@ class TestOrder(OrderSuite):
         self.driver_type: type[FakeDriver] = FakeDriver
 
     @contextmanager
-    def engine(self, url: str, mode: str, kind: str) -> Iterator[FakeEngine]:
+    def engine(self, url: str, mode: str, kind: str) -> Generator[FakeEngine]:
         driver = self.driver_type(root=self.device.memory)
         engine = FakeEngine(url, mode, kind, driver)
         try:

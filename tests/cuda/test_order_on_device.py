@@ -6,7 +6,7 @@ Skipped as `test_on_device.py` is. `test_device_suites.py` shows over the fake d
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
@@ -82,7 +82,7 @@ class TestOrder(OrderSuite):
             yield depot
 
     @contextmanager
-    def engine(self, url: str, mode: str, kind: str) -> Iterator[TorchEngine]:
+    def engine(self, url: str, mode: str, kind: str) -> Generator[TorchEngine]:
         engine = TorchEngine(url, mode, kind)
         with closing(engine.context):
             yield engine
