@@ -118,20 +118,27 @@ def test_each_backend_is_told_its_own_settings_and_no_others() -> None:
         "kvdepot.copy_threads": 2,
         "kvdepot.kernel_run_bytes": 24576,
         "kvdepot.kernel_runs": 64,
+        "kvdepot.batch_runs": 512,
         "kvdepot.mode": "auto",
     }
     settings = Settings.parse(extra)
     assert settings.backend_options("cpu") == {"copy_threads": 2}
-    assert settings.backend_options("cuda") == {"mode": "auto", "kernel_run_bytes": 24576, "kernel_runs": 64}
+    assert settings.backend_options("cuda") == {
+        "mode": "auto", "batch_runs": 512, "kernel_run_bytes": 24576, "kernel_runs": 64
+    }  # fmt: skip
     assert settings.backend_options("hpu") == {}
-    assert settings.of_other_backends("cpu") == ["kvdepot.mode", "kvdepot.kernel_run_bytes", "kvdepot.kernel_runs"]
+    assert settings.of_other_backends("cpu") == [
+        "kvdepot.mode", "kvdepot.batch_runs", "kvdepot.kernel_run_bytes", "kvdepot.kernel_runs"
+    ]  # fmt: skip
     assert settings.of_other_backends("cuda") == ["kvdepot.copy_threads"]
     assert Settings().backend_options("cuda") == {}
 
 
-@pytest.mark.parametrize("extra", [{"kernel_run_bytes": -1}, {"kernel_runs": 0}, {"kernel_programs": 0}])
+@pytest.mark.parametrize(
+    "extra", [{"kernel_run_bytes": -1}, {"kernel_runs": 0}, {"kernel_programs": 0}, {"batch_runs": 0}]
+)
 def test_thresholds_that_are_wrong_say_what_is_right(extra: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"kvdepot\.kernel_"):
+    with pytest.raises(ConfigError, match=r"kvdepot\.(kernel|batch)_"):
         Settings.parse({f"kvdepot.{name}": value for name, value in extra.items()})
 
 

@@ -15,7 +15,7 @@ ASK_VLLM: Final = "auto"
 LEAVE_IT_TO_VLLM: Final = "engine"
 BACKEND_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": ("copy_threads",),
-    "cuda": ("mode", "kernel_run_bytes", "kernel_runs", "kernel_programs"),
+    "cuda": ("mode", "batch_runs", "kernel_run_bytes", "kernel_runs", "kernel_programs"),
 }
 """Settings that are options of one backend, by the device's type."""
 
@@ -45,6 +45,7 @@ class Settings:
     kv_cache_layout: str = ASK_VLLM
     copy_threads: int | None = None
     mode: str | None = None  # on CUDA: "direct", "ipc" or "auto"; None: the backend's default
+    batch_runs: int | None = None
     kernel_run_bytes: int | None = None
     kernel_runs: int | None = None
     kernel_programs: int | None = None
@@ -61,7 +62,7 @@ class Settings:
             raise ConfigError(f"kvdepot.deadline_seconds is {self.deadline_seconds}: give seconds above 0")
         if not 0 < self.max_pinned_share <= 1:
             raise ConfigError(f"kvdepot.max_pinned_share is {self.max_pinned_share}: give a share above 0, at most 1")
-        for name in ("chunk_tokens", "copy_threads", "kernel_runs", "kernel_programs"):
+        for name in ("chunk_tokens", "copy_threads", "batch_runs", "kernel_runs", "kernel_programs"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"kvdepot.{name} is {value}: at least 1")
