@@ -229,10 +229,10 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 def copy_bytes(driver: Any, source: int, target: int, num_bytes: int, *, to_host: bool) -> None:
-    from kvdepot_cuda.driver import Direction
+    from kvdepot_cuda.driver import CopyKind
 
     stream = driver.create_stream()
-    driver.copy(source, target, num_bytes, Direction.TO_HOST if to_host else Direction.TO_DEVICE, stream)
+    driver.copy(source, target, num_bytes, CopyKind.TO_HOST if to_host else CopyKind.TO_DEVICE, stream)
     driver.synchronize_stream(stream)
     driver.destroy_stream(stream)
 
@@ -579,11 +579,11 @@ def copy_until(direction: str, how: str, ready: Any, go: threading.Event, stop: 
     """Copy until `stop`; return GB/s. The kernel gets runs of the size that it is for."""
     import numpy as np
 
-    from kvdepot_cuda.driver import Direction
+    from kvdepot_cuda.driver import CopyKind
     from kvdepot_cuda.gather import Gather, compile_gather
     from kvdepot_cuda.nvidia import CudaDriver
 
-    way, num_bytes, run = Direction(direction), 256 * MIB, 2 * MIB
+    way, num_bytes, run = CopyKind(direction), 256 * MIB, 2 * MIB
     if how == "the kernel":
         run = 8 << 10
     driver = CudaDriver(0, prefers_overlap="hint" in how)
@@ -595,7 +595,7 @@ def copy_until(direction: str, how: str, ready: Any, go: threading.Event, stop: 
         memory, stream = driver.allocate_device(num_bytes), driver.create_stream()
         offsets = np.arange(0, 64 * MIB, run, dtype=np.uint64)
         ends = (offsets + np.uint64(address), np.random.default_rng(0).permutation(offsets) + np.uint64(memory))
-        sources, targets = ends if way is Direction.TO_DEVICE else ends[::-1]
+        sources, targets = ends if way is CopyKind.TO_DEVICE else ends[::-1]
         sizes = np.full(len(offsets), run, np.uint64)
         gather = None
         if how == "the kernel":
@@ -710,7 +710,7 @@ def _register(setting: Setting, total: int, piece: int, is_touched: bool) -> Non
 
 def _probe(pipe: Any) -> None:
     """Copies 4 KiB again and again, and says how long that took before and while another process registers."""
-    from kvdepot_cuda.driver import Direction
+    from kvdepot_cuda.driver import CopyKind
 
     driver = open_driver(Setting(False, 0))
     host = mmap.mmap(-1, PAGE)
@@ -724,7 +724,7 @@ def _probe(pipe: Any) -> None:
             times = []
             while not pipe.poll(0):
                 before = time.perf_counter()
-                driver.copy(address, memory, PAGE, Direction.TO_DEVICE, stream)
+                driver.copy(address, memory, PAGE, CopyKind.TO_DEVICE, stream)
                 driver.synchronize_stream(stream)
                 times.append(time.perf_counter() - before)
             pipe.recv()

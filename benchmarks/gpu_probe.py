@@ -185,7 +185,7 @@ def captures(setting: Setting) -> None:
 def _beside(stop: threading.Event, errors: list[str], loops: list[int]) -> None:
     import numpy as np
 
-    from kvdepot_cuda.driver import Direction
+    from kvdepot_cuda.driver import CopyKind
 
     driver = base.open_driver(DEVICE)
     _host, address = anonymous(8 * MIB)
@@ -196,7 +196,7 @@ def _beside(stop: threading.Event, errors: list[str], loops: list[int]) -> None:
                 stream = driver.create_stream()
                 driver.register_host(address, 8 * MIB)
                 memory = driver.allocate_device(8 * MIB)
-                driver.copy_batch(source, np.array([memory], np.uint64), size, Direction.TO_DEVICE, stream)
+                driver.copy_batch(source, np.array([memory], np.uint64), size, CopyKind.TO_DEVICE, stream)
                 driver.synchronize_stream(stream)
                 driver.free_device(memory)
                 driver.unregister_host(address)
@@ -219,12 +219,12 @@ def stress(setting: Setting) -> None:
 
 
 def _stress(runs_a_call: int) -> None:
-    from kvdepot_cuda.driver import Direction
+    from kvdepot_cuda.driver import CopyKind
 
     results: list[dict[str, Any]] = []
     threads = [
         threading.Thread(target=_stress_one, args=(way, runs_a_call, results), name=way.value, daemon=True)
-        for way in Direction
+        for way in CopyKind
     ]
     for thread in threads:
         thread.start()
@@ -237,7 +237,7 @@ def _stress(runs_a_call: int) -> None:
 def _stress_one(way: Any, runs_a_call: int, results: list[dict[str, Any]], count: int = 400) -> None:
     import numpy as np
 
-    from kvdepot_cuda.driver import Direction
+    from kvdepot_cuda.driver import CopyKind
 
     driver = base.open_driver(DEVICE)
     rng = np.random.default_rng(1)
@@ -252,20 +252,20 @@ def _stress_one(way: Any, runs_a_call: int, results: list[dict[str, Any]], count
         driver.register_host(address, total)
         memory, stream = driver.allocate_device(total), driver.create_stream()
         ends = (starts + np.uint64(address))[shuffled], (starts + np.uint64(memory))[shuffled]
-        sources, targets = ends if way is Direction.TO_DEVICE else ends[::-1]
+        sources, targets = ends if way is CopyKind.TO_DEVICE else ends[::-1]
         began = time.perf_counter()
         for number in range(count):
             is_checked, value = number % 20 == 0, (number + 1) & 0xFF  # comparing costs more than copying
             if is_checked:
                 view[:] = value
-                if way is Direction.TO_HOST:
+                if way is CopyKind.TO_HOST:
                     base.copy_bytes(driver, address, memory, total, to_host=False)
                     view[:] = 0
             driver.copy_batch(sources, targets, sizes[shuffled], way, stream)
             driver.synchronize_stream(stream)
             if not is_checked:
                 continue
-            if way is Direction.TO_DEVICE:
+            if way is CopyKind.TO_DEVICE:
                 view[:] = 0
                 base.copy_bytes(driver, memory, address, total, to_host=True)
             if not (view[:used] == value).all():
@@ -293,7 +293,7 @@ def killed(setting: Setting) -> None:
 
 
 def _busy(pipe: Any) -> None:
-    from kvdepot_cuda.driver import Direction
+    from kvdepot_cuda.driver import CopyKind
 
     driver = base.open_driver(DEVICE)
     size = 512 * MIB
@@ -303,7 +303,7 @@ def _busy(pipe: Any) -> None:
         memory, stream = driver.allocate_device(size), driver.create_stream()
         pipe.send("busy")
         while True:
-            driver.copy(address, memory, size, Direction.TO_DEVICE, stream)
+            driver.copy(address, memory, size, CopyKind.TO_DEVICE, stream)
             driver.synchronize_stream(stream)
 
 

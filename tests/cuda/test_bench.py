@@ -10,7 +10,7 @@ import pytest
 
 from kvdepot.ops import cli
 from kvdepot_cuda.bench import FAKE, BenchPlan, Row, bench_copies, describe_tuning, tune
-from kvdepot_cuda.driver import Direction
+from kvdepot_cuda.driver import CopyKind
 from kvdepot_cuda.gather import KernelUse
 from kvdepot_cuda.testing import FakeDriver, fake_gather
 
@@ -90,7 +90,7 @@ def table(batch: dict[int, float], kernel: dict[tuple[int, int], float]) -> list
             "direction": direction.value, "page_bytes": size, "count": count,
             "ways": {"batch": {"ratio": batch[size]}, "kernel 4": {"ratio": ratio * 0.9}, "kernel 8": {"ratio": ratio}},
         }
-        for (size, count), ratio in kernel.items() for direction in Direction
+        for (size, count), ratio in kernel.items() for direction in CopyKind
     ]  # fmt: skip
 
 

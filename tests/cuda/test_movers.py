@@ -349,7 +349,7 @@ def test_a_worker_that_fell_back_lets_go_of_the_pool_of_the_depot_that_had_its_m
         assert worker.store(prompt(3, salt=salt + 1))
         assert (
             worker.retrieve(prompt(3, salt=salt + 1)) == 3
-        )  # each lane has a channel of the session before until then
+        )  # each direction has a channel of the session before until then
 
     def num_mapped() -> int:
         return Path("/proc/self/maps").read_text().count(f"{depot.pool_directory}/index")  # beside each pool

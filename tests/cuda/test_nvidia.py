@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvdepot_cuda import nvidia
-from kvdepot_cuda.driver import PERMANENT, Direction, DriverError
+from kvdepot_cuda.driver import PERMANENT, CopyKind, DriverError
 from kvdepot_cuda.nvidia import CudaDriver
 
 REAL: Any = importlib.import_module("cuda.bindings.driver")
@@ -122,8 +122,8 @@ def test_every_call_has_the_arguments_that_the_bindings_take(cuda: StandIn) -> N
         driver.record_event(event, stream)
         driver.wait_for_event(stream, event)
         driver.register_host(4096, 8192)
-        driver.copy(1, 2, 3, Direction.TO_HOST, stream)
-        driver.copy(1, 2, 3, Direction.TO_DEVICE, stream)
+        driver.copy(1, 2, 3, CopyKind.TO_HOST, stream)
+        driver.copy(1, 2, 3, CopyKind.TO_DEVICE, stream)
         driver.synchronize_stream(stream)
         assert driver.device_address_of(4096) == 4097
         driver.unregister_host(4096)
@@ -212,8 +212,8 @@ def test_after_a_wait_that_failed_the_stream_is_waited_for(cuda: StandIn) -> Non
     assert ("cuStreamSynchronize", stream) in cuda.calls
 
 
-@pytest.mark.parametrize(("direction", "order"), [(Direction.TO_HOST, 1), (Direction.TO_DEVICE, 3)])
-def test_a_batch_is_one_call_with_the_arrays_as_they_are(direction: Direction, order: int, cuda: StandIn) -> None:
+@pytest.mark.parametrize(("direction", "order"), [(CopyKind.TO_HOST, 1), (CopyKind.TO_DEVICE, 3)])
+def test_a_batch_is_one_call_with_the_arrays_as_they_are(direction: CopyKind, order: int, cuda: StandIn) -> None:
     driver = CudaDriver(0)
     assert driver.has_batch_copy
     assert ("cuGetProcAddress", b"cuMemcpyBatchAsync", 12080, 0) in cuda.calls
@@ -227,7 +227,7 @@ def test_a_batch_is_one_call_with_the_arrays_as_they_are(direction: Direction, o
 
 def test_columns_that_are_not_contiguous_are_passed_right(cuda: StandIn) -> None:
     columns = np.arange(12, dtype=np.uint64).reshape(4, 3)
-    CudaDriver(0).copy_batch(columns[:, 0], columns[:, 1], columns[:, 2], Direction.TO_HOST, 71)
+    CudaDriver(0).copy_batch(columns[:, 0], columns[:, 1], columns[:, 2], CopyKind.TO_HOST, 71)
     assert cuda.batches[0]["runs"] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
 
 
@@ -235,7 +235,7 @@ def test_a_batch_that_fails_names_the_run(cuda: StandIn) -> None:
     cuda.batch_code = 1
     one = np.ones(2, np.uint64)
     with pytest.raises(DriverError, match=r"cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE \(1\) \(run 1 of 2\)"):
-        CudaDriver(0).copy_batch(one, one, one, Direction.TO_HOST, 71)
+        CudaDriver(0).copy_batch(one, one, one, CopyKind.TO_HOST, 71)
 
 
 def test_a_driver_older_than_12_8_has_no_batches(cuda: StandIn) -> None:
@@ -294,7 +294,7 @@ def test_a_code_that_makes_the_bindings_raise_is_an_error_of_the_driver(code: in
 def test_batches_hint_at_compute_beside_them_where_that_is_wanted(cuda: StandIn) -> None:
     one = np.ones(1, np.uint64)
     for prefers_overlap in (False, True):
-        CudaDriver(0, prefers_overlap=prefers_overlap).copy_batch(one, one, one, Direction.TO_HOST, 71)
+        CudaDriver(0, prefers_overlap=prefers_overlap).copy_batch(one, one, one, CopyKind.TO_HOST, 71)
     assert [batch["attributes"][-4:] for batch in cuda.batches] == [bytes(4), bytes((1, 0, 0, 0))]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
-from kvdepot_cuda.driver import Direction
+from kvdepot_cuda.driver import CopyKind
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from support.cuda.fake_worker import FakeWorker
 
@@ -55,11 +55,11 @@ class RecordsNothing(FakeDriver):
         del event, stream
 
 
-@pytest.mark.parametrize("lane", [0, 1])
-def test_a_copy_that_is_not_waited_for_is_seen(lane: int, cache: MakeCache) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_copy_that_is_not_waited_for_is_seen(number: int, cache: MakeCache) -> None:
     """Proves the fake: the final synchronisation left out, of stores or of retrieves, cannot pass."""
     drivers = [FakeDriver(), FakeDriver()]
-    drivers[lane] = NeverSynchronises()
+    drivers[number] = NeverSynchronises()
     writer, reader = cache(drivers[0]), cache(drivers[1])
     assert writer.store(prompt(4))
     with pytest.raises(AssertionError, match="wrong bytes were served"):
@@ -152,8 +152,8 @@ class Logs(FakeDriver):
         super().__init__()
         self.log: list[str] = []
 
-    def copy_batch(self, sources: Any, targets: Any, sizes: Any, direction: Direction, stream: int) -> None:
-        if direction is Direction.TO_DEVICE:
+    def copy_batch(self, sources: Any, targets: Any, sizes: Any, direction: CopyKind, stream: int) -> None:
+        if direction is CopyKind.TO_DEVICE:
             self.log.append("queue")
         super().copy_batch(sources, targets, sizes, direction, stream)
 

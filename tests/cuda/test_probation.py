@@ -3,12 +3,12 @@
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
 
-from kvdepot.backends import CopyBatch
+from kvdepot.backends import CopyBarrier, CopyBatch
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.movers.client import MoveFailed
 from kvdepot.movers.client import move as real_move
@@ -49,10 +49,10 @@ class Engine:
         return bool(self.attached) and self.is_covered
 
     def attach(
-        self, mapping: PoolMemory | None, fence: Callable[[], AbstractContextManager[object]], *,
+        self, mapping: PoolMemory | None, barrier: CopyBarrier, *,
         only_at: int | None = None,
     ) -> None:  # fmt: skip
-        del fence
+        del barrier
         self.attached.append((mapping, only_at))
 
     def retrieve(self, batch: CopyBatch) -> None:

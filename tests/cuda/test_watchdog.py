@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvdepot.backends import TransferFuture
+from kvdepot.backends import Direction, TransferFuture
 from kvdepot.copying.runs import Addresses
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, prompt
 from kvdepot_cuda import watchdog
-from kvdepot_cuda.driver import Direction
+from kvdepot_cuda.driver import CopyKind
 from kvdepot_cuda.testing import FakeDriver
 from kvdepot_cuda.watchdog import Watchdog
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
@@ -27,7 +27,7 @@ WAIT_SECONDS = 20.0
 class HangingDriver(FakeDriver):
     """Its batches in one direction do not return until `gate` is set."""
 
-    hangs: Direction | None = None
+    hangs: CopyKind | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class HangingDriver(FakeDriver):
         self.is_inside = threading.Event()
 
     def copy_batch(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: Direction, stream: int
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: CopyKind, stream: int
     ) -> None:
         if self.hangs is direction:
             self.is_inside.set()
@@ -59,14 +59,14 @@ def cache(depot: DepotProcess, driver: HangingDriver, monkeypatch: pytest.Monkey
     worker.context.close()
 
 
-@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("direction", list(CopyKind))
 def test_a_copy_that_hangs_leaves_no_other_transfer_waiting(
-    direction: Direction, cache: Cache, driver: HangingDriver, depot: DepotProcess, caplog: pytest.LogCaptureFixture
+    direction: CopyKind, cache: Cache, driver: HangingDriver, depot: DepotProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     context = cache.context
     assert cache.store(prompt(2))
     driver.hangs = direction
-    is_store = direction is Direction.TO_HOST
+    is_store = direction is CopyKind.TO_HOST
 
     def submit(salt: int) -> TransferFuture[bool]:
         if is_store:
@@ -99,7 +99,7 @@ def test_a_copy_that_hangs_leaves_no_other_transfer_waiting(
 
 
 def test_a_worker_whose_copy_hangs_closes_and_gives_nothing_back(cache: Cache, driver: HangingDriver) -> None:
-    driver.hangs = Direction.TO_HOST
+    driver.hangs = CopyKind.TO_HOST
     future = cache.context.submit_store("r", prompt(2), [list(range(8))])
     assert not future.result(WAIT_SECONDS)
     began = time.monotonic()
@@ -112,7 +112,7 @@ def test_a_worker_whose_copy_hangs_closes_and_gives_nothing_back(cache: Cache, d
 def test_a_copy_that_takes_its_time_is_left_alone(
     cache: Cache, driver: HangingDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver.hangs = Direction.TO_HOST
+    driver.hangs = CopyKind.TO_HOST
     threading.Timer(0.2, driver.gate.set).start()
     assert cache.store(prompt(2))
     assert cache.retrieve(prompt(2)) == 2
@@ -120,22 +120,22 @@ def test_a_copy_that_takes_its_time_is_left_alone(
 
 
 def test_a_copy_goes_on_only_when_its_end_was_reported() -> None:
-    reported: list[tuple[int, str]] = []
+    reported: list[tuple[Direction, str]] = []
     gate = threading.Event()
 
-    def on_hang(lane: int, why: str) -> None:
+    def on_hang(direction: Direction, why: str) -> None:
         gate.wait(WAIT_SECONDS)
-        reported.append((lane, why))
+        reported.append((direction, why))
 
     watch = Watchdog(on_hang, 0.05)
-    watch.begin(1)
+    watch.begin(Direction.RETRIEVE)
     wait_until(lambda: watch.has_hung_copy)
     threading.Timer(0.2, gate.set).start()
-    assert watch.end(1)
-    assert reported == [(1, "a retrieve has not returned from the driver for 0 s")]
+    assert watch.end(Direction.RETRIEVE)
+    assert reported == [(Direction.RETRIEVE, "a retrieve has not returned from the driver for 0 s")]
     assert not watch.has_hung_copy
-    watch.begin(0)
-    assert not watch.end(0)
+    watch.begin(Direction.STORE)
+    assert not watch.end(Direction.STORE)
     watch.close()
 
 

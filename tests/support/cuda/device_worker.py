@@ -15,7 +15,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.testing.backend import WorkerPlan
 from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
-from kvdepot_cuda.driver import Direction, Driver, OpenDriver
+from kvdepot_cuda.driver import CopyKind, Driver, OpenDriver
 from kvdepot_cuda.nvidia import CudaDriver
 from kvdepot_cuda.testing import DEFAULT_STREAM, FakeTensor
 
@@ -33,11 +33,11 @@ class Memory:
         with driver.activated():
             self.address = driver.allocate_device(num_bytes)
             self._stream = driver.create_stream()
-        self.copy(np.zeros(num_bytes, np.uint8), self.address, Direction.TO_DEVICE)
+        self.copy(np.zeros(num_bytes, np.uint8), self.address, CopyKind.TO_DEVICE)
 
-    def copy(self, host: Any, address: int, direction: Direction) -> None:
+    def copy(self, host: Any, address: int, direction: CopyKind) -> None:
         ends = (int(host.ctypes.data), address)
-        source, target = ends if direction is Direction.TO_DEVICE else ends[::-1]
+        source, target = ends if direction is CopyKind.TO_DEVICE else ends[::-1]
         with self._driver.activated():
             self._driver.copy(source, target, host.size, direction, self._stream)
             self._driver.synchronize_stream(self._stream)
@@ -100,14 +100,14 @@ class DeviceWorker:
             assert self.context.uses_kernel == self._has_kernel, "the kernel was not loaded: see the warnings"
 
     def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
-        self._copy(group, page, block, np.frombuffer(bytearray(data), np.uint8), Direction.TO_DEVICE)
+        self._copy(group, page, block, np.frombuffer(bytearray(data), np.uint8), CopyKind.TO_DEVICE)
 
     def read_block(self, group: int, page: int, block: int) -> bytes:
         found = np.zeros(self._plan.groups[group].page_sizes_bytes[page], np.uint8)
-        self._copy(group, page, block, found, Direction.TO_HOST)
+        self._copy(group, page, block, found, CopyKind.TO_HOST)
         return found.tobytes()
 
-    def _copy(self, group: int, page: int, block: int, host: Any, direction: Direction) -> None:
+    def _copy(self, group: int, page: int, block: int, host: Any, direction: CopyKind) -> None:
         plan = self._plan.groups[group]
         offset = block * (plan.page_sizes_bytes[page] + plan.padding_bytes)
         self._memories[0].copy(host, self._addresses[group][page] + offset, direction)

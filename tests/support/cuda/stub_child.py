@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvdepot_cuda.driver import Direction, DriverError
+from kvdepot_cuda.driver import CopyKind, DriverError
 from kvdepot_cuda.nvidia import CudaDriver
 
 BEAT_SECONDS = 0.002
@@ -58,14 +58,14 @@ def main() -> None:
         handle, base, num_bytes = driver.export_memory(0x7F0000201000)
         say(handle == bytes(range(64)), hex(base), num_bytes)
         check_released("open_memory", lambda: driver.open_memory(handle))
-        driver.copy(1, 2, 3, Direction.TO_HOST, stream)
-        check_released("copy", lambda: driver.copy(1, 2, 3, Direction.TO_DEVICE, stream))
+        driver.copy(1, 2, 3, CopyKind.TO_HOST, stream)
+        check_released("copy", lambda: driver.copy(1, 2, 3, CopyKind.TO_DEVICE, stream))
         check_released(
-            "copy_batch", lambda: driver.copy_batch(sources, targets, sizes, Direction.TO_DEVICE, stream)
+            "copy_batch", lambda: driver.copy_batch(sources, targets, sizes, CopyKind.TO_DEVICE, stream)
         )  # fmt: skip
-        driver.copy_batch(sources[:1], targets[:1], sizes[:1], Direction.TO_HOST, stream)
-        refused("copy", lambda: driver.copy(1, 2, 13, Direction.TO_DEVICE, stream))
-        refused("batch", lambda: driver.copy_batch(odd, odd, odd, Direction.TO_DEVICE, stream))
+        driver.copy_batch(sources[:1], targets[:1], sizes[:1], CopyKind.TO_HOST, stream)
+        refused("copy", lambda: driver.copy(1, 2, 13, CopyKind.TO_DEVICE, stream))
+        refused("batch", lambda: driver.copy_batch(odd, odd, odd, CopyKind.TO_DEVICE, stream))
         driver.unregister_host(4096)
         memory = driver.allocate_device(8192)
         kernel = driver.load_kernel(b"\x7fELF image", "gather_runs")

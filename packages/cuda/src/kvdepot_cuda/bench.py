@@ -25,7 +25,7 @@ from kvdepot.copying.runs import Addresses, Runs, merge
 from kvdepot.errors import BackendUnavailable, KVDepotError
 from kvdepot_cuda.availability import why_unavailable
 from kvdepot_cuda.copy import BATCH_RUNS
-from kvdepot_cuda.driver import Direction, Driver, DriverError
+from kvdepot_cuda.driver import CopyKind, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
 
 Say = Callable[[str], None]
@@ -45,13 +45,13 @@ class BenchPlan:
 
     page_bytes: tuple[int, ...] = tuple(size << 10 for size in (4, 8, 16, 24, 32, 64, 256, 2048))
     counts: tuple[int, ...] = (16, 64, 256, 1024, 4096)
-    directions: tuple[Direction, ...] = (Direction.TO_DEVICE, Direction.TO_HOST)
+    directions: tuple[CopyKind, ...] = (CopyKind.TO_DEVICE, CopyKind.TO_HOST)
     programs: tuple[int, ...] = (4, 8, 12, 16)
     rounds: int = 5
     largest_bytes: int = 512 << 20  # of one copy; larger cells are left out
     seconds: float = 240.0  # cells that are not begun by then are left out
 
-    def cells(self) -> Iterator[tuple[Direction, int, int]]:
+    def cells(self) -> Iterator[tuple[CopyKind, int, int]]:
         """Yield direction, page size and number of pages."""
         for direction, page_bytes, count in itertools.product(self.directions, self.page_bytes, self.counts):
             if page_bytes * count <= self.largest_bytes:
@@ -61,7 +61,7 @@ class BenchPlan:
 TUNE: Final = BenchPlan(
     page_bytes=tuple(size << 10 for size in (4, 8, 16, 24, 32, 48, 64)),
     counts=(4, 8, 16, 32, 64, 128, 256, 1024, 4096),
-    directions=(Direction.TO_DEVICE,),
+    directions=(CopyKind.TO_DEVICE,),
 )
 FAKE: Final = BenchPlan(
     page_bytes=(4 << 10, 64 << 10), counts=(16, 64), programs=(4, 8), rounds=2, largest_bytes=4 << 20
@@ -112,7 +112,7 @@ def tune(rows: Sequence[Row]) -> Tuning:
 
     Where the kernel is not used, batches copy. It is left off if it gains less than 3 %.
     """
-    cells = [row for row in rows if row["direction"] == Direction.TO_DEVICE.value and "batch" in row["ways"]]
+    cells = [row for row in rows if row["direction"] == CopyKind.TO_DEVICE.value and "batch" in row["ways"]]
     best = Tuning(KernelUse(), 0.0)
     if not cells:
         return best
@@ -182,7 +182,7 @@ class _Memory:
         undo.callback(driver.destroy_stream, self.stream)
         undo.callback(driver.synchronize_stream, self.stream)
         for half in (0, num_bytes):
-            driver.copy(self.address, self.on_device + half, num_bytes, Direction.TO_DEVICE, self.stream)
+            driver.copy(self.address, self.on_device + half, num_bytes, CopyKind.TO_DEVICE, self.stream)
         driver.synchronize_stream(self.stream)
         try:
             self.host_on_device = driver.device_address_of(self.address)
@@ -201,7 +201,7 @@ class _Cell:
     """One page size, number of pages and direction."""
 
     def __init__(
-        self, driver: Driver, memory: _Memory, gather: Gather | None, direction: Direction, page_bytes: int, count: int
+        self, driver: Driver, memory: _Memory, gather: Gather | None, direction: CopyKind, page_bytes: int, count: int
     ) -> None:
         self._driver, self._memory, self._gather = driver, memory, gather
         self._direction, self._page_bytes, self._count = direction, page_bytes, count
@@ -270,7 +270,7 @@ class _Cell:
 
     def _reference(self) -> None:
         memory, num_bytes = self._memory, self._page_bytes * self._count
-        if self._direction is Direction.TO_DEVICE:
+        if self._direction is CopyKind.TO_DEVICE:
             self._driver.copy(memory.address, memory.on_device, num_bytes, self._direction, memory.stream)
         else:
             self._driver.copy(memory.on_device, memory.address, num_bytes, self._direction, memory.stream)
@@ -278,7 +278,7 @@ class _Cell:
     def _ends(self, runs: Runs, host: int) -> tuple[Addresses, Addresses]:
         """Return sources and targets, with host memory at `host`."""
         pool = runs.offsets + np.uint64(host)
-        return (pool, runs.blocks) if self._direction is Direction.TO_DEVICE else (runs.blocks, pool)
+        return (pool, runs.blocks) if self._direction is CopyKind.TO_DEVICE else (runs.blocks, pool)
 
     def _loop(self) -> None:
         sources, targets = self._ends(self._scattered, self._memory.address)
@@ -314,7 +314,7 @@ class _Cell:
         some = np.unique(np.linspace(0, len(runs) - 1, _NUM_COMPARED).astype(np.int64)).tolist()
         for number in some:
             offset = int(runs.offsets[number])
-            if self._direction is Direction.TO_DEVICE:
+            if self._direction is CopyKind.TO_DEVICE:
                 memory.host[offset : offset + size] += np.uint8(1)  # other bytes than any way before had
             else:
                 memory.host[offset : offset + size] = _POISON
@@ -322,7 +322,7 @@ class _Cell:
         self._driver.synchronize_stream(memory.stream)
         for number in some:
             offset = int(runs.offsets[number])
-            self._driver.copy(int(runs.blocks[number]), memory.page_address, size, Direction.TO_HOST, memory.stream)
+            self._driver.copy(int(runs.blocks[number]), memory.page_address, size, CopyKind.TO_HOST, memory.stream)
             self._driver.synchronize_stream(memory.stream)
             if not np.array_equal(memory.host[offset : offset + size], memory.page[:size]):
                 raise _WrongBytes(f"page {number} of {self._count} has wrong bytes")

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec.structs
 
-from kvdepot.backends import Direction, KVCache
+from kvdepot.backends import KVCache
 from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.errors import BackendUnavailable, DepotUnavailable, ErrorCode, RemoteError
 from kvdepot.layout import CacheLayout
@@ -67,7 +67,7 @@ class CudaTransferContext(WorkerTransfers):
             copier, self._engine, registration, options, lambda changed: self.connection.register_as(changed)
         )
         super().__init__(registration, layout, copier, options, self.carrier)
-        self._engine.watch(lambda lane, why: self.device_hangs(Direction(lane), why), watchdog.HANG_SECONDS)
+        self._engine.watch(self.device_hangs, watchdog.HANG_SECONDS)
 
     def start_registering(self) -> None:
         """Register the pool from now on: the engine has captured its graphs. See `CudaOptions.register_when_asked`."""

@@ -16,26 +16,25 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Final, TypeVar
 
 import numpy as np
 
-from kvdepot.backends import CopyBatch, ReadyEvent
+from kvdepot.backends import CopyBarrier, CopyBatch, Direction, ReadyEvent
 from kvdepot.copying.runs import EXTENT_DTYPE, BatchRuns, Runs, merge, split
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
 from kvdepot.pool.files import PoolMemory
-from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, Direction, Driver, DriverError
+from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, CopyKind, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
-from kvdepot_cuda.watchdog import NAMES, Watchdog
+from kvdepot_cuda.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 1 << 30
 BATCH_RUNS: Final = 4096  # of one call of the driver
-_DIRECTIONS: Final = (Direction.TO_HOST, Direction.TO_DEVICE)  # by lane
+_KINDS: Final = (CopyKind.TO_HOST, CopyKind.TO_DEVICE)  # by direction
 _PAGE_BYTES: Final = 4096
 _T = TypeVar("_T")
 
@@ -98,9 +97,9 @@ class CopyEngine:
         self._is_closed = False
         self._events: list[int] = []
         self._idle_events: collections.deque[int] = collections.deque()
-        self._streams: list[int] = []  # of stores, of retrieves
+        self._streams: list[int] = []  # by direction
         with driver.activated():
-            for _ in _DIRECTIONS:
+            for _ in Direction:
                 self._streams.append(driver.create_stream())
 
     @property
@@ -127,7 +126,7 @@ class CopyEngine:
         starts, sizes = extents["offset"].astype(np.uint64), extents["num_bytes"].astype(np.uint64)
         return bool((registration.covers(starts) & registration.covers(starts + sizes - np.uint64(1))).all())
 
-    def watch(self, on_hang: Callable[[int, str], None], seconds: float) -> None:
+    def watch(self, on_hang: Callable[[Direction, str], None], seconds: float) -> None:
         """Report, from now on, a copy that does not return within `seconds`: see `Watchdog`. Such a copy fails."""
         self._watchdog = Watchdog(on_hang, seconds)
 
@@ -146,14 +145,14 @@ class CopyEngine:
             self._driver.record_event(event, stream)
         return mark
 
-    def wait_for(self, lane: int, ready: ReadyEvent) -> None:
-        """Have the copies of a lane come after `ready`: on the device if it has a handle, else here."""
+    def wait_for(self, direction: Direction, ready: ReadyEvent) -> None:
+        """Have the copies of a direction come after `ready`: on the device if it has a handle, else here."""
         event = _event_of(ready)
         if not event:
             ready.synchronize()
             return
         with self._driver.activated():
-            self._driver.wait_for_event(self._streams[lane], event)
+            self._driver.wait_for_event(self._streams[direction], event)
 
     def wait_here(self, ready: ReadyEvent) -> None:
         """Wait in this thread until `ready` is over: by the driver if it has a handle, which lets captures go on."""
@@ -169,7 +168,7 @@ class CopyEngine:
     def attach(
         self,
         mapping: PoolMemory | None,
-        fence: Callable[[], AbstractContextManager[object]],
+        barrier: CopyBarrier,
         *,
         only_at: int | None = None,
     ) -> None:
@@ -177,15 +176,15 @@ class CopyEngine:
 
         Args:
             mapping: the new one, None for none; copies may use it already.
-            fence: held while no copy runs; after it none uses the mapping before.
+            barrier: entered to replace the mapping before; see `Copier.attach`.
             only_at: register no more than the piece that has this offset, and at once.
         """
         with self._attaching:
             if self._may_register or mapping is None or only_at is not None:
                 self._put_off = None
-                self._attach(mapping, fence, only_at)
+                self._attach(mapping, barrier, only_at)
             else:
-                self._put_off = lambda: self._attach(mapping, fence, only_at)
+                self._put_off = lambda: self._attach(mapping, barrier, only_at)
 
     def start_registering(self) -> None:
         """Register what was attached, and what will be, without waiting for a copy. Twice is harmless."""
@@ -195,9 +194,7 @@ class CopyEngine:
             if put_off is not None:
                 put_off()
 
-    def _attach(
-        self, mapping: PoolMemory | None, fence: Callable[[], AbstractContextManager[object]], only_at: int | None
-    ) -> None:
+    def _attach(self, mapping: PoolMemory | None, barrier: CopyBarrier, only_at: int | None) -> None:
         if self._is_closed:
             return
         self._stop_registering.set()
@@ -207,7 +204,7 @@ class CopyEngine:
             if before is not None:
                 before.join()
             new = None if mapping is None else PoolRegistration(self._driver, mapping, self._piece_bytes)
-            with fence():
+            with barrier():
                 old, self._registration = self._registration, new
             if old is not None:
                 old.close()
@@ -224,32 +221,32 @@ class CopyEngine:
 
     def store(self, batch: CopyBatch) -> None:
         """See `Copier`."""
-        self._move(0, batch)
+        self._move(Direction.STORE, batch)
 
     def retrieve(self, batch: CopyBatch) -> None:
         """See `Copier`."""
-        self._move(1, batch)
+        self._move(Direction.RETRIEVE, batch)
 
     def begin_retrieve(self, batch: CopyBatch) -> Callable[[], None]:
-        """See `Copier`: each retrieve is waited for by an event of its own, so that the next one can be queued behind."""
+        """See `Copier`. Each retrieve has an event of its own, so that the next one can be queued behind it."""
 
         def begin() -> Mark:
             try:
-                self._enqueue(1, batch)
-                return self.mark(self._streams[1])
+                self._enqueue(Direction.RETRIEVE, batch)
+                return self.mark(self._streams[Direction.RETRIEVE])
             except BaseException:
-                self._synchronize(1)
+                self._synchronize(Direction.RETRIEVE)
                 raise
 
         def wait() -> None:
             try:
                 self.wait_here(mark)
             except DriverError:
-                self._synchronize(1)  # nothing may be under way after this
+                self._synchronize(Direction.RETRIEVE)  # nothing may be under way after this
                 raise
 
-        mark = self._watched(1, begin)
-        return lambda: self._watched(1, wait)
+        mark = self._watched(Direction.RETRIEVE, begin)
+        return lambda: self._watched(Direction.RETRIEVE, wait)
 
     def close(self) -> None:
         """See `Copier`. While a copy hangs in the driver nothing is given back: the end of the process does that."""
@@ -275,48 +272,48 @@ class CopyEngine:
         with contextlib.suppress(DriverError):
             self._driver.close()
 
-    def _move(self, lane: int, batch: CopyBatch) -> None:
+    def _move(self, direction: Direction, batch: CopyBatch) -> None:
         def move() -> None:
             try:
-                self._enqueue(lane, batch)
+                self._enqueue(direction, batch)
             finally:
-                self._synchronize(lane)
+                self._synchronize(direction)
 
-        self._watched(lane, move)
+        self._watched(direction, move)
 
-    def _watched(self, lane: int, work: Callable[[], _T]) -> _T:
+    def _watched(self, direction: Direction, work: Callable[[], _T]) -> _T:
         """Do work that calls the driver; fail if the watchdog gave it up meanwhile."""
         if self._watchdog is None:
             return work()
-        self._watchdog.begin(lane)
+        self._watchdog.begin(direction)
         try:
             result = work()
         finally:
-            is_late = self._watchdog.end(lane)
+            is_late = self._watchdog.end(direction)
         if is_late:  # blocks of a store may belong to others by now
-            self._synchronize(lane)
-            raise DriverError(f"a {NAMES[lane]}", "returned after it was given up", is_permanent=True)
+            self._synchronize(direction)
+            raise DriverError(f"a {direction.name.lower()}", "returned after it was given up", is_permanent=True)
         return result
 
-    def _synchronize(self, lane: int) -> None:
+    def _synchronize(self, direction: Direction) -> None:
         with self._driver.activated():
-            self._driver.synchronize_stream(self._streams[lane])
+            self._driver.synchronize_stream(self._streams[direction])
 
-    def _enqueue(self, lane: int, batch: CopyBatch) -> None:
+    def _enqueue(self, direction: Direction, batch: CopyBatch) -> None:
         if not self._may_register:
             self.start_registering()
         runs = split(merge(self._runs.of(batch), self._runs.starts), self._unit_bytes)
         registration = self._registration
         with self._driver.activated():
             if registration is None or registration.mapping is not batch.mapping:
-                self._copy_singly(lane, batch, runs)
+                self._copy_singly(direction, batch, runs)
                 return
             is_registered = registration.covers(runs.offsets)
             reachable = runs.where(is_registered)
-            if lane == 1 and self._uses_gather:
+            if direction is Direction.RETRIEVE and self._uses_gather:
                 reachable = self._launch_for(registration, reachable)
-            self._copy_in_batches(lane, batch, reachable)
-            self._copy_singly(lane, batch, runs.where(~is_registered))
+            self._copy_in_batches(direction, batch, reachable)
+            self._copy_singly(direction, batch, runs.where(~is_registered))
 
     # --- the kernel -----------------------------------------------------------------------------------------------
 
@@ -344,7 +341,7 @@ class CopyEngine:
         small = runs.where(chosen)
         try:
             self._gather.copy(
-                sources[chosen], small.blocks, small.sizes, self._streams[1], self._kernel.num_programs
+                sources[chosen], small.blocks, small.sizes, self._streams[Direction.RETRIEVE], self._kernel.num_programs
             )  # fmt: skip
         except DriverError as error:
             if error.is_permanent:
@@ -356,28 +353,28 @@ class CopyEngine:
 
     # --- DMA ------------------------------------------------------------------------------------------------------
 
-    def _copy_in_batches(self, lane: int, batch: CopyBatch, runs: Runs) -> None:
+    def _copy_in_batches(self, direction: Direction, batch: CopyBatch, runs: Runs) -> None:
         for start in range(0, len(runs), self._batch_runs):
             some = runs.where(slice(start, start + self._batch_runs))
             if self._takes_batches:
                 pool = some.offsets + batch.mapping.address
-                sources, targets = (some.blocks, pool) if lane == 0 else (pool, some.blocks)
+                sources, targets = (some.blocks, pool) if direction is Direction.STORE else (pool, some.blocks)
                 try:
-                    self._driver.copy_batch(sources, targets, some.sizes, _DIRECTIONS[lane], self._streams[lane])
+                    self._driver.copy_batch(sources, targets, some.sizes, _KINDS[direction], self._streams[direction])
                     continue
                 except DriverError as error:
                     if error.is_permanent:
                         raise
                     self._takes_batches = False
                     logger.warning("no batches of copies any more, single ones are slower: %s", error)
-            self._copy_singly(lane, batch, some)
+            self._copy_singly(direction, batch, some)
 
-    def _copy_singly(self, lane: int, batch: CopyBatch, runs: Runs) -> None:
-        direction, stream, address = _DIRECTIONS[lane], self._streams[lane], batch.mapping.address
+    def _copy_singly(self, direction: Direction, batch: CopyBatch, runs: Runs) -> None:
+        kind, stream, address = _KINDS[direction], self._streams[direction], batch.mapping.address
         columns = zip(runs.blocks.tolist(), runs.offsets.tolist(), runs.sizes.tolist(), strict=True)
         for block, offset, size in columns:
-            source, target = (block, address + offset) if lane == 0 else (address + offset, block)
-            self._driver.copy(source, target, size, direction, stream)
+            source, target = (block, address + offset) if direction is Direction.STORE else (address + offset, block)
+            self._driver.copy(source, target, size, kind, stream)
 
 
 def _event_of(ready: ReadyEvent) -> int:

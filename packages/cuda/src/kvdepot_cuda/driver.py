@@ -37,8 +37,8 @@ class DriverError(DeviceError):
         self.is_permanent = is_permanent or code.partition(" ")[0] in PERMANENT
 
 
-class Direction(enum.Enum):
-    """Where bytes go."""
+class CopyKind(enum.Enum):
+    """Which side of a copy is the host's."""
 
     TO_HOST = "to_host"  # a store
     TO_DEVICE = "to_device"  # a retrieve
@@ -158,7 +158,7 @@ class Driver(Protocol):
         """
         ...
 
-    def copy(self, source: int, target: int, num_bytes: int, direction: Direction, stream: int) -> None:
+    def copy(self, source: int, target: int, num_bytes: int, direction: CopyKind, stream: int) -> None:
         """Copy one run in stream order. Its host side lies in one registered range or touches none.
 
         With host memory that is not registered the call may wait for the copy.
@@ -166,7 +166,7 @@ class Driver(Protocol):
         ...
 
     def copy_batch(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: Direction, stream: int
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: CopyKind, stream: int
     ) -> None:
         """Copy runs, `(num_runs,)` each, in any order among themselves; host sides are registered, targets disjoint.
 

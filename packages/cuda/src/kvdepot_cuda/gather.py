@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvdepot.copying.runs import Addresses
 from kvdepot.errors import ConfigError, KVDepotError
-from kvdepot_cuda.driver import Direction, Driver
+from kvdepot_cuda.driver import CopyKind, Driver
 from kvdepot_cuda.image import GatherImage
 
 KERNEL_RUNS: Final = 16
@@ -150,7 +150,7 @@ class Gather:
             count = min(self._max_runs, len(sizes) - start)
             for place, column in enumerate((sources, targets, sizes)):
                 self._rows[:count, place] = column[start : start + count]
-            self._driver.copy(self._rows_address, self._table, count * _ROW_BYTES, Direction.TO_DEVICE, stream)
+            self._driver.copy(self._rows_address, self._table, count * _ROW_BYTES, CopyKind.TO_DEVICE, stream)
             self._driver.record_event(self._rows_are_free, stream)
             hidden = [ctypes.c_uint64(0)] * self._image.num_hidden
             self._driver.launch_kernel(

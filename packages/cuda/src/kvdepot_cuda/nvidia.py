@@ -19,7 +19,7 @@ from uuid import UUID
 import numpy as np
 
 from kvdepot.copying.runs import Addresses
-from kvdepot_cuda.driver import Direction, DriverError
+from kvdepot_cuda.driver import CopyKind, DriverError
 
 _BATCH_COPY_VERSION: Final = 12080  # the signature that has `failIdx`; drivers of CUDA 13 still offer it
 _ORDER_STREAM: Final = 1  # the source is read in stream order
@@ -239,19 +239,19 @@ class CudaDriver:
             ctypes.addressof(places), 0,
         )  # fmt: skip
 
-    def copy(self, source: int, target: int, num_bytes: int, direction: Direction, stream: int) -> None:
+    def copy(self, source: int, target: int, num_bytes: int, direction: CopyKind, stream: int) -> None:
         """See `Driver`."""
-        call = "cuMemcpyDtoHAsync" if direction is Direction.TO_HOST else "cuMemcpyHtoDAsync"
+        call = "cuMemcpyDtoHAsync" if direction is CopyKind.TO_HOST else "cuMemcpyHtoDAsync"
         self._call(call, target, source, num_bytes, stream)
 
     def copy_batch(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: Direction, stream: int
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: CopyKind, stream: int
     ) -> None:
         """See `Driver`: one call with the arrays as they are; the binding's own wants lists of Python objects."""
         assert self._batch_copy is not None
         sources, targets, sizes = (np.ascontiguousarray(column, np.uint64) for column in (sources, targets, sizes))
         # What a store reads was written in stream order; what a retrieve reads is leased, and does not change.
-        order = _ORDER_STREAM if direction is Direction.TO_HOST else _ORDER_ANY
+        order = _ORDER_STREAM if direction is CopyKind.TO_HOST else _ORDER_ANY
         attributes = _CopyAttributes(source_order=order, flags=self._copy_flags)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_FAILURE_INDEX)
         code = self._batch_copy(

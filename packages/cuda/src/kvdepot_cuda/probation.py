@@ -17,12 +17,11 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Final
 
 import numpy as np
 
-from kvdepot.backends import CopyBatch
+from kvdepot.backends import CopyBarrier, CopyBatch
 from kvdepot.copying.runs import EXTENT_DTYPE
 from kvdepot_cuda.copy import CopyEngine
 from kvdepot_cuda.driver import DriverError
@@ -37,22 +36,22 @@ MOST_SEEN: Final = 256  # batches of that size
 
 
 class Probation:
-    """Used by the thread of the retrieves alone, while no other copy of that lane runs.
+    """Used by the thread of the retrieves alone, while no other retrieve runs.
 
     Args:
         engine: the worker's, with nothing attached.
-        fence: as in `CopyEngine.attach`.
+        barrier: as in `CopyEngine.attach`.
         clock: seconds.
     """
 
     def __init__(
         self,
         engine: CopyEngine,
-        fence: Callable[[], AbstractContextManager[object]],
+        barrier: CopyBarrier,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine = engine
-        self._fence = fence
+        self._barrier = barrier
         self._clock = clock
         self._unpaired: list[tuple[int, float]] = []  # bytes and seconds of copies of the mover
         self._by_mover: list[float] = []  # seconds a byte, of pairs
@@ -92,7 +91,7 @@ class Probation:
                 self._unpaired.append((num_bytes, seconds))
             elif self._is_settled and not self._has_begun:
                 self._has_begun = True
-                self._engine.attach(batch.mapping, self._fence, only_at=int(extents["offset"][0]))
+                self._engine.attach(batch.mapping, self._barrier, only_at=int(extents["offset"][0]))
         self._num_seen += self._has_begun
         if len(self._by_worker) >= PAIRS:
             self.why_slower = slower(self._by_mover, self._by_worker)
@@ -104,7 +103,7 @@ class Probation:
         if not self.is_over:
             self.is_over = True
             if self._has_begun:
-                self._engine.attach(None, self._fence)
+                self._engine.attach(None, self._barrier)
 
     def _like(self, num_bytes: int) -> tuple[int, float] | None:
         """Return the copy of the mover that has waited longest for one of this size."""

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.backends import Direction
+
 HANG_SECONDS: Final = 60.0
-NAMES: Final = ("store", "retrieve")  # by lane
 
 
 @dataclass(slots=True)
@@ -20,14 +21,14 @@ class _Copy:
 
 
 class Watchdog:
-    """Watches one copy in each lane, on a thread of its own.
+    """Watches one copy in each direction, on a thread of its own.
 
     Args:
-        on_hang: called once, by that thread, with the lane and the reason in words.
+        on_hang: called once, by that thread, with the direction and the reason in words.
         seconds: that a copy may take.
     """
 
-    def __init__(self, on_hang: Callable[[int, str], None], seconds: float) -> None:
+    def __init__(self, on_hang: Callable[[Direction, str], None], seconds: float) -> None:
         self._on_hang = on_hang
         self._seconds = seconds
         self._lock = threading.Lock()
@@ -42,14 +43,14 @@ class Watchdog:
         """Whether a copy that was reported has not returned yet."""
         return any(copy is not None and copy.is_hung for copy in self._copies)
 
-    def begin(self, lane: int) -> None:
+    def begin(self, direction: Direction) -> None:
         """Watch the copy that the calling thread begins now."""
-        self._copies[lane] = _Copy(time.monotonic())
+        self._copies[direction] = _Copy(time.monotonic())
 
-    def end(self, lane: int) -> bool:
+    def end(self, direction: Direction) -> bool:
         """Stop watching it, and return whether it was reported; then wait until `on_hang` has returned."""
         with self._lock:
-            copy, self._copies[lane] = self._copies[lane], None
+            copy, self._copies[direction] = self._copies[direction], None
         if copy is None or not copy.is_hung:
             return False
         self._reported.wait()
@@ -62,13 +63,16 @@ class Watchdog:
 
     def _loop(self) -> None:
         while not self._stop.wait(self._seconds / 4):
-            for lane, name in enumerate(NAMES):
+            for direction in Direction:
                 with self._lock:
-                    copy = self._copies[lane]
+                    copy = self._copies[direction]
                     if copy is None or copy.is_hung or time.monotonic() - copy.began < self._seconds:
                         continue
                     copy.is_hung = True
                 try:
-                    self._on_hang(lane, f"a {name} has not returned from the driver for {self._seconds:.0f} s")
+                    self._on_hang(
+                        direction,
+                        f"a {direction.name.lower()} has not returned from the driver for {self._seconds:.0f} s",
+                    )
                 finally:
                     self._reported.set()

@@ -1,26 +1,28 @@
-"""A pretend accelerator made of host memory, in Python alone: tests of a backend's worker side without the device.
+"""A pretend accelerator made of host memory, in pure Python. It tests the worker side of a backend without the
+device.
 
-After `install("hpu")` tensors say `device="hpu"`, `torch.hpu` has streams and events, and `habana_frameworks` can be
-imported. Any name that torch does not know by itself will do: `"hpu"`, or `"fakexpu"` for XPU, as torch refuses `"xpu"`
-(write `getattr(torch, tensor.device.type)` in the code under test). One name a process, for ever; `lazy` may change
-between tests. Needs torch with an experimental function, tried with 2.13; importing this module loads no torch.
+After `install("hpu")` a tensor can have `device="hpu"`, `torch.hpu` has streams and events, and `habana_frameworks`
+can be imported. Choose any name that torch does not define. Torch defines `"xpu"`, so tests for XPU install
+`"fakexpu"`, and the code under test writes `getattr(torch, tensor.device.type)`. A process keeps its first name until
+it ends; `lazy` may change between tests. The module needs an experimental function of torch, tried with 2.13.
+Importing it loads no torch.
 
-It is stricter than a device, so that a forgotten step shows up as wrong bytes or an error:
+It is stricter than a device, so that a forgotten step causes wrong bytes or an error:
 
-- Copies with `non_blocking=True` and operations that write into an existing tensor (`out=`, in place) run late: when
-  their stream, an event behind them, or the device is waited for, or when a later operation of the same stream needs
-  them. They read their operands as late as that. Streams know nothing of each other but by `wait_stream` and
-  `wait_event`.
-- A late copy to the host poisons its target with 0xAB until it runs.
-- With `lazy` late work starts only at `mark_step()` on its stream; waiting without it waits for nothing. (Pessimistic:
-  the real bridge launches in more places.)
-- The host cannot touch device memory (`data_ptr`, `numpy`, `memoryview`), nor does an operation take operands in host
-  memory, an index for example. With `has_addresses` `data_ptr` tells where device memory lies, far from the host's.
-- `stats.graphs` collects every (operation, shapes and dtypes) seen. A Gaudi compiles each new one, for seconds.
+- Copies with `non_blocking=True` and operations that write into an existing tensor (`out=`, in place) run late, and
+  read their operands then. They run when their stream, a later event or the device is waited for, or when a later
+  operation of the same stream needs them. Streams are ordered only by `wait_stream` and `wait_event`.
+- A late copy to the host fills its target with 0xAB until it runs.
+- With `lazy`, late work starts only at `mark_step()` on its stream, and a wait before that waits for nothing. The
+  real bridge also launches work in other places.
+- The host cannot touch device memory (`data_ptr`, `numpy`, `memoryview`). An operation takes no operands in host
+  memory, such as an index. With `has_addresses`, `data_ptr` returns device addresses, which are far from those of the
+  host.
+- `stats.graphs` collects every (operation, shapes and dtypes). A Gaudi compiles each new one, which takes seconds.
 
-What it shows: that waits, mark_step, shapes, slots and blocks are used in the right order, on the real code path, with
-real threads. What it cannot: that the vendor's bridge supports each operation and dtype, that its streams and events
-keep their promises, anything about pinned memory (there is none here), and speed.
+It shows that the code uses waits, `mark_step`, shapes, slots and blocks in the right order, on the real code path and
+with real threads. It cannot show that the vendor's bridge supports each operation and dtype, or that its streams and
+events keep their promises. It has no pinned memory, and its speed says nothing.
 """
 
 import contextlib
@@ -38,12 +40,12 @@ from typing import Any, Final
 POISON: Final = 0xAB
 ADDRESS_OFFSET: Final = 1 << 62  # of device memory, where `has_addresses` is set: nothing of the host lies there
 
-_installed: "FakeDevice | None" = None  # torch keeps the name for the life of the process, and so does this
+_installed: "FakeDevice | None" = None  # for the life of the process, as torch keeps the name that long
 
 
 @dataclass
 class Stats:
-    """What has happened on the device."""
+    """Counts operations of the device."""
 
     num_copies_to_host: int = 0
     num_copies_to_device: int = 0
@@ -53,7 +55,7 @@ class Stats:
 
 
 class Stream:
-    """Work in order: recorded (lazy, before its `mark_step`), then launched, then done."""
+    """Runs work in order. With `lazy`, work is recorded first and launched by `mark_step`."""
 
     def __init__(self, device: "FakeDevice") -> None:
         self._device = device
@@ -62,12 +64,12 @@ class Stream:
         device.streams.add(self)
 
     def enqueue(self, work: Callable[[], object]) -> None:
-        """Run `work` late."""
+        """Queue `work`."""
         with self._device.lock:
             (self._recorded if self._device.lazy else self._launched).append((next(self._device.numbers), work))
 
     def launch(self) -> None:
-        """Let what was recorded start."""
+        """Launch the recorded work."""
         with self._device.lock:
             self._launched += self._recorded
             self._recorded = []
@@ -78,43 +80,43 @@ class Stream:
             return self._launched[-1][0] if self._launched else 0
 
     def run(self, until: int | None = None) -> None:
-        """Do what was launched, as far as work number `until`."""
+        """Run the launched work up to number `until`, or all of it."""
         with self._device.lock, self._device.inference_mode():  # the memory may have been allocated in it
             while self._launched and (until is None or self._launched[0][0] <= until):
                 self._launched.pop(0)[1]()
 
     def is_done(self, until: int) -> bool:
-        """Return whether the work as far as number `until` is done."""
+        """Return whether the work up to number `until` is done."""
         with self._device.lock:
             return not self._launched or self._launched[0][0] > until
 
     def drop(self) -> None:
-        """Forget what is not done."""
+        """Discard the work that has not run."""
         self._launched, self._recorded = [], []
 
     def finish(self) -> None:
-        """Launch and do everything, as an operation whose result is needed at once makes a device do."""
+        """Launch and run all work, as a device does for an operation whose result is needed at once."""
         self.launch()
         self.run()
 
     # --- as in torch ----------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait for what was launched."""
+        """Wait for the launched work."""
         self._device.stats.num_waits += 1
         self.run()
 
     def wait_stream(self, other: "Stream") -> None:
-        """Have what comes behind wait for what `other` has launched by now."""
+        """Make later work wait for the work that `other` has launched so far."""
         until = other.last()
         self.enqueue(lambda: other.run(until))
 
     def wait_event(self, event: "Event") -> None:
-        """Have what comes behind wait for the event."""
+        """Make later work wait for the event."""
         self.enqueue(event.reached())
 
     def query(self) -> bool:
-        """Return whether nothing is left to do."""
+        """Return whether all work is done."""
         with self._device.lock:
             return not self._launched and not self._recorded
 
@@ -134,14 +136,14 @@ class Event:
         self._until = 0
 
     def reached(self) -> Callable[[], None]:
-        """Return what brings its stream to the place recorded last."""
+        """Return a function that runs its stream up to the recorded place."""
         stream, until = self._stream, self._until
         return lambda: None if stream is None else stream.run(until)
 
     # --- as in torch ----------------------------------------------------------------------------------------------
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark what the stream has launched by now."""
+        """Record the place after the work that the stream has launched so far."""
         self._stream = stream or self._device.current_stream()
         self._until = self._stream.last()
 
@@ -150,7 +152,7 @@ class Event:
         (stream or self._device.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait for the work before the event."""
         self._device.stats.num_waits += 1
         self.reached()()
 
@@ -189,7 +191,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def stream(self, chosen: Stream) -> Generator[Stream]:
-        """Make a stream this thread's for a while."""
+        """Make a stream the current one of this thread inside the block."""
         before = self.current_stream()
         self._current.stream = chosen
         try:
@@ -198,20 +200,20 @@ class FakeDevice:
             self._current.stream = before
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait for what was launched on any stream."""
+        """Wait for the launched work of all streams."""
         del device
         self.stats.num_waits += 1
         for stream in list(self.streams):
             stream.run()
 
     def mark_step(self, device_str: str = "", sync: bool = False) -> None:
-        """Launch what this thread's stream has recorded. Does not wait, as on a Gaudi, whatever `sync` says."""
+        """Launch the recorded work of this thread's stream. Never wait, not even with `sync`, as on a Gaudi."""
         del device_str, sync
         self.stats.num_mark_steps += 1
         self.current_stream().launch()
 
     def drop_pending(self) -> None:
-        """Forget all that has not run; between tests, after one that left work behind on purpose."""
+        """Discard all work that has not run. Call it after a test that leaves work behind on purpose."""
         with self.lock:
             for stream in list(self.streams):
                 stream.drop()
@@ -219,7 +221,7 @@ class FakeDevice:
     # --- running operations ---------------------------------------------------------------------------------------
 
     def dispatch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation of which an operand or the result is on the device."""
+        """Run one operation with an operand or a result on the device."""
         with self.lock:
             return self._dispatch(function, args, kwargs)
 
@@ -288,7 +290,7 @@ class FakeDevice:
     def _wrapped(self, value: Any) -> Any:
         return self._tensor(value) if isinstance(value, self._torch.Tensor) else value
 
-    # --- being known ----------------------------------------------------------------------------------------------
+    # --- registration -------------------------------------------------------------------------------------------------
 
     def _module(self) -> types.ModuleType:
         def new_stream(device: Any = None, **_: Any) -> Stream:
@@ -319,7 +321,7 @@ class FakeDevice:
         return module
 
     def register(self) -> None:
-        """Make torch know it, for ever."""
+        """Register the device with torch, for the life of the process."""
         backend_registration: Any = importlib.import_module("torch.utils.backend_registration")
         backend_registration._setup_privateuseone_for_python_backend(rename=self.name, backend_module=self.module)
         setattr(self._torch, self.name, self.module)
@@ -333,7 +335,7 @@ class FakeDevice:
         def copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
             return self.copy(target, source, non_blocking)
 
-        self._library = self._torch.library.Library("aten", "IMPL")  # the registrations live as long as it does
+        self._library = self._torch.library.Library("aten", "IMPL")  # keeps the registrations alive
         self._library.impl("empty.memory_format", empty, "PrivateUse1")
         self._library.impl("empty_strided", empty_strided, "PrivateUse1")
         self._library.impl("_copy_from", copy_from, "PrivateUse1")
@@ -354,10 +356,10 @@ class FakeDevice:
 
 
 def install(name: str, *, lazy: bool = False) -> FakeDevice:
-    """Make `name` a device that torch knows, for the life of this process; again with the same name returns the same.
+    """Register the device `name` with torch, for the life of this process. A second call returns the same device.
 
     Raises:
-        RuntimeError: another name is installed, or torch is too old or knows the name by itself.
+        RuntimeError: another name is installed, torch is too old, or torch defines the name.
     """
     global _installed
     if _installed is None:
@@ -381,7 +383,7 @@ def _new_module(name: str) -> types.ModuleType:
 
 def _tensor_class(torch: Any, device: FakeDevice) -> Any:
     class DeviceTensor(torch.Tensor):
-        """Says that it lies on the device; its bytes are in `raw`, a CPU tensor."""
+        """Pretends to lie on the device. Its bytes are in `raw`, a CPU tensor."""
 
         @staticmethod
         def __new__(cls: Any, raw: Any) -> Any:

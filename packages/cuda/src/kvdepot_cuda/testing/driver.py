@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.copying.runs import Addresses
-from kvdepot_cuda.driver import Direction, DriverError
+from kvdepot_cuda.driver import CopyKind, DriverError
 from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.testing.memory import FakeMemory, FakeTensor
 from kvdepot_cuda.testing.streams import FakeStream
@@ -334,7 +334,7 @@ class FakeDriver:
             self._tables[table] += 1
             found.add(gather, self.memory.registered)  # any of it may be read
 
-    def copy(self, source: int, target: int, num_bytes: int, direction: Direction, stream: int) -> None:
+    def copy(self, source: int, target: int, num_bytes: int, direction: CopyKind, stream: int) -> None:
         """See `Driver`."""
         self._enter("copy")
         found = self._copy_stream(stream, "copy")
@@ -345,7 +345,7 @@ class FakeDriver:
             found.finish(number)
 
     def copy_batch(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: Direction, stream: int
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: CopyKind, stream: int
     ) -> None:
         """See `Driver`."""
         self._enter("copy_batch")
@@ -402,16 +402,16 @@ class FakeDriver:
             raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", "the default stream")
         return self._stream(stream, call)
 
-    def _is_registered(self, source: int, target: int, num_bytes: int, direction: Direction, call: str) -> bool:
+    def _is_registered(self, source: int, target: int, num_bytes: int, direction: CopyKind, call: str) -> bool:
         """Refuse what a driver refuses; return whether the host side is registered."""
-        device, host = (source, target) if direction is Direction.TO_HOST else (target, source)
+        device, host = (source, target) if direction is CopyKind.TO_HOST else (target, source)
         if num_bytes <= 0 or not self.memory.is_on_device(device, num_bytes):
             raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", f"{num_bytes} bytes at {device:#x} on the device")
         return self.memory.is_registered(host, num_bytes, call)
 
-    def _add(self, stream: FakeStream, runs: list[tuple[int, int, int]], direction: Direction) -> int:
+    def _add(self, stream: FakeStream, runs: list[tuple[int, int, int]], direction: CopyKind) -> int:
         self.calls["runs"] += len(runs)
-        to_host = direction is Direction.TO_HOST
+        to_host = direction is CopyKind.TO_HOST
         for _, target, size in runs:
             if to_host or not (stream.num_waits or self._tables[target]):  # else earlier work may still look at it
                 ctypes.memset(target, POISON, size)
