@@ -60,6 +60,17 @@ def parse_number(text: str) -> float:
     return number
 
 
+def parse_count(text: str) -> int:
+    """Return the number of things that `text` names, at least 1.
+
+    Raises:
+        ConfigError: it is not such a number.
+    """
+    if not text.isdecimal() or not 0 < int(text) <= MAXIMUM_NUMBER:
+        raise ConfigError(f"{text!r} is not a whole number from 1 to {MAXIMUM_NUMBER:,.0f}")
+    return int(text)
+
+
 def parse_quota(text: str) -> tuple[str, int]:
     """Return the tenant and the bytes of `TENANT=SIZE`.
 

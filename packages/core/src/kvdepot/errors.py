@@ -73,6 +73,12 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+def describe_os_error(error: OSError) -> str:
+    """Return what the kernel refused, and for which file, without a number."""
+    what = error.strerror or str(error)
+    return f"{error.filename}: {what}" if error.filename is not None else what
+
+
 class RemoteError(KVDepotError):
     """The depot refused a request; `code` gives the reason. Names in the text that other clients chose are escaped."""
 

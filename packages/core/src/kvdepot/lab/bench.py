@@ -26,6 +26,7 @@ from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel, Geometry
 from kvdepot.lab.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.processes.children import interrupts_blocked
 from kvdepot.server.shadow import ShadowIndex
 from kvdepot.wire import operations as o
 from kvdepot.wire.histogram import Histogram
@@ -208,9 +209,10 @@ def _run_clients(tasks: Sequence[_ClientTask]) -> tuple[list[float], float]:
     """Run the tasks side by side; return every latency, and lookups a second over all."""
     spawn = multiprocessing.get_context("spawn")
     gate, results = spawn.Barrier(len(tasks)), spawn.Queue()
-    processes = [spawn.Process(target=_client, args=(task, gate, results)) for task in tasks]
-    for process in processes:
-        process.start()
+    processes = [spawn.Process(target=_client, args=(task, gate, results), daemon=True) for task in tasks]
+    with interrupts_blocked():
+        for process in processes:
+            process.start()
     found = [results.get(timeout=120) for _ in processes]
     for process in processes:
         process.join(30)

@@ -22,6 +22,7 @@ from kvdepot.keys import Namespace
 from kvdepot.lab.engine_model import EngineModel, Geometry, RequestReport
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.room import available_memory_bytes
+from kvdepot.processes.children import be_a_child, interrupts_blocked
 
 _START_SECONDS: Final = 30.0
 
@@ -67,11 +68,19 @@ class EngineProcess:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.instance = settings.instance
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvdepot.lab.fleet"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self._send(settings)
-        self._receive("")
+        with interrupts_blocked():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvdepot.lab.fleet", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        try:
+            self._send(settings)
+            self._receive("")
+        except BaseException:  # Ctrl-C while it starts
+            self._process.kill()
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -218,9 +227,13 @@ class Fleet:
 
 
 def main() -> None:
-    """Be one engine until the input ends."""
+    """Be one engine until the input or the thread that started this process ends."""
+    be_a_child(int(sys.argv[1]))
     logging.getLogger("kvdepot").setLevel(logging.ERROR)  # the terminal belongs to whoever started the fleet
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return
+    settings = msgspec.json.decode(line, type=EngineSettings)
     try:
         engine = EngineModel(
             settings.instance, settings.geometry, settings.num_blocks, Namespace(settings.geometry.name),

@@ -14,6 +14,7 @@ from typing import Final, Self
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable
+from kvdepot.processes.children import interrupts_blocked
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 
@@ -68,7 +69,11 @@ class DepotProcess:
             "--pool-dir", str(self.pool_directory), "--log-level", log_level, *arguments,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -77,15 +82,20 @@ class DepotProcess:
         return child_of(self._process.pid) if self._has_prefix else self._process.pid
 
     def start(self, timeout_seconds: float = 20.0) -> None:
-        """Start the server and wait until it answers."""
-        self._process = subprocess.Popen(
-            self._arguments, stdin=subprocess.DEVNULL, start_new_session=self._new_session,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-        )  # fmt: skip
+        """Start the server and wait until it answers.
+
+        Raises:
+            DepotUnavailable: it ended, after it said why on standard error, or does not answer.
+        """
+        with interrupts_blocked():
+            self._process = subprocess.Popen(
+                self._arguments, stdin=subprocess.DEVNULL, start_new_session=self._new_session,
+                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            )  # fmt: skip
         end = time.monotonic() + timeout_seconds
         while True:
             if self._process.poll() is not None:
-                raise AssertionError(f"the server ended with {self._process.returncode}")
+                raise DepotUnavailable(f"the depot could not start (exit status {self._process.returncode})")
             try:
                 ask_depot(m.Hello(m.PROTOCOL_VERSION, "test"), self.url, 1.0)
             except DepotUnavailable:
@@ -118,7 +128,8 @@ class DepotProcess:
 
     def kill(self) -> None:
         """End the server as a crash would; its pool stays."""
-        assert self._process is not None
+        if self._process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._process.wait()

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -12,16 +13,18 @@ import msgspec
 
 from kvdepot.backends import DeviceBench, find_benches, list_backends
 from kvdepot.config import ServerConfig, default_directory, format_size, parse_size
-from kvdepot.errors import BackendUnavailable, KVDepotError, printable
+from kvdepot.errors import BackendUnavailable, KVDepotError, describe_os_error, printable
 from kvdepot.index.eviction import POLICIES
 from kvdepot.ops import pools
 from kvdepot.ops.operate import add_commands
 from kvdepot.ops.serve import add_serve, run_serve
-from kvdepot.ops.settings import add_settings, number_argument, size_argument
+from kvdepot.ops.settings import add_settings, count_argument, number_argument, size_argument
 from kvdepot.ops.status import add_status
 from kvdepot.processes.logs import set_up_logs
 from kvdepot.wire import messages as m
 from kvdepot.wire.curve import generate_keys
+
+logger = logging.getLogger(__name__)
 
 _SETTINGS_OF_DOCTOR: Final = ("directory", "pool_size_bytes", "pool_directory")
 
@@ -43,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.stderr.close()
         status = 0
+    except OSError as error:  # a path or an address that the user gave
+        logger.debug("%s", error, exc_info=True)
+        print(f"kvdepot: {printable(describe_os_error(error))}", file=sys.stderr)
+        status = 1
     sys.exit(status)
 
 
@@ -94,7 +101,10 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     replay.set_defaults(run=_replay)
     replay.add_argument("trace", type=Path, help="JSON lines with timestamp, input_length, output_length and hash_ids")
     replay.add_argument(
-        "--requests", type=int, metavar="N", help="replay the first N requests (default 500; all with --simulate)"
+        "--requests",
+        type=count_argument,
+        metavar="N",
+        help="replay the first N requests (default 500; all with --simulate)",
     )
     replay.add_argument(
         "--simulate", action="store_true", help="run only index and eviction policies, and print hit rates by pool size"
@@ -148,7 +158,11 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     soak.set_defaults(run=_soak)
     soak.add_argument("--seconds", type=number_argument, default=60.0, help="duration (default 60)")
     soak.add_argument(
-        "--engines", type=int, default=3, metavar="N", help="number of engine processes (default %(default)s)"
+        "--engines",
+        type=count_argument,
+        default=3,
+        metavar="N",
+        help="number of engine processes (default %(default)s)",
     )
     soak.add_argument(
         "--seed", type=int, default=1, metavar="N", help="random seed of prompts and kills (default %(default)s)"
@@ -173,7 +187,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         if what == "server":
             one.add_argument(
                 "--entries",
-                type=int,
+                type=count_argument,
                 default=1_000_000,
                 metavar="N",
                 help="number of index entries (default %(default)s)",

@@ -15,6 +15,8 @@ from kvdepot.ops.http_process import HttpServer, HttpSettings
 from kvdepot.ops.settings import add_settings, read_settings
 from kvdepot.processes.logs import set_up_logs
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessConfig:
@@ -100,6 +102,9 @@ def run_serve(options: argparse.Namespace) -> int:
         raise
     try:
         server.run()
+    except OSError:
+        logger.exception("the depot failed")
+        raise
     finally:
         if http is not None:
             http.close()

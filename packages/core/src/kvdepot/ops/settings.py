@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from kvdepot.config import Setting, parse_number, parse_size, settings_in
+from kvdepot.config import Setting, parse_count, parse_number, parse_size, settings_in
 from kvdepot.errors import ConfigError, KVDepotError
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ def as_argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
     return read
 
 
+count_argument: Final = as_argument(parse_count)
 number_argument: Final = as_argument(parse_number)
 size_argument: Final = as_argument(parse_size)
 

@@ -10,7 +10,7 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError, printable
 from kvdepot.ops.operate import client_keys
-from kvdepot.ops.settings import number_argument
+from kvdepot.ops.settings import count_argument, number_argument
 from kvdepot.wire import operations as o
 
 _MINIMUM_SAMPLE_CHUNKS: Final = 10_000  # looked up, before estimates are shown
@@ -32,7 +32,9 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
     top.add_argument(
         "--interval", type=number_argument, default=1.0, metavar="SECONDS", help="time between frames (default 1)"
     )
-    top.add_argument("--frames", type=int, metavar="N", help="stop after N frames (default: 1 without a terminal)")
+    top.add_argument(
+        "--frames", type=count_argument, metavar="N", help="stop after N frames (default: 1 without a terminal)"
+    )
 
 
 def _status(options: argparse.Namespace) -> int:

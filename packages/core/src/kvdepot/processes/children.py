@@ -1,8 +1,11 @@
 """The behaviour of a depot's child processes: they end with the depot and leave signals to it."""
 
+import contextlib
 import ctypes
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -20,3 +23,23 @@ def ignore_signals() -> None:
     """Ignore signals that a terminal or a service manager sends to the whole group; the depot handles them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Start a child that inherits a blocked SIGINT: Ctrl-C then reaches only this process, which ends the child.
+
+    A Ctrl-C that comes meanwhile takes effect afterwards, when the caller knows its child.
+    """
+    seen: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
+    handler = signal.signal(signal.SIGINT, lambda number, _: seen.append(number)) if is_main else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+        if seen:
+            signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,71 @@
+"""Ordinary mistakes at the command line: one sentence that says what to do, no traceback, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvdepot.lab.processes import wait_until
+
+_COMMAND = [sys.executable, "-m", "kvdepot"]
+_SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]
+
+small_shm = pytest.mark.skipif(
+    subprocess.run([*_SMALL_SHM, "true"], capture_output=True, check=False).returncode != 0,
+    reason="needs the right to mount a tmpfs, as root has",
+)
+
+
+def run(*arguments: str, prefix: list[str] | None = None) -> tuple[int, str]:
+    """Run one command and return its exit status and what it said on standard error."""
+    command = [*(prefix or []), *_COMMAND, *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 100, "output_length": 1, "hash_ids": [1]}\n')
+    return str(path)
+
+
+def test_a_number_of_things_is_at_least_one(trace: str) -> None:
+    for arguments in (
+        ["replay", trace, "--requests", "-4"],
+        ["soak", "--engines", "0"],
+        ["bench", "server", "--entries", "-1"],
+    ):
+        status, said = run(*arguments)
+        assert status == 2
+        assert "is not a whole number from 1 to" in said
+
+
+def test_a_depot_that_cannot_start_ends_soak_in_its_own_words() -> None:
+    status, said = run("soak", "--disk", "/proc/nothing", "--seconds", "1")
+    assert (status, said.count("\n")) == (1, 2)
+    assert said.startswith("kvdepot: --tier disk:///proc/nothing: No such file or directory\n")
+
+
+@small_shm
+@pytest.mark.parametrize("command", [["demo"], ["bench", "lookup"]])
+def test_a_small_dev_shm_ends_a_demo_with_the_way_out(command: list[str]) -> None:
+    status, said = run(*command, prefix=_SMALL_SHM)
+    assert (status, said.count("\n")) == (1, 2)
+    assert "--shm-size" in said
+
+
+@pytest.mark.parametrize("command", [["demo"], ["bench", "lookup"], ["soak"]])
+def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str]) -> None:
+    with subprocess.Popen(
+        [*_COMMAND, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(children.read_text)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, said = process.communicate(timeout=20)  # the output's end: no child is left
+    assert (process.returncode, said) == (130, "")
