@@ -38,6 +38,7 @@ def test_a_sound_machine_has_no_troubles() -> None:
     ("change", "subject", "words"),
     [
         ({"pool_file_system": "ext4"}, "pool", "slower: /dev/shm/kvdepot is on ext4"),
+        ({"pool_bytes": None, "pool_free_bytes": 64 << 20}, "pool", "slower: /dev/shm/kvdepot has room for 64.0 MiB"),
         ({"pool_free_bytes": 16 * GIB}, "pool", "broken: --pool-size 32.0 GiB is more than the free space"),
         ({"available_bytes": 16 * GIB}, "pool", "broken: --pool-size 32.0 GiB is more than the free memory"),
         ({"cgroup_limit_bytes": 8 * GIB}, "pool", "broken: --pool-size 32.0 GiB is more than the memory limit"),
@@ -110,6 +111,15 @@ def test_it_says_how_many_engines_the_descriptors_are_enough_for(depot: DepotPro
     scheduler.find(prompt(1))
     assert len(os.listdir(f"/proc/{depot.pid}/fd")) <= before + DESCRIPTORS_OF_SCHEDULER
     scheduler.close()
+
+
+def test_a_pool_that_a_stopped_depot_left_is_named_with_the_way_to_free_it(depot: DepotProcess) -> None:
+    depot.kill()
+    facts = read_facts(ServerConfig(directory=depot.directory))
+    assert facts.num_stopped_pools >= 1
+    assert facts.stopped_pool_bytes >= 64 << 20
+    (found,) = [finding for finding in diagnose(facts) if finding.subject == "other pools"]
+    assert "kvdepot pools --remove" in found.way_out
 
 
 def test_this_machine_is_looked_at(depot: DepotProcess) -> None:

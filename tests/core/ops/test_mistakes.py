@@ -1,14 +1,17 @@
 """Ordinary mistakes at the command line: one sentence that says what to do, no traceback, and nothing left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from kvdepot.lab.processes import wait_until
+from kvdepot.pool.room import MEMORY_FILE_SYSTEMS, file_system_of
 
 _COMMAND = [sys.executable, "-m", "kvdepot"]
 _SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]
@@ -67,5 +70,45 @@ def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_until(children.read_text)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        _, said = process.communicate(timeout=20)  # the output's end: no child is left
+        try:
+            _, said = process.communicate(timeout=20)  # the output's end: no child is left
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, said) == (130, "")
+
+
+def first_words(*arguments: str, prefix: list[str] | None = None) -> str:
+    """Start a depot, stop it once it serves, and return what it logged."""
+    command = [*(prefix or []), *_COMMAND, "serve", "--ephemeral", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        logged = ""
+        for line in process.stderr:
+            logged += line
+            if "serving" in line:
+                process.terminate()
+        assert process.wait(20) == 0, logged
+    return logged
+
+
+@small_shm
+def test_a_depot_in_a_small_dev_shm_warns_of_it(tmp_path: Path) -> None:
+    logged = first_words("--dir", str(tmp_path), prefix=_SMALL_SHM)
+    assert "WARNING" in logged
+    assert "the pool has only 50.0 MiB" in logged
+    assert "--shm-size" in logged
+
+
+@small_shm
+def test_a_pool_as_large_as_a_small_dev_shm_says_how_to_enlarge_it(tmp_path: Path) -> None:
+    status, said = run("serve", "--dir", str(tmp_path), "--pool-size", "64MiB", prefix=_SMALL_SHM)
+    assert status == 1
+    assert "--shm-size" in said.splitlines()[-1]
+
+
+@pytest.mark.skipif(file_system_of(Path("/var/tmp")) in MEMORY_FILE_SYSTEMS, reason="/var/tmp is not on a disk here")
+def test_a_pool_on_a_disk_is_warned_of() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        logged = first_words("--dir", folder, "--pool-dir", f"{folder}/pool", "--pool-size", "16MiB")
+    assert "its pages go to disk" in logged

@@ -92,6 +92,11 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things for people: "1 tier", "2,000 tiers"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 # --- paths and endpoints --------------------------------------------------------------------------------------------
 
 

@@ -18,10 +18,12 @@ from typing import Final
 
 from kvdepot.backends import BackendStatus, list_backends
 from kvdepot.client.operator import ask_depot
-from kvdepot.config import ServerConfig, format_size
+from kvdepot.config import ServerConfig, counted, format_size
 from kvdepot.errors import KVDepotError
 from kvdepot.ops.nodes import Nodes, read_nodes
-from kvdepot.pool.room import available_memory_bytes
+from kvdepot.pool.files import ENLARGE_TMPFS
+from kvdepot.pool.found import find_pools
+from kvdepot.pool.room import MEMORY_FILE_SYSTEMS, SHARE_OF_FREE_MEMORY, available_memory_bytes, file_system_of
 from kvdepot.processes.descriptors import reserve_of
 from kvdepot.wire import messages as m
 
@@ -72,6 +74,8 @@ class Facts:
     directory_is_writable: bool
     depot: str  # the depot that answers there, "" if none
     has_compiler: bool
+    num_stopped_pools: int = 0  # of depots that do not run, in other folders
+    stopped_pool_bytes: int = 0
     backends: tuple[BackendStatus, ...] = ()
     packages: dict[str, str] = field(default_factory=dict[str, str])
     nodes: Nodes = field(default_factory=Nodes)
@@ -81,11 +85,12 @@ def read_facts(config: ServerConfig) -> Facts:
     """Return the facts about this machine for a depot with these settings."""
     place = next(place for place in (config.pool_path, *config.pool_path.absolute().parents) if place.exists())
     stat = os.statvfs(place)
+    stopped = [pool for pool in find_pools() if not pool.is_served and pool.directory != config.pool_path]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Facts(
         kernel=_kernel(platform.release()),
         pool_path=config.pool_path,
-        pool_file_system=_file_system(place),
+        pool_file_system=file_system_of(place),
         pool_free_bytes=stat.f_bavail * stat.f_frsize,
         pool_bytes=config.pool_size_bytes,
         available_bytes=available_memory_bytes(),
@@ -100,6 +105,8 @@ def read_facts(config: ServerConfig) -> Facts:
         directory_is_writable=_is_writable(config.directory),
         depot=_depot(config.directory),
         has_compiler=any(map(shutil.which, ("cc", "gcc", "clang"))),
+        num_stopped_pools=len(stopped),
+        stopped_pool_bytes=sum(pool.allocated_bytes for pool in stopped),
         backends=tuple(list_backends()),
         packages=_versions(),
         nodes=read_nodes(),
@@ -131,7 +138,7 @@ def _broken(subject: str, text: str, way_out: str) -> Finding:
 
 
 def _judge_pool(facts: Facts) -> Iterator[Finding]:
-    if facts.pool_file_system not in ("tmpfs", "hugetlbfs", "ramfs"):
+    if facts.pool_file_system not in MEMORY_FILE_SYSTEMS:
         yield _slower(
             "pool", f"{facts.pool_path} is on {facts.pool_file_system}: its pages go to disk",
             "set --pool-dir to a folder on tmpfs, for example below /dev/shm",
@@ -141,16 +148,26 @@ def _judge_pool(facts: Facts) -> Iterator[Finding]:
         limits["the memory limit of this container or service"] = facts.cgroup_limit_bytes
     what, least = min(limits.items(), key=lambda item: item[1])
     wanted = facts.pool_bytes
-    if wanted is None:
+    if wanted is None and facts.pool_free_bytes < facts.available_bytes * SHARE_OF_FREE_MEMORY:
+        yield _slower(
+            "pool", f"{facts.pool_path} has room for {format_size(facts.pool_free_bytes)}, less than a quarter of the"
+            f" free memory ({format_size(facts.available_bytes)})", ENLARGE_TMPFS,
+        )  # fmt: skip
+    elif wanted is None:
         yield _fine("pool", f"at most {format_size(least)}, limited by {what}")
     elif wanted > least:
         yield _broken(
             "pool", f"--pool-size {format_size(wanted)} is more than {what}, {format_size(least)}",
-            "lower --pool-size; or enlarge the tmpfs (mount -o remount,size=SIZE /dev/shm; in containers"
-            " --shm-size, or an emptyDir of medium Memory with that sizeLimit) and the memory limit",
+            f"lower --pool-size; or raise the memory limit and {ENLARGE_TMPFS}",
         )  # fmt: skip
     else:
         yield _fine("pool", f"{format_size(wanted)} fit: {what} is {format_size(least)}")
+    if facts.num_stopped_pools:
+        yield Finding(
+            Verdict.FINE, "other pools", f"{format_size(facts.stopped_pool_bytes)} of memory are kept by"
+            f" {counted(facts.num_stopped_pools, 'pool')} of depots that stopped",
+            "'kvdepot pools --stopped' lists them, 'kvdepot pools --remove PATH' frees one",
+        )  # fmt: skip
     if facts.swap_bytes > 1 << 30:
         yield _slower(
             "swap", f"{format_size(facts.swap_bytes)} are swapped out; parts of a pool on tmpfs may be, too",
@@ -256,17 +273,6 @@ def _judge_backends(facts: Facts) -> Iterator[Finding]:
 def _kernel(release: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", release)
     return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-def _file_system(place: Path) -> str:
-    found = ("", "?")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/mounts").read_text().splitlines():
-            _, mount, kind, *_ = line.split()
-            inside = place.absolute() == Path(mount) or Path(mount) in place.absolute().parents
-            if inside and len(mount) >= len(found[0]):
-                found = mount, kind
-    return found[1]
 
 
 def _cgroup_limit() -> int | None:

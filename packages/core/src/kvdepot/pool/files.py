@@ -30,6 +30,12 @@ from kvdepot.pool.table import MAGIC as TABLE_MAGIC
 
 logger = logging.getLogger(__name__)
 
+ENLARGE_TMPFS = (
+    "enlarge the tmpfs (mount -o remount,size=SIZE /dev/shm; docker run --shm-size=SIZE or --ipc=host; in Kubernetes an"
+    " emptyDir of medium Memory)"
+)
+"""Advice for whoever has too little room for a pool; containers have 64 MiB in /dev/shm by default."""
+
 POOL_FILE = "pool"
 TABLE_FILE = "index"
 NAMES_FILE = "names"
@@ -332,7 +338,10 @@ def allocate_first(fd: int, size_bytes: int) -> int:
     try:
         os.posix_fallocate(fd, 0, length)
     except OSError as error:
-        raise PoolError(f"no room for the first {format_size(length)} of the pool: {error}") from error
+        raise PoolError(
+            f"no room for the first {format_size(length)} of the pool ({error.strerror}): lower --pool-size, choose"
+            f" another --pool-dir, or {ENLARGE_TMPFS}"
+        ) from error
     return length
 
 

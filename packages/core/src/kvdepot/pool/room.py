@@ -1,5 +1,7 @@
 """How much memory there is for a pool, and the size that a depot's settings give it."""
 
+import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import Final
@@ -7,9 +9,12 @@ from typing import Final
 from kvdepot.config import ServerConfig, format_size
 from kvdepot.errors import ConfigError
 from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
-from kvdepot.pool.files import size_of_pool
+from kvdepot.pool.files import ENLARGE_TMPFS, size_of_pool
 
-_SHARE_OF_FREE_MEMORY: Final = 0.25
+logger = logging.getLogger(__name__)
+
+SHARE_OF_FREE_MEMORY: Final = 0.25
+MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "hugetlbfs", "ramfs"})
 
 
 def available_memory_bytes() -> int:
@@ -26,27 +31,54 @@ def available_memory_bytes() -> int:
     return available if limit == "max" else max(0, min(available, int(limit) - used))
 
 
+def file_system_of(place: Path) -> str:
+    """Return the type of the file system that a file or folder is on, as in /proc/mounts; "?" if unknown."""
+    found = ("", "?")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, mount, kind, *_ = line.split()
+            inside = place.absolute() == Path(mount) or Path(mount) in place.absolute().parents
+            if inside and len(mount) >= len(found[0]):
+                found = mount, kind
+    return found[1]
+
+
 def resolve_pool_size(config: ServerConfig) -> int:
     """Return the pool's size in bytes.
 
     That is the configured size, else the size of the pool that is there, so that its cache is kept, else a quarter of
-    the free memory that fits the file system. An earlier pool counts as free: it is reused or replaced.
+    the free memory that fits the file system. An earlier pool counts as free: it is reused or replaced. A folder that
+    makes a bad pool is logged: one that is not in memory, or too small for the default size.
 
     Raises:
         ConfigError: the size is too small, or the file system has no room for it.
     """
     folder = config.pool_path
-    stat = os.statvfs(next(place for place in (folder, *folder.absolute().parents) if place.exists()))
+    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    kind = file_system_of(place)
+    if kind not in MEMORY_FILE_SYSTEMS:
+        logger.warning(
+            "the pool in %s is on %s: its pages go to disk, and copies wait for that; set --pool-dir to a folder on"
+            " tmpfs, for example below /dev/shm", folder, kind,
+        )  # fmt: skip
+    stat = os.statvfs(place)
     earlier = sum(path.stat().st_blocks * 512 for path in folder.glob("*") if path.is_file())
     room = stat.f_bavail * stat.f_frsize + earlier
     if config.pool_size_bytes is None:
+        share = (available_memory_bytes() + earlier) * SHARE_OF_FREE_MEMORY
         kept = None if config.fresh else size_of_pool(folder)
-        if kept is not None:
-            return kept
-        size = int(min((available_memory_bytes() + earlier) * _SHARE_OF_FREE_MEMORY, room * 0.8))
-        size -= size % (2 << 20)
+        size = int(min(share, room * 0.8)) if kept is None else kept
+        size -= size % (2 << 20) if kept is None else 0
         if size < 16 << 20:
-            raise ConfigError(f"only {format_size(room)} are free in {folder}: make room or choose another --pool-dir")
+            raise ConfigError(
+                f"only {format_size(room)} are free in {folder}: make room, choose another --pool-dir, or"
+                f" {ENLARGE_TMPFS}"
+            )
+        if room * 0.8 < share:
+            logger.warning(
+                "the pool has only %s, as %s has room for %s and a quarter of the free memory is %s: %s",
+                format_size(size), folder, format_size(room), format_size(share), ENLARGE_TMPFS,
+            )  # fmt: skip
         return size
     size = config.pool_size_bytes - config.pool_size_bytes % EXTENT_ALIGNMENT_BYTES
     if size < 1 << 20:
@@ -54,7 +86,6 @@ def resolve_pool_size(config: ServerConfig) -> int:
     if size > room:
         raise ConfigError(
             f"--pool-size {format_size(size)} does not fit into {folder}, which has room for {format_size(room)}:"
-            " lower --pool-size, name another --pool-dir, or enlarge the tmpfs"
-            " (mount -o remount,size=SIZE /dev/shm; in containers --shm-size, or an emptyDir of medium Memory)"
+            f" lower --pool-size, name another --pool-dir, or {ENLARGE_TMPFS}"
         )
     return size
