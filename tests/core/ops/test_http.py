@@ -117,7 +117,9 @@ def test_changes_take_the_token(http: Http, peer: Peer, depot: DepotProcess) -> 
         assert http.post("/cache/clear", token=token)[0] == 401
     assert depot.status().num_entries == 3
     assert http.post("/cache/clear", {"tenant": "nobody"}) == (200, {"count": 0})
-    assert http.post("/cache/clear") == (200, {"count": 3})
+    assert http.post("/cache/clear")[0] == 400, "everything goes only on request"
+    assert http.post("/cache/clear", {"all": True}) == (200, {"count": 3})
+    assert depot.status().events[-1][1].startswith("cleared everything: 3 entries removed, asked by process ")
     assert http.post("/cache/unpin") == (200, {"count": 0})
 
 
@@ -380,6 +382,11 @@ def test_a_depot_serves_http_by_flag() -> None:
         url = f"http://127.0.0.1:{port_of(depot)}"
         with urllib.request.urlopen(f"{url}/healthz", timeout=10) as reply:
             assert json.loads(reply.read())["status"] == "ok"
+        token = (depot.directory / "http.token").read_text().strip()
+        request = urllib.request.Request(f"{url}/cache/clear", b'{"all": true}', {"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            assert json.loads(reply.read()) == {"count": 0}
+        assert depot.status().events[-1][1].endswith("asked by a client over HTTP")
         scheduler = SchedulerClient(registration().spec, "engine", url=depot.url)
         scheduler.wait_until_connected(5)
         wait_until(lambda: depot.status().num_sessions == 1)
@@ -475,7 +482,7 @@ def test_what_is_here_is_pinned_without_an_engine(http: Http, peer: Peer, depot:
     wait_until(lambda: not depot.status().contexts)
     body = {"digests": hex_of(prompt(2, "a")), "pin_seconds": 60}
     assert http.post("/cache/warm", body) == (200, {"count": 2})
-    assert http.post("/cache/clear") == (200, {"count": 0})
+    assert http.post("/cache/clear", {"all": True}) == (200, {"count": 0})
 
 
 def test_a_quota_is_changed_at_runtime(http: Http, peer: Peer) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,9 +59,20 @@ def test_find_says_what_is_here(run: Run, peer: Peer, keys: str) -> None:
 def test_a_prefix_is_cleared(run: Run, peer: Peer, keys: str, depot: DepotProcess) -> None:
     peer.store(prompt(3, "a"))
     peer.store(prompt(2, "b"))
-    assert run("clear", "--prefix", keys)[1] == "3 entries forgotten\n"
+    assert run("clear", "--prefix", keys)[1] == "3 entries removed\n"
     assert depot.status().num_entries == 2
-    assert run("clear")[1] == "2 entries forgotten\n"
+    assert run("clear", "--all")[1] == "2 entries removed\n"
+
+
+def test_everything_is_cleared_only_on_request(run: Run, peer: Peer, depot: DepotProcess) -> None:
+    peer.store(prompt(3, "a"))
+    for arguments in ([], ["--all", "--tenant", "default"]):
+        code, _, err = run("clear", *arguments)
+        assert (code, "--all" in err) == (1, True)
+    assert depot.status().num_entries == 3
+    assert run("clear", "--tenant", "default")[1] == "3 entries removed\n"
+    (_, said) = depot.status().events[-1]
+    assert said == f"cleared tenant default: 3 entries removed, asked by process {os.getpid()} of user {os.getuid()}"
 
 
 def test_a_file_that_is_damaged_clears_nothing(run: Run, peer: Peer, tmp_path: Path, depot: DepotProcess) -> None:
@@ -69,7 +81,7 @@ def test_a_file_that_is_damaged_clears_nothing(run: Run, peer: Peer, tmp_path: P
     code, _, err = run("clear", "--prefix", str(tmp_path / "bad"))
     assert (code, "Traceback" in err) == (1, False)
     (tmp_path / "empty").write_text('{"digests": []}')
-    assert run("clear", "--prefix", str(tmp_path / "empty"))[1] == "0 entries forgotten\n"
+    assert run("clear", "--prefix", str(tmp_path / "empty"))[1] == "0 entries removed\n"
     assert depot.status().num_entries == 3
 
 

@@ -44,6 +44,11 @@ class ClearBody(msgspec.Struct, forbid_unknown_fields=True):
     tenant: str | None = None
     model: str | None = None
     digests: list[str] = []
+    everything: bool = msgspec.field(default=False, name="all")
+
+    def __post_init__(self) -> None:
+        if self.everything == bool(self.tenant or self.model or self.digests):
+            raise ValueError('name what to clear: "tenant", "model" or "digests", or "all": true for everything')
 
 
 class FindBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -52,6 +52,7 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
         " the pool, and only entries that no other prefix needs." + _KEYS_HELP,
     )  # fmt: skip
     clear.set_defaults(run=_clear)
+    clear.add_argument("--all", action="store_true", help="remove everything")
     clear.add_argument("--tenant", help="remove only entries of this tenant")
     clear.add_argument("--model", help="remove only entries of this model, by the name that engines registered")
     clear.add_argument("--prefix", metavar="KEYS|TRACE", help="remove only the prefixes in this file")
@@ -216,11 +217,15 @@ def _find(options: argparse.Namespace) -> int:
 
 
 def _clear(options: argparse.Namespace) -> int:
+    if not (options.all or options.tenant or options.model or options.prefix):
+        raise ConfigError("name what to clear by --tenant, --model or --prefix, or clear everything with --all")
+    if options.all and (options.tenant or options.model or options.prefix):
+        raise ConfigError("--all clears everything: leave --tenant, --model and --prefix out, or --all")
     prefixes = [b""] if options.prefix is None else [digests for _, digests in _prefixes_in(options.prefix) if digests]
     count = 0
     for digests in prefixes:
         count += _count(options, o.Clear(options.tenant, options.model, digests), _CLEAR_SECONDS)
-    print(f"{count:,} entries forgotten")
+    print(f"{count:,} {'entry' if count == 1 else 'entries'} removed")
     return 0
 
 

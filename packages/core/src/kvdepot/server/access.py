@@ -4,6 +4,7 @@ A depot is for its user and root. With a group its members are let in, too: they
 0710 and socket 0660, and the session socket asks the kernel once more. Files of the pool stay the server's alone.
 """
 
+import contextlib
 import ctypes
 import grp
 import os
@@ -157,6 +158,16 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
     return _PEER_CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     )
+
+
+def describe_peer(connection: socket.socket) -> str:
+    """Return which process and user is the peer of a Unix socket, for the log; a child of this process serves HTTP."""
+    pid, uid, _ = peer_credentials(connection)
+    with contextlib.suppress(OSError):
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent == os.getpid():
+            return "a client over HTTP"
+    return f"process {pid} of user {uid}"
 
 
 def _supplementary_groups(connection: socket.socket) -> list[int]:

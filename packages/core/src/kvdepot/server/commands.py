@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.config import ServerConfig
-from kvdepot.errors import ConfigError, ErrorCode
+from kvdepot.errors import ConfigError, ErrorCode, printable
 from kvdepot.index.index import Space
 from kvdepot.index.pins import Pin
 from kvdepot.server.background import MAXIMUM_WAITING, Kind
@@ -92,8 +92,14 @@ def clear_pool(depot: Depot, tenant: str | None, model: str | None = None) -> It
     return depot.index.clear(is_wanted)
 
 
-def clear(depot: Depot, tenant: str | None, model: str | None) -> Deferred:
-    """Clear the pool, then the tiers; the reply counts entries.
+def _log_clear(depot: Depot, selected: str, count: int, who: str) -> None:
+    text = f"cleared {selected}: {count:,} entries removed, asked by {printable(who)}"
+    depot.state.note(text)
+    logger.info("%s", text)
+
+
+def clear(depot: Depot, tenant: str | None, model: str | None, who: str = "this process") -> Deferred:
+    """Clear the pool, then the tiers; the reply counts entries, and the log says who asked for it.
 
     It is an error if a tier could not be cleared; the pool and the other tiers are.
 
@@ -104,6 +110,10 @@ def clear(depot: Depot, tenant: str | None, model: str | None) -> Deferred:
     removed = 0
 
     def on_done(in_tiers: int, problems: list[str]) -> None:
+        selected = ", ".join(
+            f"{kind} {name}" for kind, name in (("tenant", tenant), ("model", model)) if name is not None
+        )
+        _log_clear(depot, printable(selected) or "everything", removed + in_tiers, who)
         if not problems:
             deferred.send(m.Done(epoch, removed + in_tiers))
             return
@@ -132,7 +142,7 @@ def clear(depot: Depot, tenant: str | None, model: str | None) -> Deferred:
     return _later(depot, steps(), deferred)
 
 
-def clear_prefix(depot: Depot, request: o.Clear) -> Deferred:
+def clear_prefix(depot: Depot, request: o.Clear, who: str = "this process") -> Deferred:
     """Remove a prefix from the pool, in every space, as far as no other prefix needs it; the reply counts entries.
 
     Raises:
@@ -152,6 +162,7 @@ def clear_prefix(depot: Depot, request: o.Clear) -> Deferred:
                 for removed in depot.index.clear_end(nodes[-1]):
                     count += removed
                     yield None
+        _log_clear(depot, "a prefix", count, who)
         yield m.Done(depot.state.epoch, count)
 
     return _later(depot, steps())

@@ -51,8 +51,8 @@ class Operators:
         self._status = status
         self._version = server_version
 
-    def answer(self, request: o.OperatorRequest) -> frames.Reply | Deferred:
-        """Answer a request, now or later.
+    def answer(self, request: o.OperatorRequest, who: Callable[[], str]) -> frames.Reply | Deferred:
+        """Answer a request, now or later; `who` names its sender for the log.
 
         Raises:
             Refused: with the reason; nothing was changed.
@@ -70,8 +70,8 @@ class Operators:
                 raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
             case o.Clear():
                 if request.digests:
-                    return commands.clear_prefix(depot, request)
-                return commands.clear(depot, request.tenant, request.model)
+                    return commands.clear_prefix(depot, request, who())
+                return commands.clear(depot, request.tenant, request.model, who())
             case o.Warm():
                 return commands.warm(depot, request)
             case o.Unpin():

@@ -5,12 +5,14 @@ Whatever a handler raises becomes a typed error reply.
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Final
 
 import zmq
 
 from kvdepot.errors import ErrorCode
 from kvdepot.operators.remote import RemoteSocket
+from kvdepot.server.access import describe_peer
 from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.dispatch import OPEN_TO_ALL, Operators
@@ -46,7 +48,7 @@ class Requests:
         began = time.monotonic()
         sequence = frames.sequence_of(frame)
         session = self._sessions.find(connection.owner) if connection.owner else None
-        kind, reply = self._answer(frame, session, _WHY_NO_SESSION)
+        kind, reply = self._answer(frame, session, _WHY_NO_SESSION, lambda: describe_peer(connection.socket))
         if isinstance(reply, Deferred):
             deferred, num_bytes = reply, len(frame)
             connections.hold(connection, num_bytes)
@@ -80,7 +82,7 @@ class Requests:
         routing_id, *parts = message
         frame = parts[0] if len(parts) == 1 else b""  # which is malformed, as it has no sequence number
         sequence = frames.sequence_of(parts[0]) if parts else 0
-        kind, reply = self._answer(frame, None, _WHY_NOT_OVER_TCP)
+        kind, reply = self._answer(frame, None, _WHY_NOT_OVER_TCP, lambda: "a client over TCP")
 
         def send(reply: frames.Reply) -> None:
             remote.send(routing_id, frames.encode_frame(sequence, reply))
@@ -92,14 +94,14 @@ class Requests:
             send(reply)
 
     def _answer(
-        self, frame: bytes | memoryview, session: Session | None, why_no_session: str
+        self, frame: bytes | memoryview, session: Session | None, why_no_session: str, who: Callable[[], str]
     ) -> tuple[type, frames.Reply | Deferred]:
         """Return the kind of a request, `ErrorReply` if it is none or refused, and its reply."""
         depot = self._depot
         try:
             request = frames.decode_request(frame)
             if isinstance(request, OPEN_TO_ALL):
-                return type(request), self._operators.answer(request)
+                return type(request), self._operators.answer(request, who)
             if session is None:
                 raise Refused(ErrorCode.UNKNOWN_SESSION, why_no_session)
             return type(request), depot.handle(session.number, session.writer, request)
