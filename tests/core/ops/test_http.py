@@ -490,7 +490,7 @@ def test_a_quota_is_changed_at_runtime(http: Http, peer: Peer) -> None:
     body = {"tenant": "default", "quota_bytes": 1 << 20}
     assert http.post("/tenants/quota", body) == (200, {"count": 3})
     assert json.loads(http.get("/tenants")[1])["default"]["quota_bytes"] == 1 << 20
-    assert json.loads(http.get("/config")[1])["quotas"] == {"default": 1 << 20}
+    assert json.loads(http.get("/config")[1])["quota"] == {"default": 1 << 20}
     assert http.metrics()["kvdepot_tenant_quota_bytes[default]"] == 1 << 20
     status, reply = http.post("/tenants/quota", {"tenant": "greedy", "quota_bytes": 64 << 20})
     assert status == 409
@@ -532,8 +532,8 @@ def test_the_settings_name_no_secrets() -> None:
     assert status == 200
     assert "hunter2" not in text
     settings = json.loads(text)
-    assert settings["tiers"] == ["memory://host"]
-    assert settings["pool_size_bytes"] == 64 << 20
+    assert settings["tier"] == ["memory://host?capacity=1MiB"]
+    assert settings["pool_size"] == 64 << 20
 
 
 def test_every_path_is_in_the_openapi_document_and_answers_what_it_says(http: Http) -> None:

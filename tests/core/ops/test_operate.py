@@ -128,7 +128,7 @@ def test_drain_ends_when_nothing_is_under_way(run: Run, peer: Peer, depot: Depot
 
 
 def test_settings_and_log_level(run: Run, depot: DepotProcess) -> None:
-    assert json.loads(run("config", "--json")[1])["pool_size_bytes"] == 64 << 20
+    assert json.loads(run("config", "--json")[1])["pool_size"] == 64 << 20
     assert "lease_seconds" in run("config")[1]
     assert "debug" in run("loglevel", "debug")[1]
     assert depot.status().log_level == "debug"

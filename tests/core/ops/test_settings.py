@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvdepot.client.operator import ask_depot
-from kvdepot.errors import ConfigError
-from kvdepot.lab.processes import DepotProcess
+from kvdepot.errors import ConfigError, DepotUnavailable
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.cli import main, make_parser
 from kvdepot.ops.serve import read_configs
 from kvdepot.processes.logs import JsonFormatter
@@ -123,7 +123,7 @@ def test_a_depot_runs_by_its_file(tmp_path: Path) -> None:
     assert isinstance(reply, o.ConfigurationReply)
     assert reply.settings["lease_seconds"] == 7
     assert reply.settings["policy"] == "arc"
-    assert reply.settings["quotas"] == {"acme": 1 << 20}
+    assert reply.settings["quota"] == {"acme": 1 << 20}
 
 
 def test_logs_as_json_are_one_object_a_line(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_logs_as_json_are_one_object_a_line(tmp_path: Path) -> None:
                 process.terminate()
         assert process.wait(30) == 0
     assert all(set(line) == {"time", "level", "logger", "message"} for line in lines)
-    assert lines[0]["level"] == "info"
+    assert lines[-1]["level"] == "info"
     assert any("stopped" in line["message"] for line in lines)
 
 
@@ -162,3 +162,35 @@ def test_the_file_in_the_docs_is_one(tmp_path: Path) -> None:
     options = parsed([], {}, tmp_path / "kvdepot.toml")
     assert options["http"] == "127.0.0.1:9460"
     assert options["quotas"] == {"acme": 16 << 30}
+
+
+def test_what_config_prints_starts_a_depot_with_the_same_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(depot: DepotProcess) -> str:
+        with pytest.raises(SystemExit):
+            main(["config", "--url", depot.url])
+        return capsys.readouterr().out
+
+    arguments = ["--quota", "acme=3MiB", "--tier", "memory://one?capacity=8MiB", "--demote-min-tokens", "128"]
+    with DepotProcess(*arguments, "--http", "127.0.0.1:0", "--promote-seconds", "0.5") as depot:
+        before = printed(depot)
+        settings = tmp_path / "kvdepot.toml"
+        settings.write_text(before)
+        assert depot.terminate() == 0
+        command = [sys.executable, "-m", "kvdepot", "serve", "--config", str(settings)]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            wait_until(lambda: is_answering(depot))
+            after = printed(depot)
+            process.terminate()
+            assert process.wait(20) == 0
+    assert after == before
+    for line in ('pool_size = "64MiB"', 'quota = {"acme" = "3MiB"}', 'http = "127.0.0.1:0"', "promote_seconds = 0.5"):
+        assert line in before.splitlines()
+
+
+def is_answering(depot: DepotProcess) -> bool:
+    try:
+        return bool(ask_depot(o.Status(), depot.url))
+    except DepotUnavailable:
+        return False

@@ -92,6 +92,14 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+def exact_size(num_bytes: int) -> str:
+    """Return `num_bytes` as `parse_size` reads it, without loss: "64MiB", "1000"."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes and num_bytes % 1024**power == 0:
+            return f"{num_bytes // 1024**power}{unit}"
+    return str(num_bytes)
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number of things for people: "1 tier", "2,000 tiers"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
@@ -196,6 +204,12 @@ def settings_in(kind: type[Any]) -> dict[str, Setting]:
     """Return the settings of a dataclass by field."""
     hints = get_type_hints(kind)
     return {each.name: _complete(each, hints[each.name]) for each in dataclasses.fields(kind)}
+
+
+def plain_settings(values: Any) -> dict[str, Any]:
+    """Return the settings that a dataclass holds as plain values, under their names in `kvdepot.toml`."""
+    named = {each.name: getattr(values, field) for field, each in settings_in(type(values)).items()}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in named.items()}
 
 
 def _complete(of: "dataclasses.Field[Any]", kind: Any) -> Setting:

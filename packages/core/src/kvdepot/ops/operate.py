@@ -5,12 +5,12 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import msgspec
 
 from kvdepot.client.operator import ask_depot
-from kvdepot.config import format_size, parse_size
+from kvdepot.config import exact_size, format_size, parse_size
 from kvdepot.errors import ConfigError, printable
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
@@ -298,6 +298,28 @@ def _config(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(reply.settings, indent=2))
         return 0
-    for name, value in sorted(reply.settings.items()):
-        print(f"{name:24} {json.dumps(value)}")
+    print("# For 'kvdepot serve --config FILE'. Credentials of tiers are left out.")
+    for line in map(_describe_setting, reply.settings, reply.settings.values()):
+        if line:
+            print(printable(line))
     return 0
+
+
+def _describe_setting(name: str, value: Any) -> str:
+    """Return a line of `kvdepot.toml`, none for what is not set."""
+    match name, value:
+        case _, None:
+            return ""
+        case "pool_size", int():
+            value = exact_size(value)
+        case "quota", dict():
+            quotas = cast("dict[str, int]", value)
+            pairs = (f"{_quoted(tenant)} = {_quoted(exact_size(size))}" for tenant, size in quotas.items())
+            return f"quota = {{{', '.join(pairs)}}}"
+        case _:
+            pass
+    return f"{name} = {_quoted(value)}"
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)  # which TOML reads, too

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from kvdepot.config import HTTP_TOKEN, ServerConfig, setting
+from kvdepot.config import HTTP_TOKEN, ServerConfig, plain_settings, setting
 from kvdepot.errors import ConfigError
 from kvdepot.ops.http_process import HttpServer, HttpSettings
 from kvdepot.ops.settings import add_settings, read_settings
@@ -89,7 +89,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
     raise_descriptor_limit()
     http_settings = process.http_settings()
-    server = DepotServer(config)
+    server = DepotServer(config, plain_settings(process))
     server.stop_on_signals()
     http = None
     try:

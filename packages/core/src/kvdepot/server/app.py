@@ -7,10 +7,11 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 import zmq
 
@@ -28,7 +29,7 @@ from kvdepot.pool.names import Names
 from kvdepot.pool.room import resolve_pool_size
 from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server.access import Access, make_room, open_lock
-from kvdepot.server.commands import log_level
+from kvdepot.server.commands import log_level, settings_of
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.dispatch import Operators
@@ -56,8 +57,8 @@ _DRAIN_SECONDS: Final = 2.0
 class DepotServer:
     """A depot with its sockets. `run` serves until `stop` or SIGTERM; `close` is called by `run`."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        """Bind the sockets and open the pool.
+    def __init__(self, config: ServerConfig, further_settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Bind the sockets and open the pool; `further_settings` of the process are shown with those of `config`.
 
         Raises:
             ConfigError: the settings cannot work.
@@ -92,7 +93,10 @@ class DepotServer:
             self._results = ThreadResults(self._files, extents, opener, self._waker, str(config.pool_path))
             self.restoring = self._make_restoring()
             self.depot.labels.save = self._save_names
-            operators = Operators(self.depot, config, opener, self._make_tiering, self._status, self._version)
+            operators = Operators(
+                self.depot, lambda: {**further_settings, **settings_of(self.depot, config)}, opener, self._make_tiering,
+                self._status, self._version,
+            )  # fmt: skip
             self._requests = Requests(self.depot, self.sockets.sessions, operators)
             self.loop = Loop(
                 self.sockets, self.depot, movers, self._requests, self._results, self.restoring, self._files

@@ -4,14 +4,12 @@ None of them waits and none needs a session. Long ones run in the background and
 them outlives the server: the next one starts from its flags again.
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.config import ServerConfig
+from kvdepot.config import ServerConfig, plain_settings
 from kvdepot.errors import ConfigError, ErrorCode, printable
 from kvdepot.index.index import Space
 from kvdepot.index.pins import Pin
@@ -22,7 +20,7 @@ from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering
-from kvdepot.tiers.url import TierUrl
+from kvdepot.tiers.url import TierUrl, without_credentials
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -334,16 +332,17 @@ def set_log_level(depot: Depot, level: str) -> m.Done:
 
 
 def settings_of(depot: Depot, config: ServerConfig) -> dict[str, Any]:
-    """Return the settings as plain values, with the quotas of now; credentials in the URLs of tiers are left out."""
-    settings = {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
-    settings["pool_directory"] = str(config.pool_path)
-    settings["pool_size_bytes"] = depot.index.extents.capacity_bytes
+    """Return the settings as plain values under their names in `kvdepot.toml`, with the quotas and tiers of now.
+
+    Credentials in the URLs of tiers are left out, and so are the options of a tier that was added later.
+    """
+    settings = plain_settings(config)
+    settings["pool_dir"] = str(config.pool_path)
+    settings["pool_size"] = depot.index.extents.capacity_bytes
     settings["max_entries"] = depot.index.table.num_records
-    settings["quotas"] = depot.index.quotas.by_name()
-    settings["tiers"] = [] if depot.state.tiering is None else [status.name for status in depot.state.tiering.status()]
+    settings["quota"] = depot.index.quotas.by_name()
+    urls = {TierUrl.parse(url).name: without_credentials(url) for url in config.tiers}
+    tiers = [] if depot.state.tiering is None else depot.state.tiering.status()
+    settings["tier"] = [urls.get(tier.name, tier.name) for tier in tiers]
     settings["log_level"] = log_level()
     return settings
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value

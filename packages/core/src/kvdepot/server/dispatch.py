@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
-from kvdepot.config import ServerConfig
 from kvdepot.errors import ErrorCode
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
@@ -28,7 +27,7 @@ class Operators:
 
     Args:
         depot: that they operate.
-        config: that it was started with.
+        settings: returns the settings in force.
         opener: opens further tiers.
         make_tiering: makes the first tier's `Tiering`.
         status: returns the server's status.
@@ -38,14 +37,14 @@ class Operators:
     def __init__(
         self,
         depot: Depot,
-        config: ServerConfig,
+        settings: Callable[[], dict[str, Any]],
         opener: TierOpener,
         make_tiering: Callable[[list[TierQueue]], Tiering],
         status: Callable[[], o.DepotStatus],
         server_version: str,
     ) -> None:
         self._depot = depot
-        self._config = config
+        self._settings = settings
         self._opener = opener
         self._make_tiering = make_tiering
         self._status = status
@@ -89,4 +88,4 @@ class Operators:
             case o.SetLogLevel():
                 return commands.set_log_level(depot, request.level)
             case o.Configuration():
-                return o.ConfigurationReply(depot.state.epoch, commands.settings_of(depot, self._config))
+                return o.ConfigurationReply(depot.state.epoch, self._settings())

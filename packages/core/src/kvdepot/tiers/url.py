@@ -137,6 +137,12 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
     return tier
 
 
+def without_credentials(text: str) -> str:
+    """Return a tier's URL without user and password; options stay where none of them can be a secret."""
+    _, mark, options = text.partition("?")
+    return _hide(text) + (mark + options if text.partition("://")[0] in KNOWN_TIERS else "")
+
+
 def _hide(text: str) -> str:
     """Leave out what may be a secret: user, password and options."""
     text = text.partition("?")[0]

@@ -270,5 +270,6 @@ def open_tier(url: TierUrl, pool: TierPool) -> DiskTier:
         raise ConfigError(f"--tier {url.name}: write three slashes and an absolute path, disk:///var/cache/kvdepot")
     capacity = url.take_size("capacity", 0)
     if not capacity:
+        url.check_done()  # perhaps it was mistyped
         raise ConfigError(f"--tier {url.name} needs its capacity: disk://{url.path}?capacity=200GiB")
     return DiskTier(pool, Path(url.path), capacity, url.num_threads)
