@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from kvdepot.config import format_size
 from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.server import commands
@@ -231,7 +232,7 @@ def test_quotas_are_as_before_after_a_restart() -> None:
 
 @pytest.mark.parametrize("quotas", [{"a": 5, "b": 6}, {"a": 0}, {"a": -1}])
 def test_quotas_that_cannot_be_kept_are_refused(quotas: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="quotas of"):
+    with pytest.raises(ConfigError, match="the quotas are"):
         QuotaTable(10, quotas)
 
 
@@ -288,7 +289,7 @@ def test_a_quota_that_does_not_fit_is_refused_and_changes_nothing(pages: int) ->
     before = bench.index.quotas.by_name(), list(bench.index.quotas.quota_bytes)
     reply = set_quota(bench, "a", pages)
     assert isinstance(reply, m.ErrorReply)
-    assert f"leave {8 * PAGE} of the pool" in reply.message
+    assert f"leave {format_size(8 * PAGE)} of the pool" in reply.message
     assert (bench.index.quotas.by_name(), bench.index.quotas.quota_bytes) == before
 
 

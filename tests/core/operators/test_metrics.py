@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
+from kvdepot.ops.status import describe_status
 from kvdepot.wire import messages as m
 from support.peer import Peer, prompt, registration
 
@@ -73,6 +74,7 @@ def test_retrieved_bytes_are_counted(depot: DepotProcess, peer: Peer) -> None:
     reply = peer.ask(m.PrepareRetrieve(peer.context, "r", prompt(3, "a").digests, 0, (3,)))
     assert isinstance(reply, m.RetrievePlan)
     assert samples(depot)["kvdepot_retrieve_bytes_total[none]"] == 3 * 4 * 64
+    assert "reads    1 retrieve; 3 chunks, 768 B" in describe_status(depot.status()).splitlines()
 
 
 def test_estimates_of_other_pool_sizes_come_with_the_status(depot: DepotProcess, peer: Peer) -> None:

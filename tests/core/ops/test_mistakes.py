@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.lab.processes import wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.pool.room import MEMORY_FILE_SYSTEMS, file_system_of
 
 _COMMAND = [sys.executable, "-m", "kvdepot"]
@@ -112,3 +112,20 @@ def test_a_pool_on_a_disk_is_warned_of() -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         logged = first_words("--dir", folder, "--pool-dir", f"{folder}/pool", "--pool-size", "16MiB")
     assert "its pages go to disk" in logged
+
+
+def test_a_wrong_argument_is_named_in_one_line() -> None:
+    status, said = run("serve", "--pool-size", "foo")
+    assert status == 2
+    assert said == (
+        "kvdepot serve: argument --pool-size: 'foo' is not a size: write for example 512MiB or 4GiB"
+        " (see 'kvdepot serve --help')\n"
+    )
+
+
+def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotProcess) -> None:
+    depot.kill()
+    status, said = run("status", "--url", depot.url)
+    assert (status, said) == (
+        1, f"kvdepot: no depot in {depot.url}: start one with 'kvdepot serve', or name its directory by --url\n"
+    )  # fmt: skip

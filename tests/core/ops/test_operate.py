@@ -87,19 +87,22 @@ def test_a_file_that_is_damaged_clears_nothing(run: Run, peer: Peer, tmp_path: P
 
 def test_a_quota_comes_and_goes(run: Run, peer: Peer, depot: DepotProcess) -> None:
     peer.store(prompt(3, "a"))
-    assert "1.0 MiB; 3 chunks" in run("quota", "default", "1MiB")[1]
+    assert run("quota", "acme", "1MiB")[0] == 0
+    assert depot.status().tenants["acme"] == {"used_bytes": 0, "quota_bytes": 1 << 20}, "before it stores"
+    assert "tenant   acme: 0 B of a quota of 1.0 MiB" in run("status")[1]
+    assert "1.0 MiB; it now covers or frees 3 existing chunks" in run("quota", "default", "1MiB")[1]
     assert depot.status().tenants["default"]["quota_bytes"] == 1 << 20
-    assert "none; 3 chunks" in run("quota", "default", "none")[1]
+    assert "none; it now covers or frees 3 existing chunks" in run("quota", "default", "none")[1]
     code, _, err = run("quota", "default", "1TiB")
     assert code == 1
     assert "out_of_range" in err
 
 
 def test_tiers_come_and_go(run: Run, peer: Peer, depot: DepotProcess) -> None:
-    assert run("tier", "add", "memory://one?capacity=8MiB")[:2] == (0, "1 tiers are in use\n")
+    assert run("tier", "add", "memory://one?capacity=8MiB")[:2] == (0, "tiers in use: 1\n")
     peer.store(prompt(3, "a"))
     wait_until(lambda: depot.status().tiers[0].num_entries == 3)
-    assert run("tier", "add", "memory://two?capacity=8MiB")[:2] == (0, "2 tiers are in use\n")
+    assert run("tier", "add", "memory://two?capacity=8MiB")[:2] == (0, "tiers in use: 2\n")
     for url, why in (
         ("memory://two", "in use already"), ("tape://x", "no tier 'tape'"), ("memory://three?size=1", "no option"),
         ("x", "write a URL"),
@@ -107,8 +110,8 @@ def test_tiers_come_and_go(run: Run, peer: Peer, depot: DepotProcess) -> None:
         code, _, err = run("tier", "add", url)
         assert code
         assert why in err
-    assert "memory://two" in json.loads(run("config", "--json")[1])["tiers"]
-    assert run("tier", "remove", "memory://one")[:2] == (0, "1 tiers are in use\n")
+    assert "memory://two" in json.loads(run("config", "--json")[1])["tier"]
+    assert run("tier", "remove", "memory://one")[:2] == (0, "tiers in use: 1\n")
     assert [tier.name for tier in depot.status().tiers] == ["memory://two"]
     assert "no tier memory://one" in run("tier", "remove", "memory://one")[2]
     assert run("tier", "add", "memory://one?capacity=8MiB")[0] == 0, "another one of that name"
@@ -118,7 +121,7 @@ def test_drain_ends_when_nothing_is_under_way(run: Run, peer: Peer, depot: Depot
     ticket = peer.prepare(prompt(3, "a")).ticket
     code, _, err = run("drain", "--wait", "0.1")
     assert code == 1
-    assert "1 stores are under way" in err
+    assert "1 store under way" in err
     peer.ask(m.CommitStore(peer.context, ticket))
     assert run("drain")[0] == 0
     assert depot.status().draining
@@ -138,4 +141,4 @@ def test_keys_come_by_standard_input_too(run: Run, peer: Peer, keys: str, monkey
     peer.store(prompt(5, "a"))
     monkeypatch.setattr(sys, "stdin", io.StringIO(Path(keys).read_text()))
     assert run("warm", "-", "--pin", "60")[1] == "5 of 6 chunks are in the pool and pinned\n"
-    assert run("unpin")[1] == "1 pins ended\n"
+    assert run("unpin")[1] == "1 pin ended\n"

@@ -41,9 +41,15 @@ def ask_depot(
     try:
         return channel.call(request, deadline_seconds)
     except DepotUnavailable as error:
+        if isinstance(error.__cause__, ConnectionRefusedError):  # a socket that a killed server left
+            raise _no_depot(directory_of_url(url)) from error
         raise DepotUnavailable(f"the depot in {directory_of_url(url)} does not answer: {error}") from error
     finally:
         channel.close()
+
+
+def _no_depot(directory: Path) -> DepotUnavailable:
+    return DepotUnavailable(f"no depot in {directory}: start one with 'kvdepot serve', or name its directory by --url")
 
 
 def _control_socket(url: str | None) -> Path:
@@ -56,9 +62,7 @@ def _control_socket(url: str | None) -> Path:
     except PermissionError:
         pass
     except OSError as error:
-        raise DepotUnavailable(
-            f"no depot in {directory}: start one with 'kvdepot serve', or name its directory by --url"
-        ) from error
+        raise _no_depot(directory) from error
     raise DepotUnavailable(
         f"the depot in {directory} is not for this user: ask as its user, or serve with --socket-group GROUP and be a"
         " member of it"

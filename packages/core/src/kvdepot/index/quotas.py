@@ -14,6 +14,7 @@ even where the quotas leave less.
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from kvdepot.config import format_size
 from kvdepot.errors import ConfigError
 
 MAXIMUM_QUOTAS: Final = 64  # at the same time, set while the depot serves
@@ -38,7 +39,8 @@ class QuotaTable:
         rest = capacity_bytes - sum(quotas.values())
         if rest < 0 or any(quota <= 0 for quota in quotas.values()):
             raise ConfigError(
-                f"quotas of {sum(quotas.values())} bytes in a pool of {capacity_bytes}: at most all of it"
+                f"the quotas are {format_size(sum(quotas.values()))}, the pool is {format_size(capacity_bytes)}: each"
+                " has to be above 0, and together they have to fit"
             )
         self._share_by_name = {name: number for number, name in enumerate(quotas, start=1)}
         self.quota_bytes = [rest, *quotas.values()]
@@ -111,8 +113,8 @@ class QuotaTable:
         more = num_bytes - (self.quota_bytes[share] if share else 0)
         if num_bytes <= 0 or more > self.quota_bytes[0]:
             raise ConfigError(
-                f"a quota of {num_bytes} bytes for {name!r}: the quotas of others leave"
-                f" {num_bytes - more + self.quota_bytes[0]} of the pool"
+                f"a quota of {format_size(num_bytes)} for {name!r}: the quotas of others leave"
+                f" {format_size(num_bytes - more + self.quota_bytes[0])} of the pool"
             )
         if share is None:
             share = self._new_share(name)

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.config import format_size
+from kvdepot.config import counted, format_size
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel, Geometry
 from kvdepot.lab.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
@@ -154,8 +154,8 @@ def _transfer_line(row: dict[str, Any]) -> str:
         for name in ("store", "retrieve")
     ]
     return (
-        f"blocks of {row['block_tokens']:3} tokens, chunks of {row['chunk_tokens']:3}, {row['copy_threads']} threads,"
-        f" verify {row['verify']:6}:"
+        f"blocks of {row['block_tokens']:3} tokens, chunks of {row['chunk_tokens']:3},"
+        f" {counted(row['copy_threads'], 'thread')}, verify {row['verify']:6}:"
         f" memcpy {row['memcpy_gb_per_s']:5.2f} GB/s; " + "; ".join(parts)
     )
 
@@ -246,8 +246,9 @@ def bench_lookup(*, seconds: float = 3.0, say: Callable[[str], None] = lambda _l
                 times, _ = _run_clients([task] * num_clients)
                 rows.append({"num_chunks": num_chunks, "num_clients": num_clients, **_latency_row(times)})
                 say(
-                    f"128k tokens in {num_chunks:4} chunks, {num_clients} clients: p50 {rows[-1]['p50_ms']:.3f} ms,"
-                    f" p99 {rows[-1]['p99_ms']:.3f} ms, {rows[-1]['num_lookups']:,} lookups"
+                    f"128k tokens in {num_chunks:4} chunks, {counted(num_clients, 'client')}:"
+                    f" p50 {rows[-1]['p50_ms']:.3f} ms, p99 {rows[-1]['p99_ms']:.3f} ms,"
+                    f" {rows[-1]['num_lookups']:,} lookups"
                 )
             filler.close()
     return {"bench": "lookup", "machine": describe_machine(), "rows": rows}

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -27,6 +27,13 @@ from kvdepot.wire.curve import generate_keys
 logger = logging.getLogger(__name__)
 
 _SETTINGS_OF_DOCTOR: Final = ("directory", "pool_size_bytes", "pool_directory")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers wrong arguments in one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see '{self.prog} --help')\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands; `benches` are those that backends add to `bench`."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvdepot", description="Run one server per node that keeps the KV caches of all inference engines there."
     )
     parser.add_argument("--version", action="version", version=f"kvdepot {version('kvdepot')}")

@@ -145,6 +145,11 @@ def _warm(ask: Ask, body: WarmBody) -> Count:
     return _done(ask, o.Warm(body.tenant, _packed(body.digests), body.pin_seconds))
 
 
+def _set_log_level(ask: Ask, body: LogLevelBody) -> dict[str, str]:
+    ask(o.SetLogLevel(body.level), CHANGE_SECONDS)
+    return {"level": body.level}
+
+
 OPERATIONS: Final = (
     Operation(
         "GET", "/status", "Everything that 'kvdepot status --json' shows",
@@ -184,7 +189,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         "POST", "/loglevel", "Change the log level, until the server stops",
-        lambda ask, body: _done(ask, o.SetLogLevel(body.level)), Count, LogLevelBody,
+        _set_log_level, dict[str, str], LogLevelBody,
     ),
 )  # fmt: skip
 

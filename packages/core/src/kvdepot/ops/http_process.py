@@ -71,6 +71,8 @@ class HttpSettings:
             return settings
         try:
             token = token_file.read_text().strip()
+            if token_file.stat().st_mode & 0o044:
+                logger.warning("--http-token %s: other users can read the token; chmod 600 it", token_file)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--http-token {token_file}: {error}") from error
         if len(token) < _SHORTEST_TOKEN:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, cast
 import msgspec
 
 from kvdepot.client.operator import ask_depot
-from kvdepot.config import exact_size, format_size, parse_size
+from kvdepot.config import counted, exact_size, format_size, parse_size
 from kvdepot.errors import ConfigError, printable
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
@@ -239,32 +239,32 @@ def _warm(options: argparse.Namespace) -> int:
 
 
 def _unpin(options: argparse.Namespace) -> int:
-    print(f"{_count(options, o.Unpin(options.tenant), _PATIENT_SECONDS):,} pins ended")
+    print(f"{counted(_count(options, o.Unpin(options.tenant), _PATIENT_SECONDS), 'pin')} ended")
     return 0
 
 
 def _quota(options: argparse.Namespace) -> int:
     moved = _count(options, o.SetQuota(options.tenant, options.size), _PATIENT_SECONDS)
     quota = format_size(options.size) if options.size else "none"
-    print(f"the quota of {options.tenant} is {quota}; {moved:,} chunks count against another share now")
+    print(f"the quota of {options.tenant} is {quota}; it now covers or frees {counted(moved, 'existing chunk')}")
     return 0
 
 
 def _add_tier(options: argparse.Namespace) -> int:
     url = sys.stdin.readline().strip() if options.tier == "-" else options.tier
-    print(f"{_count(options, o.AddTier(url), _PATIENT_SECONDS)} tiers are in use")
+    print(f"tiers in use: {_count(options, o.AddTier(url), _PATIENT_SECONDS)}")
     return 0
 
 
 def _remove_tier(options: argparse.Namespace) -> int:
-    print(f"{_count(options, o.RemoveTier(options.tier))} tiers are in use")
+    print(f"tiers in use: {_count(options, o.RemoveTier(options.tier))}")
     return 0
 
 
 def _drain(options: argparse.Namespace) -> int:
     if options.resume:
         _count(options, o.Drain(False))
-        print("stores are taken again")
+        print("stores are accepted again")
         return 0
     _count(options, o.Drain())
     end = time.monotonic() + options.wait
@@ -278,8 +278,8 @@ def _drain(options: argparse.Namespace) -> int:
             return 0
         if time.monotonic() >= end:
             print(
-                f"not drained within {options.wait:g} s: {status.num_tickets} stores are under way,"
-                f" {format_size(waiting)} wait to be written",
+                f"not drained within {options.wait:g} s: {counted(status.num_tickets, 'store')} under way,"
+                f" {format_size(waiting)} waiting to be written",
                 file=sys.stderr,
             )
             return 1
@@ -288,7 +288,7 @@ def _drain(options: argparse.Namespace) -> int:
 
 def _log_level(options: argparse.Namespace) -> int:
     _count(options, o.SetLogLevel(options.level))
-    print(f"the depot logs from {options.level} on")
+    print(f"the depot's log level is now {options.level}")
     return 0
 
 

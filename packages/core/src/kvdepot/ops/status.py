@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from kvdepot.client.operator import ask_depot
-from kvdepot.config import format_size
+from kvdepot.config import counted, format_size
 from kvdepot.errors import ConfigError, printable
 from kvdepot.ops.operate import client_keys
 from kvdepot.ops.settings import count_argument, number_argument
@@ -78,13 +78,17 @@ def describe_status(status: o.DepotStatus) -> str:
         pool_line += f", {format_size(status.quarantined_bytes)} in quarantine"
     entries_line = f"entries  {status.num_entries:,} of at most {status.max_entries:,}; policy {status.policy}"
     lookups_line = f"lookups  {counters.get('lookups', 0):,}; {hit:,} of {asked:,} chunks found"
-    leases_line = f"leases   {status.num_leases:,} in {status.num_sessions:,} sessions"
+    retrieved = sum(moved["retrieved_bytes"] for moved in status.devices.values())
+    reads_line = f"reads    {counted(counters.get('retrieves', 0), 'retrieve')};"
+    reads_line += f" {counted(counters.get('retrieve_chunks_hit', 0), 'chunk')}, {format_size(retrieved)}"
+    leases_line = f"leases   {status.num_leases:,} in {counted(status.num_sessions, 'session')}"
     lines = [
         f"{version_line}, epoch {status.epoch}",
         pool_line,
         f"{entries_line}, {counters.get('chunks_evicted', 0):,} chunks evicted",
         lookups_line + (f" ({hit / asked:.1%})" if asked else ""),
-        f"{leases_line}; {status.num_tickets:,} stores under way",
+        reads_line,
+        f"{leases_line}; {counted(status.num_tickets, 'store')} under way",
     ]
     if status.prefill_seconds_saved:
         lines.append(f"saved    about {status.prefill_seconds_saved:,.1f} s of computing prompts")
@@ -109,7 +113,7 @@ def describe_status(status: o.DepotStatus) -> str:
 def _describe_context(context: o.ContextStatus) -> list[str]:
     title, model = f"[{context.context}]", context.model or "?"
     if context.role == "scheduler":
-        return [f"{title} scheduler of {context.instance}, model {model}, {context.num_leases} leases"]
+        return [f"{title} scheduler of {context.instance}, model {model}, {counted(context.num_leases, 'lease')}"]
     worker = f"{context.instance} rank {context.rank} of {context.world_size} on {context.device}"
     lines = [f"{title} {worker} ({context.transfer_mode}, process {context.pid}), model {model}"]
     if context.mover:
@@ -138,7 +142,7 @@ def _describe_tier(tier: o.TierStatus) -> str:
     if counters.get("corrupt"):
         parts.append(f"{counters['corrupt']:,} were damaged")
     if tier.num_hung_calls:
-        parts.append(f"{tier.num_hung_calls} calls hang")
+        parts.append(f"{counted(tier.num_hung_calls, 'call')} hung")
     if tier.why_open:
         parts.append(f"LEFT ALONE: {tier.why_open}")
     return "; ".join(parts)
@@ -147,7 +151,7 @@ def _describe_tier(tier: o.TierStatus) -> str:
 def _describe_group(number: int, group: o.GroupStatus) -> str:
     parts = [
         f"group {number}: {group.kind.replace('_', ' ')}",
-        f"{group.num_layers} layers",
+        counted(group.num_layers, "layer"),
         f"{group.num_blocks:,} blocks of {group.block_tokens} tokens ({format_size(group.block_size_bytes)})",
     ]
     if group.physical_block_tokens != group.block_tokens:

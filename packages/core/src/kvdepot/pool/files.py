@@ -112,9 +112,7 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
     earlier_fd = lock_earlier(directory)
     try:
         files = None
-        if earlier_fd is None:
-            logger.info("no pool in %s yet", directory)
-        elif not fresh:
+        if earlier_fd is not None and not fresh:
             try:
                 files = _reopen(directory, size_bytes, earlier_fd)
             except (PoolError, OSError) as error:

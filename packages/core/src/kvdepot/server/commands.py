@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import Any, Final
 
-from kvdepot.config import ServerConfig, plain_settings
+from kvdepot.config import ServerConfig, format_size, plain_settings
 from kvdepot.errors import ConfigError, ErrorCode, printable
 from kvdepot.index.index import Space
 from kvdepot.index.pins import Pin
@@ -248,8 +248,9 @@ def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
         except ConfigError as error:
             yield m.ErrorReply(depot.state.epoch, ErrorCode.OUT_OF_RANGE, str(error))
             return
-        depot.state.note(f"the quota of tenant {tenant} is {quota_bytes} bytes now")
-        logger.info("the quota of tenant %s is %d bytes now", tenant, quota_bytes)
+        text = f"the quota of tenant {printable(tenant)} is now {format_size(quota_bytes) if quota_bytes else 'none'}"
+        depot.state.note(text)
+        logger.info("%s", text)
         yield m.Done(depot.state.epoch, moved)
 
     return _later(depot, steps())

@@ -76,8 +76,7 @@ class StatusReport:
         quotas = self._state.index.quotas
         tenants = {name: {"used_bytes": used} for name, used in quotas.first_tenants(MAXIMUM_ROWS)}
         for name, (quota, used) in quotas.usage().items():
-            if used or name in tenants:
-                tenants[name] = {"used_bytes": used, "quota_bytes": quota}
+            tenants[name] = {"used_bytes": used, "quota_bytes": quota}
         rest = sum(quotas.used_bytes) - sum([usage["used_bytes"] for usage in tenants.values()])
         if rest:
             tenants[OTHERS] = {"used_bytes": rest}
