@@ -41,8 +41,12 @@ result = [
 def test_counters_log_line_and_source(depot: DepotProcess, model: MakeModel) -> None:
     with Engine(model("gqa"), connector(depot.url)) as engine:
         engine.generate(PROMPT)
+        (start,) = [line for line in engine.log().splitlines() if "stores prompts and answers in" in line]
+        assert all(words in start for words in ("kvdepot: model ", "tenant default", "chunks of 128 tokens", depot.url))
+        assert "first hit" not in engine.log()
         engine.reset()
         engine.generate(PROMPT)
+        assert engine.log().count("kvdepot: first hit: request ") == 1
         metrics = engine.ask("metrics")
         num_bytes = 5 * 4 * 128 * 2 * 128 * 4  # 5 blocks, 4 layers
         assert metrics["vllm:kvdepot_store_bytes"] == metrics["vllm:kvdepot_load_bytes"] == num_bytes
@@ -88,3 +92,4 @@ def test_an_engine_that_found_no_depot_says_so_once(model: MakeModel, tmp_path: 
             engine.generate(PROMPT)
         lines = [line for line in engine.log().splitlines() if "no depot in" in line]
         assert len(lines) == 2, "the scheduler's side and the worker's"
+        assert all("kvdepot: no depot in" in line and "the engine goes on without it" in line for line in lines)

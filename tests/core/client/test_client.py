@@ -15,7 +15,7 @@ from kvdepot.client.connection import Connection
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
-from support.peer import SPEC, Peer, prompt
+from support.peer import SPEC, Peer, prompt, registration
 
 DEADLINE = 0.5
 
@@ -67,6 +67,16 @@ def test_a_depot_that_appears_later_is_found(tmp_path: Path, make_client: MakeCl
     with DepotProcess(directory=tmp_path):
         client.wait_until_connected(5)
         assert client.is_connected
+
+
+def test_one_outage_is_one_line_in_the_log(depot: DepotProcess, caplog: pytest.LogCaptureFixture) -> None:
+    connection = Connection(depot.url, "engine", registration(), maps_pool=False)
+    connection.wait_until_open(5)
+    depot.kill()
+    wait_until(lambda: "refused" in connection.why_away, what="a try to connect")
+    connection.close()
+    (line,) = [record.getMessage() for record in caplog.records if "no depot in" in record.getMessage()]
+    assert line == f"no depot in {depot.url} (the connection was lost): the engine goes on without it until it is back"
 
 
 @pytest.mark.promise(10)

@@ -306,6 +306,36 @@ def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
         check_endpoint(endpoint, "--events")
 
 
+def test_a_subscriber_of_one_topic_hears_a_depot_that_publishes_under_it(context: Context) -> None:
+    """vLLM's example subscribes to kv-events."""
+    flags = ("--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0", "--events-topic", "kv-events")
+    with DepotProcess(*flags, pool_size="1MiB") as depot:
+        peer = Peer(depot, registration(instance="engine"))
+        events, replay_endpoint = depot.status().event_endpoints
+        subscriber = context.socket(zmq.SUB)
+        subscriber.subscribe("kv-events")
+        subscriber.connect(events)
+
+        numbers = iter(range(1000))
+        wait_until(lambda: (peer.store(prompt(1, f"{next(numbers)}")), subscriber.poll(20))[1])
+        topic, number, payload = subscriber.recv_multipart()
+        assert topic == b"kv-events"
+        assert events_of(payload)[0]["type"] == "BlockStored"
+
+        replay = context.socket(zmq.DEALER)
+        replay.connect(replay_endpoint)
+        replay.send_multipart((b"", number))
+        assert replay.poll(10_000)
+        assert replay.recv_multipart() == [b"", topic, number, payload]
+        for each in (subscriber, replay, peer):
+            each.close()
+
+
+def test_a_topic_needs_events() -> None:
+    with pytest.raises(ConfigError, match="--events-topic needs --events"):
+        ServerConfig(events_topic="kv-events")
+
+
 def test_a_replay_needs_events() -> None:
     with pytest.raises(ConfigError, match="--events"):
         ServerConfig(events_replay="tcp://127.0.0.1:1")

@@ -313,6 +313,9 @@ class ServerConfig:
     events: str | None = setting(
         None, "publish which chunks can be found, in vLLM's format; for example tcp://127.0.0.1:5557", metavar="URL"
     )
+    events_topic: str = setting(
+        "", "topic of the events, for example kv-events (default: the empty one)", metavar="TOPIC"
+    )
     events_replay: str | None = setting(None, "resend past events to subscribers that missed some", metavar="URL")
     policy: Literal["arc", "lru"] = setting("lru", "eviction policy (default {default})")
     lease_seconds: float = setting(
@@ -352,6 +355,8 @@ class ServerConfig:
                 )
         if self.events_replay and not self.events:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
+        if self.events_topic and not self.events:
+            raise ConfigError("--events-topic needs --events tcp://HOST:PORT")
         if (self.curve_secret or self.curve_clients) and not self.tcp_endpoints:
             raise ConfigError("--curve-secret and --curve-clients are for TCP: add --listen tcp://HOST:PORT")
 

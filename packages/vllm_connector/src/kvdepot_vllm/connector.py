@@ -11,6 +11,7 @@ uses no depot, the whole engine uses none.
 """
 
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -35,6 +36,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.backends import KVCache, get_backend
 from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.config import directory_of_url
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.layout import GroupKind
 from kvdepot_vllm import gaudi
@@ -231,6 +233,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._block_pool is not None:
             scheduler.bind_block_pool(self._block_pool)
         self._cache, self._scheduler = cache, scheduler
+        settings = self._settings
+        logger.info(
+            "model %s, tenant %s, namespace %s, chunks of %d tokens: %s %s the depot in %s",
+            config.model_config.model, settings.tenant, settings.namespace or "(default)", cache.chunk_tokens,
+            {"all": "stores prompts and answers", "prompt": "stores prompts", "none": "stores nothing"}[settings.store],
+            "in, and loads from," if settings.load else "in, and does not load from,",
+            directory_of_url(settings.url),
+        )  # fmt: skip
 
     # --- worker ---------------------------------------------------------------------------------------------------
 
@@ -490,12 +500,22 @@ def _takes_no_part(connector: type[KVConnectorBase_V1]) -> bool:
     return all(getattr(connector, name, None) is getattr(KVConnectorBase_V1, name) for name in names)
 
 
+class _Named(logging.Handler):
+    """Hands records to vLLM's handlers with kvdepot's name before the text: vLLM shows only the name of a file."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not str(record.msg).startswith("kvdepot"):
+            record = copy.copy(record)
+            record.msg = f"kvdepot: {record.msg}"
+        logging.getLogger("vllm").handle(record)
+
+
 def _log_like_vllm() -> None:
-    """Give kvdepot's loggers vLLM's handlers: nothing else configures logging in vLLM's processes."""
+    """Hand kvdepot's records to vLLM's handlers: nothing else configures logging in vLLM's processes."""
     theirs = logging.getLogger("vllm")
     for name in ("kvdepot", "kvdepot_vllm", "kvdepot_cpu", "kvdepot_cuda", "kvdepot_hpu"):
         ours = logging.getLogger(name)
         if not ours.handlers and not logging.getLogger().handlers:
-            ours.handlers = theirs.handlers
+            ours.addHandler(_Named())
             ours.setLevel(theirs.level)
             ours.propagate = False

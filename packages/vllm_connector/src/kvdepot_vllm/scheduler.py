@@ -99,6 +99,7 @@ class SchedulerSide:
         self._late_hints: dict[str, tuple[KeyRun, Hints]] = {}  # kept until the last store of the request ends
         self._late_withdrawals: set[str] = set()  # the same
         self._is_idle = True  # the last step computed nothing
+        self._has_hit = False  # and the log says so
         self._pace = PrefillPace()
         self.counters = self._stores.counters
 
@@ -287,6 +288,9 @@ class SchedulerSide:
         state.has_failed = False
         self._loads.append(state.load)
         state.span = start_span("kvdepot load", request, tokens=external_tokens)
+        if not self._has_hit:
+            self._has_hit = True
+            logger.info("first hit: request %s loads %d tokens from the depot", request.request_id, external_tokens)
 
     def _load_job(self, state: _Request, table: BlockTable, external_tokens: int) -> LoadJob | None:
         """Return the load job; None, with a log line, if vLLM's blocks do not fit the lease."""

@@ -76,6 +76,7 @@ class Connection:
         self.directory = directory_of_url(url)
         self.deadline_seconds = deadline_seconds
         self.why_away = "not connected yet"
+        self._is_away = False  # and the log says so
         self._slow_seconds = deadline_seconds * _SLOW_SHARE
         self._name = name
         self._registration = registration
@@ -120,7 +121,8 @@ class Connection:
         if not link.suspended:
             link.suspended = True
             self.why_away = f"it did not answer within {self.deadline_seconds} s"
-            logger.warning("the depot in %s: %s; requests are misses until it does", self.directory, self.why_away)
+            logger.warning("the depot in %s: %s; the engine goes on without it until it does", self.directory,
+                           self.why_away)  # fmt: skip
             self._wake()
 
     def note_wait(self, link: Link, seconds: float) -> None:
@@ -132,8 +134,8 @@ class Connection:
         if link.slowness >= SLOW_WAITS_TO_SUSPEND and not link.suspended:
             link.suspended = True
             self.why_away = f"calls waited for more than {self._slow_seconds:g} s again and again"
-            logger.warning("the depot in %s is slow (%s); requests are misses until it is not", self.directory,
-                           self.why_away)  # fmt: skip
+            logger.warning("the depot in %s is slow (%s): the engine goes on without it until it recovers",
+                           self.directory, self.why_away)  # fmt: skip
             self._wake()
 
     def register_as(self, registration: m.RegisterKVCache) -> None:
@@ -178,6 +180,7 @@ class Connection:
                 retry = min(retry * 2, _LAST_RETRY_SECONDS)
                 continue
             retry = _FIRST_RETRY_SECONDS
+            self._is_away = False
             with self._changed:
                 self._link = link
                 self._changed.notify_all()
@@ -194,9 +197,11 @@ class Connection:
                 self._say_why("the connection was lost", logging.WARNING)
 
     def _say_why(self, why: str, level: int) -> None:
-        if why != self.why_away:
-            logger.log(level, "no depot in %s: %s", self.directory, why)
-            self.why_away = why
+        """Log one line for each outage, and each reason for a refusal."""
+        if not self._is_away or (level == logging.ERROR and why != self.why_away):
+            text = "no depot in %s (%s): the engine goes on without it until it is back"
+            logger.log(level, text, self.directory, why)
+        self._is_away, self.why_away = True, why
 
     def _open(self) -> tuple[socket.socket, Link]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

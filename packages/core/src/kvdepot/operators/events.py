@@ -72,16 +72,23 @@ class EventPublisher:
         index: reports here.
         endpoint: of the PUB socket.
         replay_endpoint: of the ROUTER socket, None for no replays.
+        topic: the first frame of each message; subscribers choose by it.
 
     Raises:
         ConfigError: an endpoint cannot be bound.
     """
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", index: ChunkIndex, endpoint: str, replay_endpoint: str | None
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        index: ChunkIndex,
+        endpoint: str,
+        replay_endpoint: str | None,
+        topic: str = "",
     ) -> None:
         self.num_batches = 0
         self._index = index
+        self._topic = topic.encode()
         self._pending: list[BlockStored | BlockRemoved] = []
         self._num_pending = 0
         self._last_space = -1
@@ -139,7 +146,7 @@ class EventPublisher:
         number = self.num_batches
         self.num_batches += 1
         self._pending, self._num_pending = [], 0
-        _send(self._publisher, (b"", number.to_bytes(8, "big"), payload))
+        _send(self._publisher, (self._topic, number.to_bytes(8, "big"), payload))
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
         while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
@@ -176,7 +183,7 @@ class EventPublisher:
     def _replay_from(self, client: bytes, first: int) -> Iterator[int]:
         assert self.replay is not None
         for count, (number, payload) in enumerate([kept for kept in self._kept if kept[0] >= first], 1):
-            _send(self.replay, (client, b"", b"", number.to_bytes(8, "big"), payload))
+            _send(self.replay, (client, b"", self._topic, number.to_bytes(8, "big"), payload))
             if count % _REPLAY_STEP == 0:
                 yield 0
         _send(self.replay, (client, b"", b"", END, b""))

@@ -162,7 +162,9 @@ class DepotServer:
         config = self.config
         if config.events is None:
             return None
-        events = EventPublisher(self._context, self.depot.index, config.events, config.events_replay)
+        events = EventPublisher(
+            self._context, self.depot.index, config.events, config.events_replay, config.events_topic
+        )
         for endpoint, flag in ((config.events, "--events"), (config.events_replay, "--events-replay")):
             if endpoint is not None and not check_endpoint(endpoint, flag):
                 logger.warning("%s %s: whoever can connect sees keys of chunks", flag, endpoint)
