@@ -258,7 +258,7 @@ def test_a_tier_that_hangs_costs_a_lookup_its_deadline_once_and_then_nothing(mak
     for _ in range(20):
         assert find(engine, 2, 8) == 4
         assert engine.ask("store 3 4")[0] == "True"
-    assert time.monotonic() - began < DEADLINE_SECONDS, "a tier that is left alone costs nothing"
+    assert time.monotonic() - began < DEADLINE_SECONDS, "a tier that is suspended costs nothing"
     hanging.unlink()
     wait_until(lambda: node.tier().state == "closed", 10)
     assert find(engine, 2, 8) == 4

@@ -253,7 +253,7 @@ class Soak:
         with contextlib.suppress(AssertionError):
             wait_until(lambda: self._is_at_rest(), 15, "the depot to come to rest")
         status = self._depot.status()
-        with contextlib.suppress(RemoteError):  # what a tier that is left alone keeps is counted
+        with contextlib.suppress(RemoteError):  # what a tier that is suspended keeps is counted
             ask_depot(o.Clear(), self._depot.url, _HANG_SECONDS)
         cleared = self._depot.status()
         with contextlib.suppress(AssertionError):  # the depot sees a moment later that a command has hung up

@@ -102,7 +102,8 @@ def _from_environment(
             given[name] = _read(declared[name], value, variable)
         elif variable.startswith(PREFIX) and name is None and variable != PREFIX + "CONFIG":
             close = difflib.get_close_matches(variable, variables, 1)
-            logger.warning("%s is no setting%s", variable, f", {close[0]} is" if close else "")
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            logger.warning("ignoring the unknown variable %s%s", variable, meant)
     return given
 
 

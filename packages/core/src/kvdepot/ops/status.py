@@ -144,7 +144,7 @@ def _describe_tier(tier: o.TierStatus) -> str:
     if tier.num_hung_calls:
         parts.append(f"{counted(tier.num_hung_calls, 'call')} hung")
     if tier.why_open:
-        parts.append(f"LEFT ALONE: {tier.why_open}")
+        parts.append(f"SUSPENDED: {tier.why_open}")
     return "; ".join(parts)
 
 

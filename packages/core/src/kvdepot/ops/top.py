@@ -141,7 +141,7 @@ def _tenants(status: o.DepotStatus) -> Table:
 def _tiers(status: o.DepotStatus) -> Table:
     table = _table("tier", "holds", "waits", "read", "written", "state")
     for tier in status.tiers:
-        state = "in use" if tier.state == "closed" else f"left alone: {tier.why_open}"
+        state = "in use" if tier.state == "closed" else f"suspended: {tier.why_open}"
         counters = tier.counters
         table.add_row(
             _plain(tier.name), format_size(tier.used_bytes), format_size(tier.queued_write_bytes),

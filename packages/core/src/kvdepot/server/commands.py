@@ -314,7 +314,7 @@ def remove_tier(depot: Depot, name: str) -> m.Done:
 def drain(depot: Depot, is_draining: bool) -> m.Done:
     """Decline stores, or accept them again; the reply counts the stores under way."""
     if depot.state.is_draining != is_draining:
-        text = "draining: stores are declined" if is_draining else "stores are taken again"
+        text = "draining: stores are declined" if is_draining else "stores are accepted again"
         depot.state.note(text)
         logger.info("%s", text)
     depot.state.is_draining = is_draining

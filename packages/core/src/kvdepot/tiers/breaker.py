@@ -1,4 +1,4 @@
-"""Decides when a tier is left alone, and when it is used again.
+"""Decides when a tier is suspended, and when it is used again.
 
 The breaker opens when a call overruns its deadline or several calls in a row raise. A **probe** then decides when the
 tier is used again; it runs on a thread of its own, and one that hangs is left behind.
@@ -90,7 +90,7 @@ class Breaker:
         if self.is_retired:
             return
         if not self.why_open:
-            logger.error("tier %s is left alone: %s", self._name, why)
+            logger.error("tier %s is suspended: %s", self._name, why)
             self._counters["breaker_opened"] += 1
         self.why_open = why
         self._suspects.update(suspects)

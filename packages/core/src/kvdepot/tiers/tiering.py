@@ -173,7 +173,7 @@ class Tiering:
                 clearing.num_left += 1
                 tier.forget_entries()
             else:
-                clearing.problems.append(f"{tier.queue.name} is left alone ({tier.queue.why_open})")
+                clearing.problems.append(f"{tier.queue.name} is suspended ({tier.queue.why_open})")
         clearing.one_is_done()
 
     # --- the depot ------------------------------------------------------------------------------------------------

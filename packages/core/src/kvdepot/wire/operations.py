@@ -169,7 +169,7 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     """One tier below the pool. Sizes are bytes, 0 if the storage does not report them."""
 
     name: str
-    state: str  # of its breaker: "closed" is in use, "open" is left alone
+    state: str  # of its breaker: "closed" is in use, "open" is suspended
     why_open: str = ""
     num_entries: int = 0
     used_bytes: int = 0
