@@ -206,9 +206,10 @@ def settings_in(kind: type[Any]) -> dict[str, Setting]:
     return {each.name: _complete(each, hints[each.name]) for each in dataclasses.fields(kind)}
 
 
-def plain_settings(values: Any) -> dict[str, Any]:
+def plain_settings(values: object) -> dict[str, Any]:
     """Return the settings that a dataclass holds as plain values, under their names in `kvdepot.toml`."""
-    named = {each.name: getattr(values, field) for field, each in settings_in(type(values)).items()}
+    kind: type[Any] = type(values)
+    named = {each.name: getattr(values, field) for field, each in settings_in(kind).items()}
     return {name: str(value) if isinstance(value, Path) else value for name, value in named.items()}
 
 

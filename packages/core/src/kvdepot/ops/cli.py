@@ -66,18 +66,18 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         prog="kvdepot", description="Run one server per node that keeps the KV caches of all inference engines there."
     )
     parser.add_argument("--version", action="version", version=f"kvdepot {version('kvdepot')}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     common.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="warning",
         help="lowest level to log to standard error (default %(default)s)",
     )  # fmt: skip
-    client = argparse.ArgumentParser(add_help=False, parents=[common])
+    client = _Parser(add_help=False, parents=[common])
     client.add_argument(
         "--url", help=f"depot to ask: its directory, ipc://DIR or tcp://HOST:PORT (default {default_directory()})"
     )
     client.add_argument("--curve-secret", type=Path, metavar="FILE", help="for TCP: the client's keys, *.key_secret")
     client.add_argument("--curve-server", type=Path, metavar="FILE", help="for TCP: the depot's public key, *.key")
-    json_output = argparse.ArgumentParser(add_help=False)
+    json_output = _Parser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print JSON")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -246,7 +246,8 @@ def _unpin(options: argparse.Namespace) -> int:
 def _quota(options: argparse.Namespace) -> int:
     moved = _count(options, o.SetQuota(options.tenant, options.size), _PATIENT_SECONDS)
     quota = format_size(options.size) if options.size else "none"
-    print(f"the quota of {options.tenant} is {quota}; it now covers or frees {counted(moved, 'existing chunk')}")
+    counts = "count against it" if options.size else "no longer count against it"
+    print(f"the quota of {options.tenant} is now {quota}; of the existing chunks {moved:,} {counts}")
     return 0
 
 

@@ -5,7 +5,7 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -26,7 +26,7 @@ def ignore_signals() -> None:
 
 
 @contextlib.contextmanager
-def interrupts_blocked() -> Iterator[None]:
+def interrupts_blocked() -> Generator[None]:
     """Start a child that inherits a blocked SIGINT: Ctrl-C then reaches only this process, which ends the child.
 
     A Ctrl-C that comes meanwhile takes effect afterwards, when the caller knows its child.
