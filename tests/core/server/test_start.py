@@ -17,7 +17,7 @@ OCCUPY: dict[str, Callable[[Path], object]] = {
 
 
 def serve(directory: Path, *arguments: str) -> tuple[int, str]:
-    pool = directory.parent / "pool"
+    pool = Path(f"/dev/shm/kvdepot-start-{os.getpid()}")
     command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(directory), "--pool-size", "1MiB"]
     command += ["--pool-dir", str(pool), "--log-level", "warning", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
