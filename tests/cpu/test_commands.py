@@ -75,7 +75,7 @@ def test_status_is_for_people_and_for_machines() -> None:
         fields = run_json("status", "--url", depot.url)
         assert {"num_entries", "pool_used_bytes", "num_leases", "epoch", "contexts"} <= set(fields)
         assert "entries  0 of" in run("status", "--url", depot.url).stdout
-        assert run("clear", "--url", depot.url).stdout == "0 entries forgotten\n"
+        assert run("clear", "--all", "--url", depot.url).stdout == "0 entries removed\n"
 
 
 def test_a_depot_is_asked_over_tcp_with_keys_that_were_generated(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_a_depot_is_asked_over_tcp_with_keys_that_were_generated(tmp_path: Path)
         secret = ("--curve-secret", str(tmp_path / "clients" / "laptop.key_secret"))
         client = ("--url", url, *secret, "--curve-server", str(tmp_path / "depot" / "depot.key"))
         assert run_json("status", *client)["pid"] == depot.pid
-        assert run("clear", *client).stdout == "0 entries forgotten\n"
-        assert "give both --curve-secret" in run("clear", "--url", url, *secret).stderr
-        assert "needs --curve-secret" in run("clear", "--url", url).stderr
+        assert run("clear", "--all", *client).stdout == "0 entries removed\n"
+        assert "give both --curve-secret" in run("clear", "--all", "--url", url, *secret).stderr
+        assert "needs --curve-secret" in run("clear", "--all", "--url", url).stderr
 
 
 def test_tcp_without_keys_is_refused_with_the_command_that_makes_them(tmp_path: Path) -> None:
