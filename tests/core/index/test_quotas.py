@@ -236,6 +236,12 @@ def test_quotas_that_cannot_be_kept_are_refused(quotas: dict[str, int]) -> None:
         QuotaTable(10, quotas)
 
 
+def test_more_quotas_than_a_depot_has_are_refused_at_its_start() -> None:
+    assert QuotaTable(1000, {f"tenant-{number}": 1 for number in range(64)}).num_shares == 65
+    with pytest.raises(ConfigError, match="65 quotas: a depot has at most 64"):
+        QuotaTable(1000, {f"tenant-{number}": 1 for number in range(65)})
+
+
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.promise(22)
 def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> None:

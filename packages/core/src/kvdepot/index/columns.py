@@ -1,8 +1,8 @@
-"""Columns of numbers that are as long as they may get from the start: nothing is copied as what they describe grows.
+"""Columns of numbers that have their full length from the start, so growth never copies them.
 
-Their memory comes when it is touched first, page by page, so what is not used costs nothing. An `array` or a dictionary
-that grows is copied into memory that nobody touched yet: 450 pages for the columns of an index at 240,000 chunks, and
-each takes up to 14 us where a machine gives what is free back to its host.
+The kernel provides each page when it is first touched, so unused length costs nothing. A growing `array` is copied into
+new memory instead: 450 pages for the columns of an index with 240,000 chunks, at up to 14 us a page on virtual machines
+that return free memory to their host.
 """
 
 import mmap
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 _ITEM_BYTES: Final = {"B": 1, "I": 4, "Q": 8}
-_MAP_NORESERVE: Final = 0x4000  # what is not touched counts nowhere
+_MAP_NORESERVE: Final = 0x4000  # untouched pages count nowhere
 
 
 def make_column(type_code: Literal["B", "I", "Q"], length: int) -> "memoryview[int]":
@@ -21,7 +21,7 @@ def make_column(type_code: Literal["B", "I", "Q"], length: int) -> "memoryview[i
 
 
 class Links:
-    """Lists of numbers below `length`, each number in one of them at most; every step is O(1)."""
+    """Linked lists of numbers below `length`. Each number is in one list at most, and every operation is O(1)."""
 
     __slots__ = ("_following", "_length", "_list_of", "_preceding", "sizes")
 
@@ -29,29 +29,29 @@ class Links:
         self.sizes = [0] * num_lists
         self._length = length
         self._list_of = make_column("B" if num_lists < 256 else "I", length)  # plus one; 0 for none
-        # Behind the numbers: what is before the first and after the last of each list.
+        # The entries from `length` on are the ends of the lists.
         self._following = make_column("I", length + num_lists)
         self._preceding = make_column("I", length + num_lists)
         for end in range(length, length + num_lists):
             self._following[end] = self._preceding[end] = end
 
     def list_of(self, number: int) -> int | None:
-        """Return the list that a number is in, None if it is in none."""
+        """Return the list that has a number, None if there is none."""
         place = self._list_of[number]
         return place - 1 if place else None
 
     def first(self, which: int) -> int | None:
-        """Return the number that has been in a list longest, None if it is empty."""
+        """Return the first number of a list, None if the list is empty."""
         return self._following[self._length + which] if self.sizes[which] else None
 
     def numbers(self, which: int) -> Iterator[int]:
-        """Yield the numbers of a list, which stays as it is meanwhile."""
+        """Yield the numbers of a list. Do not change the list meanwhile."""
         end = number = self._length + which
         while (number := self._following[number]) != end:
             yield number
 
     def begin_with(self, number: int, which: int) -> None:
-        """Make a number of a list its first: those before it go to the end, in their order."""
+        """Rotate a list, so that it begins with one of its numbers."""
         end = self._length + which
         before, after = self._preceding[end], self._following[end]
         self._following[before], self._preceding[after] = after, before
@@ -60,7 +60,7 @@ class Links:
         self._preceding[end], self._following[end] = before, number
 
     def append(self, number: int, which: int) -> None:
-        """Put a number to the end of a list; out of the one where it was."""
+        """Move a number to the end of a list."""
         following, preceding = self._following, self._preceding
         if self._list_of[number]:
             self.remove(number)
@@ -72,7 +72,7 @@ class Links:
         self.sizes[which] += 1
 
     def remove(self, number: int) -> None:
-        """Take a number out of its list, if it is in one."""
+        """Remove a number from its list, if it is in one."""
         place = self._list_of[number]
         if not place:
             return

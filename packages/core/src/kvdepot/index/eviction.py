@@ -1,6 +1,6 @@
 """Eviction policies: which chunk leaves when room is needed.
 
-Chunks form trees by prefix, and a parent outlives its children, so only leaves ever leave. Both policies act as if each
+Chunks form trees by prefix. A parent outlives its children, so only leaves are evicted. Both policies act as if each
 use touched the whole prefix from its deepest chunk to the root: an ancestor is never colder than its descendants.
 """
 
@@ -21,25 +21,25 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Of one search for a victim: a store may need many, and takes a few milliseconds at the most, whatever the index holds.
+# Bounds of one search for a victim. A store may need many, and must take only a few milliseconds.
 _MOST_LOOKED_AT: Final = 4096  # leaves that leases keep
-_MOST_MENDED: Final = 16
-_MOST_TURNED: Final = 4096
-_MOST_TOUCHED: Final = 512  # chunks of a prefix, by one use
+_MOST_MENDED: Final = 16  # outdated heap entries
+_MOST_TURNED: Final = 4096  # nodes that cannot leave
+_MOST_TOUCHED: Final = 512  # chunks of a prefix that one use moves
 
-# Priorities: chunks of a lower one leave first, whatever the policy. Clients' hints change them.
-ENDED: Final = 0  # its client said that nobody will ask for it again
-NORMAL: Final = 1  # a client's priority 0; a higher one is added to it
+# Priorities: every policy evicts chunks of a lower priority first. Clients' hints change them.
+ENDED: Final = 0  # the client ended the session
+NORMAL: Final = 1  # a client's priority 0; higher ones are added to it
 
 
 class EvictionPolicy(Protocol):
-    """Chooses which chunk leaves next. Nodes are small integers of the index; a parent outlives its children.
+    """Chooses the next chunk to evict. Nodes are small integers of the index; a parent outlives its children.
 
-    The index tells it what happens; `victim` only proposes nodes for which `evictable` is true.
+    The index reports each change. `victim` proposes only nodes for which `evictable` is true.
     """
 
     def added(self, node: int) -> None:
-        """A chunk is complete and may be found from now on."""
+        """A chunk became complete: lookups may find it."""
         ...
 
     def used(self, node: int) -> None:
@@ -51,17 +51,17 @@ class EvictionPolicy(Protocol):
         ...
 
     def removed(self, node: int) -> None:
-        """A chunk left, evicted or cleared. The number may come again for another chunk."""
+        """A chunk was evicted or cleared. Another chunk may get its number."""
         ...
 
     def victim(self) -> int | None:
-        """Return the next chunk to evict without removing it, None if nothing can be."""
+        """Return the next chunk to evict without removing it, None if no chunk can leave."""
         ...
 
 
 @dataclass(slots=True)
 class ShareTree(ChunkTree):
-    """The tree as the policy of one priority of one share sees it: only those chunks can leave."""
+    """The tree as seen by the policy of one share and priority: only their chunks can leave."""
 
     number: int = 0
     own_priority: int = NORMAL
@@ -73,7 +73,7 @@ class ShareTree(ChunkTree):
         return cls(tree.capacity, *columns, share, priority)
 
     def evictable(self, node: int) -> bool:
-        """Whether the chunk is of this share and priority, and nothing needs it."""
+        """Whether the chunk has this share and priority, and nothing holds it."""
         return (
             self.share[node] == self.number
             and self.priority[node] == self.own_priority
@@ -82,12 +82,12 @@ class ShareTree(ChunkTree):
 
 
 class LeastRecentlyUsed:
-    """The leaf that was used longest ago leaves first.
+    """Evicts the leaf that was used longest ago.
 
-    A use is one store into a column, however long the prefix: a chunk that becomes a leaf inherits the last use of the
-    child that left, which is what touching every ancestor would have done. Leaves wait in a heap, each once, with a key
-    that may be out of date (too old); it is put right when it comes to the top. When very many in a row are, as after
-    nearly everything was used again, only some are put right at a time, and the coldest of those leaves.
+    A use stores one number, however long the prefix. A chunk that becomes a leaf inherits the last use of the child
+    that left, as if every use had touched every ancestor. A heap holds each leaf once. Its key may be outdated (too
+    old) and is corrected when the leaf reaches the top. If nearly everything was used again, a search corrects only a
+    few of the many outdated keys and evicts the coldest of these.
     """
 
     def __init__(self, tree: ChunkTree) -> None:
@@ -119,9 +119,9 @@ class LeastRecentlyUsed:
         parent = self._tree.parent[node]
         if parent != NO_NODE:
             self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
-        self._last_use[node] = 0  # the number may go to a chunk that leaves unfinished, never `added`
+        self._last_use[node] = 0  # its number may go to a chunk that leaves unfinished, never `added`
         if self._heap and self._heap[0] & NO_NODE == node:
-            heapq.heappop(self._heap)  # the victim: those of a long prompt would be many to pass over later
+            heapq.heappop(self._heap)  # the victim; otherwise a later search has to skip all of a long prompt
             self._queued[node] = 0
 
     def victim(self) -> int | None:
@@ -156,7 +156,7 @@ _SPARE: Final = 2
 
 
 class _Ghosts:
-    """Keys of what was seen once and of what was seen again, which left last."""
+    """Keys of evicted chunks: one list for those seen once, one for those seen again."""
 
     def __init__(self, capacity: int) -> None:
         self._slot_of: dict[bytes, int] = {}
@@ -165,7 +165,7 @@ class _Ghosts:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many there are of either kind."""
+        """The length of each list."""
         return self._slots.sizes[_ONCE], self._slots.sizes[_AGAIN]
 
     def add(self, key: bytes, which: int) -> None:
@@ -181,7 +181,7 @@ class _Ghosts:
         self._slots.append(slot, which)
 
     def take(self, key: bytes) -> int | None:
-        """Forget a key; return of which kind it was, None if it is not known."""
+        """Forget a key; return the list it was in, None if it was in none."""
         slot = self._slot_of.get(key)
         if slot is None:
             return None
@@ -190,7 +190,7 @@ class _Ghosts:
         return which
 
     def trim(self, most: int) -> None:
-        """Forget those that left first, until there are so many of either kind."""
+        """Forget the oldest keys, until each list has at most that many."""
         for which in (_ONCE, _AGAIN):
             while self._slots.sizes[which] > most:
                 slot = self._slots.first(which)
@@ -204,11 +204,11 @@ class _Ghosts:
 
 
 class AdaptiveReplacement:
-    """ARC: balances chunks seen once against chunks seen again, by what it would have hit of what it evicted.
+    """ARC: balances chunks seen once against chunks seen again, by the hits that its evictions cost.
 
-    Megiddo and Modha, FAST 2003. Ghosts are remembered by key. A node that cannot leave when it is the coldest of its
-    list (it has children or leases, so something below it is warmer) moves to the warm end. A use moves the whole
-    prefix, chunk by chunk; of a very long one what is at its end, as that has to leave first.
+    Megiddo and Modha, FAST 2003. Ghosts are remembered by key. If the coldest node of a list cannot leave, because it
+    has children or leases, it moves to the warm end. A use moves every chunk of the prefix, or the last 512 of a longer
+    one, because those leave first.
     """
 
     def __init__(self, tree: ChunkTree) -> None:
@@ -241,7 +241,7 @@ class AdaptiveReplacement:
             node = parent[node]
 
     def unpinned(self, node: int) -> None:
-        """See `EvictionPolicy`; the lists hold pinned nodes too."""
+        """See `EvictionPolicy`. The lists hold pinned nodes, too."""
 
     def removed(self, node: int) -> None:
         """See `EvictionPolicy`."""
@@ -265,12 +265,12 @@ class AdaptiveReplacement:
                     nodes.begin_with(node, which)
                     return node
             if node != NO_NODE:
-                nodes.begin_with(node, which)  # the next search goes on there
+                nodes.begin_with(node, which)  # the next search continues there
         return None
 
 
 class GuardedPolicy:
-    """A policy whose mistakes cost no more than the store that needed it: nothing that it raises reaches the index."""
+    """Keeps the mistakes of a policy from the index: an exception or a wrong victim costs one store at most."""
 
     def __init__(self, policy: EvictionPolicy, tree: ChunkTree) -> None:
         self.num_errors = 0
@@ -294,7 +294,7 @@ class GuardedPolicy:
         self._tell(self._policy.removed, node)
 
     def victim(self) -> int | None:
-        """See `EvictionPolicy`; what cannot leave is not proposed."""
+        """See `EvictionPolicy`. A victim that cannot leave is logged and dropped."""
         try:
             node = self._policy.victim()
         except Exception:

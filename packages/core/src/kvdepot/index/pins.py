@@ -1,4 +1,4 @@
-"""Pins: prefixes that operators keep in the pool, and until when. As many as they ask for: all is done in steps."""
+"""Pins: prefixes that operators keep in the pool for a time. There may be very many, so all work is done in steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from kvdepot.index.index import ChunkIndex
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The nodes that keep a prefix."""
+    """The pinned nodes of one prefix."""
 
     tenant: str
     nodes: tuple[int, ...]
 
 
 class PinTable:
-    """Every pin; one that was ended leaves a number in the order of expiry until its time."""
+    """Every pin. The number of an ended pin stays in the heap until its time."""
 
     def __init__(self, index: ChunkIndex) -> None:
         self._index = index
@@ -39,12 +39,12 @@ class PinTable:
         return bool(self._by_expiry) and self._by_expiry[0][0] <= now
 
     def expire(self, now: float) -> Iterator[int]:
-        """End the pins whose time is over; yields how many at each step."""
+        """End expired pins; yield the count of each step."""
         while self.has_expired(now):
             yield self._end(heappop(self._by_expiry)[1], None)
 
     def end(self, tenant: str | None) -> Iterator[int]:
-        """End the pins that a tenant (None: any) has now; yields how many at each step."""
+        """End the present pins of a tenant (None: of all); yield the count of each step."""
         for number in list(self._pins):
             yield self._end(number, tenant)
 

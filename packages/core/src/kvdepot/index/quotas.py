@@ -1,14 +1,13 @@
-"""Which tenant makes room: quotas of the pool's bytes.
+"""Quotas of the pool's bytes, and which tenant makes room.
 
-A quota is what a tenant can keep against all others; space that nobody else needs may be borrowed on top. When room is
-needed, those above their quota give it, the one that is above it most first; if nobody is, whoever asks makes its own
-room. So no tenant can evict what another keeps within its quota, and two that both want more than theirs evict only
-themselves. Tenants without a quota share what the quotas leave.
+A quota guarantees a tenant that many bytes. A tenant may borrow idle space on top. When a store needs room, shares
+above their quota give it, the one with the largest relative excess first. If no share is above its quota, the storing
+share evicts its own chunks. Therefore no tenant can evict chunks that another keeps within its quota, and two tenants that
+both exceed theirs evict only their own. Tenants without a quota share the rest.
 
-What a tenant has within its quota it can always have, whatever others hold. Leases and pins of a share above its quota
-yield to a share that asks within its own (`ChunkIndex.evict_one`). Unfinished entries cannot yield, as a living process
-may write to them: a share has at most its quota of them. The share without a quota may have a sixteenth of the pool,
-even where the quotas leave less.
+The guarantee holds whatever others hold: leases and pins of a share above its quota yield to a share within its own
+(`ChunkIndex.evict_one`). Unfinished entries cannot yield, because a living process may be writing to them. A share has
+at most its quota of those. The tenants without a quota may have a sixteenth of the pool, even if the quotas leave less.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,8 @@ from typing import Final
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError
 
-MAXIMUM_QUOTAS: Final = 64  # at the same time, set while the depot serves
-_LEAST_WRITING: Final = 1 / 16  # of the pool, that those without a quota may be writing
+MAXIMUM_QUOTAS: Final = 64
+_LEAST_WRITING: Final = 1 / 16  # of the pool, for unfinished entries of tenants without a quota
 
 
 class QuotaTable:
@@ -31,11 +30,13 @@ class QuotaTable:
         quotas: bytes by tenant.
 
     Raises:
-        ConfigError: the quotas are more than the pool.
+        ConfigError: there are too many quotas, or they are more than the pool.
     """
 
     def __init__(self, capacity_bytes: int, quotas: Mapping[str, int] | None = None) -> None:
         quotas = quotas or {}
+        if len(quotas) > MAXIMUM_QUOTAS:
+            raise ConfigError(f"{len(quotas)} quotas: a depot has at most {MAXIMUM_QUOTAS}")
         rest = capacity_bytes - sum(quotas.values())
         if rest < 0 or any(quota <= 0 for quota in quotas.values()):
             raise ConfigError(
@@ -45,22 +46,22 @@ class QuotaTable:
         self._share_by_name = {name: number for number, name in enumerate(quotas, start=1)}
         self.quota_bytes = [rest, *quotas.values()]
         self.used_bytes = [0] * len(self.quota_bytes)
-        self.writing_bytes = [0] * len(self.quota_bytes)  # of these, what is unfinished
+        self.writing_bytes = [0] * len(self.quota_bytes)  # of unfinished entries, included in `used_bytes`
         self._least_writing_bytes = int(capacity_bytes * _LEAST_WRITING)
         self._names = [""]  # of tenants
         self._shares = [self._share_by_name.get("", 0)]  # by tenant
         self.tenant_bytes = [0]  # by tenant
         self._tenants = {"": 0}  # by name
         self._tenant_of: list[int] = []  # by label
-        self._without: dict[str, int] = {}  # shares of tenants that have no quota any more
+        self._without: dict[str, int] = {}  # shares of tenants whose quota has ended
 
     @property
     def num_shares(self) -> int:
-        """How many there are."""
+        """The number of shares."""
         return len(self.quota_bytes)
 
     def add_label(self, number: int, tenant: str) -> None:
-        """Learn whose label it is; numbers come one after the other."""
+        """Learn the tenant of a label. Labels are numbered from 0 on."""
         self._tenant_of.extend([0] * (number + 1 - len(self._tenant_of)))
         if tenant not in self._tenants:
             self._tenants[tenant] = len(self._names)
@@ -70,41 +71,41 @@ class QuotaTable:
         self._tenant_of[number] = self._tenants[tenant]
 
     def account(self, label: int, share: int, num_bytes: int) -> None:
-        """Count bytes of a label, which may be negative, against a share."""
+        """Count bytes of a label against a share; negative bytes are given back."""
         self.tenant_bytes[self._tenant_of[label] if label < len(self._tenant_of) else 0] += num_bytes
         self.used_bytes[share] += num_bytes
 
     def forget_usage(self) -> None:
-        """Count from nothing again."""
+        """Set all usage to zero."""
         self.used_bytes[:] = [0] * self.num_shares
         self.writing_bytes[:] = [0] * self.num_shares
         self.tenant_bytes[:] = [0] * len(self.tenant_bytes)
 
     def move(self, num_bytes: int, source: int, target: int) -> None:
-        """Count bytes against another share than before."""
+        """Count bytes against another share."""
         self.used_bytes[source] -= num_bytes
         self.used_bytes[target] += num_bytes
 
     def _excess_of(self, share: int) -> float:
-        """Return what a share has for each byte of its quota, 0 if it is within it."""
+        """Return the used bytes of a share per byte of its quota, 0.0 if it is within its quota."""
         used, quota = self.used_bytes[share], self.quota_bytes[share]
         return used / max(1, quota) if used > quota else 0.0
 
     def may_write(self, share: int, num_bytes: int) -> bool:
-        """Whether a share may have so many more bytes of unfinished entries."""
+        """Whether a share may have that many more bytes of unfinished entries."""
         most = self.quota_bytes[share] if share else max(self.quota_bytes[0], self._least_writing_bytes)
         return self.writing_bytes[share] + num_bytes <= most
 
     def is_owed(self, share: int, num_bytes: int) -> bool:
-        """Whether a share stays within its quota with so many more bytes, so that others must make room for them."""
+        """Whether a share with that many more bytes is within its quota, so that others must make room for them."""
         return self.used_bytes[share] + num_bytes <= self.quota_bytes[share]
 
     def is_above(self, share: int) -> bool:
-        """Whether a share has more than its quota."""
+        """Whether a share uses more than its quota."""
         return self.used_bytes[share] > self.quota_bytes[share]
 
     def set_quota(self, name: str, num_bytes: int) -> None:
-        """Give a tenant a quota, or change it. New chunks count against it at once; the caller moves the others.
+        """Give a tenant a quota, or change it. New chunks count against it at once; the caller moves older ones.
 
         Raises:
             ConfigError: the quotas would be more than the pool, or there are too many; nothing has changed.
@@ -157,7 +158,7 @@ class QuotaTable:
         return {name: self.quota_bytes[share] for name, share in self._share_by_name.items()}
 
     def first_tenants(self, count: int) -> Iterator[tuple[str, int]]:
-        """Return name and used bytes of those that came first, at most so many."""
+        """Return name and used bytes of the first `count` tenants."""
         return zip(self._names[1 : count + 1], self.tenant_bytes[1 : count + 1], strict=True)
 
     def usage(self) -> dict[str, tuple[int, int]]:
@@ -181,7 +182,7 @@ class QuotaTable:
         return self._shares[self._tenant_of[label]] if label < len(self._tenant_of) else 0
 
     def victims(self, share: int) -> Iterator[int]:
-        """Return the shares that make room for `share`, in order; ask again after each chunk that left."""
+        """Return the shares that make room for `share`, in order. Call again after each eviction."""
         if self.num_shares > 1:
             yield from self.above()
             if self._excess_of(share):
@@ -189,6 +190,6 @@ class QuotaTable:
         yield share
 
     def above(self) -> list[int]:
-        """Return the shares above their quota, the one that is above it most first; ask again after each change."""
+        """Return the shares above their quota, the largest relative excess first. Call again after each change."""
         excess = [(-self._excess_of(share), share) for share in range(self.num_shares) if self.is_above(share)]
         return [share for _, share in sorted(excess)]

@@ -48,7 +48,7 @@ class Room:
         capacity = nodes.tree.capacity
         self._num_leases = make_column("I", capacity)  # leases and pins, which are among its holds
         # Nodes with leases by share, the one that was leased last at the end.
-        self._leased = Links(capacity, max(MAXIMUM_QUOTAS + 1, shares.quotas.num_shares))
+        self._leased = Links(capacity, MAXIMUM_QUOTAS + 1)
 
     # --- holds ----------------------------------------------------------------------------------------------------
 
