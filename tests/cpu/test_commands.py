@@ -1,6 +1,9 @@
 """The commands as a user runs them."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.lab.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess, wait_until
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -139,3 +142,28 @@ def test_a_start_that_fails_leaves_no_file_behind(flag: str, tmp_path: Path) -> 
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert not pool.exists()
+
+
+# A shell starts what runs in its background with SIGINT ignored, and children inherit that.
+_HEARING_INTERRUPTS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "kvdepot", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("command", [["demo"], ["bench", "lookup"], ["soak"]])
+def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _HEARING_INTERRUPTS, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(children.read_text)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        try:
+            _, said = process.communicate(timeout=20)  # the output's end: no child is left
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, said) == (130, "")

@@ -1,8 +1,5 @@
 """Ordinary mistakes at the command line: one sentence that says what to do, no traceback, and nothing left behind."""
 
-import contextlib
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -10,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.room import MEMORY_FILE_SYSTEMS, file_system_of
 
 _COMMAND = [sys.executable, "-m", "kvdepot"]
@@ -60,22 +57,6 @@ def test_a_small_dev_shm_ends_a_demo_with_the_way_out(command: list[str]) -> Non
     status, said = run(*command, prefix=_SMALL_SHM)
     assert (status, said.count("\n")) == (1, 2)
     assert "--shm-size" in said
-
-
-@pytest.mark.parametrize("command", [["demo"], ["bench", "lookup"], ["soak"]])
-def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str]) -> None:
-    with subprocess.Popen(
-        [*_COMMAND, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        wait_until(children.read_text)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        try:
-            _, said = process.communicate(timeout=20)  # the output's end: no child is left
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    assert (process.returncode, said) == (130, "")
 
 
 def first_words(*arguments: str, prefix: list[str] | None = None) -> str:

@@ -1298,3 +1298,16 @@ def test_random_traffic_with_bad_days_is_right_bytes_or_a_miss(
                     bench.ask(m.Release(bench.contexts[0], (lease,)))
             pending.clear()
     assert hits > 20
+
+
+def test_a_tier_whose_queue_fails_costs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the engine's commit was refused, although its chunks were in the pool."""
+    bench = Bench()
+
+    def submit(_job: object) -> bool:
+        raise AttributeError("batch_entries")
+
+    monkeypatch.setattr(bench.tiering.queues[0], "submit", submit)
+    bench.store(prompt(2))
+    assert bench.lookup(prompt(2)) == 2
+    assert bench.tiering.counters["demotions_failed"] == 1

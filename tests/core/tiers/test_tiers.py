@@ -1,6 +1,7 @@
 """The suite of tiers passes on a tier in memory and fails on those that are wrong; what the queue says beyond it."""
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from kvdepot.testing.tier import (
     run,
     write,
 )
+from kvdepot.tiers import url
 from kvdepot.tiers.base import Extents, Tier, TierPool
 from kvdepot.tiers.breaker import ERRORS_TO_OPEN
 from kvdepot.tiers.jobs import Job, Operation
@@ -217,3 +219,32 @@ def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:
 
 def test_passwords_of_a_url_are_not_in_its_name() -> None:
     assert TierUrl.parse("valkey://me:secret@host:1/0?password=x").name == "valkey://host:1/0"
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [(["read"], r"lacks read\(\)"), (["probe", "writer_pid"], r"lacks probe\(\), writer_pid")],
+    ids=["a call", "a call and an attribute"],
+)
+def test_a_tier_that_lacks_something_is_refused_when_it_is_opened(
+    missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it was opened, and then every store of an engine was refused."""
+    incomplete: type[MemoryTier] = type("Incomplete", (MemoryTier,), dict.fromkeys(missing))
+
+    def opener(_url: TierUrl, pool: TierPool) -> MemoryTier:
+        return incomplete(pool, 1 << 20)
+
+    def entry_points(*, group: str) -> list[SimpleNamespace]:
+        assert group == url.ENTRY_POINT_GROUP
+        return [SimpleNamespace(name="mine", load=lambda: opener)]
+
+    monkeypatch.setattr(url, "entry_points", entry_points)
+    with pytest.raises(ConfigError, match=rf"--tier mine://: Incomplete {said}: derive it from kvdepot\.tiers\.Tier"):
+        open_tier(TierUrl.parse("mine://"), make_pool())
+
+
+def test_seven_calls_make_a_tier() -> None:
+    own = {name for name in vars(MemoryTier) if not name.startswith("_")}
+    assert own == {"contains", "write", "read", "clear", "probe", "usage", "close"}
+    assert (MemoryTier(make_pool(), 1).batch_entries, MemoryTier(make_pool(), 1).writer_pid) == (16, 0)

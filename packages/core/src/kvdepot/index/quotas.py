@@ -2,8 +2,8 @@
 
 A quota guarantees a tenant that many bytes. A tenant may borrow idle space on top. When a store needs room, shares
 above their quota give it, the one with the largest relative excess first. If no share is above its quota, the storing
-share evicts its own chunks. Therefore no tenant can evict chunks that another keeps within its quota, and two tenants that
-both exceed theirs evict only their own. Tenants without a quota share the rest.
+share evicts its own chunks. Therefore no tenant can evict chunks that another keeps within its quota, and two tenants
+that both exceed theirs evict only their own. Tenants without a quota share the rest.
 
 The guarantee holds whatever others hold: leases and pins of a share above its quota yield to a share within its own
 (`ChunkIndex.evict_one`). Unfinished entries cannot yield, because a living process may be writing to them. A share has

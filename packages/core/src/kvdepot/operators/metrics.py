@@ -36,6 +36,7 @@ COUNTERS: Final = {  # exposed from the start, at 0
     "promotions_late": "Lookups that the tiers did not answer in time",
     "promotions_failed": "Entries that a tier had but did not deliver",
     "demotions_dropped": "Entries not written to a tier because its queue was full",
+    "demotions_failed": "Stores and lookups whose entries were not written to a tier because of a bug",
     "requests_refused": "Requests answered with an error",
     "requests_failed": "Requests that failed because of a bug",
     "chores_failed": "Background tasks that failed because of a bug",

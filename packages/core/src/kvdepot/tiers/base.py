@@ -30,16 +30,15 @@ class TierUsage:
 
 
 class Tier(Protocol):
-    """Storage below the pool, as its author writes it: plain calls that wait for the storage.
+    """Storage below the pool. Derive from this class and write seven plain calls, which may wait for the storage.
 
-    Entries are named by keys of `kvdepot.tiers.keys.KEY_BYTES` bytes, and their bytes are moved straight between the
-    pool's extents and the storage. The depot calls from threads of its own, several at a time (`TierQueue`): a call may
-    take long, hang or raise, which ends that operation at its deadline and, if it happens again, the use of the tier
-    until `probe` returns. The extents of a call belong to it until it returns. A tier may always miss; what it reads is
-    compared with its checksum before it is believed (`kvdepot.tiers.seal`), and what does not verify is removed and
-    counted as "corrupt" in `usage().counters`.
+    Keys of `kvdepot.tiers.keys.KEY_BYTES` bytes name the entries. Their bytes move straight between the pool's extents
+    and the storage. The depot calls from several threads at a time (`TierQueue`). A call may take long, hang or raise:
+    its operation ends at its deadline, and repeated failures suspend the tier until `probe` returns. A call owns its
+    extents until it returns. A tier may always miss. It compares what it reads with the checksum in its seal
+    (`kvdepot.tiers.seal`), removes what does not match, and counts it as "corrupt" in `usage().counters`.
 
-    A tier is opened by an object under the entry point group `kvdepot.tiers`, named by the URL's scheme:
+    The entry point group `kvdepot.tiers` names the opener of each URL scheme:
     `open_tier(url: kvdepot.tiers.url.TierUrl, pool: TierPool) -> Tier`. It raises `ConfigError` for a URL that cannot
     work, and returns within a second even if the storage does not answer.
     """
@@ -47,12 +46,12 @@ class Tier(Protocol):
     @property
     def batch_entries(self) -> int:
         """How many entries one call takes at most; calls run side by side."""
-        ...
+        return 16
 
     @property
     def writer_pid(self) -> int:
         """The process that touches the pool for this tier, 0 for the depot's own."""
-        ...
+        return 0
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Say which keys are probably here; a hint."""

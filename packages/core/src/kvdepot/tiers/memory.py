@@ -4,17 +4,14 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from kvdepot.config import parse_size
-from kvdepot.tiers.base import Extents, TierPool, TierUsage
+from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.sizes import LruSizes
 from kvdepot.tiers.url import TierUrl
 
 
-class MemoryTier:
-    """Copies of entries; the one used longest ago leaves first."""
-
-    batch_entries = 16
-    writer_pid = 0
+class MemoryTier(Tier):
+    """Copies of entries; evicts the least recently used one."""
 
     def __init__(self, pool: TierPool, capacity_bytes: int) -> None:
         self._pool = pool

@@ -9,11 +9,12 @@ Everything here happens on the depot's loop and only submits; `TierQueue` waits 
 """
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from kvdepot.config import Demotion
 from kvdepot.index.index import ChunkIndex, Space
@@ -27,7 +28,11 @@ from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import Prefix, PromotionContext
 from kvdepot.wire.operations import TierStatus
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["ShardPlace", "Tiering", "TieringSettings"]
+
+T = TypeVar("T")
 
 _LOOK_SECONDS: Final = 1.0
 
@@ -180,11 +185,19 @@ class Tiering:
 
     def stored(self, records: Sequence[int]) -> None:
         """Hear that entries were sealed, in the order of their chunks."""
-        self._demotions.stored(records)
+        self._demote(self._demotions.stored, records)
 
     def used(self, node: int) -> None:
         """Hear that a prefix that ends with this chunk was found."""
-        self._demotions.used(node)
+        self._demote(self._demotions.used, node)
+
+    def _demote(self, begin: Callable[[T], None], subject: T) -> None:
+        """Begin to write entries. A failure is logged: the store or lookup that came before has succeeded."""
+        try:
+            begin(subject)
+        except Exception:
+            logger.exception("entries are not written to the tiers")
+            self.counters["demotions_failed"] += 1
 
     def promote(
         self,

@@ -129,12 +129,28 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
     url.deadline_seconds = url.take_number("deadline", DEADLINE_SECONDS, 0.01)
     url.num_threads = int(url.take_number("threads", DEFAULT_THREADS, 2, _MOST_THREADS))
     tier = opener(url, pool)
+    check_shape(tier, url.name)
     try:
         url.check_done()
     except ConfigError:
         tier.close()
         raise
     return tier
+
+
+def check_shape(tier: object, name: str) -> None:
+    """Check that a tier has everything that the depot will ask of it.
+
+    Raises:
+        ConfigError: something is missing; the text lists it.
+    """
+    calls = ("contains", "write", "read", "clear", "probe", "usage", "close")
+    missing = [f"{each}()" for each in calls if not callable(getattr(tier, each, None))]
+    missing += [each for each in ("batch_entries", "writer_pid") if not isinstance(getattr(tier, each, None), int)]
+    if missing:
+        raise ConfigError(
+            f"--tier {name}: {type(tier).__name__} lacks {', '.join(missing)}: derive it from kvdepot.tiers.Tier"
+        )
 
 
 def without_credentials(text: str) -> str:

@@ -1,0 +1,98 @@
+"""A tier that keeps each entry as a file, `folder:///PATH`: an example to start from.
+
+A file holds the payload and behind it its seal. A file that is not what was written under its key is removed.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvdepot.errors import ConfigError
+from kvdepot.tiers import Extents, Tier, TierPool, TierUrl, TierUsage, has_labels
+from kvdepot.tiers.seal import make_seal, why_broken
+
+
+class FolderTier(Tier):
+    """Entries in the files of one folder.
+
+    Args:
+        pool: of the depot; the bytes of an extent are `pool.view[offset : offset + num_bytes]`.
+        folder: made if it is not there.
+    """
+
+    def __init__(self, pool: TierPool, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._pool = pool
+        self._folder = folder
+        self._counters = {"corrupt": 0}
+        self._lock = threading.Lock()  # the depot calls from several threads
+
+    def _path(self, key: bytes) -> Path:
+        return self._folder / key.hex()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier`."""
+        return [self._path(key).exists() for key in keys]
+
+    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        """See `Tier`. A file appears under its name when it is complete."""
+        for key, (offset, num_bytes) in zip(keys, extents, strict=True):
+            payload = self._pool.view[offset : offset + num_bytes]
+            new = self._folder / f".{key.hex()}-{threading.get_ident()}"
+            with new.open("wb") as file:
+                file.write(payload)
+                file.write(make_seal(key, payload))
+            new.rename(self._path(key))
+        return [True] * len(keys)
+
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+        """See `Tier`. Fills an extent only with bytes that match their seal."""
+        return [self._read(key, offset, size) for key, (offset, size) in zip(keys, extents, strict=True)]
+
+    def _read(self, key: bytes, offset: int, num_bytes: int) -> bool:
+        try:
+            data = memoryview(self._path(key).read_bytes())
+        except FileNotFoundError:
+            return False
+        payload, seal = data[:num_bytes], data[num_bytes:]
+        if why_broken(seal, key, payload) is not None:
+            with self._lock:
+                self._counters["corrupt"] += 1
+            self._path(key).unlink(missing_ok=True)
+            return False
+        self._pool.view[offset : offset + num_bytes] = payload
+        return True
+
+    def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
+        """See `Tier`. Each file is a step."""
+        for path in self._entries():
+            if has_labels(bytes.fromhex(path.name), tenant, model):
+                path.unlink(missing_ok=True)
+                yield 1
+
+    def _entries(self) -> list[Path]:
+        return [path for path in self._folder.iterdir() if not path.name.startswith(".")]
+
+    def probe(self) -> None:
+        """See `Tier`."""
+        os.stat(self._folder)
+
+    def usage(self) -> TierUsage:
+        """See `Tier`."""
+        return TierUsage(len(self._entries()), counters=dict(self._counters))
+
+    def close(self) -> None:
+        """See `Tier`: nothing stays open between calls."""
+
+
+def open_tier(url: TierUrl, pool: TierPool) -> FolderTier:
+    """Open `folder:///PATH`.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+    try:
+        return FolderTier(pool, Path(url.path))
+    except OSError as error:
+        raise ConfigError(f"--tier {url.name}: {error}") from error
