@@ -42,7 +42,7 @@ def raising(error):
 
 def config(isa="amx"):
     parallel = Space(pipeline_parallel_size=1, tensor_parallel_size=1, world_size=1)
-    transfer = Space(kv_connector_extra_config={"kvdepot.url": sys.argv[1]}, engine_id="e",
+    transfer = Space(kv_connector_extra_config={"kvdepot.url": sys.argv[1]}, engine_id="e", kv_role="kv_both",
                      kv_load_failure_policy="recompute")
     return Space(kv_transfer_config=transfer, parallel_config=parallel, kv_events_config=None,
                  model_config=Space(model="m"), cache_config=Space(enable_prefix_caching=True),

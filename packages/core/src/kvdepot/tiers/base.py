@@ -43,10 +43,8 @@ class Tier(Protocol):
     work, and returns within a second even if the storage does not answer.
     """
 
-    @property
-    def batch_entries(self) -> int:
-        """How many entries one call takes at most; calls run side by side."""
-        return 16
+    batch_entries: int = 16
+    """How many entries one call takes at most; calls run side by side."""
 
     @property
     def writer_pid(self) -> int:
