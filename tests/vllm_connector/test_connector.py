@@ -210,6 +210,12 @@ for device, expected in (("cpu", "None"), ("cuda", "True")):
     print("registered", calls == [f"create0{expected}", "close0", f"create1{expected}"])
     made.reset_capture_state()
     print("captured", calls[3:] == ["serve1"])
+    made.unregister_kv_caches()
+    made.unregister_kv_caches()
+    print("asleep", calls[4:] == ["close1"] and made._worker._context is None)
+    made.restore_kv_caches()
+    print("awake", calls[5:] == [f"create2{expected}"] and made._worker._context is not None)
+    print("sleep", not made.supports_sleep_mode(None))
     use(get_backend=lambda _: Space(create_context=lambda *a, **k: Space(close=lambda: None)))
     made = worker()
     made.reset_capture_state()
@@ -218,9 +224,9 @@ for device, expected in (("cpu", "None"), ("cuda", "True")):
 )
 
 
-def test_a_second_registration_closes_the_first_and_captures_end_before_the_pool_is_registered(
+def test_a_second_registration_closes_the_first_captures_end_before_the_pool_is_registered_and_sleep_gives_it_up(
     run_code: RunCode,
 ) -> None:
     output = said(run_code(CUDA, "/nowhere"))
-    assert len(output) == 6
+    assert len(output) == 12
     assert all(word == "True" for _, word in output), output
