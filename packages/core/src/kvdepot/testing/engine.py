@@ -78,13 +78,14 @@ class _Gate:
 
     def __init__(self, context: Any, direction: str, where: str) -> None:
         self._copier = context.copier
-        self._direction = direction
         self._copy: Callable[[CopyBatch], None] = getattr(self._copier, direction)
         self._where = where
-        setattr(self._copier, direction, self)
+        self._name = "begin_retrieve" if direction == "retrieve" else direction
+        self._original = getattr(self._copier, self._name)
+        setattr(self._copier, self._name, self)
 
     def __call__(self, batch: CopyBatch) -> None:
-        setattr(self._copier, self._direction, self._copy)
+        setattr(self._copier, self._name, self._original)
         if self._where == "half":
             half = len(batch.extents) // EXTENT.size // 2 * EXTENT.size
             self._copy(replace(batch, extents=batch.extents[:half]))
