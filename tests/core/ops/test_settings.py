@@ -168,6 +168,7 @@ def test_what_config_prints_starts_a_depot_with_the_same_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("uvicorn", reason="pip install 'kvdepot[http]'")
+
     def printed(depot: DepotProcess) -> str:
         with pytest.raises(SystemExit):
             main(["config", "--url", depot.url])
