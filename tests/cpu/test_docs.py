@@ -58,8 +58,8 @@ def test_python_runs_as_it_stands(place: str, tmp_path: Path) -> None:
     assert "True" in result.stdout, result.stdout
 
 
-def test_the_readme_has_an_example() -> None:
-    assert any(place.startswith("README.md") for place in BLOCKS)
+def test_the_quick_start_has_an_example() -> None:
+    assert any(place.startswith("quick-start.md") for place in BLOCKS)
 
 
 @pytest.mark.parametrize("place", COMMANDS)
