@@ -1,4 +1,5 @@
-"""The simulation against models that share no code with it."""
+# pyright: reportPrivateUsage=false
+"""The simulation against models that share no code with it, and against the real index."""
 
 import json
 import os
@@ -12,11 +13,13 @@ from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError, TraceError
 from kvdepot.index.eviction import POLICIES
+from kvdepot.lab import simulate as module
 from kvdepot.lab.simulate import BELADY, BYTES_PER_TOKEN, UNLIMITED, SimulationRow, parse_pool_sizes, simulate
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
 
 BYTES = 8  # a token: one chunk is one extent
 CHUNK = BLOCK_TOKENS * BYTES
+PAGE = 4096
 
 Prompts = list[list[int]]
 # Many requests for few chunks, or nothing would come again after something else had to leave.
@@ -42,6 +45,15 @@ def hits_without_limit(prompts: Prompts) -> list[int]:
         found.append(sum(prefix in seen for prefix in prefixes(prompt)))
         seen.update(prefixes(prompt))
     return found
+
+
+@given(prompts_of, capacities)
+def test_without_records_and_extents_it_is_what_the_real_index_does(prompts: Prompts, capacity: int) -> None:
+    workload = module._Workload.of(requests_of(prompts))
+    no_ends = bytearray(len(prompts))
+    for policy in POLICIES:
+        real = module._replay(workload, no_ends, policy, capacity * PAGE, PAGE)
+        assert module._replay_tree(workload, policy, capacity) == real
 
 
 def naive_lru(prompts: Prompts, capacity: int) -> tuple[int, int]:
