@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -224,3 +225,30 @@ def test_production_trace_has_the_known_hit_rates() -> None:
     assert of_chunks["arc"] == pytest.approx([0.212, 0.284, 0.320], abs=0.004)
     assert of_chunks[BELADY] == [0.366, 0.366, 0.366]
     assert table.row(UNLIMITED, table.unique_bytes).hit_rate == pytest.approx(0.374, abs=5e-4)
+
+
+def table_of(rates: dict[int, dict[str, float]]) -> module.SimulationTable:
+    rows = [
+        SimulationRow(policy, size, True, 1000, round(1000 * rate), 0, 0)
+        for size, each in rates.items()
+        for policy, rate in each.items()
+    ]
+    rows.append(SimulationRow(UNLIMITED, 40, False, 1000, 500, 0, 0))
+    return module.SimulationTable(3, 1000, 10, 10, 4, tuple(rows))
+
+
+def test_a_policy_that_is_nearly_the_best_everywhere_is_recommended_and_else_the_best_of_each_size() -> None:
+    near = table_of({10: {"lru": 0.2, "arc": 0.205}, 20: {"lru": 0.3, "arc": 0.25}})
+    assert near.recommendation() == "recommended: --policy lru, at most one point below the best at every size"
+    far = table_of({10: {"lru": 0.2, "arc": 0.25}, 20: {"lru": 0.3, "arc": 0.25}})
+    assert far.recommendation() == "recommended: --policy arc from 10 B on, --policy lru from 20 B on"
+
+
+def test_the_picture_has_a_curve_for_each_policy() -> None:
+    picture = ElementTree.fromstring(table_of({10: {"lru": 0.2, "arc": 0.25}, 20: {"lru": 0.3, "arc": 0.25}}).plot())
+    namespace = "{http://www.w3.org/2000/svg}"
+    assert {"lru", "arc", UNLIMITED} <= {text.text for text in picture.iter(f"{namespace}text")}
+    assert [len(curve.get("points", "").split()) for curve in picture.iter(f"{namespace}polyline")] == [2, 2, 2]
+    for curve in picture.iter(f"{namespace}polyline"):
+        places = [float(place.split(",")[0]) for place in curve.get("points", "").split()]
+        assert 0 < places[0] < places[1] < 720

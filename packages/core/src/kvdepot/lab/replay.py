@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from kvdepot.config import format_size
+from kvdepot.errors import TraceError
 from kvdepot.lab.engine_model import Geometry, RequestReport
 from kvdepot.lab.fleet import Fleet, Prompt
 from kvdepot.lab.totals import Totals, live_view
@@ -35,6 +36,20 @@ def prompts_of(requests: Iterable[TraceRequest], max_tokens: int) -> tuple[list[
     return prompts, num_cut
 
 
+def repeated_tokens(prompts: Iterable[Prompt]) -> int:
+    """Return how many tokens belong to a prefix that an earlier prompt had: all that any cache could find."""
+    nodes: dict[tuple[int, int, int], int] = {}  # node of (node before, block id, tokens)
+    count = 0
+    for prompt in prompts:
+        node = 0
+        for block_id, num_tokens in prompt.segments:
+            known = nodes.get((node, block_id, num_tokens))
+            if known is not None:
+                count += num_tokens
+            node = nodes.setdefault((node, block_id, num_tokens), len(nodes) + 1)
+    return count
+
+
 def run_replay(
     requests: Iterable[TraceRequest], *, pool_bytes: int, policy: str = "lru", quiet: bool = False
 ) -> dict[str, Any]:
@@ -46,6 +61,9 @@ def run_replay(
     cache_bytes = pool_bytes // _ENGINE_CACHE_SHARE
     max_tokens = cache_bytes // REPLAY_GEOMETRY.bytes_per_token // BLOCK_TOKENS * BLOCK_TOKENS
     prompts, num_cut = prompts_of(requests, max_tokens)
+    if not prompts:
+        raise TraceError("the trace has no requests with blocks")
+    repeated = repeated_tokens(prompts) / max(1, sum(length for prompt in prompts for _, length in prompt.segments))
     started = time.monotonic()
     totals = Totals()
     if not quiet:
@@ -73,8 +91,10 @@ def run_replay(
         status = fleet.depot.status()
     if not quiet:
         print(totals.describe())
+        print(f"{repeated:.1%} of the prompt tokens repeat an earlier prefix: an unlimited pool would find these")
     return {
         **totals.as_dict(),
+        "repeated_share": round(repeated, 5),
         "seconds": round(time.monotonic() - started, 2),
         "num_prompts_cut": num_cut,
         "policy": policy,

@@ -21,6 +21,7 @@ from kvdepot.index.eviction import NO_NODE, POLICIES
 from kvdepot.index.index import ChunkIndex, EntryPlace
 from kvdepot.index.tree import ChunkTree
 from kvdepot.keys import DIGEST_BYTES
+from kvdepot.lab.plot import curves_as_svg
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator, extent_size
@@ -32,6 +33,7 @@ BYTES_PER_TOKEN: Final = 32 * 8 * 128 * 2 * 2  # 8B GQA model: layers, KV heads,
 BELADY: Final = "belady"
 UNLIMITED: Final = "unlimited"
 
+_NEARLY: Final = 0.01  # a difference in hit rate that does not matter
 _NEVER: Final = 0xFFFFFFFF
 _SPEC: Final = CacheSpec(BLOCK_TOKENS, (GroupShape(GroupKind.FULL_ATTENTION, BLOCK_TOKENS),), "bytes")
 _NOBODY: Final = Writer()
@@ -122,8 +124,42 @@ class SimulationTable:
             "share of the prompt tokens that is found in the pool:\n\n"
             + "\n".join(table)
             + f"\n\n* no server reaches these: {BELADY} knows the future and does the best that can be done with this"
-            f" much memory,\n  {UNLIMITED} keeps everything"
+            f" much memory,\n  {UNLIMITED} keeps everything\n\n{self.recommendation()}"
         )
+
+    def recommendation(self) -> str:
+        """Return which policy to choose: each is at most one point below the best from its size up to the next one."""
+        rates: dict[int, dict[str, float]] = {}
+        for row in self.rows:
+            if row.reachable:
+                rates.setdefault(row.pool_bytes, {})[row.policy] = row.hit_rate
+        if any(len(each) < 2 for each in rates.values()):
+            return ""
+        chosen: list[tuple[int, list[str]]] = []  # from a size on, the policies that are good enough
+        for size, each in sorted(rates.items()):
+            good = [policy for policy, rate in each.items() if rate >= max(each.values()) - _NEARLY]
+            still = [policy for policy in chosen[-1][1] if policy in good] if chosen else []
+            if still:
+                chosen[-1] = chosen[-1][0], still
+            else:
+                chosen.append((size, good))
+        if len(chosen) == 1:
+            return f"recommended: --policy {chosen[0][1][0]}, at most one point below the best at every size"
+        return "recommended: " + ", ".join(
+            f"--policy {policies[0]} from {_pool_name(size)} on" for size, policies in chosen
+        )
+
+    def plot(self) -> str:
+        """Return an SVG of hit rate against pool size."""
+        names = list(dict.fromkeys(row.policy for row in self.rows if row.policy != UNLIMITED))
+        curves = [
+            (name, sorted((row.pool_bytes, row.hit_rate) for row in self.rows if row.policy == name)) for name in names
+        ]
+        limit = self.row(UNLIMITED, self.unique_bytes).hit_rate
+        sizes = sorted({size for _, points in curves for size, _ in points})
+        curves.append((UNLIMITED, [(size, limit) for size in sizes]))
+        title = f"{self.num_requests:,} requests, {self.prompt_tokens:,} prompt tokens: share found in the pool"
+        return curves_as_svg(title, curves)
 
 
 def parse_pool_sizes(text: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import msgspec
 
 from kvdepot.backends import DeviceBench, find_benches, list_backends
 from kvdepot.config import ServerConfig, default_directory, format_size, parse_size
-from kvdepot.errors import BackendUnavailable, KVDepotError, describe_os_error, printable
+from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError, describe_os_error, printable
 from kvdepot.index.eviction import POLICIES
 from kvdepot.ops import pools
 from kvdepot.ops.operate import add_commands
@@ -118,6 +118,9 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     )
     replay.add_argument(
         "--pool-size", metavar="SIZE", help="size of the pool (default 1GiB); with --simulate a list, e.g. 64GiB,256GiB"
+    )
+    replay.add_argument(
+        "--plot", type=Path, metavar="FILE", help="with --simulate: draw hit rate against pool size as an SVG"
     )
     replay.add_argument(
         "--session-ends",
@@ -257,7 +260,11 @@ def _replay(options: argparse.Namespace) -> int:
             ),
         )
         print(json.dumps(table.as_dict(), indent=2) if options.json else table.describe())
+        if options.plot:
+            options.plot.write_text(table.plot())
         return 0
+    if options.plot:
+        raise ConfigError("--plot needs --simulate")
     from kvdepot.lab.replay import run_replay
 
     summary = run_replay(

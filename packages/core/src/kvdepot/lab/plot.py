@@ -1,0 +1,66 @@
+"""Draws hit rate against pool size as an SVG: `kvdepot replay TRACE --simulate --plot FILE`."""
+
+import math
+from collections.abc import Sequence
+from typing import Final
+from xml.sax.saxutils import escape
+
+from kvdepot.config import format_size
+
+_WIDTH: Final = 720
+_HEIGHT: Final = 400
+_LEFT: Final = 60
+_RIGHT: Final = 150  # names of the curves
+_TOP: Final = 40
+_BOTTOM: Final = 60
+_COLORS: Final = ("#1b6fb5", "#c4572c", "#2e8b57", "#8e5ea2", "#777777")
+
+
+def curves_as_svg(title: str, curves: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
+    """Return a picture of hit rates.
+
+    Args:
+        title: above the picture.
+        curves: a name and its points, `(pool bytes, hit rate)`, by size. Sizes are drawn on a logarithmic scale.
+    """
+    sizes = sorted({size for _, points in curves for size, _ in points})
+    most = max((rate for _, points in curves for _, rate in points), default=0.0)
+    top = max(0.05, math.ceil(most * 20) / 20)  # the next 5 %
+    low, high = math.log(sizes[0]), math.log(max(sizes[-1], sizes[0] + 1))
+
+    def x(size: int) -> float:
+        return _LEFT + (math.log(size) - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(rate: float) -> float:
+        return _HEIGHT - _BOTTOM - rate / top * (_HEIGHT - _TOP - _BOTTOM)
+
+    font = 'font-family="sans-serif" font-size="12"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" {font} role="img">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+        f'<text x="{_LEFT}" y="22" font-size="14">{escape(title)}</text>',
+    ]
+    for step in range(6):
+        rate = top * step / 5
+        parts.append(
+            f'<path d="M{_LEFT} {y(rate):.1f}H{_WIDTH - _RIGHT}" stroke="#ddd"/>'
+            f'<text x="{_LEFT - 8}" y="{y(rate) + 4:.1f}" text-anchor="end">{rate:.0%}</text>'
+        )
+    for size in sizes:
+        parts.append(
+            f'<path d="M{x(size):.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#eee"/>'
+            f'<text x="{x(size):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{format_size(size)}</text>'
+        )
+    parts.append(
+        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2:.0f}" y="{_HEIGHT - 16}" text-anchor="middle">size of the pool</text>'
+    )
+    for number, (name, points) in enumerate(curves):
+        color = _COLORS[number % len(_COLORS)]
+        places = " ".join(f"{x(size):.1f},{y(rate):.1f}" for size, rate in points)
+        parts.append(f'<polyline points="{places}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x(size):.1f}" cy="{y(rate):.1f}" r="3" fill="{color}"/>' for size, rate in points]
+        parts.append(
+            f'<path d="M{_WIDTH - _RIGHT + 12} {_TOP + 8 + 18 * number}h16" stroke="{color}" stroke-width="2"/>'
+            f'<text x="{_WIDTH - _RIGHT + 34}" y="{_TOP + 12 + 18 * number}">{escape(name)}</text>'
+        )
+    return "\n".join([*parts, "</svg>", ""])
