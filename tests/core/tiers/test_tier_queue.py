@@ -323,3 +323,15 @@ def test_writes_are_dropped_in_small_steps_and_others_stay_in_their_order() -> N
     wait_until(lambda: written.extend(part.job for part in bench.queue.poll()) or len(written) > 3000)
     assert written[1:] == jobs[1::2]
     bench.queue.close()
+
+
+def test_a_tier_that_cannot_say_what_it_holds_is_shown_as_it_was_last() -> None:
+    """Regression: `kvdepot status` failed, and so did the tiers' turn each second."""
+    pool = make_pool()
+    tier = MemoryTier(pool, 1 << 20)
+    queue = TierQueue(tier, pool, "silent")
+    assert queue.status().capacity_bytes == 1 << 20
+    tier.usage = lambda: 1 / 0  # type: ignore[method-assign,return-value]
+    assert queue.status().capacity_bytes == 1 << 20
+    assert queue.status().counters["usage_failed"] == 2
+    queue.close()

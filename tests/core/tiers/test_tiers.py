@@ -244,6 +244,29 @@ def test_a_tier_that_lacks_something_is_refused_when_it_is_opened(
         open_tier(TierUrl.parse("mine://"), make_pool())
 
 
+def test_a_call_that_a_tier_only_inherits_is_missing_and_the_tier_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the empty body of the protocol's call counted as the tier's own."""
+    closed: list[Tier] = []
+
+    def close(tier: Tier) -> None:
+        closed.append(tier)
+
+    forgetful: type[Tier] = type("Forgetful", (Tier,), {"close": close})
+
+    def opener(_url: TierUrl, _pool: TierPool) -> Tier:
+        return forgetful()
+
+    def entry_points(*, group: str) -> list[SimpleNamespace]:
+        assert group == url.ENTRY_POINT_GROUP
+        return [SimpleNamespace(name="mine", load=lambda: opener)]
+
+    monkeypatch.setattr(url, "entry_points", entry_points)
+    said = r"Forgetful lacks contains\(\), write\(\), read\(\), clear\(\), probe\(\), usage\(\):"
+    with pytest.raises(ConfigError, match=said):
+        open_tier(TierUrl.parse("mine://"), make_pool())
+    assert len(closed) == 1
+
+
 def test_seven_calls_make_a_tier() -> None:
     own = {name for name in vars(MemoryTier) if not name.startswith("_")}
     assert own == {"contains", "write", "read", "clear", "probe", "usage", "close"}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvdepot.errors import ConfigError
-from kvdepot.tiers import Extents, Tier, TierPool, TierUrl, TierUsage, has_labels
+from kvdepot.tiers import KEY_BYTES, Extents, Tier, TierPool, TierUrl, TierUsage, has_labels
 from kvdepot.tiers.seal import make_seal, why_broken
 
 
@@ -25,8 +25,9 @@ class FolderTier(Tier):
         folder.mkdir(parents=True, exist_ok=True)
         self._pool = pool
         self._folder = folder
-        self._counters = {"corrupt": 0}
         self._lock = threading.Lock()  # the depot calls from several threads
+        self._counters = {"corrupt": 0}
+        self._num_entries = sum(1 for _ in self._entries())
 
     def _path(self, key: bytes) -> Path:
         return self._folder / key.hex()
@@ -40,10 +41,15 @@ class FolderTier(Tier):
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
             payload = self._pool.view[offset : offset + num_bytes]
             new = self._folder / f".{key.hex()}-{threading.get_ident()}"
-            with new.open("wb") as file:
-                file.write(payload)
-                file.write(make_seal(key, payload))
-            new.rename(self._path(key))
+            try:
+                with new.open("wb") as file:
+                    file.write(payload)
+                    file.write(make_seal(key, payload))
+                with self._lock:
+                    self._num_entries += not self._path(key).exists()
+                    new.rename(self._path(key))
+            finally:
+                new.unlink(missing_ok=True)
         return [True] * len(keys)
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
@@ -57,9 +63,7 @@ class FolderTier(Tier):
             return False
         payload, seal = data[:num_bytes], data[num_bytes:]
         if why_broken(seal, key, payload) is not None:
-            with self._lock:
-                self._counters["corrupt"] += 1
-            self._path(key).unlink(missing_ok=True)
+            self._counters["corrupt"] += self._remove(self._path(key))
             return False
         self._pool.view[offset : offset + num_bytes] = payload
         return True
@@ -68,19 +72,28 @@ class FolderTier(Tier):
         """See `Tier`. Each file is a step."""
         for path in self._entries():
             if has_labels(bytes.fromhex(path.name), tenant, model):
-                path.unlink(missing_ok=True)
-                yield 1
+                yield self._remove(path)
 
-    def _entries(self) -> list[Path]:
-        return [path for path in self._folder.iterdir() if not path.name.startswith(".")]
+    def _entries(self) -> Iterator[Path]:
+        return (path for path in self._folder.iterdir() if len(path.name) == 2 * KEY_BYTES)
+
+    def _remove(self, path: Path) -> int:
+        """Remove an entry; return 1 if it was there."""
+        with self._lock:
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                return 0
+            self._num_entries -= 1
+            return 1
 
     def probe(self) -> None:
         """See `Tier`."""
         os.stat(self._folder)
 
     def usage(self) -> TierUsage:
-        """See `Tier`."""
-        return TierUsage(len(self._entries()), counters=dict(self._counters))
+        """See `Tier`. Nothing is asked of the storage here."""
+        return TierUsage(self._num_entries, counters=dict(self._counters))
 
     def close(self) -> None:
         """See `Tier`: nothing stays open between calls."""

@@ -67,6 +67,7 @@ TIER_COUNTERS: Final = {
     "deadline_misses": "Calls that took longer than their deadline",
     "breaker_opened": "Times the tier was suspended after failures",
     "errors": "Failed calls",
+    "usage_failed": "Times the tier could not say what it holds",
 }
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 

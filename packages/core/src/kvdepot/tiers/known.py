@@ -41,7 +41,7 @@ class KnownTier:
 
         No lookup asks a tier for entries that the pool has, so they are the coldest there however hot they are.
         """
-        usage = self.queue.tier.usage()
+        usage = self.queue.usage()
         num_evicted = usage.counters.get("evicted", 0)
         if num_evicted - self._num_evicted > _TURNED_OVER * usage.num_entries:
             self._num_evicted = num_evicted

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvdepot.tiers.base import Extents, Tier, TierPool
+from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_OPEN, MAXIMUM_HUNG_CALLS, Breaker
 from kvdepot.tiers.jobs import Call, Job, Operation, Part
 from kvdepot.tiers.keys import has_labels
@@ -72,6 +72,7 @@ class TierQueue:
         self._done: deque[Call] = deque()
         self.num_calls = 0  # that were handed in and not reported
         self._num_workers = 0
+        self._usage = TierUsage()
         self._closing = False
         self._hire()
 
@@ -106,11 +107,11 @@ class TierQueue:
         num_bytes = job.num_bytes if job.operation is Operation.WRITE else 0
         if self.is_open or self._closing or (num_bytes and self.queued_write_bytes + num_bytes > self.write_bytes):
             return False
-        self.queued_write_bytes += num_bytes
-        job.num_left = len(job.keys)
         step = max(1, self.tier.batch_entries)
         if job.operation is Operation.CONTAINS:
             step = max(step, _QUESTIONS_A_CALL)
+        self.queued_write_bytes += num_bytes
+        job.num_left = len(job.keys)
         firsts = range(0, max(1, len(job.keys)), step)
         self.num_calls += len(firsts)
         self._workers.hand_in(Call(job, first, min(first + step, len(job.keys))) for first in firsts)
@@ -193,9 +194,19 @@ class TierQueue:
         """Hear that a lookup waited so long for entries and got none."""
         self.breaker.was_too_late(waited_seconds)
 
+    def usage(self) -> TierUsage:
+        """Return what the tier holds; its last answer if it cannot say."""
+        try:
+            self._usage = self.tier.usage()
+        except Exception:
+            if not self.counters["usage_failed"]:
+                logger.exception("tier %s cannot say what it holds", self.name)
+            self.counters["usage_failed"] += 1
+        return self._usage
+
     def status(self) -> TierStatus:
         """Return what an operator wants to see."""
-        usage = self.tier.usage()
+        usage = self.usage()
         return TierStatus(
             name=self.name,
             state="open" if self.is_open else "closed",

@@ -1,5 +1,6 @@
 """URLs of tiers, `SCHEME://HOST/PATH?OPTION=VALUE&...`, and who opens them: the entry point group `kvdepot.tiers`."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -129,11 +130,12 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
     url.deadline_seconds = url.take_number("deadline", DEADLINE_SECONDS, 0.01)
     url.num_threads = int(url.take_number("threads", DEFAULT_THREADS, 2, _MOST_THREADS))
     tier = opener(url, pool)
-    check_shape(tier, url.name)
     try:
+        check_shape(tier, url.name)
         url.check_done()
     except ConfigError:
-        tier.close()
+        with contextlib.suppress(Exception):  # its `close` may be what it lacks
+            tier.close()
         raise
     return tier
 
@@ -145,7 +147,8 @@ def check_shape(tier: object, name: str) -> None:
         ConfigError: something is missing; the text lists it.
     """
     calls = ("contains", "write", "read", "clear", "probe", "usage", "close")
-    missing = [f"{each}()" for each in calls if not callable(getattr(tier, each, None))]
+    inherited = [each for each in calls if getattr(type(tier), each, None) is getattr(Tier, each)]  # empty bodies
+    missing = [f"{each}()" for each in calls if each in inherited or not callable(getattr(tier, each, None))]
     missing += [each for each in ("batch_entries", "writer_pid") if not isinstance(getattr(tier, each, None), int)]
     if missing:
         raise ConfigError(
