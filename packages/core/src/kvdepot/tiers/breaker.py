@@ -1,12 +1,11 @@
 """Decides when a tier is suspended, and when it is used again.
 
-The breaker opens when a call overruns its deadline or several calls in a row raise. A **probe** then decides when the
-tier is used again; it runs on a thread of its own, and one that hangs is left behind.
+A tier is suspended (the breaker opens) when a call overruns its deadline or several calls in a row raise. **Probes**,
+each on a thread of its own, decide when the tier is used again. A probe that hangs is abandoned.
 
-Storage that answers probes may hang all the same, so a tier that is used again is **on trial**: one question or read
-that fails opens the breaker, and each opening lasts twice as long as the one before, until the operation that had
-failed succeeds. A tier that keeps its deadlines but is too slow for lookups is treated alike, until one is served in
-time.
+Storage that answers probes may still hang, so a resumed tier is **on trial**: one failing question or read suspends it
+again, for twice as long as before, until the operation that failed succeeds. A tier that keeps its deadlines but is too
+slow for lookups is treated in the same way, until a lookup is served in time.
 """
 
 import logging

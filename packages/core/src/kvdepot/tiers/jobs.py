@@ -1,4 +1,4 @@
-"""What a tier is asked: jobs, the calls that they are cut into, and what came of them."""
+"""Jobs for a tier, the calls that they are cut into, and their outcomes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""How an entry is named in tiers: the same for every kind of storage.
+"""Names of entries in tiers, the same for every kind of storage.
 
-A key says everything that decides whether bytes may be used: the chunk (and with it model, weights, adapter and salt),
-the layer group, the shard, the layout they were written under; and it carries labels of tenant and model, so that their
-entries can be found without an index.
+A key contains everything that decides whether bytes may be used: the chunk (and with it model, weights, adapter and
+salt), the layer group, the shard and the layout. It begins with labels of tenant and model, so that their entries can
+be found without an index.
 """
 
 from typing import Final

@@ -1,4 +1,4 @@
-"""A tier with what the depot has learned of it: the entries that it holds, and how quickly it reads."""
+"""A tier, the entries that it is known to hold, and its measured speed."""
 
 from collections import deque
 from statistics import median

@@ -1,4 +1,4 @@
-"""The keys under which entries of the pool are stored in tiers, with what many of them share computed once."""
+"""The keys of the pool's entries in tiers. Parts that many keys share are computed once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

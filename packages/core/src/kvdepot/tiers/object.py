@@ -1,17 +1,16 @@
 """A tier in an object store: S3, Google Cloud Storage, Azure, or a file system that several nodes share.
 
-One object an entry, seal first, then the payload, under `TENANT/MODEL/XX/REST` (labels and key in hex): what one tenant
-or one model has lies below few prefixes and is cleared by listing them. Objects are only ever created: who comes second
-finds the same bytes there. The store decides how much it holds (lifecycle rules).
+Each entry is one object, first the seal and then the payload, named `TENANT/MODEL/XX/REST` (labels and key in hex).
+The entries of a tenant or a model lie below few prefixes, and a clear lists these. Objects are never overwritten with
+other bytes. The store decides how much it holds (lifecycle rules).
 
-Requests run side by side in one event loop on a thread of its own; a call is a batch of them. Checksums are made by the
-calling thread, without the GIL. Time limits are the client's, so each request ends, and with it each call: those that
-somebody waits for before the call's deadline, writes and clears after ten times as long. Files have none: a file system
-that hangs hangs the call, which `TierQueue` expects.
+A call is a batch of requests, which run side by side in one event loop on a thread of its own. The calling thread makes
+the checksums, without the GIL. The client's time limit ends each request: before the call's deadline if a lookup waits
+for it, after ten times as long for writes and clears. Files have no such limit: a hanging file system hangs the call,
+which `TierQueue` expects.
 
-A put aliases the pool: the client reads the extent while it sends. That its request has ended is not enough, for the
-connection may hold the memory a little longer, so a call returns when nothing refers to its extents any more
-(`_released`).
+A put aliases the pool: the client reads the extent while it sends. The connection may hold the memory a little longer
+than the request lasts, so a call returns only when nothing refers to its extents any more (`_released`).
 
 The client's threads enter Python when a request ends; one that is still there when the interpreter exits aborts the
 process (SIGABRT; in 13 of 40 processes that exited right after their last put). `close` waits for what is under way and

@@ -1,7 +1,7 @@
-"""Brings prefixes up from tiers into the pool, for lookups that the pool answers only in part.
+"""Promotes prefixes from tiers into the pool, for lookups that the pool answers only in part.
 
-`Promotion.run` is one prefix's way from top to bottom: a generator that submits jobs and pauses until their parts are
-there; `Reading` is the part of it in which entries are read. `Promotions` resumes those that can go on.
+`Promotion.run` promotes one prefix: a generator that submits jobs and pauses until their parts arrive. `Reading` is its
+second half, which reads the entries. `Promotions` resumes the generators whose parts have arrived.
 """
 
 from collections import deque

@@ -1,8 +1,8 @@
-"""Drives one tier from the depot's loop: nothing here ever waits for the storage.
+"""Drives one tier from the depot's loop. Nothing here ever waits for the storage.
 
-Jobs are cut into calls, which threads of this queue make (`Workers`). A call has a deadline from its start. One that
-overruns it is reported as late and opens the breaker (`Breaker`): calls that wait fail, and nothing new is taken until
-a probe succeeds. A call that hangs keeps its extents until it returns, for the storage may still be touching them; its
+The queue cuts jobs into calls, and its threads (`Workers`) make them. Each call has a deadline from its start. A call
+that overruns it is reported as late and suspends the tier (`Breaker`): waiting calls fail, and no new job is taken
+until a probe succeeds. A hanging call keeps its extents until it returns, because the storage may still touch them; its
 thread is replaced.
 """
 
@@ -88,11 +88,11 @@ class TierQueue:
 
     @property
     def is_retired(self) -> bool:
-        """Whether it was left for good."""
+        """Whether `retire` was called."""
         return self.breaker.is_retired
 
     def retire(self) -> None:
-        """Leave the tier for good: nothing is taken and it is not probed; it is closed when its calls have ended."""
+        """Stop using the tier: no job is taken, no probe is made, and it is closed when its calls have ended."""
         self.breaker.retire()
         self._close_if_idle()
 

@@ -1,11 +1,10 @@
-"""Has one tier read entries of one prefix into the pool, many at a time, and seals them in the order of the prefix.
+"""Reads entries of one prefix from a tier into the pool, many at a time, and seals them in the order of the prefix.
 
-Entries that are on their way already are waited for, never read twice. A read that overruns the tier's deadline is
-given up with everything behind it: only the extents that the tier may still write to stay taken until it returns, and
-engines can store their chunks.
+An entry that is already being read is awaited, not read twice. If a read overruns the tier's deadline, it and all later
+ones are abandoned. Only extents that the tier may still write to stay allocated until it returns, and engines can store
+those chunks again.
 
-Records of entries that are being read name the process that writes them, so a depot that is killed leaves nothing
-behind that could be found.
+The record of an entry that is being read names the writing process, so no lookup finds it after the depot was killed.
 """
 
 import itertools

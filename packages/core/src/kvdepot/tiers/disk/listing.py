@@ -1,6 +1,6 @@
-"""The index of a disk tier: which entries are there, how large, and which was used longest ago.
+"""The index of a disk tier: its entries, their sizes, and the order of their last use.
 
-It is rebuilt from the names of the files when the tier is opened: on a thread, while the tier serves what it knows.
+A thread rebuilds it from the names of the files when the tier is opened. The tier serves known entries meanwhile.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ def items_in(folder: Folder, name: str) -> list[os.DirEntry[str]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        logger.error("%s cannot be listed, what is in it is not found: %s", folder.path / name, error)
+        logger.error("%s cannot be listed, so its entries are not found: %s", folder.path / name, error)
         return []
 
 

@@ -1,8 +1,8 @@
 """The room that a disk tier takes: at most its capacity, and never the last 2 % of the file system.
 
-Entries that were used longest ago leave: down to 90 % when the capacity is reached, or as many as bring the file
-system's free space back over its limit. Where that cannot be reached, because other files take the space, or where the
-folder cannot be written any more, writes are declined; the log says so once.
+The least recently used entries are evicted: down to 90 % when the capacity is reached, or until the file system's free
+space is above its limit again. If other files take that space, or the folder cannot be written, writes are declined and
+one log line says so.
 """
 
 import logging
@@ -111,9 +111,9 @@ class Room:
                 self._evict(int(LOW_WATERMARK * self.capacity_bytes))
 
     def decline(self, why: str) -> None:
-        """Say that nothing is written: once, until a write succeeds."""
+        """Log once, until a write succeeds, that writes are declined."""
         if not self._is_declining and time.monotonic() >= self._quiet_until:
-            logger.error("%s: nothing is written, what is there is served: %s", self._folder.path, why)
+            logger.error("%s: writes are declined, entries that are there are still served: %s", self._folder.path, why)
             self._is_declining = True
             self._quiet_until = time.monotonic() + _QUIET_SECONDS
 

@@ -1,7 +1,6 @@
 """A tier on disk, `disk:///path?capacity=200GiB`: one file an entry, moved straight from and to the pool.
 
-That a file system is full or read-only when the tier is opened keeps it from writing, not from opening. Errors other
-than those, and other than a lack of room, open the breaker if they come several times in a row.
+The tier opens on a full or read-only file system and then only reads. Several other errors in a row suspend it.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ lay in the child is lost with it.
 
 These count as misses, too: an entry on a node that has died (its reads fail until the master forgets the node, 10 s by
 default), and everything after a master was started anew without high availability. They concern entries, not the
-cluster, so they are no errors; a node that makes calls slow opens the breaker by the queue's deadline.
+cluster, so they are no errors; a node that makes calls slow suspends the tier by the queue's deadline.
 """
 
 import importlib.util
@@ -93,7 +93,7 @@ class MooncakeTier:
         if self._child.is_final:
             raise ConfigError(f"Mooncake's SDK cannot be used: {self._child.why}")
         if self._child.why:
-            logger.warning("mooncake: goes on without the cluster of %s: %s", self._options.master, self._child.why)
+            logger.warning("mooncake: continuing without the cluster of %s: %s", self._options.master, self._child.why)
 
     def usage(self) -> TierUsage:
         """See `Tier`. What the cluster holds, only its master knows."""

@@ -1,12 +1,12 @@
-"""A tier in Valkey or Redis: for a few nodes that share short-lived entries; memory there costs what it costs here.
+"""A tier in Valkey or Redis, for a few nodes that share short-lived entries.
 
-An entry is a small string, its **head** (seal and number of parts), and its payload in parts of at most 4 MiB, for the
-server is slow with larger strings. All have names below `kvdepot:TENANT:MODEL:` (labels in hex), so that they are found
-by a scan. The head is written last. Parts may leave one by one (eviction, expiry): an entry that lacks one is a miss.
+An entry is a small string, its **head** (seal and number of parts), and its payload in parts of at most 4 MiB, because
+the server is slow with larger strings. All names begin with `kvdepot:TENANT:MODEL:` (labels in hex), so that a scan
+finds them. The head is written last. The server may evict parts one by one: an entry that lacks one is a miss.
 
-How long entries stay is the option `ttl`, and which leave when memory is short is the server's business
-(`maxmemory-policy allkeys-lru`). A server that refuses to take more is no failure: the write is. A batch of entries is
-one round trip on one connection. Cluster mode is not supported: its redirections are errors.
+The option `ttl` limits how long entries stay, and the server decides which ones to evict (`maxmemory-policy
+allkeys-lru`). A full server that refuses a write fails this write only. A batch of entries is one round trip on one
+connection. Cluster mode is not supported: its redirections are errors.
 """
 
 import re
