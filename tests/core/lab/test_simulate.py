@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError, TraceError
@@ -48,6 +48,7 @@ def hits_without_limit(prompts: Prompts) -> list[int]:
     return found
 
 
+@example([[1, 0], [1, 0], [0, 0, 0], [1, 0, 0, 0], [0], [2], [0]], 3)  # a request that does not fit trims ARC's ghosts
 @given(prompts_of, capacities)
 def test_without_records_and_extents_it_is_what_the_real_index_does(prompts: Prompts, capacity: int) -> None:
     workload = module._Workload.of(requests_of(prompts))

@@ -340,11 +340,14 @@ def _replay_tree(workload: _Workload, policy_name: str, capacity_chunks: int) ->
                 evictions += 1
             if parent != NO_NODE:
                 holds[parent] -= 1
-                policy.unpinned(parent)
-            if num_kept == capacity_chunks:
-                break  # the request is longer than the pool: its beginning stays
             keys[node] = workload.digests[node]
             parents[node] = parent
+            if num_kept == capacity_chunks:  # the request is longer than the pool: its beginning stays
+                policy.removed(node)
+                keys[node] = None
+                if parent != NO_NODE:
+                    policy.unpinned(parent)
+                break
             holds[node] = 1
             if parent != NO_NODE:
                 children[parent] += 1
