@@ -133,8 +133,13 @@ def test_strangers_that_take_every_descriptor_keep_nobody_from_being_served(remo
     descriptors = remote.num_descriptors()
     _, hard = resource.prlimit(remote.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(remote.process.pid, resource.RLIMIT_NOFILE, (descriptors + 20, hard))
-    strangers = [socket.create_connection(remote.address) for _ in range(60)]
-    wait_until(lambda: remote.num_descriptors() >= descriptors + 10)
+    strangers: list[socket.socket] = []
+    try:
+        for _ in range(60):
+            strangers.append(socket.create_connection(remote.address))
+        wait_until(lambda: remote.num_descriptors() >= descriptors + 10)
+    except ConnectionError:  # the depot closed its port before the last stranger came
+        pass
     assert engine.find(prompt(3, "bystander")).num_chunks == 3
     with suppress(DepotUnavailable):  # it may have to wait: Regression: this ended the depot
         ask_depot(o.Status(), remote.process.url, 0.5)
