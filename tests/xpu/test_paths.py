@@ -210,4 +210,4 @@ def test_ten_restarts_leave_one_registration(make: Make, kernels: FakeKernels, d
     wait_until_registered(worker)
     assert sum(kernels.registered.values()) == 64 << 20
     wait_until(lambda: not depot.status().recovering)
-    assert comes_back(worker)
+    wait_until(lambda: comes_back(worker), 20, "the worker to notice that the last depot is another one")
