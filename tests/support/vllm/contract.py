@@ -36,7 +36,7 @@ def reader(path: Path) -> Read:
 def touched() -> dict[str, set[str]]:
     """Return the names that the connector imports from each module of vLLM."""
     names: dict[str, set[str]] = {}
-    for file in SOURCE.glob("*.py"):
+    for file in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
                 names.setdefault(node.module, set()).update(alias.name for alias in node.names)

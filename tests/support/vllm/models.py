@@ -17,6 +17,7 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }
+_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 _SMALL: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, **_COMMON}
 
 
@@ -36,6 +37,30 @@ def _configurations() -> dict[str, Any]:
             qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
             first_k_dense_replace=1, topk_method="greedy", n_group=1, topk_group=1, **_COMMON,
         ),
+        "mla-yarn": lambda: t.DeepseekV2Config(
+            hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
+            qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+            first_k_dense_replace=1, topk_method="greedy", n_group=1, topk_group=1,
+            rope_parameters={"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7, **_YARN}, **_COMMON,
+        ),
+        "qk-norm": lambda: t.Qwen3Config(intermediate_size=512, num_hidden_layers=4, head_dim=64, **_SMALL),
+        "yarn": lambda: t.LlamaConfig(
+            intermediate_size=512, num_hidden_layers=4, head_dim=64,
+            rope_parameters={"rope_theta": 1e4, **_YARN}, **_SMALL,
+        ),
+        "scaled": lambda: t.LlamaConfig(
+            intermediate_size=512, num_hidden_layers=4, head_dim=64,
+            rope_parameters={
+                "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 1024,
+            },
+            **_SMALL,
+        ),
+        "partial": lambda: t.Glm4Config(  # turns half of the dims, in pairs of neighbours
+            intermediate_size=512, num_hidden_layers=4, head_dim=64, **_SMALL,
+        ),
+        "learned": lambda: t.GPT2Config(n_embd=256, n_head=4, n_layer=4, n_positions=8192, **_COMMON),
         "windows": lambda: t.Gemma3TextConfig(
             intermediate_size=512, num_hidden_layers=6, head_dim=64, sliding_window=512, query_pre_attn_scalar=64,
             layer_types=["sliding_attention"] * 5 + ["full_attention"], **_SMALL,

@@ -1,6 +1,7 @@
 """The attributes of vLLM's objects that this package uses. Source: vLLM 0.32.0.
 
-Only `connector`, `events` and `stats` import vLLM when they are loaded, so everything else can be tested without it.
+Only `connector`, `events`, `stats` and `blend` import vLLM when they are loaded. Everything else can be tested without
+it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

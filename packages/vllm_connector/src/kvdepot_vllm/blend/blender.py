@@ -1,0 +1,212 @@
+# pyright: basic, reportMissingImports=false
+"""`Blender`: computes chosen tokens of a prompt whose other tokens have their KV from elsewhere. One in each worker.
+
+The worker's side loads KV into the request's blocks, or into staging blocks, and calls `move`. It then calls
+`recompute` for the tokens between the reused runs, `choose` for the reused tokens to compute again, and `recompute` for
+those: in as many slices of ascending positions as it likes, between or within the engine's steps.
+
+The tokens to compute are scattered positions of one prompt. Each stretch of neighbours becomes one row of an ordinary
+ragged batch, and all rows have the block table of the request. The engine writes the KV of all rows before it reads
+any, in each layer; so a token attends to exactly the tokens up to itself, computed again or reused. The model and the
+attention backend are the engine's own. The metadata builder is not: the runner's keeps the step under way.
+
+With several ranks, each must make the same calls in the same step, because the model's layers wait for each other.
+Tokens, positions and tables are int64 tensors on the CPU.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from vllm.forward_context import create_forward_context, override_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kvdepot.errors import LayoutError
+from kvdepot_vllm.blend.layers import layers_of
+from kvdepot_vllm.blend.moves import move
+from kvdepot_vllm.blend.policies import POLICIES, Budget, Run
+from kvdepot_vllm.blend.scores import ModelScores
+
+_DEFAULT_BUDGET: Final = Budget()
+
+
+def find_model() -> Any | None:
+    """Return the model of the runner that is calling, None if no runner is found.
+
+    vLLM's runners call `register_kv_caches`, so one of the frames below it has the runner.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        runner = frame.f_locals.get("self")
+        if all(hasattr(runner, name) for name in ("get_model", "model", "kv_cache_config")):
+            assert runner is not None
+            return runner.get_model()
+        frame = frame.f_back
+    return None
+
+
+class Blender:
+    """Blends prompts in the KV cache of one worker, which has one group of full attention.
+
+    Args:
+        model: the model that the engine runs, as `find_model` returns it.
+        vllm_config: `VllmConfig`.
+        kv_cache_config: `KVCacheConfig`.
+        scratch_block: a block that no request has yet; its bytes are overwritten and restored.
+
+    Attributes:
+        block_tokens: of a block in the tables.
+        splits: blocks of the kernels in one of the tables' blocks.
+        layers: all attention layers with a cache.
+
+    Raises:
+        LayoutError: the pages, the rotation or the backend of a layer cannot be used.
+    """
+
+    def __init__(self, model: Any, vllm_config: Any, kv_cache_config: Any, scratch_block: int = 1) -> None:
+        (group,) = kv_cache_config.kv_cache_groups
+        self._model, self._vllm_config = model, vllm_config
+        modules = vllm_config.compilation_config.static_forward_context
+        self.block_tokens: int = group.kv_cache_spec.block_size
+        first = modules[group.layer_names[0]]
+        self.device = first.kv_cache.device
+        self.splits: int = first.kv_cache.shape[0] // kv_cache_config.num_blocks
+        self.layers = layers_of(
+            model,
+            [modules[name] for name in group.layer_names],
+            kv_cache_config.num_blocks * self.block_tokens,
+            scratch_block * self.splits,
+        )
+        backends = {modules[name].get_attn_backend() for name in group.layer_names}
+        if len(backends) > 1:
+            raise LayoutError(f"the layers of one group have different attention backends: {backends}")
+        spec = group.kv_cache_spec
+        if self.splits > 1:
+            spec = spec.copy_with_new_block_size(self.block_tokens // self.splits)
+        self._builder = backends.pop().get_builder_cls()(spec, group.layer_names, vllm_config, self.device)
+        names = set(group.layer_names)
+        self._names = [  # with layers that read the cache of another one
+            name
+            for name, module in modules.items()
+            if name in names or getattr(module, "kv_sharing_target_layer_name", None) in names
+        ]
+        self._most_rows: int = vllm_config.scheduler_config.max_num_seqs
+        self._most_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+
+    def slots(self, table: Any, positions: Any) -> Any:
+        """Return the slots of positions, `(n,)`, in the blocks of `table`."""
+        return table[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
+
+    def move(self, from_slots: Any, to_slots: Any, old_positions: Any, new_positions: Any) -> None:
+        """Move KV to other slots and positions in all layers, see `moves.move`."""
+        with torch.inference_mode():
+            move(self.layers, from_slots, to_slots, old_positions, new_positions)
+
+    def forward(self, tokens: Any, positions: Any, table: Any, *, shift: int = 0, compiled: bool = False) -> Any:
+        """Run the model over positions of a prompt. Return hidden states in the order of positions, `(n, hidden)`.
+
+        Args:
+            tokens: of the whole prompt, or at least up to the last of `positions`.
+            positions: `(n,)`, ascending; at most `max_num_seqs` stretches and `max_num_batched_tokens` tokens.
+            table: the block of every `block_tokens` positions up to the last of `positions`.
+            shift: is added to the positions that the rotary embedding sees.
+            compiled: use the engine's compiled model, if it has one. Hooks on layers do not run there.
+        """
+        runs = _rows(positions)
+        order = torch.cat([torch.arange(begin, end) for begin, end in runs])
+        device = self.device
+        lengths = [end - begin for begin, end in runs]
+        ends = [int(positions[end - 1]) + 1 for _, end in runs]
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        seq_lens = torch.tensor(ends, dtype=torch.int32)
+        ordered = positions[order]
+        slots = self.slots(table, ordered).to(device)
+        places = (ordered + shift).to(device)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens.to(device),
+            seq_lens_cpu_upper_bound=seq_lens,
+            num_reqs=len(runs),
+            num_actual_tokens=len(ordered),
+            max_query_len=max(lengths),
+            max_seq_len=max(ends),
+            block_table_tensor=self._blocks(table, max(ends)).expand(len(runs), -1).contiguous(),
+            slot_mapping=slots,
+            causal=True,
+            positions=places,
+            is_prefilling=torch.ones(len(runs), dtype=torch.bool),
+        )
+        context = create_forward_context(
+            dict.fromkeys(self._names, self._builder.build(0, common)),
+            self._vllm_config,
+            slot_mapping=dict.fromkeys(self._names, slots),
+            skip_compiled=not compiled,
+        )
+        with override_forward_context(context), torch.inference_mode():
+            hidden = self._model(input_ids=tokens[ordered].to(device, torch.int32), positions=places)
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order))
+            return hidden[back.to(device)]
+
+    def recompute(self, tokens: Any, positions: Any, table: Any) -> None:
+        """Compute the KV of ascending positions, in batches that the engine has room for.
+
+        Computing them in several calls gives the same KV, if the calls ascend.
+        """
+        for batch in self.batches(positions):
+            self.forward(tokens, batch, table, compiled=True)
+
+    def choose(
+        self,
+        policy: str,
+        tokens: Any,
+        runs: Sequence[Run],
+        table: Any,
+        question: Run | None = None,
+        budget: Budget = _DEFAULT_BUDGET,
+    ) -> Any:
+        """Return the reused positions to compute again, ascending. All ranks choose the same.
+
+        The KV of everything before the last run must be there. Some policies write the KV of the question.
+
+        Args:
+            policy: a name in `POLICIES`.
+            tokens: of the prompt, with the question.
+            runs: the reused positions: ascending, without overlap.
+            table: has blocks for the question, too. Blocks that are thrown away afterwards will do for it.
+            question: positions of the question; None if there is none.
+            budget: how many tokens to choose.
+        """
+        if not runs:
+            return torch.empty(0, dtype=torch.int64)
+        return POLICIES[policy].choose(runs, budget, ModelScores(self, tokens, runs, table, question))
+
+    def batches(self, positions: Any) -> Iterator[Any]:
+        """Cut ascending positions into batches that the engine has room for."""
+        is_start = torch.ones(len(positions), dtype=torch.bool)
+        is_start[1:] = positions[1:] != positions[:-1] + 1
+        row = is_start.long().cumsum(0)
+        begin = 0
+        while begin < len(positions):
+            end = int(torch.searchsorted(row, row[begin] + self._most_rows))
+            end = min(end, begin + self._most_tokens)
+            yield positions[begin:end]
+            begin = end
+
+    def _blocks(self, table: Any, num_tokens: int) -> Any:
+        """Return the part of the table that holds so many tokens, `(blocks,)` int32, as the kernels count blocks."""
+        blocks = table[: -(-num_tokens // self.block_tokens)]
+        blocks = (blocks[:, None] * self.splits + torch.arange(self.splits)).flatten()
+        return blocks.to(self.device, torch.int32)
+
+
+def _rows(positions: Any) -> list[tuple[int, int]]:
+    """Return the stretches of neighbours as begin and end in `positions`, short ones first.
+
+    Some backends split a batch into decodes and prefills by length, and expect the decodes first.
+    """
+    cuts = (positions[1:] != positions[:-1] + 1).nonzero().squeeze(1) + 1
+    ends = [*cuts.tolist(), len(positions)]
+    return sorted(zip([0, *ends[:-1]], ends, strict=True), key=lambda run: run[1] - run[0])

@@ -1,0 +1,229 @@
+# pyright: basic, reportMissingImports=false
+"""Attention layers as a blender sees them: where K and V of a token lie, and how K turns with its position.
+
+Neither is known beforehand. The places are found by writing numbers through the attention backend's own kernel into a
+block that is restored afterwards; it copies values verbatim, unless the cache is quantized. The rotation comes from the
+layer's rotary embedding, computed again in float32: the engine keeps its table in the precision of the model.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+from kvdepot.errors import LayoutError
+from kvdepot_vllm.blend.places import Places
+
+_BASE: Final = 100  # digits 1 to 100 are exact in every floating type
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Turns pairs of K's elements by angles in proportion to the distance moved.
+
+    Attributes:
+        table: `(positions, 2, num_pairs)` float32 on the device: cosine and sine of the angles at each position.
+        is_neox: whether element `i` is paired with `i + num_pairs`, rather than `2 i` with `2 i + 1`.
+    """
+
+    table: Any
+    is_neox: bool
+
+    @classmethod
+    def of(cls, rotary: Any, device: Any) -> "Rotation":
+        """Take the rotation of a `RotaryEmbeddingBase`. A factor on K, as YaRN's, is divided out.
+
+        Raises:
+            LayoutError: the table of this embedding depends on more than the position.
+        """
+        try:
+            with torch.device("cpu"):
+                table = rotary._compute_cos_sin_cache().float().unflatten(-1, (2, -1))  # noqa: SLF001
+        except TypeError as error:
+            raise LayoutError(f"{type(rotary).__name__} has more than one table of angles") from error
+        factor = (table[0] ** 2).sum(0).sqrt()
+        return cls((table / factor).to(device), bool(rotary.is_neox_style))
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of elements that are turned, counted from the first."""
+        return self.table.shape[-1]
+
+    def angles(self, distance: int) -> tuple[Any, Any]:
+        """Return cosine and sine, `(num_pairs,)` float32 each, of a move by `distance` tokens."""
+        cosine, sine = self.table[abs(distance)]
+        return cosine, sine if distance >= 0 else -sine
+
+    def pairs(self, index: Any) -> tuple[Any, Any]:
+        """Split the dims of `index`, `(block_tokens, heads, dim)`, into the first and second elements of the pairs."""
+        half = self.num_pairs
+        if self.is_neox:
+            return index[..., :half], index[..., half : 2 * half]
+        return index[..., 0 : 2 * half : 2], index[..., 1 : 2 * half : 2]
+
+
+class Layer:
+    """One attention layer.
+
+    With latent attention (MLA) "K" is the part with a rotation, which all heads share, and "V" the latent vector.
+
+    Args:
+        module: vLLM's `Attention` or `MLAAttention`.
+        rotation: None if positions do not change K.
+        block_tokens: of a block of `module.kv_cache`.
+        scratch_block: its contents are overwritten and restored.
+        twin: a layer of the same kind, whose layout is taken instead of looking again.
+
+    Attributes:
+        k, v: places of K and V, `(heads, dim)` of a token.
+        pair: places of the first and of the second elements of the pairs that a move turns; None without a rotation.
+
+    Raises:
+        LayoutError: the elements of K and V cannot be found in the pages.
+    """
+
+    def __init__(
+        self, module: Any, rotation: Rotation | None, block_tokens: int, scratch_block: int, twin: "Layer | None" = None
+    ) -> None:
+        self.module = module
+        self.rotation = rotation
+        self.block_tokens = block_tokens
+        self.is_latent = hasattr(module, "kv_lora_rank")
+        cache = module.kv_cache
+        if twin is None:
+            k_shape, v_shape = self._shapes()
+            self.k_index = self._find(k_shape, v_shape, scratch_block, of_k=True)
+            self.v_index = self._find(k_shape, v_shape, scratch_block, of_k=False)
+        else:
+            self.k_index, self.v_index = twin.k_index, twin.v_index
+        self.k, self.v = Places.of(cache, self.k_index), Places.of(cache, self.v_index)
+        self.pair: tuple[Places, Places] | None = None
+        if rotation is not None:
+            first, second = rotation.pairs(self.k_index)
+            self.pair = Places.of(cache, first), Places.of(cache, second)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers whose pages have the same layout and whose K turns alike."""
+        return (*layout_of(self.module), id(self.rotation))
+
+    @property
+    def scale(self) -> float:
+        """The factor on products of queries and keys."""
+        return float(self.module.impl.scale)
+
+    def rows(self, slots: Any) -> tuple[Any, Any]:
+        """Return copies of K and V of slots, `(n, heads, dim)` each."""
+        blocks, offsets = slots // self.block_tokens, slots % self.block_tokens
+        k, v = (places.logical(places.rows[places.at(blocks, offsets)]) for places in (self.k, self.v))
+        return k, v
+
+    def keys(self, slots: Any) -> Any:
+        """Return the vectors that queries are compared with, `(n, heads, dim)`: with MLA the latent one and K."""
+        k, v = self.rows(slots)
+        return torch.cat([v, k], -1) if self.is_latent else k
+
+    def keys_of(self, inputs: tuple[Any, ...]) -> Any:
+        """Return the same from the arguments of the module's `forward`."""
+        if self.is_latent:
+            return torch.cat([inputs[1].unsqueeze(1), inputs[2].view(len(inputs[2]), 1, -1)], -1)
+        return inputs[1].view(len(inputs[1]), self.module.num_kv_heads, -1)
+
+    def queries_of(self, inputs: tuple[Any, ...]) -> Any:
+        """Return the queries to compare with `keys`, `(n, query heads, dim)`, from the arguments of `forward`."""
+        module, query = self.module, inputs[0]
+        if not self.is_latent:
+            return query.view(len(query), module.num_heads, -1)
+        plain, turned = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+        return torch.cat([torch.einsum("qhp,hpl->qhl", plain, module.W_UK_T), turned], -1)
+
+    def _shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        tokens, module = self.block_tokens, self.module
+        if self.is_latent:
+            return (tokens, 1, module.qk_rope_head_dim), (tokens, 1, module.kv_lora_rank)
+        return (tokens, module.num_kv_heads, module.head_size), (tokens, module.num_kv_heads, module.head_size_v)
+
+    def _find(self, k_shape: Any, v_shape: Any, block: int, *, of_k: bool) -> Any:
+        """Return where each element of K or V of a block lies, as `Places.of` takes it."""
+        cache = self.module.kv_cache
+        page = cache[block]
+        saved = page.clone()
+        shape = k_shape if of_k else v_shape
+        ids = torch.arange(shape[0] * shape[1] * shape[2])
+        found, seen = torch.zeros(page.numel(), dtype=torch.int64), None
+        try:
+            power = 1
+            while power < len(ids):
+                numbers = (ids // power % _BASE + 1).to(cache.device, cache.dtype).view(shape)
+                zeros = [torch.zeros(each, device=cache.device, dtype=cache.dtype) for each in (k_shape, v_shape)]
+                page.zero_()
+                self._write(block, *((numbers, zeros[1]) if of_k else (zeros[0], numbers)))
+                got = page.flatten().to("cpu", torch.float32).round().long()
+                seen = got > 0 if seen is None else seen
+                found += (got - 1).clamp(min=0) * power
+                power *= _BASE
+        finally:
+            page.copy_(saved)
+        assert seen is not None
+        where = seen.nonzero().squeeze(1)
+        if sorted(found[where].tolist()) != ids.tolist():
+            raise LayoutError(f"the attention backend's pages do not hold {'K' if of_k else 'V'} as it was written")
+        memory = torch.zeros(page.shape, dtype=torch.int64)  # where each element of a block lies, from its start
+        for axis, (size, stride) in enumerate(zip(page.shape, page.stride(), strict=True)):
+            memory += (torch.arange(size) * stride).view(-1, *(1 for _ in page.shape[axis + 1 :]))
+        index = torch.empty(len(ids), dtype=torch.int64)
+        index[found[where]] = memory.flatten()[where]
+        return index.view(shape)
+
+    def _write(self, block: int, k: Any, v: Any) -> None:
+        """Write a block of K and V, `(block_tokens, heads, dim)` each, as the engine would."""
+        module = self.module
+        slots = torch.arange(block * self.block_tokens, (block + 1) * self.block_tokens, device=k.device)
+        if self.is_latent:
+            module.impl.do_kv_cache_update(
+                v.squeeze(1), k, module.kv_cache, slots, module.kv_cache_dtype, module._k_scale  # noqa: SLF001
+            )  # fmt: skip
+        else:
+            module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)
+
+
+def layout_of(module: Any) -> tuple[Any, ...]:
+    """Return a value that is equal for attention layers with the same layout of pages."""
+    cache = module.kv_cache
+    return type(module.impl), cache.shape, cache.stride(), cache.dtype
+
+
+def layers_of(model: Any, modules: Iterable[Any], num_slots: int, scratch_block: int) -> list[Layer]:
+    """Return the attention layers of a model.
+
+    Args:
+        model: has the modules among its descendants.
+        modules: vLLM's attention layers, in the order of the model.
+        num_slots: tokens that all pages of a layer hold.
+        scratch_block: in the numbering of the modules' caches; overwritten and restored.
+
+    Raises:
+        LayoutError: a layer's pages or angles cannot be understood.
+    """
+    parents = _parents(model)
+    rotations: dict[int, Rotation] = {}
+    twins: dict[tuple[Any, ...], Layer] = {}
+    layers: list[Layer] = []
+    for module in modules:
+        rotary = next(
+            (each for each in parents[module].modules() if isinstance(each, RotaryEmbeddingBase)), None
+        )  # fmt: skip
+        if rotary is not None and id(rotary) not in rotations:
+            rotations[id(rotary)] = Rotation.of(rotary, module.kv_cache.device)
+        rotation = None if rotary is None else rotations[id(rotary)]
+        layout = layout_of(module)
+        layer = Layer(module, rotation, num_slots // module.kv_cache.shape[0], scratch_block, twins.get(layout))
+        twins.setdefault(layout, layer)
+        layers.append(layer)
+    return layers
+
+
+def _parents(model: Any) -> Mapping[Any, Any]:
+    return {child: parent for parent in model.modules() for child in parent.children()}

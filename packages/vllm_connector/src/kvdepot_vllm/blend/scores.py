@@ -1,0 +1,111 @@
+# pyright: basic, reportMissingImports=false
+"""Scores of reused tokens from the model itself, for policies."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+
+from kvdepot_vllm.blend.policies import Run
+
+if TYPE_CHECKING:
+    from kvdepot_vllm.blend.blender import Blender
+
+_MOST_PRODUCTS: Final = 1 << 24  # of queries and keys at once, float32
+_SECOND: Final = 1  # layer: the first whose K depends on other tokens
+
+
+class Stop(Exception):
+    """Ends a forward pass of which the rest is not needed."""
+
+
+class ModelScores:
+    """Scores of the tokens in `runs`, with the KV of the prompt as it is in the pages. See `policies.Scores`.
+
+    Args:
+        blender: runs the model.
+        tokens: of the prompt, with the question.
+        runs: the reused positions.
+        table: of the prompt, with blocks for the question.
+        question: positions of the question; None if there is none.
+    """
+
+    def __init__(self, blender: "Blender", tokens: Any, runs: Sequence[Run], table: Any, question: Run | None) -> None:
+        self._blender, self._tokens, self._table = blender, tokens, table
+        self._positions = torch.cat([torch.arange(begin, end) for begin, end in runs])
+        self._question = question
+
+    @property
+    def question_tokens(self) -> int:
+        """Tokens of the question; 0 without one."""
+        return 0 if self._question is None else self._question[1] - self._question[0]
+
+    def deviation(self) -> Any:
+        """Return the squared distance of each token's K in the second layer from the reused one.
+
+        Costs one layer of computing the runs. Leaves the exact KV of the first layer in the pages.
+        """
+        blender = self._blender
+        number = min(_SECOND, len(blender.layers) - 1)
+        layer = blender.layers[number]
+        parts: list[Any] = []
+        for batch in blender.batches(self._positions):
+            slots = blender.slots(self._table, batch).to(blender.device)
+
+            def compare(inputs: Any, slots: Any = slots) -> None:
+                parts.append((layer.keys_of(inputs).float() - layer.keys(slots).float()).square().sum((1, 2)))
+                raise Stop
+
+            _watch(blender, {number: compare}, lambda batch=batch: blender.forward(self._tokens, batch, self._table))
+        return _summed(torch.cat(parts))
+
+    def attention(self) -> Any:
+        """Return how much the question attends to each token, summed over its tokens and all layers and heads.
+
+        Costs computing the question, and writes its KV.
+        """
+        assert self._question is not None
+        blender = self._blender
+        slots = blender.slots(self._table, self._positions).to(blender.device)
+        total = torch.zeros(len(slots), device=blender.device)
+
+        def hook(number: int) -> Callable[[Any], None]:
+            layer = blender.layers[number]
+
+            def add(inputs: Any) -> None:
+                keys = layer.keys(slots).float()
+                queries = layer.queries_of(inputs).float()
+                queries = queries.unflatten(1, (keys.shape[1], -1))
+                for few in queries.split(max(1, _MOST_PRODUCTS // (queries[0, ..., 0].numel() * len(keys)))):
+                    products = torch.einsum("qhgd,khd->hgqk", few, keys) * layer.scale
+                    total.add_(products.softmax(-1).mean((0, 1)).sum(0))
+
+            return add
+
+        hooks = {number: hook(number) for number in range(len(blender.layers))}
+        for batch in blender.batches(torch.arange(*self._question)):
+            _watch(blender, hooks, lambda batch=batch: blender.forward(self._tokens, batch, self._table))
+        return _summed(total)
+
+
+def _watch(blender: "Blender", hooks: dict[int, Callable[[Any], None]], forward: Callable[[], object]) -> None:
+    """Run `forward`; call hooks with the arguments of attention layers, by number, before these run."""
+    handles = [
+        blender.layers[number].module.register_forward_pre_hook(lambda _module, inputs, hook=hook: hook(inputs))
+        for number, hook in hooks.items()
+    ]
+    try:
+        forward()
+    except Stop:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _summed(score: Any) -> Any:
+    """Return the sum over all ranks, each of which has seen its own heads, on the CPU."""
+    if get_tensor_model_parallel_world_size() > 1:
+        score = tensor_model_parallel_all_reduce(score)
+    return score.cpu()

@@ -1,0 +1,126 @@
+# pyright: basic, reportMissingImports=false
+"""Shows before the first request that this engine can blend this model.
+
+The same tokens are computed at two positions. If attention depends on distances alone, K must differ by the rotation
+and V not at all. Learned positions, a wrong table of angles, a layer without rotation taken for one with it, and a
+layout that was misread fail here. Moves within and between blocks and the scores of policies run, too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from kvdepot_vllm.blend.blender import Blender
+from kvdepot_vllm.blend.policies import DEFAULT, Budget
+
+_SHIFT: Final = 1000  # tokens between the two positions
+_LEAST_SHIFT: Final = 64
+_TOKENS: Final = 96
+_LIMITS: Final = {torch.float32: (0.001, 0.001)}  # of the relative errors of K and V in the worst layer
+_LIMITS_OF_HALVES: Final = (0.05, 0.1)  # SmolLM2-135M in bfloat16 has 0.013 and 0.026
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """The result. Errors are norms of differences, relative to the norm of the right values, in the worst layer.
+
+    Attributes:
+        k_error: of K after our rotation.
+        v_error: of V.
+        unrotated_error: of K without our rotation. It must be large, or the test shows nothing.
+        why: the reason if the engine cannot blend, else "".
+    """
+
+    k_error: float
+    v_error: float
+    unrotated_error: float
+    why: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the engine can blend."""
+        return not self.why
+
+
+def blocks_needed(block_tokens: int) -> int:
+    """Return how many blocks the test needs."""
+    return 2 * _num_blocks(block_tokens)
+
+
+def self_test(blender: Blender, block_ids: Sequence[int], vocabulary: int, max_tokens: int) -> SelfTest:
+    """Test a model; costs two forward passes of a hundred tokens or little more than a block.
+
+    Args:
+        blender: of this worker. All ranks test at the same time.
+        block_ids: `blocks_needed` blocks that no request has; their bytes are restored.
+        vocabulary: number of token ids.
+        max_tokens: of a prompt and its answer.
+    """
+    ids = torch.tensor(block_ids, dtype=torch.int64)
+    pages = [layer.module.kv_cache.unflatten(0, (-1, blender.splits)) for layer in blender.layers]
+    saved = [each[ids].clone() for each in pages]
+    try:
+        return _tested(blender, ids, vocabulary, min(_SHIFT, max_tokens - _num_tokens(blender.block_tokens)))
+    except Exception as error:
+        return SelfTest(0.0, 0.0, 0.0, f"{type(error).__name__}: {error}")
+    finally:
+        for each, bytes_before in zip(pages, saved, strict=True):
+            each[ids] = bytes_before
+
+
+def _tested(blender: Blender, ids: Any, vocabulary: int, shift: int) -> SelfTest:
+    if shift < _LEAST_SHIFT:
+        return SelfTest(0.0, 0.0, 0.0, "the model's context is too short to test it")
+    count = _num_tokens(blender.block_tokens)
+    table, other = ids.split(_num_blocks(blender.block_tokens))
+    tokens = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(count)
+    slots = blender.slots(table, positions)
+    blender.forward(tokens, positions, table, shift=shift)
+    wanted = _rows(blender, slots)
+    blender.forward(tokens, positions, table)
+    unrotated = _rows(blender, slots)
+    elsewhere = blender.slots(other, positions[:-1] + 1)
+    blender.move(slots[:-1], elsewhere, positions[:-1], positions[:-1] + shift)
+    blender.move(slots, slots, positions, positions + shift)
+    moved, copied = _rows(blender, slots), _rows(blender, elsewhere)
+    k_errors = [_error(got, right) for (got, _), (right, _) in zip(moved, wanted, strict=True)]
+    k_errors += [_error(got, right[:-1]) for (got, _), (right, _) in zip(copied, wanted, strict=True)]
+    v_errors = [_error(got, right) for (_, got), (_, right) in zip(moved, wanted, strict=True)]
+    v_errors += [_error(got, right[:-1]) for (_, got), (_, right) in zip(copied, wanted, strict=True)]
+    k, v = max(k_errors), max(v_errors)
+    raw = max(_error(got, right) for (got, _), (right, _) in zip(unrotated, wanted, strict=True))
+    why = _why_not(k, v, raw, blender)
+    if not why:  # an exception would be the reason
+        blender.choose(DEFAULT, tokens, [(0, count - 16)], table, (count - 16, count), Budget())
+    return SelfTest(k, v, raw, why)
+
+
+def _why_not(k: float, v: float, raw: float, blender: Blender) -> str:
+    most_k, most_v = _LIMITS.get(blender.layers[0].module.kv_cache.dtype, _LIMITS_OF_HALVES)
+    if not v <= most_v:  # also if it is not a number
+        return f"V depends on the position: it differs by {v:.2%}, more than {most_v:.2%}"
+    if not k <= max(2 * v, most_k):
+        return f"K does not turn as expected: it differs by {k:.2%}, more than {max(2 * v, most_k):.2%}"
+    if any(layer.rotation for layer in blender.layers) and raw < 4 * max(2 * v, most_k):
+        return f"K hardly turns: without a rotation it differs by {raw:.2%} only"
+    return ""
+
+
+def _rows(blender: Blender, slots: Any) -> list[tuple[Any, Any]]:
+    return [layer.rows(slots.to(blender.device)) for layer in blender.layers]
+
+
+def _error(got: Any, right: Any) -> float:
+    return float((got.float() - right.float()).norm() / right.float().norm())
+
+
+def _num_tokens(block_tokens: int) -> int:
+    """Tokens of the test: whole blocks and a part of one."""
+    return max(_TOKENS, block_tokens) + block_tokens // 4 + 1
+
+
+def _num_blocks(block_tokens: int) -> int:
+    return -(-_num_tokens(block_tokens) // block_tokens)
