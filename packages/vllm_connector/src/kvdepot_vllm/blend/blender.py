@@ -66,7 +66,7 @@ class Blender:
 
     def __init__(self, model: Any, vllm_config: Any, kv_cache_config: Any, scratch_block: int = 1) -> None:
         (group,) = kv_cache_config.kv_cache_groups
-        self._model, self._vllm_config = model, vllm_config
+        self.model, self._vllm_config = model, vllm_config
         modules = vllm_config.compilation_config.static_forward_context
         self.block_tokens: int = group.kv_cache_spec.block_size
         first = modules[group.layer_names[0]]
@@ -145,7 +145,7 @@ class Blender:
             skip_compiled=not compiled,
         )
         with override_forward_context(context), torch.inference_mode():
-            hidden = self._model(input_ids=tokens[ordered].to(device, torch.int32), positions=places)
+            hidden = self.model(input_ids=tokens[ordered].to(device, torch.int32), positions=places)
             back = torch.empty_like(order)
             back[order] = torch.arange(len(order))
             return hidden[back.to(device)]
