@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(
-    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="0",
-    OMP_WAIT_POLICY="PASSIVE",
+    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",
 )  # fmt: skip
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from kvdepot.errors import LayoutError
 from kvdepot_vllm.blend.places import Places
@@ -33,7 +32,7 @@ class Rotation:
 
     @classmethod
     def of(cls, rotary: Any, device: Any) -> "Rotation":
-        """Take the rotation of a `RotaryEmbeddingBase`. A factor on K, as YaRN's, is divided out.
+        """Take the rotation of vLLM's `RotaryEmbeddingBase`. A factor on K, as YaRN's, is divided out.
 
         Raises:
             LayoutError: the table of this embedding depends on more than the position.
@@ -51,17 +50,19 @@ class Rotation:
         """Pairs of elements that are turned, counted from the first."""
         return self.table.shape[-1]
 
-    def angles(self, distance: int) -> tuple[Any, Any]:
-        """Return cosine and sine, `(num_pairs,)` float32 each, of a move by `distance` tokens."""
-        cosine, sine = self.table[abs(distance)]
-        return cosine, sine if distance >= 0 else -sine
+    def factors(self, distance: int) -> tuple[Any, Any]:
+        """Return the factors of a move by `distance` tokens, `(2, num_pairs)` float32 each.
 
-    def pairs(self, index: Any) -> tuple[Any, Any]:
-        """Split the dims of `index`, `(block_tokens, heads, dim)`, into the first and second elements of the pairs."""
-        half = self.num_pairs
-        if self.is_neox:
-            return index[..., :half], index[..., half : 2 * half]
-        return index[..., 0 : 2 * half : 2], index[..., 1 : 2 * half : 2]
+        The first are those of each element itself, the second those of the other element of its pair.
+        """
+        cosine, sine = self.table[abs(distance)]
+        sine = sine if distance >= 0 else -sine
+        return torch.stack([cosine, cosine]), torch.stack([-sine, sine])
+
+    def pairs(self, index: Any) -> Any:
+        """Return `(block_tokens, heads, 2, num_pairs)` of an index of places, `(block_tokens, heads, dim)`."""
+        turned = index[..., : 2 * self.num_pairs]
+        return turned.unflatten(-1, (2, -1)) if self.is_neox else turned.unflatten(-1, (-1, 2)).transpose(-1, -2)
 
 
 class Layer:
@@ -78,7 +79,7 @@ class Layer:
 
     Attributes:
         k, v: places of K and V, `(heads, dim)` of a token.
-        pair: places of the first and of the second elements of the pairs that a move turns; None without a rotation.
+        turned: places of the part of K that a move turns, `(heads, 2, num_pairs)` of a token; None without a rotation.
 
     Raises:
         LayoutError: the elements of K and V cannot be found in the pages.
@@ -99,10 +100,7 @@ class Layer:
         else:
             self.k_index, self.v_index = twin.k_index, twin.v_index
         self.k, self.v = Places.of(cache, self.k_index), Places.of(cache, self.v_index)
-        self.pair: tuple[Places, Places] | None = None
-        if rotation is not None:
-            first, second = rotation.pairs(self.k_index)
-            self.pair = Places.of(cache, first), Places.of(cache, second)
+        self.turned = None if rotation is None else Places.of(cache, rotation.pairs(self.k_index))
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -212,9 +210,7 @@ def layers_of(model: Any, modules: Iterable[Any], num_slots: int, scratch_block:
     twins: dict[tuple[Any, ...], Layer] = {}
     layers: list[Layer] = []
     for module in modules:
-        rotary = next(
-            (each for each in parents[module].modules() if isinstance(each, RotaryEmbeddingBase)), None
-        )  # fmt: skip
+        rotary = next((each for each in parents[module].modules() if hasattr(each, "_compute_cos_sin_cache")), None)
         if rotary is not None and id(rotary) not in rotations:
             rotations[id(rotary)] = Rotation.of(rotary, module.kv_cache.device)
         rotation = None if rotary is None else rotations[id(rotary)]

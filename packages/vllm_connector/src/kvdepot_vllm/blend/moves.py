@@ -1,19 +1,23 @@
 # pyright: basic, reportMissingImports=false
 """Moves tokens' KV to other slots and positions: K is turned by the distance, everything else is copied.
 
-Slots and positions are CPU int64. A move is cut into pieces of one distance, and those into batches: on a CPU a batch
-stays in the cache. Whole blocks that stay in place are turned as they lie in memory; other tokens are gathered.
-Indices and angles are worked out once for each kind of layer.
+Slots and positions are CPU int64. A CPU moves slices of blocks, each of which stays in its cache. A device gathers and
+scatters tokens, and so does a CPU where tokens lie in tiles that a slice would cut. The work on indices and angles is
+done once for each kind of layer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from kvdepot_vllm.blend.layers import Layer
+from kvdepot_vllm.blend.places import Places
 
-_BATCH_ELEMENTS: Final = 1 << 18  # of K, on a CPU
-_BATCH_ELEMENTS_OF_DEVICES: Final = 1 << 25
+_SLICE_ELEMENTS: Final = 1 << 12  # of K in a block: smaller slices cost more than gathering
+_GATHERED_ELEMENTS: Final = 1 << 18  # of K at once on a CPU
+_GATHERED_ELEMENTS_OF_DEVICES: Final = 1 << 25
 
 
 def move(layers: Sequence[Layer], from_slots: Any, to_slots: Any, old: Any, new: Any) -> None:
@@ -25,97 +29,115 @@ def move(layers: Sequence[Layer], from_slots: Any, to_slots: Any, old: Any, new:
         to_slots: `(n,)`, the slots to fill. Equal to `from_slots` for KV that is in place; otherwise the two have no
             slot in common.
         old: `(n,)`, the positions at which the KV was computed.
-        new: `(n,)`, its positions from now on.
+        new: `(n,)`, its positions from now on. Long stretches of one distance are fast.
     """
+    if not len(from_slots):
+        return
     in_place = bool((from_slots == to_slots).all())
     kinds: dict[Any, list[Layer]] = {}
     for layer in layers:
         kinds.setdefault(layer.kind, []).append(layer)
+    distances = new - old
     for alike in kinds.values():
-        for begin, end, distance in _runs(new - old):
-            if in_place and distance == 0:
-                continue
-            for batch in _batches(alike[0], from_slots[begin:end], in_place=in_place):
-                part = slice(begin + batch.start, begin + batch.stop)
-                _Batch(alike[0], from_slots[part], None if in_place else to_slots[part], distance).move(alike)
+        for begin, end in _stretches(distances[1:] == distances[:-1]):
+            distance = int(distances[begin]) if alike[0].rotation is not None else 0
+            if not in_place or distance:
+                _move(alike, from_slots[begin:end], to_slots[begin:end], distance, in_place=in_place)
 
 
-class _Batch:
-    """Tokens that move at once by the same distance.
-
-    Args:
-        layer: one of the kind.
-        target: None for tokens that stay in place.
-    """
-
-    def __init__(self, layer: Layer, source: Any, target: Any | None, distance: int) -> None:
-        size, device = layer.block_tokens, layer.module.kv_cache.device
-
-        def index(slots: Any) -> tuple[Any, ...]:
-            return layer.k.at((slots // size).to(device), (slots % size).to(device))
-
-        self._whole = target is None and _is_whole(source, size)
-        self._source = ((source[::size] // size).to(device),) if self._whole else index(source)
-        self._target = self._source if target is None else index(target)
-        self._in_place = target is None
-        self._angles: tuple[Any, Any] | None = None
-        if layer.rotation is not None and layer.pair is not None and distance:
-            cosine, sine = layer.rotation.angles(distance)
-            places = layer.pair[0]
-            self._angles = places.spread(cosine, over_pages=self._whole), places.spread(sine, over_pages=self._whole)
-
-    def move(self, layers: Sequence[Layer]) -> None:
-        """Move the tokens' KV in every layer of the kind."""
-        for layer in layers:
-            if not self._in_place:
-                for places in (layer.k, layer.v):
-                    places.rows[self._target] = places.rows[self._source]
-            if self._angles is not None:
-                self._turn(layer)
-
-    def _turn(self, layer: Layer) -> None:
-        assert self._angles is not None
-        assert layer.pair is not None
-        cosine, sine = self._angles
-        views = [places.pages if self._whole else places.rows for places in layer.pair]
-        first, second = (view[self._target].float() for view in views)
-        turned = first * cosine
-        turned.addcmul_(second, sine, value=-1)
-        second *= cosine
-        second.addcmul_(first, sine)
-        for view, values in zip(views, (turned, second), strict=True):
-            view[self._target] = values.to(view.dtype)
+def _move(layers: Sequence[Layer], source: Any, target: Any, distance: int, *, in_place: bool) -> None:
+    """Move tokens by one distance, in layers of one kind."""
+    layer = layers[0]
+    size, is_cpu = layer.block_tokens, layer.module.kv_cache.device.type == "cpu"
+    left = [torch.empty(0, dtype=torch.int64)]  # numbers of tokens that are gathered
+    slices: list[_Slice] = []
+    elements = layer.k_index.numel()
+    if not is_cpu or elements < _SLICE_ELEMENTS:
+        left.append(torch.arange(len(source)))
+    else:
+        follows = (source[1:] == source[:-1] + 1) & (target[1:] == target[:-1] + 1)
+        follows &= (source[1:] % size != 0) & (target[1:] % size != 0)
+        for begin, end in _stretches(follows):
+            if end - begin == size or layer.k.token_dim is not None:
+                slices.append(_Slice(*divmod(int(source[begin]), size), *divmod(int(target[begin]), size), end - begin))
+            else:
+                left.append(torch.arange(begin, end))
+    if slices:
+        turn = _Turn.of(layer, distance, in_pages=True)
+        for each in layers:
+            for one in slices:
+                one.move(each, turn, in_place=in_place)
+    most = (_GATHERED_ELEMENTS if is_cpu else _GATHERED_ELEMENTS_OF_DEVICES) * size // elements
+    for tokens in torch.cat(left).split(max(1, most)):
+        _gather(layers, source[tokens], target[tokens], _Turn.of(layer, distance, in_pages=False), in_place=in_place)
 
 
-def _runs(distances: Any) -> Iterator[tuple[int, int, int]]:
-    """Yield begin, end and distance of the longest runs of one distance."""
-    if not len(distances):
+class _Turn(NamedTuple):
+    """A turn of K by one distance, for layers of one kind."""
+
+    own: Any  # factors of each element
+    other: Any  # factors of the other element of its pair
+    dim: int  # of the two elements of a pair
+
+    @classmethod
+    def of(cls, layer: Layer, distance: int, *, in_pages: bool) -> "_Turn | None":
+        """Return the turn of a part of pages, or of rows; None if nothing turns."""
+        places = layer.turned
+        if places is None or layer.rotation is None or not distance:
+            return None
+        own, other = (places.spread(each, in_pages=in_pages) for each in layer.rotation.factors(distance))
+        return cls(own, other, places.dim_of(2, in_pages=in_pages))
+
+    def __call__(self, values: Any) -> Any:
+        """Return values after the turn, float32. Float32 values may be changed themselves."""
+        values = values.float()
+        others = values.flip(self.dim)
+        return values.mul_(self.own).addcmul_(others, self.other)
+
+
+class _Slice(NamedTuple):
+    """Neighbouring tokens of one block."""
+
+    from_block: int
+    from_offset: int
+    to_block: int
+    to_offset: int
+    length: int
+
+    def move(self, layer: Layer, turn: _Turn | None, *, in_place: bool) -> None:
+        """Move them in one layer."""
+        if not in_place:
+            for places in (layer.k, layer.v):
+                source = self._part(places, self.from_block, self.from_offset)
+                self._part(places, self.to_block, self.to_offset).copy_(source)
+        if turn is not None and layer.turned is not None:
+            part = self._part(layer.turned, self.to_block, self.to_offset)
+            part.copy_(turn(part))
+
+    def _part(self, places: Places, block: int, offset: int) -> Any:
+        page, dim = places.pages[block], places.token_dim
+        return page if dim is None else page.narrow(dim, offset, self.length)
+
+
+def _gather(layers: Sequence[Layer], source: Any, target: Any, turn: _Turn | None, *, in_place: bool) -> None:
+    """Move single tokens in layers of one kind."""
+    if not len(source):
         return
-    cuts = [0, *((distances[1:] != distances[:-1]).nonzero().squeeze(1) + 1).tolist(), len(distances)]
-    for begin, end in pairwise(cuts):
-        yield begin, end, int(distances[begin])
+    size, device = layers[0].block_tokens, layers[0].module.kv_cache.device
+    source, target = (((slots // size).to(device), (slots % size).to(device)) for slots in (source, target))
+    for layer in layers:
+        if not in_place:
+            for places in (layer.k, layer.v):
+                places.rows[places.at(*target)] = places.rows[places.at(*source)]
+        if turn is not None and layer.turned is not None:
+            rows, index = layer.turned.rows, layer.turned.at(*target)
+            rows[index] = turn(rows[index]).to(rows.dtype)
 
 
-def _batches(layer: Layer, slots: Any, *, in_place: bool) -> Iterator[slice]:
-    """Cut tokens into batches: whole blocks by themselves if they stay in place."""
-    size = layer.block_tokens
-    is_cpu = layer.module.kv_cache.device.type == "cpu"
-    elements = len(layer.k_index[0].flatten()) * size
-    most = max(1, (_BATCH_ELEMENTS if is_cpu else _BATCH_ELEMENTS_OF_DEVICES) // elements) * size
-    head, body = len(slots), 0
-    if in_place:
-        head = min(int(-slots[0] % size), len(slots))
-        body = (len(slots) - head) // size * size
-        if not _is_whole(slots[head : head + body], size):
-            head, body = len(slots), 0
-    for begin, end in ((0, head), (head, head + body), (head + body, len(slots))):
-        for start in range(begin, end, most):
-            yield slice(start, min(start + most, end))
+def _stretches(follows: Any) -> list[tuple[int, int]]:
+    """Return begin and end of the stretches in which each item but the first follows the one before.
 
-
-def _is_whole(slots: Any, block_tokens: int) -> bool:
-    """Return whether slots are all those of some blocks, in order."""
-    if len(slots) % block_tokens:
-        return False
-    blocks = slots.view(-1, block_tokens)
-    return bool((blocks == blocks[:, :1] // block_tokens * block_tokens + slots.new_tensor(range(block_tokens))).all())
+    `follows` says so for all items but the first, so there is at least one item.
+    """
+    cuts = (~follows).nonzero().squeeze(1) + 1
+    return list(pairwise([0, *cuts.tolist(), len(follows) + 1]))

@@ -7,7 +7,7 @@ a size and a stride, and a tensor with one dimension for each digit views all pa
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,19 +38,17 @@ def digits_of(offsets: list[int]) -> tuple[Digit, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Views of one part of every token's KV, `(tokens, heads, dim)`, in all pages of a layer.
+    """Views of one part of every token's KV, `(tokens, *others)`, in all pages of a layer.
 
     Attributes:
-        pages: `(num_blocks, *digits)`, in the order of memory.
-        rows: `(num_blocks, *token digits, *others)`, the digits of heads and dim in the order of memory.
-        tokens, heads, dims: digits of each axis.
+        pages: `(num_blocks, *digits)`, the digits of all axes in the order of memory.
+        rows: `(num_blocks, *token digits, *digits)`, the digits of the other axes in the order of memory.
+        axes: digits of each axis; the first is that of tokens.
     """
 
     pages: Any
     rows: Any
-    tokens: tuple[Digit, ...]
-    heads: tuple[Digit, ...]
-    dims: tuple[Digit, ...]
+    axes: tuple[tuple[Digit, ...], ...]
 
     @classmethod
     def of(cls, cache: Any, index: Any) -> "Places":
@@ -58,17 +56,22 @@ class Places:
 
         Args:
             cache: `(num_blocks, ...)` of any strides.
-            index: `(block_tokens, heads, dim)`, int64 on the CPU: where each element lies, in elements from the start
-                of its block in memory.
+            index: `(block_tokens, *others)`, int64 on the CPU: where each element lies, in elements from the start of
+                its block in memory.
 
         Raises:
             LayoutError: the places follow no regular pattern.
         """
-        base = int(index[0, 0, 0])
-        axes = index[:, 0, 0] - base, index[0, :, 0] - base, index[0, 0, :] - base
-        if not (index == base + axes[0][:, None, None] + axes[1][None, :, None] + axes[2]).all():
+        start = (0,) * index.dim()
+        base = int(index[start])
+        axes: list[tuple[Digit, ...]] = []
+        rest = index - base
+        for axis in range(index.dim()):
+            offsets = index[(*start[:axis], slice(None), *start[axis + 1 :])] - base
+            axes.append(digits_of(offsets.tolist()))
+            rest = rest - offsets.view([-1 if other == axis else 1 for other in range(index.dim())])
+        if rest.any():
             raise LayoutError("the attention backend lays out its pages in no regular pattern")
-        tokens, heads, dims = (digits_of(axis.tolist()) for axis in axes)
 
         def view(digits: Sequence[Digit]) -> Any:
             return cache.as_strided(
@@ -77,33 +80,41 @@ class Places:
                 cache.storage_offset() + base,
             )
 
-        pages = view(sorted((*tokens, *heads, *dims), key=_by_stride))
-        return cls(pages, view((*tokens, *sorted((*heads, *dims), key=_by_stride))), tokens, heads, dims)
+        pages = view(_in_memory(axes))
+        return cls(pages, view([*axes[0], *_in_memory(axes[1:])]), tuple(axes))
+
+    @property
+    def token_dim(self) -> int | None:
+        """The dimension of tokens in one of `pages`; None if there are several."""
+        return _in_memory(self.axes).index(self.axes[0][0]) if len(self.axes[0]) == 1 else None
+
+    def dim_of(self, axis: int, *, in_pages: bool) -> int:
+        """Return the dimension of an axis that has one digit, in one of `pages` or in a selection of `rows`."""
+        (digit,) = self.axes[axis]
+        return _in_memory(self.axes).index(digit) if in_pages else 1 + _in_memory(self.axes[1:]).index(digit)
 
     def at(self, blocks: Any, offsets: Any) -> tuple[Any, ...]:
         """Return the index of tokens in `rows`, from block numbers and places in the blocks, `(n,)` each."""
         index: list[Any] = []
-        for size, _ in reversed(self.tokens):
+        for size, _ in reversed(self.axes[0]):
             index.insert(0, offsets % size)
             offsets = offsets // size
         return (blocks, *index)
 
     def logical(self, rows: Any) -> Any:
-        """Return a selection of rows, `(n, *others)`, as `(n, heads, dim)`."""
-        logical = (*self.heads, *self.dims)
-        ordered = sorted(logical, key=_by_stride)
-        rows = rows.permute(0, *(1 + ordered.index(digit) for digit in logical))
-        return rows.reshape(len(rows), math.prod(size for size, _ in self.heads), -1)
+        """Return a selection of rows as `(n, *others)`."""
+        memory = _in_memory(self.axes[1:])
+        rows = rows.permute(0, *(1 + memory.index(digit) for axis in self.axes[1:] for digit in axis))
+        return rows.reshape(len(rows), *(math.prod(size for size, _ in axis) for axis in self.axes[1:]))
 
-    def spread(self, values: Any, *, over_pages: bool) -> Any:
-        """Return values of each dim, `(dim,)`, in a shape that multiplies one page, or one token of `rows`."""
-        others = sorted(
-            (*self.tokens, *self.heads, *self.dims) if over_pages else (*self.heads, *self.dims), key=_by_stride
-        )
-        ordered = sorted(self.dims, key=_by_stride)
-        values = values.reshape([size for size, _ in self.dims]).permute([self.dims.index(digit) for digit in ordered])
-        return values.reshape([digit[0] if digit in self.dims else 1 for digit in others])
+    def spread(self, values: Any, *, in_pages: bool) -> Any:
+        """Return values of the last axes in a shape that multiplies one of `pages`, or one token of `rows`."""
+        axes = self.axes[-values.dim() :]
+        mine = [digit for axis in axes for digit in axis]
+        values = values.reshape([size for size, _ in mine]).permute([mine.index(digit) for digit in _in_memory(axes)])
+        every = _in_memory(self.axes if in_pages else self.axes[1:])
+        return values.reshape([digit[0] if digit in mine else 1 for digit in every]).contiguous()
 
 
-def _by_stride(digit: Digit) -> int:
-    return -digit[1]
+def _in_memory(axes: Iterable[tuple[Digit, ...]]) -> list[Digit]:
+    return sorted((digit for axis in axes for digit in axis), key=lambda digit: -digit[1])

@@ -1,0 +1,156 @@
+# pyright: basic, reportMissingImports=false
+"""Where K and V lie in pages of any layout, and what a move makes of them: pretend layers against plain tensors."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvdepot.errors import LayoutError
+from kvdepot_vllm.blend.layers import Layer, Rotation
+from kvdepot_vllm.blend.moves import move
+
+HEADS, DIM, BLOCK_TOKENS, BLOCKS = 2, 64, 32, 8
+TOKENS = BLOCKS * BLOCK_TOKENS
+
+Pack = Callable[[Any], Any]
+
+
+def _tiles(block: Any) -> Any:
+    """Cut K into tiles of 16 tokens in which pairs of dims are neighbours, as AMX multiplies them."""
+    return block.reshape(2, 16, HEADS, DIM // 2, 2).permute(2, 0, 3, 1, 4)
+
+
+LAYOUTS: dict[str, tuple[Pack, Pack]] = {  # from `(block_tokens, heads, dim)` to the order of memory
+    "tokens outermost": (lambda k: k, lambda v: v),
+    "heads outermost": (lambda k: k.transpose(0, 1), lambda v: v.transpose(0, 1)),
+    "dims outermost": (lambda k: k.permute(1, 2, 0), lambda v: v.transpose(0, 1)),
+    "tiles": (_tiles, lambda v: v.transpose(0, 1)),
+}
+
+
+class Pages:
+    """Pages that are written as a layout says, as an attention backend would."""
+
+    scale = 1.0
+
+    def __init__(self, pack_k: Pack, pack_v: Pack, dtype: Any) -> None:
+        self.pack_k, self.pack_v = pack_k, pack_v
+        generator = torch.Generator().manual_seed(0)
+        self.kv_cache = torch.zeros(BLOCKS, 2 * HEADS * DIM * BLOCK_TOKENS, dtype=dtype)
+        self.k = torch.randn(TOKENS, HEADS, DIM, generator=generator).to(dtype)
+        self.v = torch.randn(TOKENS, HEADS, DIM, generator=generator).to(dtype)
+        self.module = SimpleNamespace(
+            impl=self, kv_cache=self.kv_cache, num_heads=HEADS, num_kv_heads=HEADS, head_size=DIM, head_size_v=DIM
+        )
+        self.do_kv_cache_update(self.module, self.k, self.v, self.kv_cache, torch.arange(TOKENS))
+
+    def do_kv_cache_update(self, module: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+        """Write whole blocks."""
+        for place in range(0, len(slots), BLOCK_TOKENS):
+            parts = [pack(x[place : place + BLOCK_TOKENS]) for pack, x in ((self.pack_k, k), (self.pack_v, v))]
+            cache[slots[place] // BLOCK_TOKENS] = torch.cat([part.flatten() for part in parts])
+
+    def layer(self, rotation: Rotation | None) -> Layer:
+        return Layer(self.module, rotation, BLOCK_TOKENS, scratch_block=3)
+
+
+class Angles:
+    """A rotary embedding that scales K, as YaRN does, and turns the first `2 * pairs` dims."""
+
+    def __init__(self, pairs: int, *, is_neox_style: bool) -> None:
+        self.frequencies = 100.0 ** -(torch.arange(pairs) / pairs)
+        self.is_neox_style = is_neox_style
+
+    def _compute_cos_sin_cache(self) -> Any:
+        angles = torch.outer(torch.arange(1000.0), self.frequencies)
+        return 1.25 * torch.cat([angles.cos(), angles.sin()], -1)
+
+    def turned(self, k: Any, distances: Any) -> Any:
+        """Turn K, `(n, heads, dim)`, pair by pair as complex numbers."""
+        pairs = len(self.frequencies)
+        part = k[..., : 2 * pairs].double()
+        part = part.unflatten(-1, (2, pairs)) if self.is_neox_style else part.unflatten(-1, (pairs, 2)).mT
+        numbers = torch.complex(part[..., 0, :], part[..., 1, :])
+        numbers = numbers * torch.exp(1j * torch.outer(distances.double(), self.frequencies.double()))[:, None]
+        part = torch.stack([numbers.real, numbers.imag], -2)
+        part = part if self.is_neox_style else part.mT
+        return torch.cat([part.flatten(-2), k[..., 2 * pairs :].double()], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_places_are_found_and_the_scratch_block_is_restored(layout: str, dtype: Any) -> None:
+    pages = Pages(*LAYOUTS[layout], dtype)
+    before = pages.kv_cache.clone()
+    layer = pages.layer(None)
+    k, v = layer.rows(torch.arange(TOKENS))
+    assert torch.equal(pages.kv_cache, before)
+    assert torch.equal(k, pages.k)
+    assert torch.equal(v, pages.v)
+
+
+def test_a_backend_that_changes_values_is_refused() -> None:
+    with pytest.raises(LayoutError, match="do not hold K as it was written"):
+        Pages(lambda k: 2 * k, lambda v: v, torch.float32).layer(None)
+
+
+def test_a_layout_without_a_pattern_is_refused() -> None:
+    order = torch.randperm(BLOCK_TOKENS, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(LayoutError, match="no regular pattern"):
+        Pages(lambda k: k[order], lambda v: v, torch.float32).layer(None)
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+@pytest.mark.parametrize("pairs", [DIM // 2, DIM // 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_k_turns_in_place_and_nothing_else_changes(layout: str, pairs: int, is_neox_style: bool) -> None:
+    pages, angles = Pages(*LAYOUTS[layout], torch.float32), Angles(pairs, is_neox_style=is_neox_style)
+    slots = torch.arange(20, 170)  # parts of blocks and whole ones
+    old = torch.arange(len(slots)) + 300
+    distances = torch.where(old < 400, 57, -300)
+    layer = pages.layer(Rotation.of(angles, "cpu"))
+    move([layer], slots, slots, old, old + distances)
+    k, v = layer.rows(torch.arange(TOKENS))
+    wanted = pages.k.clone()
+    wanted[slots] = angles.turned(pages.k[slots], distances).float()
+    assert (k - wanted).abs().max() < 2e-4  # angles of 300 radians in float32
+    assert torch.equal(v, pages.v)
+
+
+@pytest.mark.parametrize("shift", [0, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_move_to_other_slots_of_other_blocks(layout: str, shift: int) -> None:
+    pages, angles = Pages(*LAYOUTS[layout], torch.float32), Angles(DIM // 2, is_neox_style=True)
+    source = torch.cat([torch.arange(64, 96), torch.arange(0, 50)])
+    target = torch.cat([torch.arange(224, 256), torch.arange(128, 178)]) - shift
+    old = torch.arange(len(source))
+    layer = pages.layer(Rotation.of(angles, "cpu"))
+    move([layer, layer], source, target, old, old)
+    move([layer], target, target, old, old + 11)
+    k, v = layer.rows(torch.arange(TOKENS))
+    wanted_k, wanted_v = pages.k.clone(), pages.v.clone()
+    wanted_k[target], wanted_v[target] = angles.turned(pages.k[source], torch.full((82,), 11)).float(), pages.v[source]
+    assert (k - wanted_k).abs().max() < 1e-5
+    assert torch.equal(v, wanted_v)
+
+
+def test_a_move_of_halves_is_as_exact_as_they_are() -> None:
+    pages, angles = Pages(*LAYOUTS["dims outermost"], torch.bfloat16), Angles(DIM // 2, is_neox_style=True)
+    layer = pages.layer(Rotation.of(angles, "cpu"))
+    positions = torch.arange(TOKENS)
+    move([layer], positions, positions, positions, positions + 700)
+    wanted = angles.turned(pages.k, torch.full((TOKENS,), 700))
+    assert ((layer.rows(positions)[0].double() - wanted).abs() <= wanted.abs() / 256 + 5e-4).all()
+
+
+def test_a_layer_without_rotation_is_copied_only() -> None:
+    pages = Pages(*LAYOUTS["tiles"], torch.float32)
+    layer = pages.layer(None)
+    source, target = torch.arange(0, 40), torch.arange(130, 170)
+    move([layer], source, target, source, target)
+    k, v = layer.rows(target)
+    assert torch.equal(k, pages.k[source])
+    assert torch.equal(v, pages.v[source])
