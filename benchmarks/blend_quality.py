@@ -3,7 +3,8 @@
 
 Serves prompts of the task in `tests/support/vllm/recall.py` with real vLLM on one CPU thread. The KV of all documents
 comes from a prompt with the same documents in another order. For each policy and share of tokens computed again, prints
-the share of right answers: to NTH questions, which full reuse must fail, and to ANY questions, which it must pass.
+the share of right answers: to NTH questions, which full reuse must fail, and without a policy to ANY questions, which
+full reuse must pass.
 The documents have 19 tokens, so grains and heads are single tokens here.
 """
 
@@ -26,9 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torch
 from vllm import LLM
 
+from kvdepot.lab.plot import curves_as_svg
 from kvdepot_vllm.blend.policies import Budget
 from support.vllm import recall
 from support.vllm.blending import Bench, Case, blender_of
+
+CONTROLS = ("full prefill", "none", "all")
 
 
 def main() -> None:
@@ -39,6 +43,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=["heads", "deviation", "query", "mixkq"])
     parser.add_argument("--shares", nargs="*", type=float, default=[0.05, 0.15, 0.3, 0.5])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="draw the answers to NTH questions as an SVG into this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     llm = LLM(
@@ -53,14 +58,33 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for policy, share in ways:
         started = time.monotonic()
-        nth, any_ = (right_answers(bench, cases[kind], policy, share) for kind in (recall.NTH, recall.ANY))
+        nth = right_answers(bench, cases[recall.NTH], policy, share)
+        any_ = right_answers(bench, cases[recall.ANY], policy, share) if policy in CONTROLS else None
         seconds = round(time.monotonic() - started, 1)
         rows.append({"policy": policy, "share": share, "nth": nth, "any": any_, "seconds": seconds})
-        print(f"{policy:14} {share:4.0%}  NTH {nth:6.1%}  ANY {any_:6.1%}  {seconds} s", flush=True)
+        control = "" if any_ is None else f", ANY {any_:.1%}"
+        print(f"{policy:12} {share:4.0%}: NTH {nth:6.1%}{control} ({seconds} s)", flush=True)
     if arguments.json:
         arguments.json.write_text(
             json.dumps({"cases": arguments.cases, "seed": arguments.seed, "rows": rows}, indent=1)
         )
+    if arguments.plot:
+        arguments.plot.write_text(as_svg(rows))
+
+
+def as_svg(rows: list[dict[str, Any]]) -> str:
+    """Draw one curve for each policy; all begin without recomputation and end with all of it."""
+    by_way = {(row["policy"], row["share"]): row["nth"] for row in rows}
+    ends = (0.0, by_way["none", 0.0]), (1.0, by_way["all", 1.0])
+    policies = {policy: None for policy, _ in by_way if policy not in ("none", "all", "full prefill")}
+    curves = [
+        (each, [ends[0], *((share, rate) for (policy, share), rate in by_way.items() if policy == each), ends[1]])
+        for each in policies
+    ]
+    return curves_as_svg(
+        "Right answers of blended prompts", curves, "share of the reused tokens that is computed again",
+        lambda share: f"{share:.0%}", float,
+    )  # fmt: skip
 
 
 def right_answers(bench: Bench, cases: list[Case], policy: str, share: float) -> float:

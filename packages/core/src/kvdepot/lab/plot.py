@@ -1,7 +1,7 @@
-"""Draws hit rate against pool size as an SVG: `kvdepot replay TRACE --simulate --plot FILE`."""
+"""Draws rates as an SVG, such as hit rates against pool sizes: `kvdepot replay TRACE --simulate --plot FILE`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 from xml.sax.saxutils import escape
 
@@ -16,20 +16,30 @@ _BOTTOM: Final = 60
 _COLORS: Final = ("#1b6fb5", "#c4572c", "#2e8b57", "#8e5ea2", "#777777")
 
 
-def curves_as_svg(title: str, curves: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
-    """Return a picture of hit rates.
+def curves_as_svg(
+    title: str,
+    curves: Sequence[tuple[str, Sequence[tuple[float, float]]]],
+    label: str = "size of the pool",
+    text: Callable[[float], str] = lambda size: format_size(int(size)),
+    scale: Callable[[float], float] = math.log,
+) -> str:
+    """Return a picture of rates.
 
     Args:
         title: above the picture.
-        curves: a name and its points, `(pool bytes, hit rate)`, by size. Sizes are drawn on a logarithmic scale.
+        curves: a name and its points, `(pool bytes, hit rate)`, by size.
+        label: below the picture, if the rates depend on something else than sizes.
+        text: of such a value.
+        scale: of such values.
     """
     sizes = sorted({size for _, points in curves for size, _ in points})
     most = max((rate for _, points in curves for _, rate in points), default=0.0)
     top = max(0.05, math.ceil(most * 20) / 20)  # the next 5 %
-    low, high = math.log(sizes[0]), math.log(max(sizes[-1], sizes[0] + 1))
+    low = scale(sizes[0])
+    span = scale(sizes[-1]) - low or 1.0
 
-    def x(size: int) -> float:
-        return _LEFT + (math.log(size) - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+    def x(size: float) -> float:
+        return _LEFT + (scale(size) - low) / span * (_WIDTH - _LEFT - _RIGHT)
 
     def y(rate: float) -> float:
         return _HEIGHT - _BOTTOM - rate / top * (_HEIGHT - _TOP - _BOTTOM)
@@ -49,10 +59,10 @@ def curves_as_svg(title: str, curves: Sequence[tuple[str, Sequence[tuple[int, fl
     for size in sizes:
         parts.append(
             f'<path d="M{x(size):.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#eee"/>'
-            f'<text x="{x(size):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{format_size(size)}</text>'
+            f'<text x="{x(size):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{text(size)}</text>'
         )
     parts.append(
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2:.0f}" y="{_HEIGHT - 16}" text-anchor="middle">size of the pool</text>'
+        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2:.0f}" y="{_HEIGHT - 16}" text-anchor="middle">{escape(label)}</text>'
     )
     for number, (name, points) in enumerate(curves):
         color = _COLORS[number % len(_COLORS)]

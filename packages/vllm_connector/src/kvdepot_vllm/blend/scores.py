@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvdepot_vllm.blend.blender import Blender
 
 _MOST_PRODUCTS: Final = 1 << 24  # of queries and keys at once, float32
+_SOFTNESS: Final = 8.0  # divides the products: sharp attention over stale keys misses the tokens that matter
 _SECOND: Final = 1  # layer: the first whose K depends on other tokens
 
 
@@ -62,7 +63,7 @@ class ModelScores:
         return _summed(torch.cat(parts))
 
     def attention(self) -> Any:
-        """Return how much the question attends to each token, summed over its tokens and all layers and heads.
+        """Return how much the question attends to each token, softly, summed over its tokens and all layers and heads.
 
         Costs computing the question, and writes its KV.
         """
@@ -79,7 +80,7 @@ class ModelScores:
                 queries = layer.queries_of(inputs).float()
                 queries = queries.unflatten(1, (keys.shape[1], -1))
                 for few in queries.split(max(1, _MOST_PRODUCTS // (queries[0, ..., 0].numel() * len(keys)))):
-                    products = torch.einsum("qhgd,khd->hgqk", few, keys) * layer.scale
+                    products = torch.einsum("qhgd,khd->hgqk", few, keys) * (layer.scale / _SOFTNESS)
                     total.add_(products.softmax(-1).mean((0, 1)).sum(0))
 
             return add
