@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvdepot.keys import KeyRun
+from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob
 
 BlockTable = Sequence[Sequence[int]]
 """Block ids of one request by position, one list for each of vLLM's KV cache groups. The null block marks a position
@@ -23,6 +24,8 @@ class EngineRequest(Protocol):
     num_in_flight_tokens: int
     num_prompt_tokens: int
     num_preemptions: int
+    block_hashes: list[Any]
+    sampling_params: Any
     skip_reading_prefix_cache: bool
     resumable: bool
     kv_transfer_params: dict[str, Any] | None
@@ -35,6 +38,10 @@ class EngineRequest(Protocol):
     @property
     def num_tokens(self) -> int:
         """Tokens whose ids are known."""
+        ...
+
+    def update_block_hashes(self) -> None:
+        """Append the hashes of blocks that are full by now, each chained to the one before."""
         ...
 
     @property
@@ -55,6 +62,14 @@ class BlockPool(Protocol):
 
     blocks: Sequence[Any]
     null_block: Any
+
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks nobody holds."""
+        ...
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        """Take free blocks, each with one reference."""
+        ...
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """Take a reference to each."""
@@ -100,6 +115,9 @@ class StepPlan:
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
     is_idle: bool = False  # the step computes nothing
+    blends: tuple[BlendJob, ...] = ()
+    slice_of: str | None = None  # the request whose blend computes its next slice, on all workers in this step
+    given_up: tuple[str, ...] = ()  # requests whose blends end as failed
 
 
 @dataclass(slots=True)
@@ -109,10 +127,14 @@ class WorkerReport:
     Attributes:
         ended: for each store job, how many workers ended it and how many chunks all of them stored.
         formats: of the workers' caches, "" for a worker without a depot; each worker reports its format once.
+        blends_loaded: for each request to blend, how many workers ended its retrieves and whether all succeeded.
+        blended: figures of blends that ended.
     """
 
     ended: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     formats: frozenset[str] = frozenset()
+    blends_loaded: dict[str, tuple[int, bool]] = field(default_factory=dict[str, tuple[int, bool]])
+    blended: dict[str, BlendFigures] = field(default_factory=dict[str, BlendFigures])
 
     def merge(self, other: "WorkerReport") -> "WorkerReport":
         """Return the report of both."""
@@ -120,4 +142,8 @@ class WorkerReport:
         for number, (count, chunks) in other.ended.items():
             known_count, known_chunks = merged.get(number, (0, chunks))
             merged[number] = (known_count + count, min(known_chunks, chunks))
-        return WorkerReport(merged, self.formats | other.formats)
+        loaded = dict(self.blends_loaded)
+        for request_id, (count, is_whole) in other.blends_loaded.items():
+            known_count, was_whole = loaded.get(request_id, (0, True))
+            loaded[request_id] = (known_count + count, was_whole and is_whole)
+        return WorkerReport(merged, self.formats | other.formats, loaded, self.blended | other.blended)

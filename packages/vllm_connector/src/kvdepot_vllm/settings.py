@@ -18,6 +18,7 @@ BACKEND_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "cuda": ("mode", "batch_runs", "kernel_run_bytes", "kernel_runs", "kernel_programs"),
 }
 """Settings that are options of one backend, by the device's type."""
+BLEND_POLICIES: Final = ("none", "heads", "deviation", "query", "mixkq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class Settings:
 
     `store` selects the stored tokens: "all" (prompt and output), "prompt" or "none". `load` switches loads on or off.
     With `wait_for_others`, a request waits for chunks that another request or engine is computing, if they come sooner
-    that way. `max_pinned_share` limits the share of the engine's blocks that stores under way may hold.
+    that way. `blend` reuses KV that is not a prefix, which changes outputs: "off", "request" (for requests that ask for
+    it) or "always". `max_pinned_share` limits the share of the engine's blocks that stores under way may hold.
     `kv_cache_layout` is the layout requested from vLLM: "auto" (on CUDA all layers of a block in one place), "engine"
     (vLLM's own choice) or one of vLLM's names.
     """
@@ -41,6 +43,11 @@ class Settings:
     store: str = "all"
     load: bool = True
     wait_for_others: bool = True
+    blend: str = "off"
+    blend_policy: str = "mixkq"
+    blend_ratio: float = 0.15  # of the reused tokens, to recompute
+    blend_min_tokens: int = 256  # a blend that reuses fewer is not worth its fixed cost
+    blend_step_tokens: int = 1024  # recomputed in one step, beside what vLLM schedules
     max_pinned_share: float = 0.5
     kv_cache_layout: str = ASK_VLLM
     copy_threads: int | None = None
@@ -56,13 +63,27 @@ class Settings:
     def __post_init__(self) -> None:
         if self.store not in ("all", "prompt", "none"):
             raise ConfigError(f'kvdepot.store is "all", "prompt" or "none", not {self.store!r}')
+        if self.blend not in ("off", "request", "always"):
+            raise ConfigError(f'kvdepot.blend is "off", "request" or "always", not {self.blend!r}')
+        if self.blend_policy not in BLEND_POLICIES:
+            raise ConfigError(f"kvdepot.blend_policy is one of {', '.join(BLEND_POLICIES)}, not {self.blend_policy!r}")
+        if not 0 <= self.blend_ratio <= 1:
+            raise ConfigError(f"kvdepot.blend_ratio is {self.blend_ratio}: give a share from 0 to 1")
         if self.mode not in (None, "direct", "ipc", "auto"):
             raise ConfigError(f'kvdepot.mode is "direct", "ipc" or "auto", not {self.mode!r}')
         if not (self.deadline_seconds > 0 and math.isfinite(self.deadline_seconds)):
             raise ConfigError(f"kvdepot.deadline_seconds is {self.deadline_seconds}: give seconds above 0")
         if not 0 < self.max_pinned_share <= 1:
             raise ConfigError(f"kvdepot.max_pinned_share is {self.max_pinned_share}: give a share above 0, at most 1")
-        for name in ("chunk_tokens", "copy_threads", "batch_runs", "kernel_runs", "kernel_programs"):
+        for name in (
+            "blend_min_tokens",
+            "blend_step_tokens",
+            "chunk_tokens",
+            "copy_threads",
+            "batch_runs",
+            "kernel_runs",
+            "kernel_programs",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"kvdepot.{name} is {value}: at least 1")

@@ -1,0 +1,377 @@
+"""The scheduler's side of blends: finds reused runs, keeps their KV out of exact caches, and plans the workers' jobs.
+
+Blended KV depends on more than the tokens in front of it, so nobody may find it under an exact key. From the first
+block with a reused token on, a request has block hashes that no other request can have (`taint`), and `exact_tokens`
+ends its stores there.
+"""
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from kvdepot.client.scheduler import BlendHit, BlendRun, PendingBlendLookup, SchedulerClient
+from kvdepot.client.segments import SegmentNamer, Segments
+from kvdepot.keys import KeyRun, Namespace
+from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob, RunJob
+from kvdepot_vllm.blend.wish import EVERYTHING, BlendWish
+from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob
+from kvdepot_vllm.groups import EngineCache
+from kvdepot_vllm.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+QUESTION_TOKENS: Final = 256  # a longer rest of the prompt is no question whose attention says what matters
+_LEAST_RUN_TOKENS: Final = 64  # a shorter run costs more than it brings
+_RECOMPUTE_COST: Final = 1.6  # of one token recomputed, in tokens of a prefill: measured
+_LEAST_GAIN: Final = 0.1  # a blend that saves a smaller share of the computation is declined
+_FREE_SHARE: Final = 0.1  # of the engine's blocks, left to others when staging blocks are taken
+_NONCE_BYTES: Final = 32
+
+
+@dataclass(slots=True)
+class _Request:
+    request: EngineRequest
+    wish: BlendWish
+    segments: Segments
+    lookup: PendingBlendLookup | None
+    hit: BlendHit | None = None
+    offered: "_Offer | None" = None
+    exact_tokens: int | None = None  # leading tokens whose KV is exact; None: all
+    figures: BlendFigures | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    runs: tuple[BlendRun, ...]
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class _Job:
+    job: BlendJob
+    staging: list[Any]
+    planned_at: float
+    num_loaded: int = 0
+    is_whole: bool = True
+
+
+class Blends:
+    """All blends of one engine, and the contents that its prompts offer as sources.
+
+    Args:
+        cache: the engine's; one group of full attention.
+        settings: the user's.
+        client: asks the depot.
+        num_workers: workers that report each blend.
+        counters: counts, by the names of `kvdepot_vllm.stats`.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        cache: EngineCache,
+        settings: Settings,
+        client: SchedulerClient,
+        num_workers: int,
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool: BlockPool | None = None
+        self._cache = cache
+        self._block_tokens = cache.groups[0].block_tokens
+        self._settings = settings
+        self._client = client
+        self._num_workers = num_workers
+        self._counters = counters
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._planned: list[BlendJob] = []
+        self._given_up: list[str] = []
+        self._load_seconds = 0.0  # of one reused token, a running mean
+
+    # --- admission ------------------------------------------------------------------------------------------------
+
+    def begin(self, request: EngineRequest, namespace: Namespace, wishes: Mapping[str, Any]) -> None:
+        """Send the lookup of a request that is to be blended."""
+        self.forget(request.request_id)
+        wish = BlendWish.parse(self._settings, wishes)
+        if wish is None:
+            return
+        refusal = refuse(request)
+        if refusal is not None:
+            self._counters["blends_refused"] += 1
+            logger.warning("request %s is not blended: %s", request.request_id, refusal)
+            return
+        tokens = request.all_token_ids[: request.num_prompt_tokens]
+        segments = SegmentNamer(salted(namespace, request)).name(tokens, wish.borders)
+        lookup = self._client.submit_blend_lookup(
+            request.request_id, segments, tenant=namespace.tenant, min_run_tokens=_LEAST_RUN_TOKENS
+        )
+        self._requests[request.request_id] = _Request(request, wish, segments, lookup)
+
+    def offer(self, request: EngineRequest, exact_tokens: int, token_seconds: float) -> int | None:
+        """Return the end of what a blend would bring; `exact_tokens` if nothing; None while there is no answer.
+
+        An accepted offer taints the request at once: vLLM may enter its blocks into the prefix cache before it tells.
+
+        Args:
+            request: vLLM's.
+            exact_tokens: leading tokens that vLLM or the depot has under exact keys.
+            token_seconds: the time to compute one token, 0 if unknown.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return exact_tokens
+        if state.lookup is not None:
+            if not state.lookup.query():
+                return None
+            state.hit, state.lookup = state.lookup.result(), None
+        state.offered = None
+        if state.hit is None or not state.hit.runs:
+            return exact_tokens
+        # The engine computes at least the last token of the prompt.
+        runs = clip(state.hit.runs, exact_tokens, request.num_prompt_tokens - 1)
+        if not runs:
+            return exact_tokens
+        offer = _Offer(runs, exact_tokens, runs[-1].position + runs[-1].length)
+        declined = self._declined(request, state.wish, offer, token_seconds)
+        if declined:
+            self._counters[declined] += 1
+            return exact_tokens
+        state.offered = offer
+        first = runs[0].position
+        if state.exact_tokens is None or first < state.exact_tokens:
+            state.exact_tokens = first
+            taint(request, first // self._block_tokens)
+        return offer.end
+
+    def _declined(self, request: EngineRequest, wish: BlendWish, offer: _Offer, token_seconds: float) -> str | None:
+        """Return the counter of the reason for not blending, None if it pays."""
+        reused = sum(run.length for run in offer.runs)
+        if reused < self._settings.blend_min_tokens:
+            return "blends_declined_short"
+        first_block = offer.runs[0].position // self._block_tokens
+        # Otherwise the hash of the first block, taken when the block fills up, would be exact.
+        can_taint = len(request.block_hashes) == request.num_tokens // self._block_tokens > first_block
+        if not can_taint or not self._has_room(offer, request):
+            return "blends_declined_room"
+        total = offer.end - offer.begin
+        recomputed = total - reused + (0 if wish.policy == "none" else wish.ratio * reused)
+        cost = _RECOMPUTE_COST * recomputed + (self._load_seconds / token_seconds * reused if token_seconds else 0)
+        if wish.policy != EVERYTHING and cost > (1 - _LEAST_GAIN) * total:
+            return "blends_declined_slow"
+        return None
+
+    def _has_room(self, offer: _Offer, request: EngineRequest) -> bool:
+        if self.pool is None:
+            return False
+        step = self._block_tokens
+        wanted = request.num_prompt_tokens // step + 1
+        wanted += sum(run.length // step + 2 for run in offer.runs if not self._is_aligned(run))
+        wanted += 2 * len(offer.runs) + QUESTION_TOKENS // step + 1
+        return self.pool.get_num_free_blocks() - wanted >= _FREE_SHARE * len(self.pool.blocks)
+
+    def _is_aligned(self, run: BlendRun) -> bool:
+        return (run.position - run.source_position) % self._block_tokens == 0
+
+    # --- jobs -----------------------------------------------------------------------------------------------------
+
+    def allocated(
+        self, request: EngineRequest, table: BlockTable, local_tokens: int, end: int, exact: LoadJob | None
+    ) -> bool:
+        """Plan the blend that was offered, into the blocks of `table`; False if none was offered up to `end`.
+
+        `exact` loads what the depot has of the request's own prefix, behind the `local_tokens` that vLLM has.
+        """
+        state = self._requests.get(request.request_id)
+        offer = state.offered if state is not None else None
+        if state is None or offer is None or offer.end != end or self.pool is None:
+            return False
+        state.offered = None
+        staging = _Staging(self.pool)
+        row = list(table[0])
+        runs = tuple(self._run_job(run, row, staging) for run in offer.runs)
+        if request.num_prompt_tokens - end <= QUESTION_TOKENS:
+            while len(row) * self._block_tokens < request.num_prompt_tokens:
+                row.append(staging.take())
+        job = BlendJob(
+            request.request_id,
+            tuple(request.all_token_ids[: request.num_prompt_tokens]),
+            tuple(row),
+            exact.key if exact is not None else None,
+            tuple(exact.block_ids[0]) if exact is not None else (),
+            exact.skip_tokens if exact is not None else 0,
+            local_tokens,
+            offer.begin,
+            end,
+            runs,
+            state.wish.policy,
+            state.wish.ratio,
+        )
+        self._jobs[request.request_id] = _Job(job, staging.blocks, self._clock())
+        self._planned.append(job)
+        return True
+
+    def _run_job(self, run: BlendRun, row: list[int], staging: "_Staging") -> RunJob:
+        step, start = self._block_tokens, run.key.first_chunk * self._cache.chunk_tokens
+        stop = start + run.key.num_chunks * self._cache.chunk_tokens
+        shift = run.position - run.source_position
+        last = run.source_position + run.length
+        block_ids = tuple(
+            row[(first + shift) // step]
+            if shift % step == 0 and run.source_position <= first and first + step <= last
+            else staging.take()
+            for first in range(start, stop, step)
+        )
+        return RunJob(run.key, block_ids, run.source_position - start, run.position, run.source_position, run.length)
+
+    def take_planned(self) -> tuple[tuple[BlendJob, ...], str | None, tuple[str, ...]]:
+        """Return the new jobs, the request whose blend computes its next slice, and the blends to give up."""
+        planned, self._planned = tuple(self._planned), []
+        given_up, self._given_up = tuple(self._given_up), []
+        ready = (
+            request_id for request_id, job in self._jobs.items() if job.num_loaded >= self._num_workers and job.is_whole
+        )
+        return planned, next(ready, None), given_up
+
+    def loaded(self, reports: Mapping[str, tuple[int, bool]]) -> None:
+        """Take for each blend how many workers ended its retrieves, and whether all of these succeeded."""
+        for request_id, (count, is_whole) in reports.items():
+            job = self._jobs.get(request_id)
+            if job is None:
+                continue
+            job.num_loaded += count
+            job.is_whole &= is_whole
+            if job.num_loaded < self._num_workers:
+                continue
+            if job.is_whole:
+                reused = sum(run.length for run in job.job.runs)
+                seconds = (self._clock() - job.planned_at) / reused
+                self._load_seconds += (seconds - self._load_seconds) / (4 if self._load_seconds else 1)
+            else:
+                self._give_up(request_id)
+
+    def _give_up(self, request_id: str) -> None:
+        job = self._jobs[request_id]
+        job.is_whole = False
+        if request_id not in self._given_up:
+            self._given_up.append(request_id)
+
+    def ended(self, finished: Collection[str], failed: Collection[str], figures: Mapping[str, BlendFigures]) -> None:
+        """Take the blends that ended on all workers, and give their staging blocks back."""
+        for request_id in finished:
+            job = self._jobs.pop(request_id, None)
+            if job is None:
+                continue
+            assert self.pool is not None
+            self.pool.free_blocks(reversed(job.staging))
+            blended, state = figures.get(request_id), self._requests.get(request_id)
+            if blended is None or request_id in failed or not job.is_whole:
+                self._counters["blends_failed"] += 1
+                continue
+            self._counters["blends"] += 1
+            self._counters["blend_reused_tokens"] += blended.reused
+            self._counters["blend_recomputed_tokens"] += blended.recomputed
+            self._counters["blend_gap_tokens"] += blended.gaps
+            if state is not None:
+                state.figures = blended
+
+    # --- end ------------------------------------------------------------------------------------------------------
+
+    def exact_tokens(self, request_id: str) -> int | None:
+        """Return how many leading tokens of a request have exact KV, None for all."""
+        state = self._requests.get(request_id)
+        return state.exact_tokens if state is not None else None
+
+    def answer_of(self, request_id: str) -> dict[str, Any] | None:
+        """Return what the request's output says about its blend, None if there was none."""
+        state = self._requests.get(request_id)
+        if state is None or state.figures is None:
+            return None
+        figures = state.figures
+        return {
+            "policy": state.wish.policy,
+            "reused_tokens": figures.reused,
+            "recomputed_tokens": figures.recomputed,
+            "gap_tokens": figures.gaps,
+        }
+
+    def forget(self, request_id: str) -> None:
+        """End a request. A blend under way is given up; its staging blocks stay until all workers have ended it."""
+        state = self._requests.pop(request_id, None)
+        if state is not None:
+            if state.lookup is not None:
+                state.lookup.cancel()
+            elif state.hit is not None:
+                self._client.release(state.hit.lease)
+        if request_id in self._jobs:
+            self._give_up(request_id)
+
+    # --- sources --------------------------------------------------------------------------------------------------
+
+    def note(self, request: EngineRequest, namespace: Namespace, key: KeyRun) -> None:
+        """Tell the depot which contents the chunks of `key`, a run from chunk 0 on, have. All of them are exact."""
+        state = self._requests.get(request.request_id)
+        if state is None and refuse(request) is not None:
+            return
+        num_tokens = min(key.num_chunks * self._cache.chunk_tokens, request.num_prompt_tokens)
+        if state is not None:
+            segments = state.segments
+        else:
+            segments = SegmentNamer(salted(namespace, request)).name(request.all_token_ids[:num_tokens], ())
+        self._client.note_contents(key, segments)
+
+
+class _Staging:
+    """Blocks of the engine's own pool, taken for one job."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.blocks: list[Any] = []
+        self._pool = pool
+
+    def take(self) -> int:
+        self.blocks += self._pool.get_new_blocks(1)
+        return self.blocks[-1].block_id
+
+
+def refuse(request: EngineRequest) -> str | None:
+    """Return why a request can be neither blended nor a source, None if it can."""
+    if request.lora_request is not None:
+        return "it uses an adapter"
+    if request.mm_features or request.prompt_embeds is not None:
+        return "its prompt is not only text"
+    sampling = request.sampling_params
+    if sampling is None:
+        return "it is not a request for text"
+    if sampling.prompt_logprobs is not None:
+        return "it asks for log-probabilities of the prompt"
+    return None
+
+
+def salted(namespace: Namespace, request: EngineRequest) -> Namespace:
+    """Return the namespace of a request's contents: requests with different cache salts share nothing."""
+    if not request.cache_salt:
+        return namespace
+    return replace(namespace, extra=(*namespace.extra, ("cache salt", request.cache_salt)))
+
+
+def clip(runs: Collection[BlendRun], begin: int, end: int) -> tuple[BlendRun, ...]:
+    """Return the parts of runs within tokens `begin` to `end` that are long enough."""
+    clipped = (run.clip(begin, end) for run in runs)
+    return tuple(run for run in clipped if run is not None and run.length >= _LEAST_RUN_TOKENS)
+
+
+def taint(request: EngineRequest, first_block: int) -> None:
+    """Give a request block hashes that no other request has, from a block on that holds blended tokens.
+
+    vLLM chains each later hash, also those of generated tokens, to the one before.
+    """
+    del request.block_hashes[first_block:]
+    request.block_hashes.append(os.urandom(_NONCE_BYTES))
+    request.update_block_hashes()
