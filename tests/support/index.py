@@ -94,12 +94,13 @@ class Bench:
     policy: str = "lru"
     quotas: dict[str, int] = field(default_factory=dict[str, int])  # pages
     now: float = 0.0
+    chunk_tokens: int = 1
     sessions: int = 0
     memory: bytearray = field(init=False)
     unfinished: list[int] = field(default_factory=list[int])
 
     def __post_init__(self) -> None:
-        self.spec = m.CacheSpec(1, self.groups, "bytes")
+        self.spec = m.CacheSpec(self.chunk_tokens, self.groups, "bytes")
         self.memory = bytearray(table_size_bytes(self.num_records))
         extents = WatchfulAllocator(self.pages * PAGE)
         extents.table = IndexTable(self.memory, self.num_records)

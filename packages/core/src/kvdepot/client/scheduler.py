@@ -4,22 +4,27 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Generic, Self, TypeVar
 
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
 from kvdepot.client.link import Link
+from kvdepot.client.segments import Segments
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
-from kvdepot.keys import KeyRun
+from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
 _SHARE_FOR_WAITING: Final = 0.75  # of a deadline that the depot may wait for its tiers and for other engines
-_GONE = (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT)  # the connection's thread is registering again
+_SILENT = (
+    ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT,  # the connection's thread is registering again
+    ErrorCode.UNKNOWN_OPERATION,  # an older depot
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +47,79 @@ class Lease:
 MISS = Lease(0)
 
 
-class PendingLookup:
-    """A lookup under way. The caller owns it, polls `query` and then takes `result`."""
+@dataclass(frozen=True, slots=True)
+class BlendRun:
+    """Tokens that lie in chunks of another prompt.
 
-    def __init__(self, client: "SchedulerClient", channel: Channel | None, sequence: int) -> None:
+    Attributes:
+        position: the first token in the asking prompt.
+        length: tokens.
+        source_position: the first token in the prompt whose chunks these are.
+        key: the chunks that hold the tokens; its `parent` is zeros, which only stores would need.
+    """
+
+    position: int
+    length: int
+    source_position: int
+    key: KeyRun
+
+    def clip(self, begin: int, end: int, chunk_tokens: int) -> "BlendRun | None":
+        """Return the part within tokens `begin` to `end` of the asking prompt, None if there is none."""
+        first, last = max(begin, self.position), min(end, self.position + self.length)
+        if first >= last:
+            return None
+        source = self.source_position + first - self.position
+        start = source // chunk_tokens - self.key.first_chunk
+        stop = (source + last - first - 1) // chunk_tokens + 1 - self.key.first_chunk
+        return BlendRun(first, last - first, source, self.key.slice(start, stop))
+
+
+@dataclass(frozen=True, slots=True)
+class BlendHit:
+    """The answer to a blend lookup: runs, ascending and not overlapping. `lease` keeps their chunks."""
+
+    runs: tuple[BlendRun, ...]
+    lease: Lease
+
+
+NO_BLEND = BlendHit((), MISS)
+
+Answer = TypeVar("Answer")
+
+
+class Pending(Generic[Answer]):
+    """A lookup under way. The caller owns it, polls `query` and then takes `result`.
+
+    Args:
+        client: sent it.
+        channel: of the request, None if it was not sent.
+        sequence: of the request.
+        missing: the answer if none comes.
+        read: returns the answer in a reply, None if the reply is no answer.
+    """
+
+    def __init__(
+        self,
+        client: "SchedulerClient",
+        channel: Channel | None,
+        sequence: int,
+        missing: Answer,
+        read: Callable[[frames.Reply, Link], Answer | None],
+    ) -> None:
+        self.missing = missing
+        self.read = read
         self.channel = channel
         self.sequence = sequence
         self.submitted_at = self.missing_at = time.monotonic()  # the last time without an answer
         self.deadline = self.submitted_at + client.deadline_seconds
         self._client = client
-        self._lease: Lease | None = MISS if channel is None else None
+        self._answer: Answer | None = missing if channel is None else None
 
     def query(self) -> bool:
         """Return whether the answer is here or its deadline has passed. Never wait."""
-        if self._lease is None:
-            self._lease = self._client.take_answer(self, may_wait=False)
-        return self._lease is not None
+        if self._answer is None:
+            self._answer = self._client.take_answer(self, may_wait=False)
+        return self._answer is not None
 
     def wait(self, timeout_seconds: float) -> bool:
         """Like `query`, but wait up to `timeout_seconds` for the answer."""
@@ -68,17 +130,21 @@ class PendingLookup:
             self._client.wait_for_answers(self.channel, end - time.monotonic())
         return True
 
-    def result(self) -> Lease:
-        """Return the lease; a miss if there is no answer within the client's deadline since the lookup."""
-        if self._lease is None:
-            self._lease = self._client.take_answer(self, may_wait=True) or MISS
-        return self._lease
+    def result(self) -> Answer:
+        """Return the answer; a miss if there is no answer within the client's deadline since the lookup."""
+        if self._answer is None:
+            self._answer = self._client.take_answer(self, may_wait=True) or self.missing
+        return self._answer
 
     def cancel(self) -> None:
         """Give up. A lease that is granted later is released."""
-        if self._lease is None:
+        if self._answer is None:
             self._client.give_up(self.channel, self.sequence)
-            self._lease = MISS
+            self._answer = self.missing
+
+
+PendingLookup = Pending[Lease]
+PendingBlendLookup = Pending[BlendHit]
 
 
 class SchedulerClient:
@@ -144,14 +210,37 @@ class SchedulerClient:
         if key.first_chunk:
             raise KVDepotError(f"a lookup starts at chunk 0, not at {key.first_chunk}")
         with self._lock:
+            channel, sequence = self._current(), 0
+            if channel is not None and key.digests:
+                with contextlib.suppress(DepotUnavailable):
+                    lookup = self._lookup(channel.link, request_id, key, joins, announces, ahead_tokens)
+                    sequence = channel.submit(lookup)
+            return Pending(self, channel if sequence else None, sequence, MISS, _lease_of)
+
+    def submit_blend_lookup(
+        self, request_id: str, segments: Segments, *, min_run_tokens: int = 0
+    ) -> PendingBlendLookup:
+        """Ask where segments of a prompt lie in chunks of any prompts, without waiting.
+
+        A depot that does not know blends has none. `end_request` releases the lease of the answer.
+        """
+        with self._lock:
+            channel, sequence = self._current(), 0
+            if channel is not None and segments:
+                context = channel.link.context
+                with contextlib.suppress(DepotUnavailable):
+                    sequence = channel.submit(m.BlendLookup(context, request_id, segments.packed, min_run_tokens))
+            return Pending(self, channel if sequence else None, sequence, NO_BLEND, _hit_of)
+
+    def note_contents(self, key: KeyRun, segments: Segments) -> None:
+        """Tell the depot which segments the chunks of `key`, a run from chunk 0 on, hold.
+
+        All of these chunks were computed exactly. There is no reply.
+        """
+        with self._lock:
             channel = self._current()
-            if channel is None or not key.digests:
-                return PendingLookup(self, None, 0)
-            try:
-                sequence = channel.submit(self._lookup(channel.link, request_id, key, joins, announces, ahead_tokens))
-            except DepotUnavailable:
-                return PendingLookup(self, None, 0)
-            return PendingLookup(self, channel, sequence)
+            if channel is not None and key.digests and segments:
+                self._post(channel.link, m.NoteContents(channel.link.context, key.digests, segments.packed))
 
     def _lookup(
         self, link: Link, request_id: str, key: KeyRun, joins: bool, announces: bool, ahead_tokens: int
@@ -202,16 +291,16 @@ class SchedulerClient:
     ) -> None:
         self.close()
 
-    def take_answer(self, lookup: PendingLookup, *, may_wait: bool) -> Lease | None:
-        """Return the answer to a lookup; None if it may still come and `may_wait` is false. For `PendingLookup`."""
+    def take_answer(self, lookup: Pending[Answer], *, may_wait: bool) -> Answer | None:
+        """Return the answer to a lookup; None if it may still come and `may_wait` is false. For `Pending`."""
         channel, sequence = lookup.channel, lookup.sequence
         if channel is None:
-            return MISS
+            return lookup.missing
         with self._lock:
             link = channel.link
             if channel is not self._channel or self._connection.link is not link:
                 self.give_up(channel, sequence)
-                return MISS
+                return lookup.missing
             try:
                 reply = channel.poll(sequence)
                 if reply is None:
@@ -222,34 +311,33 @@ class SchedulerClient:
                     reply = channel.wait(sequence, max(0.0, rest))
                     lookup.missing_at = time.monotonic()
             except RemoteError as error:
-                if error.code not in _GONE:
+                if error.code not in _SILENT:
                     logger.error("a lookup was refused: %s", error)
-                return MISS
+                return lookup.missing
             except DepotTimeout:
                 self._connection.suspend(link)
                 self.give_up(channel, sequence)
-                return MISS
+                return lookup.missing
             except DepotUnavailable:
-                return MISS
-            if not isinstance(reply, m.LookupReply):
-                return MISS
-            self._connection.note_wait(link, lookup.missing_at - lookup.submitted_at - reply.waited_seconds)
-            return _lease_of(reply, link)
+                return lookup.missing
+            waited_seconds = reply.waited_seconds if isinstance(reply, m.LookupReply) else 0.0
+            self._connection.note_wait(link, lookup.missing_at - lookup.submitted_at - waited_seconds)
+            return lookup.read(reply, link) or lookup.missing
 
     def wait_for_answers(self, channel: Channel | None, timeout_seconds: float) -> None:
-        """Wait until a channel has something to receive. For `PendingLookup`."""
+        """Wait until a channel has something to receive. For `Pending`."""
         with self._lock:
             if channel is not None and channel is self._channel:
                 channel.wait_for_any(timeout_seconds)
 
     def give_up(self, channel: Channel | None, sequence: int) -> None:
-        """Forget a lookup and release the lease that it may still be granted. For `PendingLookup`."""
+        """Forget a lookup and release the lease that it may still be granted. For `Pending`."""
         if channel is None:
             return
 
         def give_back(reply: frames.Reply) -> None:
             # Also over a suspended link: a depot that replies takes requests.
-            if isinstance(reply, m.LookupReply) and reply.lease:
+            if isinstance(reply, m.LookupReply | m.BlendReply) and reply.lease:
                 with contextlib.suppress(DepotUnavailable):
                     channel.post(m.Release(channel.link.context, (reply.lease,)))
 
@@ -298,7 +386,19 @@ class SchedulerClient:
                 self._connection.reap_soon()
 
 
-def _lease_of(reply: m.LookupReply, link: Link) -> Lease:
+def _lease_of(reply: frames.Reply, link: Link) -> Lease | None:
+    if not isinstance(reply, m.LookupReply):
+        return None
     if not reply.num_chunks:
         return Lease(0, num_pending=reply.num_pending) if reply.num_pending else MISS
     return Lease(reply.num_chunks, reply.lease, reply.lease_seconds, link, reply.num_pending)
+
+
+def _hit_of(reply: frames.Reply, link: Link) -> BlendHit | None:
+    if not isinstance(reply, m.BlendReply) or not reply.lease:
+        return None
+    runs: list[BlendRun] = []
+    for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
+        digests = reply.digests[start * DIGEST_BYTES : (start + count) * DIGEST_BYTES]
+        runs.append(BlendRun(position, length, source, KeyRun(digests, first, bytes(DIGEST_BYTES))))
+    return BlendHit(tuple(runs), Lease(0, reply.lease, reply.lease_seconds, link))

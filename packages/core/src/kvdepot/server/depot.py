@@ -17,6 +17,7 @@ from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused
 from kvdepot.pool.table import SEALED, Writer
 from kvdepot.server.background import Kind, Task
+from kvdepot.server.blend import BlendLookups
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.labels import LabelTable
@@ -56,7 +57,7 @@ class Depot:
         self.quarantine = QuarantineTable(self.state)
         self.flights = FlightTable(index, clock, self.counters)
         self.stores = Stores(self.state, self.contexts, self.quarantine, self.flights)
-        lookups = Lookups(self.state, self.contexts, self.flights)
+        lookups, self.blends = Lookups(self.state, self.contexts, self.flights), BlendLookups(self.state)
         self.status = StatusReport(self.state, self.contexts, self.stores, self.flights, self.quarantine, self.pins)
         self._is_expiring = False
         self._handlers: dict[type, Callable[[Context, Any], frames.Reply | Deferred]] = {
@@ -64,6 +65,8 @@ class Depot:
             m.Release: lookups.release,
             m.EndRequest: lookups.end_request,
             m.Hint: lookups.hint,
+            m.NoteContents: self.blends.note,
+            m.BlendLookup: self.blends.lookup,
             m.PrepareRetrieve: lookups.prepare_retrieve,
             m.PrepareStore: self.stores.prepare,
             m.CommitStore: self.stores.commit,

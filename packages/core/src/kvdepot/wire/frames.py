@@ -34,6 +34,8 @@ Request = (
     | m.Move
     | m.ReportCorrupt
     | m.Hint
+    | m.NoteContents
+    | m.BlendLookup
     | o.Status
     | o.Clear
     | o.Warm
@@ -54,6 +56,7 @@ Reply = (
     | m.Registered
     | m.Done
     | m.LookupReply
+    | m.BlendReply
     | m.StorePlan
     | m.RetrievePlan
     | m.Moved

@@ -30,6 +30,15 @@ EXTENT: Final = struct.Struct("<IHHIIQQQ")
 """One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, 0 u16, record u32, 0 u32, header u64 (the
 record's generation and state while the extent is valid), offset in the pool u64, payload bytes u64."""
 
+MAXIMUM_SEGMENTS: Final = 8192  # per request, of about 23 tokens each
+SEGMENT_NAME_BYTES: Final = 16
+SEGMENT: Final = struct.Struct(f"<{SEGMENT_NAME_BYTES}sII")
+"""One segment of a prompt, 24 bytes: its name, its first token u32, its tokens u32."""
+
+BLEND_RUN: Final = struct.Struct("<6I")
+"""Reused tokens, 24 bytes: first token in the asking prompt u32, tokens u32, first token in the source u32, first chunk
+of the source u32, chunks u32, and where their digests begin among those of the reply u32, counted in digests."""
+
 _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
 Label = Annotated[str, Meta(max_length=1024)]
@@ -39,6 +48,7 @@ Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
 BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES * 32)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+PackedSegments = Annotated[bytes, Meta(max_length=MAXIMUM_SEGMENTS * SEGMENT.size)]
 BlockIdBytes = Annotated[bytes, Meta(max_length=1 << 20)]  # packed block ids: i32, little-endian
 
 
@@ -278,6 +288,30 @@ class Hint(Struct, array_like=True, tag="hint", frozen=True):
     ttl_seconds: Annotated[float, Meta(ge=0, le=MAXIMUM_TTL_SECONDS)] = 0.0
 
 
+class NoteContents(Struct, array_like=True, tag="note_contents", frozen=True):
+    """Say which segments the given chunks, from chunk 0 on, hold: sources for `BlendLookup`.
+
+    Only chunks that were computed exactly are sources. `segments` are packed `SEGMENT` records, ascending. Those that
+    end behind the chunks that are here are ignored.
+    """
+
+    context: Identifier
+    digests: Digests
+    segments: PackedSegments
+
+
+class BlendLookup(Struct, array_like=True, tag="blend_lookup", frozen=True):
+    """Lease chunks of any prompts that hold the given segments, for a request.
+
+    `segments` are packed `SEGMENT` records, ascending. A run of fewer than `min_run_tokens` is left out.
+    """
+
+    context: Identifier
+    request_id: Label
+    segments: PackedSegments
+    min_run_tokens: Count = 0
+
+
 class ReportCorrupt(Struct, array_like=True, tag="report_corrupt", frozen=True):
     """Report entries whose checksums differ: the `(record, header)` of each, as in its extent."""
 
@@ -335,6 +369,19 @@ class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
     lease_seconds: float = 0.0
     waited_seconds: float = 0.0
     num_pending: int = 0
+
+
+class BlendReply(Struct, array_like=True, tag="blend_reply", frozen=True):
+    """The runs that were found, leased under `lease` for `lease_seconds`; lease 0 without runs.
+
+    `runs` are packed `BLEND_RUN` records, ascending and not overlapping. `digests` has those of their chunks.
+    """
+
+    epoch: int
+    lease: int
+    lease_seconds: float
+    runs: bytes
+    digests: bytes
 
 
 class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):

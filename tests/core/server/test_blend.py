@@ -1,0 +1,211 @@
+"""Contents: text is found at any position of any prompt, as long as its chunks are here."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.client.segments import SegmentNamer
+from kvdepot.errors import ErrorCode
+from kvdepot.index import contents
+from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
+from support.index import FULL, HYBRID, Bench, Worker
+from support.peer import SPEC, Peer
+
+CHUNK = 16
+NAMESPACE = Namespace("model", tenant_salt="salt")
+NAMER = SegmentNamer(NAMESPACE)
+
+
+@dataclass
+class Run:
+    position: int
+    length: int
+    source_position: int
+    key: KeyRun
+
+
+def text(seed: int, num_tokens: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 128_000, num_tokens).tolist()
+
+
+def bench(pages: int = 256) -> Bench:
+    return Bench((m.GroupShape(FULL, CHUNK),), chunk_tokens=CHUNK, pages=pages, num_records=256)
+
+
+def key_of(tokens: list[int]) -> KeyRun:
+    return hash_prefix(NAMESPACE, CHUNK, tokens)
+
+
+def learn(worker: Worker, tokens: list[int], borders: tuple[int, ...] = ()) -> KeyRun:
+    """Store a prompt, and say what it holds."""
+    key = key_of(tokens)
+    for first in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
+        worker.store(key.slice(first, first + m.MAXIMUM_STORE_ENTRIES))
+    worker.ask(m.NoteContents(worker.context, key.digests, NAMER.name(tokens, borders).packed))
+    return key
+
+
+def ask(
+    worker: Worker, tokens: list[int], borders: tuple[int, ...] = (), least: int = 0, namer: SegmentNamer = NAMER
+) -> list[Run]:
+    reply = worker.ask(m.BlendLookup(worker.context, "r", namer.name(tokens, borders).packed, least))
+    assert isinstance(reply, m.BlendReply)
+    assert bool(reply.lease) == bool(reply.runs)
+    worker.ask(m.EndRequest(worker.context, "r"))
+    return [
+        Run(position, length, source, KeyRun(reply.digests[start * 32 : (start + count) * 32], first, bytes(32)))
+        for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs)
+    ]
+
+
+def check(runs: list[Run], tokens: list[int], *sources: list[int]) -> int:
+    """Check that each run holds the tokens it claims, in chunks of one source; return their number."""
+    end = 0
+    for run in runs:
+        assert run.position >= end
+        end = run.position + run.length
+        source = next(each for each in sources if run.key.digests in key_of(each).digests)
+        assert tokens[run.position : end] == source[run.source_position : run.source_position + run.length]
+        first, count = run.key.first_chunk, run.key.num_chunks
+        assert first * CHUNK <= run.source_position
+        assert run.source_position + run.length <= (first + count) * CHUNK
+        assert run.key.digests == key_of(source).digests[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
+    return sum(run.length for run in runs)
+
+
+def test_documents_are_found_in_another_order_twice_and_from_the_first_token_on() -> None:
+    worker = bench().worker()
+    a, b, c = (text(seed, 320) for seed in range(3))
+    source = a + b + c
+    learn(worker, source, (320, 640, 960))
+    wanted = text(9, 77) + c + a + text(8, 5) + c
+    runs = ask(worker, wanted, (77, 397, 717, 722, 1042))
+    assert check(runs, wanted, source) == 960
+    assert [run.position for run in runs] == [77, 397, 722]
+    assert [run.source_position for run in runs] == [640, 0, 640]
+    assert check(ask(worker, wanted), wanted, source) >= 0.6 * 960  # without borders
+
+
+def test_a_run_goes_on_in_its_source_and_the_newest_one_is_preferred() -> None:
+    worker = bench().worker()
+    a, b = text(0, 200), text(1, 200)
+    first, second = a + b, text(2, 48) + b
+    learn(worker, first, (200,))
+    learn(worker, second, (48,))
+    (run,) = ask(worker, first, (200,))
+    assert check([run], first, first) == run.length
+    runs = ask(worker, text(3, 10) + b, (10,))
+    assert check(runs, text(3, 10) + b, second, first) > 150
+    assert runs[0].source_position == 48
+
+
+def test_short_runs_are_left_out() -> None:
+    worker = bench().worker()
+    learn(worker, text(0, 64))
+    assert ask(worker, text(0, 64)) != []
+    assert ask(worker, text(0, 64), least=64) == []
+
+
+def test_what_is_not_stored_is_no_source() -> None:
+    worker = bench().worker()
+    tokens = text(0, 320)
+    worker.store(key_of(tokens).slice(0, 10))
+    worker.ask(m.NoteContents(worker.context, key_of(tokens).digests, NAMER.name(tokens).packed))
+    assert all(run.source_position + run.length <= 160 for run in ask(worker, tokens))
+    assert 0 < check(ask(worker, tokens), tokens, tokens) <= 160
+
+
+def test_chunks_that_left_are_not_found_and_a_lease_keeps_them() -> None:
+    scene = bench(pages=20)
+    worker = scene.worker()
+    a, b = text(0, 320), text(1, 320)
+    learn(worker, a)
+    assert worker.ask(m.BlendLookup(worker.context, "r", NAMER.name(a).packed)).lease
+    worker.store(key_of(b))
+    assert worker.lookup(key_of(a)).num_chunks > 0  # held
+    worker.ask(m.EndRequest(worker.context, "r"))
+    worker.store(key_of(b))
+    worker.store(key_of(text(2, 320)))
+    assert worker.lookup(key_of(a)).num_chunks == 0
+    assert ask(worker, a) == []
+    assert len(scene.depot.blends.contents) == 0  # what was asked for in vain is forgotten
+
+
+def test_the_oldest_names_leave_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "MAXIMUM_NAMES", 12)
+    worker = bench().worker()
+    learn(worker, text(0, 320))
+    learn(worker, text(1, 320))
+    assert len(worker.bench.depot.blends.contents) == 12
+    assert ask(worker, text(0, 320)) == []
+    assert ask(worker, text(1, 320)) != []
+
+
+def test_other_tenants_and_forged_names_find_nothing() -> None:
+    worker = bench().worker()
+    tokens = text(0, 320)
+    learn(worker, tokens)
+    assert ask(worker, tokens, namer=SegmentNamer(Namespace("model"))) == []
+    forged = b"".join(m.SEGMENT.pack(random.Random(i).randbytes(16), 20 * i, 20) for i in range(100))
+    assert worker.ask(m.BlendLookup(worker.context, "r", forged)).runs == b""
+
+
+def test_random_prompts_agree_with_their_tokens() -> None:
+    rng, scene = random.Random(0), bench(pages=120)
+    worker = scene.worker()
+    documents = [text(seed, rng.randrange(40, 200)) for seed in range(8)]
+    sources: list[list[int]] = []
+    num_found = 0
+    for number in range(60):
+        tokens = [token for _ in range(3) for token in rng.choice(documents)] + text(100 + number, 30)
+        num_found += check(ask(worker, tokens), tokens, *sources)
+        learn(worker, tokens)
+        sources.append(tokens)
+        scene.index.check_integrity()
+    assert num_found > 4000
+
+
+def test_a_cache_with_windows_and_malformed_segments_are_refused() -> None:
+    hybrid = Bench(groups=HYBRID).worker()
+    assert hybrid.refusal(m.BlendLookup(hybrid.context, "r", b"")) is ErrorCode.BAD_LAYOUT
+    worker = bench().worker()
+    assert worker.refusal(m.BlendLookup(worker.context, "r", bytes(25))) is ErrorCode.BAD_KEY
+    assert worker.refusal(m.NoteContents(worker.context, b"", bytes(25))) is ErrorCode.BAD_KEY
+    assert worker.refusal(m.NoteContents(worker.context, bytes(33), b"")) is ErrorCode.BAD_KEY
+
+
+def test_a_scheduler_asks_a_real_depot_and_a_restart_forgets() -> None:
+    chunk_tokens, tokens = SPEC.chunk_tokens, text(0, 640)
+    key = hash_prefix(NAMESPACE, chunk_tokens, tokens)
+    segments = NAMER.name(tokens, (100,))
+    wanted = text(1, 33) + tokens[100:]
+    asked = NAMER.name(wanted, (33,))
+    with DepotProcess() as depot, SchedulerClient(SPEC, "engine", url=depot.url) as client:
+        worker = Peer(depot)
+        client.wait_until_connected(10)
+        assert client.submit_blend_lookup("r", asked).result().runs == ()
+        worker.store(key)
+        client.note_contents(key, segments)
+        hit = client.submit_blend_lookup("r", asked, min_run_tokens=32).result()
+        (run,) = hit.runs
+        assert (run.position, run.source_position) == (33, 100)
+        assert run.length >= 500
+        assert run.key.digests == key.slice(1, run.key.first_chunk + run.key.num_chunks).digests
+        assert depot.status().num_leases == 1
+        clipped = run.clip(100, 200, chunk_tokens)
+        assert clipped is not None
+        assert (clipped.position, clipped.length, clipped.source_position) == (100, 100, 167)
+        assert clipped.key == run.key.slice(1, 4)  # tokens 128 to 320 of the source
+        assert run.clip(0, 33, chunk_tokens) is None
+        client.release(hit.lease)
+        wait_until(lambda: depot.status().num_leases == 0)
+        pending = client.submit_blend_lookup("r", asked)
+        pending.cancel()
+        assert pending.result().runs == ()
+        wait_until(lambda: depot.status().num_leases == 0)
+        worker.close()
