@@ -70,6 +70,7 @@ class WorkerFormat(KVConnectorHandshakeMetadata):
     """Carries the format of a worker's cache to the scheduler at start; "" if the worker uses no depot."""
 
     format: str
+    can_blend: bool = False
 
 
 @dataclass
@@ -120,7 +121,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, Any] | None = None  # as registered
-        self._unsaid: str | None = None  # the worker's format, until it is sent
+        self._unsaid: WorkerFormat | None = None  # until it is sent
         self._block_pool: Any = None
         self._plan = StepPlan()
         self._results = LoadResults()
@@ -186,7 +187,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         is_one_stage = self._vllm_config.parallel_config.pipeline_parallel_size == 1
         if self._unsaid is None or (others and not (is_one_stage and all(map(_takes_no_part, others)))):
             return None
-        told, self._unsaid = WorkerFormat(self._unsaid), None
+        told, self._unsaid = self._unsaid, None
         return told
 
     @_never_raises(_nothing)
@@ -194,17 +195,19 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Take the formats of the workers' caches."""
-        self._take_formats({told.format for told in metadata.values() if isinstance(told, WorkerFormat)})
+        told = [each for each in metadata.values() if isinstance(each, WorkerFormat)]
+        self._take_formats({(each.format, each.can_blend) for each in told})
         if self._scheduler is not None:
             # With a running depot the first request is served already. A depot that starts later is used later.
             with contextlib.suppress(DepotUnavailable):
                 self._scheduler.wait_until_connected(_START_SECONDS)
 
     @_never_raises(_nothing)
-    def _take_formats(self, formats: Collection[str]) -> None:
-        """Start the scheduler's side with the format that all workers registered."""
-        if self._cache is None or self._scheduler is not None or not formats:
+    def _take_formats(self, told: Collection[tuple[str, bool]]) -> None:
+        """Start the scheduler's side with the format that all workers registered; it blends if all of them can."""
+        if self._cache is None or self._scheduler is not None or not told:
             return
+        formats = {each for each, _ in told}
         cache, self._cache = self._cache, None
         if "" in formats or len(formats) > 1:
             logger.error(
@@ -229,6 +232,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             client,
             config.parallel_config.world_size,
             on_stored=self._on_stored if events is not None and events.enable_kv_cache_events else None,
+            can_blend=all(can_blend for _, can_blend in told),
         )
         if self._block_pool is not None:
             scheduler.bind_block_pool(self._block_pool)
@@ -247,7 +251,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register this worker's KV cache with the depot. If that fails, the engine goes on without a depot."""
         self._leave_as_worker()
-        self._worker, self._unsaid = WorkerSide(None, 1, 0), ""
+        self._worker, self._unsaid = WorkerSide(None, 1, 0), WorkerFormat("")
         self._kv_caches = kv_caches
         if self._cache is None:
             return
@@ -274,7 +278,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
 
-    def _registered(self, cache: EngineCache, kv_caches: dict[str, Any]) -> tuple[WorkerSide, str]:
+    def _registered(self, cache: EngineCache, kv_caches: dict[str, Any]) -> tuple[WorkerSide, WorkerFormat]:
         """Return this worker's side and the format under which it registers."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
         from vllm.platforms import current_platform
@@ -318,7 +322,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         )
         only = cache.groups[0] if cache.num_groups == 1 else None
         block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
-        return WorkerSide(context, cache.chunk_tokens, block_tokens), cache.format
+        blends = None
+        if self._settings.blend != "off":
+            from kvdepot_vllm.blend.starting import start_blending
+
+            blends = start_blending(self._vllm_config, self._kv_cache_config, self._settings, context)
+        return WorkerSide(context, cache.chunk_tokens, block_tokens, blends), WorkerFormat(
+            cache.format, blends is not None
+        )
 
     @_never_raises(_nothing)
     def reset_capture_state(self) -> None:
@@ -377,7 +388,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Report the stores that ended, and once the cache's format."""
         report = self._worker.take_report() if self._worker is not None else None
         if self._unsaid is not None:
-            report = (report or WorkerReport()).merge(WorkerReport(formats=frozenset({self._unsaid})))
+            told = frozenset({(self._unsaid.format, self._unsaid.can_blend)})
+            report = (report or WorkerReport()).merge(WorkerReport(formats=told))
             self._unsaid = None
         return ReportMetadata(report) if report is not None else None
 

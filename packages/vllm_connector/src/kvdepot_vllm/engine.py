@@ -126,13 +126,14 @@ class WorkerReport:
 
     Attributes:
         ended: for each store job, how many workers ended it and how many chunks all of them stored.
-        formats: of the workers' caches, "" for a worker without a depot; each worker reports its format once.
+        formats: of the workers' caches, "" for a worker without a depot, with whether the worker can blend; each
+            worker reports them once.
         blends_loaded: for each request to blend, how many workers ended its retrieves and whether all succeeded.
         blended: figures of blends that ended.
     """
 
     ended: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    formats: frozenset[str] = frozenset()
+    formats: frozenset[tuple[str, bool]] = frozenset()
     blends_loaded: dict[str, tuple[int, bool]] = field(default_factory=dict[str, tuple[int, bool]])
     blended: dict[str, BlendFigures] = field(default_factory=dict[str, BlendFigures])
 

@@ -17,6 +17,7 @@ from kvdepot.client.scheduler import MISS, Lease, PendingLookup, SchedulerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
+from kvdepot_vllm.blend.planning import Blends
 from kvdepot_vllm.blocks import blocks_to_fill
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob, Step, StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache
@@ -59,6 +60,7 @@ class _Request:
     loaded_at: int = -1  # preemption count when a load was last planned: each admission loads at most once
     load: LoadJob | None = None  # under way
     has_failed: bool = False  # the load under way
+    has_noted: bool = False  # the depot knows its contents
     span: Any = None  # of the lookup, then of the load
 
 
@@ -72,6 +74,7 @@ class SchedulerSide:
         client: asks the depot; closed with this side.
         num_workers: workers that report each store.
         on_stored: called for each store that brought in chunks.
+        can_blend: whether all workers can blend.
         clock: seconds, monotonic.
     """
 
@@ -84,6 +87,7 @@ class SchedulerSide:
         num_workers: int,
         *,
         on_stored: Callable[[EndedStore], None] | None = None,
+        can_blend: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
@@ -102,6 +106,8 @@ class SchedulerSide:
         self._has_hit = False  # and the log says so
         self._pace = PrefillPace()
         self.counters = self._stores.counters
+        self._blends = Blends(cache, settings, client, num_workers, self.counters, clock) if can_blend else None
+        self._late_notes: dict[str, tuple[EngineRequest, Namespace, KeyRun]] = {}  # until the last store has ended
 
     @property
     def is_connected(self) -> bool:
@@ -119,6 +125,8 @@ class SchedulerSide:
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Take the pool whose blocks stores hold."""
         self._stores.pool = pool
+        if self._blends is not None:
+            self._blends.pool = pool
 
     # --- admission ------------------------------------------------------------------------------------------------
 
@@ -143,6 +151,8 @@ class SchedulerSide:
         self._requests[request.request_id] = state
         if state.may_load and not request.skip_reading_prefix_cache:
             self._ask(state)
+            if self._blends is not None:
+                self._blends.begin(request, self._namespace, wishes)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens past the local hit a load would bring; None while the depot has not answered.
@@ -166,12 +176,24 @@ class SchedulerSide:
         if lease is None:
             return None, False
         state.progress.num_stored = lease.num_chunks
-        external = lease.num_chunks * self._cache.chunk_tokens - local_tokens
-        if external <= 0:
+        exact = max(local_tokens, lease.num_chunks * self._cache.chunk_tokens)
+        end = self._offered(state, exact)
+        if end is None:
+            return None, False
+        if exact == local_tokens:
             self._drop_lease(state)
             state.lease = MISS  # remembered, so that the lookup is not repeated while it is fresh
-            return 0, False
-        return external, True
+        return end - local_tokens, end > local_tokens
+
+    def _offered(self, state: _Request, exact_tokens: int) -> int | None:
+        """Return the end of what a blend brings behind the exact prefix; None while there is no answer."""
+        if self._blends is None:
+            return exact_tokens
+        end = self._blends.offer(state.request, exact_tokens, self._client.token_seconds)
+        if end is not None and end > exact_tokens:
+            state.progress.exact_tokens = self._blends.exact_tokens(state.request.request_id)
+            self._withdraw(state.request.request_id)  # what it computes from now on is for nobody else
+        return end
 
     def _answer(self, state: _Request) -> Lease | None:
         """Return what the depot has, asking again if the last answer is old; None while there is no answer."""
@@ -277,8 +299,14 @@ class SchedulerSide:
         if not external_tokens:
             if state.load is None:
                 self._drop_lease(state)
+                if self._blends is not None:
+                    self._blends.drop(request.request_id)
             return
         state.loaded_at = request.num_preemptions
+        exact_end = self._blends.exact_end(request.request_id) if self._blends is not None else None
+        if self._blends is not None and exact_end is not None:
+            self._plan_blend(self._blends, state, table, exact_end, external_tokens)
+            return
         try:
             load = self._load_job(state, table, external_tokens)
         except Exception:
@@ -291,6 +319,27 @@ class SchedulerSide:
         if not self._has_hit:
             self._has_hit = True
             logger.info("first hit: request %s loads %d tokens from the depot", request.request_id, external_tokens)
+
+    def _plan_blend(
+        self, blends: Blends, state: _Request, table: BlockTable, exact_end: int, external_tokens: int
+    ) -> None:
+        """Plan the blend that was offered; vLLM recomputes what it does not bring."""
+        request, local_tokens = state.request, state.local_tokens
+        try:
+            exact = self._load_job(state, table, exact_end - local_tokens) if exact_end > local_tokens else None
+            is_planned = (exact is not None or exact_end <= local_tokens) and blends.allocated(
+                request, table, local_tokens, local_tokens + external_tokens, exact
+            )
+        except Exception:
+            logger.exception("request %s cannot be blended", request.request_id)
+            exact, is_planned = None, False
+        blocks = tuple(list(row) for row in table) if is_planned else ()
+        key, skip_tokens = (exact.key, exact.skip_tokens) if exact is not None else (_NO_CHUNKS, 0)
+        state.load = LoadJob(request.request_id, key, blocks, skip_tokens)
+        state.has_failed = False
+        state.span = start_span("kvdepot blend", request, tokens=external_tokens)
+        if not is_planned:
+            self._loads.append(LoadJob(request.request_id, _NO_CHUNKS, (), 0))
 
     def _load_job(self, state: _Request, table: BlockTable, external_tokens: int) -> LoadJob | None:
         """Return the load job; None, with a log line, if vLLM's blocks do not fit the lease."""
@@ -340,7 +389,8 @@ class SchedulerSide:
         self._pace.planned(self._clock(), sum(step.num_scheduled_tokens.values()))
         self._client.token_seconds = min(self._pace.token_seconds, _SLOWEST_TOKEN_SECONDS)
         loads, self._loads = tuple(self._loads), []
-        return StepPlan(loads, self._stores.take_planned(), self._is_idle)
+        blends, slice_of, given_up = self._blends.take_planned() if self._blends is not None else ((), None, ())
+        return StepPlan(loads, self._stores.take_planned(), self._is_idle, blends, slice_of, given_up)
 
     def workers_reported(
         self, report: WorkerReport, finished: Collection[str], failed: Collection[str], invalid_blocks: set[int]
@@ -355,14 +405,20 @@ class SchedulerSide:
         """
         self._pace.reported(self._clock())
         self._stores.report(report.ended)
+        if self._blends is not None:
+            self._blends.loaded(report.blends_loaded)
+            self._blends.computed(report.blended)
         if invalid_blocks:
             for state in self._requests.values():
                 if state.load is not None and state.load.block_ids:
                     state.has_failed |= not invalid_blocks.isdisjoint(state.load.block_ids[0])
         for request_id in finished:
             state = self._requests.get(request_id)
+            has_failed = request_id in failed or (state is not None and state.has_failed)
+            if self._blends is not None:
+                self._blends.ended(request_id, has_failed=has_failed)
             if state is not None and state.load is not None:
-                self._load_ended(state, state.load, has_failed=state.has_failed or request_id in failed)
+                self._load_ended(state, state.load, has_failed=has_failed)
 
     def _load_ended(self, state: _Request, load: LoadJob, *, has_failed: bool) -> None:
         state.load = None
@@ -375,12 +431,39 @@ class SchedulerSide:
             state.progress.num_computed = 0
         else:
             self.counters["hit_tokens"] += load.key.num_chunks * self._cache.chunk_tokens - load.skip_tokens
+            self._note(state)
+
+    def _note(self, state: _Request, *, is_over: bool = False) -> None:
+        """Tell the depot what the prompt's chunks hold, once all of them are there or the request `is_over`."""
+        if self._blends is None or state.has_noted:
+            return
+        request, progress = state.request, state.progress
+        num_chunks = request.num_prompt_tokens // self._cache.chunk_tokens
+        if progress.exact_tokens is not None:
+            num_chunks = min(num_chunks, progress.exact_tokens // self._cache.chunk_tokens)
+        num_stored = min(num_chunks, progress.num_stored, MAXIMUM_CHUNKS)
+        if not num_stored or (num_stored < num_chunks and not is_over):
+            return
+        if not self._stores.is_storing(request.request_id):
+            self._blends.note(request, self._namespace, state.keys.run(0, num_stored))
+            state.has_noted = True
+        elif is_over:
+            self._late_notes[request.request_id] = request, self._namespace, state.keys.run(0, num_stored)
+
+    def _note_late(self, request_id: str) -> None:
+        if self._blends is None:
+            return
+        if request_id in self._late_notes and not self._stores.is_storing(request_id):
+            self._blends.note(*self._late_notes.pop(request_id))
+        elif request_id in self._requests:
+            self._note(self._requests[request_id])
 
     def _store_ended(self, store: EndedStore) -> None:
         if store.num_chunks and self._on_stored is not None:
             self._on_stored(store)
         self._send_hints(store.request.request_id)
         self._withdraw_late(store.request.request_id)
+        self._note_late(store.request.request_id)
 
     @property
     def has_pending_stores(self) -> bool:
@@ -415,12 +498,21 @@ class SchedulerSide:
             if state.announced:
                 self._late_withdrawals.add(request.request_id)
                 self._withdraw_late(request.request_id)
-            num_chunks = min(progress.num_stored, request.num_prompt_tokens // self._cache.chunk_tokens)
-            if not num_chunks or has_failed or not asks_for_hand_over(request.kv_transfer_params):
-                return None
-            return handed_over(state.keys.run(0, num_chunks), self._cache.chunk_tokens)
+            self._note(state, is_over=True)
+            return self._answer_of(state, has_failed=has_failed)
         finally:
             self._forget(state)
+
+    def _answer_of(self, state: _Request, *, has_failed: bool) -> dict[str, Any] | None:
+        """Return the `kv_transfer_params` of a request's output."""
+        request, answer = state.request, dict[str, Any]()
+        num_chunks = min(state.progress.num_stored, request.num_prompt_tokens // self._cache.chunk_tokens)
+        if num_chunks and not has_failed and asks_for_hand_over(request.kv_transfer_params):
+            answer = handed_over(state.keys.run(0, num_chunks), self._cache.chunk_tokens)
+        blend = self._blends.answer_of(request.request_id) if self._blends is not None else None
+        if blend is not None:
+            answer["kvdepot"] = {**answer.get("kvdepot", {}), "blend": blend}
+        return answer or None
 
     def _withdraw_late(self, request_id: str) -> None:
         """Withdraw what an ended request announced, once its last store has ended: nothing more of it comes."""
@@ -450,6 +542,8 @@ class SchedulerSide:
         state.span = None
         with contextlib.suppress(KVDepotError):
             self._drop_lease(state)
+            if self._blends is not None:
+                self._blends.forget(state.request.request_id)
 
     def reset(self) -> None:
         """Begin a new generation of keys, as the weights may have changed: none of it is shared with older entries."""
@@ -461,6 +555,10 @@ class SchedulerSide:
             state.may_load = state.progress.may_store = False
             self._drop_lease(state)
             self._withdraw(state.request.request_id)
+            state.has_noted = True  # its chunks are of the generation before
+            if self._blends is not None:
+                self._blends.forget(state.request.request_id)
+        self._late_notes.clear()
         logger.info("the prefix cache was reset: this engine begins a new generation of keys")
 
     def close(self) -> None:

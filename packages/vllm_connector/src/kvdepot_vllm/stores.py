@@ -48,6 +48,7 @@ class StoreProgress:
         may_store: False once its stores are switched off.
         num_stored: leading chunks that are in the depot or on their way.
         num_computed: tokens whose KV is computed once the steps planned so far have run.
+        exact_tokens: leading tokens whose KV is exact; those behind are never stored. None: all.
     """
 
     request: EngineRequest
@@ -55,6 +56,7 @@ class StoreProgress:
     may_store: bool
     num_stored: int = 0
     num_computed: int = 0
+    exact_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Stores:
         ready = max(0, min(num_ready, progress.request.num_tokens) - self._cache.volatile_tokens)
         if self._settings.store == "prompt":
             ready = min(ready, progress.request.num_prompt_tokens)
+        if progress.exact_tokens is not None:
+            ready = min(ready, progress.exact_tokens)
         stop = ready // chunk_tokens
         states: dict[int, dict[int, int]] = {}
         for group, block_id, tokens in offers:

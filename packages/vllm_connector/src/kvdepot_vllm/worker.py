@@ -7,11 +7,14 @@ import contextlib
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.backends import ReadyEvent, TransferContext, TransferFuture
 from kvdepot.errors import LayoutError
 from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob, WorkerReport
+
+if TYPE_CHECKING:
+    from kvdepot_vllm.blend.working import BlendWorker  # it imports torch
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +46,14 @@ class WorkerSide:
         context: copies the bytes. None if this worker uses no depot: every load fails, and every store ends at once.
         chunk_tokens: of the key.
         block_tokens: of the only layer group; 0 if there are several, and failures are then reported by request.
+        blends: None if this worker does not blend.
     """
 
-    def __init__(self, context: TransferContext | None, chunk_tokens: int, block_tokens: int) -> None:
+    def __init__(
+        self, context: TransferContext | None, chunk_tokens: int, block_tokens: int, blends: "BlendWorker | None" = None
+    ) -> None:
         self._context = context
+        self._blends = blends
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._loads: dict[str, _Load] = {}
@@ -61,11 +68,13 @@ class WorkerSide:
             start_registering()
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Start the step's loads. A load that cannot be started counts as failed."""
+        """Start the step's loads, and compute its slice of a blend. A load that cannot be started counts as failed."""
         for job in plan.loads:
             if job.request_id in self._loads:
                 logger.error("request %s is being loaded already", job.request_id)
             self._loads[job.request_id] = _Load(job, self._submit_load(job))
+        if self._blends is not None:
+            self._blends.start(plan)
 
     def _submit_load(self, job: LoadJob) -> TransferFuture[bool] | None:
         if self._context is None or not job.key.num_chunks:
@@ -112,6 +121,8 @@ class WorkerSide:
                 with contextlib.suppress(TimeoutError):
                     load.future.result(_IDLE_SECONDS)
                 return
+        if self._blends is not None:
+            self._blends.wait_a_little(_IDLE_SECONDS)
 
     def poll_loads(self) -> LoadResults:
         """Return the loads that ended. Every load ends, even without a depot; afterwards nothing writes its blocks."""
@@ -128,6 +139,10 @@ class WorkerSide:
                 results.invalid_blocks.update(self._unfilled(load))
             else:
                 results.failed.add(request_id)
+        if self._blends is not None:
+            ended = self._blends.poll()
+            results.finished.update(ended.finished)
+            results.invalid_blocks.update(ended.invalid_blocks)
         return results
 
     def _unfilled(self, load: _Load) -> Collection[int]:
@@ -141,15 +156,16 @@ class WorkerSide:
             future = self._stores.pop(number)
             self._count("store", future)
             self._ended[number] = (1, future.num_chunks)
-        if not self._ended:
+        loaded, figures = self._blends.take_reports() if self._blends is not None else ({}, {})
+        if not (self._ended or loaded or figures):
             return None
-        report, self._ended = WorkerReport(self._ended), {}
+        report, self._ended = WorkerReport(self._ended, blends_loaded=loaded, blended=figures), {}
         return report
 
     @property
     def num_pending(self) -> int:
         """Transfers under way."""
-        return len(self._loads) + len(self._stores)
+        return len(self._loads) + len(self._stores) + (self._blends.num_pending if self._blends is not None else 0)
 
     def close(self) -> None:
         """Finish the copies under way, within the depot's deadline, and leave. Twice is harmless."""

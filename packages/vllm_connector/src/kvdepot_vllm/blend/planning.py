@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -58,6 +58,7 @@ class _Job:
     planned_at: float
     num_loaded: int = 0
     is_whole: bool = True
+    figures: BlendFigures | None = None
 
 
 class Blends:
@@ -110,15 +111,14 @@ class Blends:
             return
         tokens = request.all_token_ids[: request.num_prompt_tokens]
         segments = SegmentNamer(salted(namespace, request)).name(tokens, wish.borders)
-        lookup = self._client.submit_blend_lookup(
-            request.request_id, segments, tenant=namespace.tenant, min_run_tokens=_LEAST_RUN_TOKENS
-        )
+        lookup = self._client.submit_blend_lookup(request.request_id, segments, min_run_tokens=_LEAST_RUN_TOKENS)
         self._requests[request.request_id] = _Request(request, wish, segments, lookup)
 
     def offer(self, request: EngineRequest, exact_tokens: int, token_seconds: float) -> int | None:
         """Return the end of what a blend would bring; `exact_tokens` if nothing; None while there is no answer.
 
-        An accepted offer taints the request at once: vLLM may enter its blocks into the prefix cache before it tells.
+        An offer taints the request at once: vLLM may enter its blocks into the prefix cache before it tells. A request
+        is blended once; after a preemption it is computed.
 
         Args:
             request: vLLM's.
@@ -136,7 +136,10 @@ class Blends:
         if state.hit is None or not state.hit.runs:
             return exact_tokens
         # The engine computes at least the last token of the prompt.
-        runs = clip(state.hit.runs, exact_tokens, request.num_prompt_tokens - 1)
+        clipped = (
+            run.clip(exact_tokens, request.num_prompt_tokens - 1, self._cache.chunk_tokens) for run in state.hit.runs
+        )
+        runs = tuple(run for run in clipped if run is not None and run.length >= _LEAST_RUN_TOKENS)
         if not runs:
             return exact_tokens
         offer = _Offer(runs, exact_tokens, runs[-1].position + runs[-1].length)
@@ -218,6 +221,22 @@ class Blends:
         self._planned.append(job)
         return True
 
+    def exact_end(self, request_id: str) -> int | None:
+        """Return where the blend that was offered begins, None if none was offered."""
+        state = self._requests.get(request_id)
+        return state.offered.begin if state is not None and state.offered is not None else None
+
+    def drop(self, request_id: str) -> None:
+        """Give the lease of a request back, which needs it no more."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        if state.lookup is not None:
+            state.lookup.cancel()
+        elif state.hit is not None:
+            self._client.release(state.hit.lease)
+        state.lookup = state.hit = state.offered = None
+
     def _run_job(self, run: BlendRun, row: list[int], staging: "_Staging") -> RunJob:
         step, start = self._block_tokens, run.key.first_chunk * self._cache.chunk_tokens
         stop = start + run.key.num_chunks * self._cache.chunk_tokens
@@ -263,24 +282,29 @@ class Blends:
         if request_id not in self._given_up:
             self._given_up.append(request_id)
 
-    def ended(self, finished: Collection[str], failed: Collection[str], figures: Mapping[str, BlendFigures]) -> None:
-        """Take the blends that ended on all workers, and give their staging blocks back."""
-        for request_id in finished:
-            job = self._jobs.pop(request_id, None)
-            if job is None:
-                continue
-            assert self.pool is not None
-            self.pool.free_blocks(reversed(job.staging))
-            blended, state = figures.get(request_id), self._requests.get(request_id)
-            if blended is None or request_id in failed or not job.is_whole:
-                self._counters["blends_failed"] += 1
-                continue
-            self._counters["blends"] += 1
-            self._counters["blend_reused_tokens"] += blended.reused
-            self._counters["blend_recomputed_tokens"] += blended.recomputed
-            self._counters["blend_gap_tokens"] += blended.gaps
-            if state is not None:
-                state.figures = blended
+    def computed(self, figures: Mapping[str, BlendFigures]) -> None:
+        """Take the figures of blends that ended on a worker."""
+        for request_id in figures.keys() & self._jobs.keys():
+            self._jobs[request_id].figures = figures[request_id]
+
+    def ended(self, request_id: str, *, has_failed: bool) -> None:
+        """Take a blend, if it is one, that ended on all workers: give its staging blocks and its lease back."""
+        job = self._jobs.pop(request_id, None)
+        if job is None:
+            return
+        assert self.pool is not None
+        self.pool.free_blocks(reversed(job.staging))
+        self.drop(request_id)
+        figures, state = job.figures, self._requests.get(request_id)
+        if figures is None or has_failed or not job.is_whole:
+            self._counters["blends_failed"] += 1
+            return
+        self._counters["blends"] += 1
+        self._counters["blend_reused_tokens"] += figures.reused
+        self._counters["blend_recomputed_tokens"] += figures.recomputed
+        self._counters["blend_gap_tokens"] += figures.gaps
+        if state is not None:
+            state.figures = figures
 
     # --- end ------------------------------------------------------------------------------------------------------
 
@@ -304,12 +328,8 @@ class Blends:
 
     def forget(self, request_id: str) -> None:
         """End a request. A blend under way is given up; its staging blocks stay until all workers have ended it."""
-        state = self._requests.pop(request_id, None)
-        if state is not None:
-            if state.lookup is not None:
-                state.lookup.cancel()
-            elif state.hit is not None:
-                self._client.release(state.hit.lease)
+        self.drop(request_id)
+        self._requests.pop(request_id, None)
         if request_id in self._jobs:
             self._give_up(request_id)
 
@@ -317,14 +337,14 @@ class Blends:
 
     def note(self, request: EngineRequest, namespace: Namespace, key: KeyRun) -> None:
         """Tell the depot which contents the chunks of `key`, a run from chunk 0 on, have. All of them are exact."""
-        state = self._requests.get(request.request_id)
-        if state is None and refuse(request) is not None:
+        if refuse(request) is not None:
             return
-        num_tokens = min(key.num_chunks * self._cache.chunk_tokens, request.num_prompt_tokens)
+        state, num_tokens = self._requests.get(request.request_id), key.num_chunks * self._cache.chunk_tokens
         if state is not None:
-            segments = state.segments
+            segments = state.segments.before(num_tokens)
         else:
-            segments = SegmentNamer(salted(namespace, request)).name(request.all_token_ids[:num_tokens], ())
+            tokens = request.all_token_ids[: min(num_tokens, request.num_prompt_tokens)]
+            segments = SegmentNamer(salted(namespace, request)).name(tokens)
         self._client.note_contents(key, segments)
 
 
@@ -359,12 +379,6 @@ def salted(namespace: Namespace, request: EngineRequest) -> Namespace:
     if not request.cache_salt:
         return namespace
     return replace(namespace, extra=(*namespace.extra, ("cache salt", request.cache_salt)))
-
-
-def clip(runs: Collection[BlendRun], begin: int, end: int) -> tuple[BlendRun, ...]:
-    """Return the parts of runs within tokens `begin` to `end` that are long enough."""
-    clipped = (run.clip(begin, end) for run in runs)
-    return tuple(run for run in clipped if run is not None and run.length >= _LEAST_RUN_TOKENS)
 
 
 def taint(request: EngineRequest, first_block: int) -> None:

@@ -5,6 +5,7 @@ All of it happens on the engine's thread, between steps. With several workers ea
 worker computes the same slice in the same step: the one that the scheduler names.
 """
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 from kvdepot.backends import TransferContext, TransferFuture
 from kvdepot_vllm.blend.blender import Blender
 from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob
+from kvdepot_vllm.blend.policies import Budget
 from kvdepot_vllm.engine import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,15 @@ class BlendWorker:
             return _Blend(job, futures, has_started=False)
         return _Blend(job, futures, has_started=True)
 
+    def wait_a_little(self, seconds: float) -> None:
+        """Wait for a retrieve."""
+        for blend in self._blends.values():
+            for future in blend.futures:
+                if not future.query():
+                    with contextlib.suppress(TimeoutError):
+                        future.result(seconds)
+                    return
+
     def poll(self) -> BlendResults:
         """Return the blends that ended since the last poll. Afterwards nothing of this worker writes their blocks."""
         for blend in [blend for blend in self._blends.values() if all(future.query() for future in blend.futures)]:
@@ -132,8 +143,8 @@ class BlendWorker:
             self._blender.recompute(tokens, part, table)
             yield
         room = len(job.table) * self._block_tokens
-        question = torch.arange(job.end, len(tokens)) if room >= len(tokens) else None
-        chosen = self._blender.choose(job.policy, job.ratio, tokens, runs, table, question)
+        question = (job.end, len(tokens)) if room >= len(tokens) else None
+        chosen = self._blender.choose(job.policy, tokens, runs, table, question, Budget(job.ratio))
         yield
         for part in chosen.split(self._step_tokens):
             self._blender.recompute(tokens, part, table)

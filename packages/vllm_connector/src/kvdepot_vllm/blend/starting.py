@@ -1,0 +1,44 @@
+# pyright: basic, reportMissingImports=false
+"""Starts blending in a worker, if its engine can blend and a test of the model at start says so."""
+
+import logging
+from typing import Any
+
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+from kvdepot.backends import TransferContext
+from kvdepot_vllm.blend.blender import Blender, find_model
+from kvdepot_vllm.blend.refusal import why_not
+from kvdepot_vllm.blend.self_test import blocks_needed, self_test
+from kvdepot_vllm.blend.working import BlendWorker
+from kvdepot_vllm.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def start_blending(
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, context: TransferContext
+) -> BlendWorker | None:
+    """Return the worker's side of blends; None, with the reason in the log, if this worker does not blend."""
+    try:
+        reason = why_not(vllm_config, kv_cache_config, lambda spec: get_kv_cache_spec_kind(spec).value)
+        model = find_model() if reason is None else None
+        if reason is None and model is None:
+            reason = "vLLM's runner does not show its model"
+        if reason is None:
+            blender = Blender(model, vllm_config, kv_cache_config)
+            model_config = vllm_config.model_config
+            blocks = range(1, 1 + blocks_needed(blender.block_tokens))  # no request has any block yet
+            result = self_test(blender, blocks, model_config.get_vocab_size(), model_config.max_model_len)
+            if result.ok:
+                logger.info(
+                    "blend is on; self-test: keys differ by %.2g after rotation (%.2g without), values by %.2g",
+                    result.k_error, result.unrotated_error, result.v_error,
+                )  # fmt: skip
+                return BlendWorker(context, blender, blender.block_tokens, settings.blend_step_tokens)
+            reason = f"the self-test failed: {result.why}"
+    except Exception as error:
+        logger.debug("blend cannot start", exc_info=True)
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning("blend is off, requests are served exactly: %s", reason)
+    return None
