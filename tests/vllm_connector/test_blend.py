@@ -36,7 +36,6 @@ def test_documents_in_another_order_are_reused(engine: Engine) -> None:
     assert said["policy"] == "mixkq"
     assert said["reused_tokens"] + said["recomputed_tokens"] > 1500
     assert output["cached"] > 1500
-    print(said, output["cached"])
 
 
 def test_everything_recomputed_is_a_full_prefill(engine: Engine) -> None:
@@ -57,3 +56,21 @@ def test_an_exact_request_behind_a_blended_one_is_exact(engine: Engine) -> None:
     assert cached(exact)[0] <= 128  # nothing behind the system prompt
     engine.reset()
     assert tokens(engine.generate([MOVED])) == [engine.reference[1]]
+
+
+def test_without_taint_blended_kv_would_be_taken_for_exact(engine: Engine) -> None:
+    """The test before this one can fail: what it shows is due to the taint."""
+    engine.reset()
+    engine.execute(
+        "import kvdepot_vllm.blend.planning as planning\n"
+        "planning.untouched, planning.taint = planning.taint, lambda *_: None\nresult = None"
+    )
+    try:
+        (output,) = engine.generate([MOVED], params={"kvdepot": {"blend": {"policy": "none"}}})
+        assert blended(output) is not None
+        assert cached(engine.generate([MOVED]))[0] > 1500
+    finally:
+        engine.execute(
+            "import kvdepot_vllm.blend.planning as planning\nplanning.taint = planning.untouched\nresult = None"
+        )
+        engine.reset()

@@ -31,6 +31,11 @@ def _configurations() -> dict[str, Any]:
             hidden_size=256, intermediate_size=256, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
             head_dim=128, **_COMMON,
         ),
+        # the shape of SmolLM2-135M: computation and KV of a realistic proportion
+        "smol": lambda: t.LlamaConfig(
+            intermediate_size=1536, num_hidden_layers=30, head_dim=64,
+            **{**_SMALL, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
+        ),
         "mla": lambda: t.DeepseekV2Config(
             hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,

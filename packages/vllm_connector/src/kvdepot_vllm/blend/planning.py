@@ -174,10 +174,9 @@ class Blends:
     def _has_room(self, offer: _Offer, request: EngineRequest) -> bool:
         if self.pool is None:
             return False
-        step = self._block_tokens
-        wanted = request.num_prompt_tokens // step + 1
-        wanted += sum(run.length // step + 2 for run in offer.runs if not self._is_aligned(run))
-        wanted += 2 * len(offer.runs) + QUESTION_TOKENS // step + 1
+        step, question = self._block_tokens, request.num_prompt_tokens - offer.end
+        wanted = (offer.end + min(question, QUESTION_TOKENS)) // step + 1
+        wanted += sum(2 if self._is_aligned(run) else run.length // step + 2 for run in offer.runs)  # staging
         return self.pool.get_num_free_blocks() - wanted >= _FREE_SHARE * len(self.pool.blocks)
 
     def _is_aligned(self, run: BlendRun) -> bool:

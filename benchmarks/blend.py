@@ -1,0 +1,93 @@
+"""Measures blends with a real vLLM engine on CPU: `python benchmarks/blend.py` in tox's `vllm`.
+
+The model has the shape of SmolLM2-135M in bfloat16, with random weights, and one thread. A prompt of documents is
+stored; then the same documents are asked for in another order, so that about 90 % of the tokens recur at other
+positions. Prints the time to the first token for each policy and share, as a ratio to computing the whole prompt, which
+is measured in turns in the same run. Of each variant the least time of all rounds counts.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from kvdepot.lab.processes import DepotProcess
+from support.vllm.engines import Engine, Prompt, connector, prompts
+from support.vllm.models import make_model
+
+VARIANTS: list[tuple[str, float]] = [
+    ("none", 0.0), ("heads", 0.15), ("deviation", 0.15), ("mixkq", 0.15), ("mixkq", 0.3),
+]  # fmt: skip
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0", "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+
+
+def ask(engine: Engine, prompt: Prompt, blend: Any = None) -> tuple[float, dict[str, Any]]:
+    """Return the time to the first token and the answer; vLLM's own cache is empty."""
+    engine.reset()
+    began = time.perf_counter()
+    params = {"kvdepot": {"blend": blend}} if blend else {"kvdepot": {"load": False, "store": False}}
+    (output,) = engine.ask("generate", prompts=[prompt], max_tokens=1, params=params)["outputs"]
+    return time.perf_counter() - began, output
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=950, help="of a document")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write every measurement here")
+    arguments = parser.parse_args()
+    documents = prompts(arguments.documents, arguments.tokens, seed=1)
+    system, question, other = (prompts(1, count, seed=seed)[0] for count, seed in ((20, 2), (40, 3), (30, 4)))
+    source = system + [token for document in documents for token in document] + other
+    moved = system + [token for document in reversed(documents) for token in document] + question
+    times: dict[str, list[float]] = {}
+    answers: dict[str, Any] = {}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        DepotProcess(pool_size="4GiB", new_session=True) as depot,
+        Engine(
+            make_model(Path(directory), "smol"), connector(depot.url, blend="request"), environment=ENVIRONMENT,
+            dtype="bfloat16", max_model_len=8192, max_num_batched_tokens=8192, max_num_seqs=64,
+            kv_cache_memory_bytes=1 << 30,
+        ) as engine,
+    ):  # fmt: skip
+        ask(engine, prompts(1, 1000, seed=5)[0])  # warms the engine up
+        engine.reset()
+        engine.ask("generate", prompts=[source], max_tokens=1)
+        ask(engine, moved, {"policy": "none"})
+        for _ in range(arguments.rounds):
+            seconds, _ = ask(engine, moved)
+            times.setdefault("computed", []).append(seconds)
+            for policy, ratio in VARIANTS:
+                name = f"{policy} {ratio:.0%}"
+                seconds, output = ask(engine, moved, {"policy": policy, "ratio": ratio})
+                times.setdefault(name, []).append(seconds)
+                answers[name] = ((output["params"] or {}).get("kvdepot") or {}).get("blend")
+            engine.reset()
+            began = time.perf_counter()
+            engine.ask("generate", prompts=[source], max_tokens=1)
+            times.setdefault("exact hit of as many tokens", []).append(time.perf_counter() - began)
+    computed = min(times["computed"])
+    print(f"{len(moved):,} tokens; computed: {computed:.2f} s")
+    for name, seconds in times.items():
+        said = answers.get(name)
+        tokens = (
+            f"  reused {said['reused_tokens']:,}, again {said['recomputed_tokens']:,}, gaps {said['gap_tokens']:,}"
+            if said
+            else ""
+        )
+        print(f"{name:30} {min(seconds) / computed:5.2f}  (median {statistics.median(seconds) / computed:.2f}){tokens}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"times": times, "answers": answers, "tokens": len(moved)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
