@@ -1,6 +1,7 @@
 """Blend in a real engine: text is reused at any position, and nobody takes blended KV for exact."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, 
 
 DOCUMENTS = prompts(4, 500, seed=80)
 SYSTEM, QUESTION, OTHER = (prompts(1, count, seed=seed)[0] for count, seed in ((20, 81), (30, 82), (25, 83)))
-SOURCE = SYSTEM + sum(DOCUMENTS, []) + OTHER
-MOVED = SYSTEM + sum(reversed(DOCUMENTS), []) + QUESTION
+SOURCE = [*SYSTEM, *chain(*DOCUMENTS), *OTHER]
+MOVED = [*SYSTEM, *chain(*reversed(DOCUMENTS)), *QUESTION]
 
 
 def blended(output: dict[str, Any]) -> dict[str, Any] | None:

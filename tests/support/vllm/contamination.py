@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.index import FULL, Bench
 
 from kvdepot.client.scheduler import MISS, BlendHit, BlendRun, Lease
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
+from support.index import FULL, Bench
 
 BLOCK = 16
 NUM_BLOCKS = 200

@@ -1,7 +1,8 @@
 """The engine's side: lookups for schedulers, transfers for workers, and requests of operators' tools.
 
 - `connection`, `link`, `channel`: a session that comes back by itself, and requests over it.
-- `scheduler`: lookups and leases. `segments`: names of a prompt's pieces, for blends.
+- `scheduler`: lookups and leases. `segments`: names of a prompt's pieces, for blends; it loads
+  numpy, so it is imported by itself.
 - `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (threads), `exchange` (the
   protocol of one store or retrieve), `carrier` (which process copies), `verify` (checks after the copy) and `jobs`.
 - `operator`, `remote`: one request without a session, to this machine or over TCP.
@@ -13,7 +14,6 @@ from kvdepot.client.connection import Connection
 from kvdepot.client.link import Link
 from kvdepot.client.operator import ask_depot
 from kvdepot.client.scheduler import BlendHit, BlendRun, Lease, PendingBlendLookup, PendingLookup, SchedulerClient
-from kvdepot.client.segments import SegmentNamer, Segments
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 
 __all__ = [
@@ -27,8 +27,6 @@ __all__ = [
     "PendingBlendLookup",
     "PendingLookup",
     "SchedulerClient",
-    "SegmentNamer",
-    "Segments",
     "TransferOptions",
     "WorkerTransfers",
     "ask_depot",

@@ -7,16 +7,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
 from kvdepot.client.link import Link
-from kvdepot.client.segments import Segments
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+
+if TYPE_CHECKING:
+    from kvdepot.client.segments import Segments  # it loads numpy
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +220,7 @@ class SchedulerClient:
             return Pending(self, channel if sequence else None, sequence, MISS, _lease_of)
 
     def submit_blend_lookup(
-        self, request_id: str, segments: Segments, *, min_run_tokens: int = 0
+        self, request_id: str, segments: "Segments", *, min_run_tokens: int = 0
     ) -> PendingBlendLookup:
         """Ask where segments of a prompt lie in chunks of any prompts, without waiting.
 
@@ -232,7 +234,7 @@ class SchedulerClient:
                     sequence = channel.submit(m.BlendLookup(context, request_id, segments.packed, min_run_tokens))
             return Pending(self, channel if sequence else None, sequence, NO_BLEND, _hit_of)
 
-    def note_contents(self, key: KeyRun, segments: Segments) -> None:
+    def note_contents(self, key: KeyRun, segments: "Segments") -> None:
         """Tell the depot which segments the chunks of `key`, a run from chunk 0 on, hold.
 
         All of these chunks were computed exactly. There is no reply.
