@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 
-from kvdepot.lab.processes import DepotProcess
-from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
+from kvdepot.lab.processes import DepotProcess, wait_until
+from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens, wait_until_stored
 
 DOCUMENTS = prompts(4, 500, seed=80)
 SYSTEM, QUESTION, OTHER = (prompts(1, count, seed=seed)[0] for count, seed in ((20, 81), (30, 82), (25, 83)))
 SOURCE = [*SYSTEM, *chain(*DOCUMENTS), *OTHER]
 MOVED = [*SYSTEM, *chain(*reversed(DOCUMENTS)), *QUESTION]
+
+
+EXACT: dict[str, Any] = {"kvdepot": {"load": False, "store": False}}  # MOVED itself is never in the depot
+
+# A busy machine loads slowly: blends are not to be declined for that.
+PAYS = "import kvdepot_vllm.blend.planning as planning\nplanning._LEAST_GAIN = -1000\nresult = None"
 
 
 def blended(output: dict[str, Any]) -> dict[str, Any] | None:
@@ -25,6 +31,7 @@ def engine(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
     with Engine(
         model("gqa"), connector(depot.url, blend="request"), reference=[SOURCE, MOVED], max_num_seqs=32
     ) as engine:
+        engine.execute(PAYS)
         assert tokens(engine.generate([SOURCE])) == [engine.reference[0]]
         yield engine
 
@@ -52,11 +59,13 @@ def test_an_exact_request_behind_a_blended_one_is_exact(engine: Engine) -> None:
     engine.reset()
     (output,) = engine.generate([MOVED], params={"kvdepot": {"blend": {"policy": "none"}}})
     assert blended(output) is not None
-    exact = engine.generate([MOVED])
+    exact = engine.generate([MOVED], params=EXACT)
     assert tokens(exact) == [engine.reference[1]]
     assert cached(exact)[0] <= 128  # nothing behind the system prompt
     engine.reset()
-    assert tokens(engine.generate([MOVED])) == [engine.reference[1]]
+    exact = engine.generate([MOVED], params={"kvdepot": {"store": False}})
+    assert tokens(exact) == [engine.reference[1]]
+    assert cached(exact) == [0]
 
 
 def test_without_taint_blended_kv_would_be_taken_for_exact(engine: Engine) -> None:
@@ -69,9 +78,59 @@ def test_without_taint_blended_kv_would_be_taken_for_exact(engine: Engine) -> No
     try:
         (output,) = engine.generate([MOVED], params={"kvdepot": {"blend": {"policy": "none"}}})
         assert blended(output) is not None
-        assert cached(engine.generate([MOVED]))[0] > 1500
+        assert cached(engine.generate([MOVED], params=EXACT))[0] > 1500
     finally:
         engine.execute(
             "import kvdepot_vllm.blend.planning as planning\nplanning.taint = planning.untouched\nresult = None"
         )
         engine.reset()
+
+
+def test_blended_and_exact_requests_share_batches(engine: Engine) -> None:
+    engine.reset()
+    wanted = [SYSTEM + part + [*chain(*reversed(DOCUMENTS)), *QUESTION] for part in prompts(3, 37, seed=84)]
+    asked = engine.ask("generate", prompts=wanted, max_tokens=4, params={"kvdepot": {"blend": {"policy": "heads"}}})
+    assert all(blended(output) is not None for output in asked["outputs"])
+    engine.send("generate", prompts=[MOVED], max_tokens=4, params={"kvdepot": {"blend": True}})
+    assert blended(engine.answer()["outputs"][0]) is not None
+    engine.reset()
+    assert tokens(engine.generate([SOURCE, MOVED], params=EXACT)) == engine.reference
+
+
+@pytest.mark.parametrize("wish", [False, {"policy": "no"}, {"ratio": 7}, {"segments": [[5]]}, "yes"])
+def test_wishes_that_mean_nothing_fail_no_request(engine: Engine, wish: Any) -> None:
+    engine.reset()
+    (output,) = engine.generate([MOVED], params={"kvdepot": {"blend": wish, "store": False}})
+    assert (blended(output) is None) == (wish in (False, "yes"))
+
+
+def test_a_depot_that_is_killed_costs_time_and_no_answer(model: MakeModel, engine: Engine, depot: DepotProcess) -> None:
+    """Between lookup and load: the engine computes the prompt."""
+    engine.reset()
+    engine.execute(
+        "import kvdepot_vllm.blend.planning as planning, os\n"
+        "real = planning.Blends.allocated\n"
+        f"def killed(*arguments):\n    os.kill({depot.pid}, 9)\n    planning.Blends.allocated = real\n"
+        "    return real(*arguments)\n"
+        "planning.Blends.allocated = killed\nresult = None"
+    )
+    (output,) = engine.generate([MOVED], params={"kvdepot": {"blend": {"policy": "none"}}})
+    depot.start()
+    assert output["tokens"] == engine.reference[1]
+    assert blended(output) is None
+
+
+def test_two_ranks_choose_and_compute_the_same(model: MakeModel, depot: DepotProcess) -> None:
+    with Engine(
+        model("gqa"), connector(depot.url, blend="always"), max_num_seqs=32, tensor_parallel_size=2,
+        multiprocessing=True, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ) as engine:  # fmt: skip
+        wait_until_stored(engine, depot, seed=85)
+        before = depot.status().num_chunks
+        engine.generate([SOURCE])
+        wait_until(lambda: depot.status().num_chunks >= before + 16 and not depot.status().num_tickets, 30)
+        exact = tokens(engine.generate([MOVED], params=EXACT))
+        engine.reset()
+        (output,) = engine.generate([MOVED], params={"kvdepot": {"blend": {"policy": "all"}}})
+        assert blended(output) is not None, engine.log()[-4000:]
+        assert [output["tokens"]] == exact
