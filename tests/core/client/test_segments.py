@@ -68,7 +68,7 @@ def test_a_prompt_has_a_bounded_number_of_segments() -> None:
     assert len(NAMER.name([7] * 100_000)) == 0  # no anchor, or one at each token
 
 
-@pytest.mark.parametrize("token", [-1, 1 << 32, "a"])
+@pytest.mark.parametrize("token", [-1, 1 << 32, "a", 1.5])
 def test_what_is_no_token_is_refused(token: Any) -> None:
     with pytest.raises(KeyFormatError, match="token ids"):
         NAMER.name([1, token])

@@ -1,10 +1,13 @@
 """Segments: pieces of a prompt that are named by their content, so that they are found again at any position.
 
-An anchor is a position that the 16 tokens before it choose by their hash, on average every 16 tokens. A segment lies
-between two anchors. Equal text has equal anchors wherever it stands, so both sides compute the same few segments. The
+An anchor is a position that the 16 tokens before it choose by their hash. A segment lies between two anchors and has 24
+tokens on average. Equal text has equal anchors wherever it stands, so both sides compute the same few segments. The
 hash only places anchors. A segment's name is keyed BLAKE3 over its tokens, so it cannot be forged without the key.
+
+Needs numpy, which every engine has.
 """
 
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,15 +18,14 @@ from numpy.typing import NDArray
 
 from kvdepot.errors import KeyFormatError
 from kvdepot.keys import Namespace
-from kvdepot.wire.messages import MAXIMUM_SEGMENTS, SEGMENT, SEGMENT_NAME_BYTES
+from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS, MAXIMUM_SEGMENTS, SEGMENT, SEGMENT_NAME_BYTES
 
 _CONTEXT: Final = "kvdepot 2026-11 segments"
 _WINDOW: Final = 16  # tokens that choose an anchor
-_DENSITY: Final = np.uint64(16)  # mean tokens between two anchors
 _LEAST_TOKENS: Final = 8  # of a segment
-_MOST_TOKENS: Final = 1024  # a longer piece has no name: text without anchors repeats a few tokens over and over
-_BASE: Final = np.uint64(0x9E3779B97F4A7C15)
-_MIX: Final = np.uint64(0xD1B54A32D192ED03)
+_CHOSEN: Final = np.uint32((1 << 32) // 14)  # hashes below it choose an anchor: one of 14, of which 60 % are far enough
+_BASE: Final = np.uint32(0x9E3779B1)
+_MIX: Final = np.uint32(0x85EBCA77)
 _TYPE: Final = np.dtype([("name", f"V{SEGMENT_NAME_BYTES}"), ("position", "<u4"), ("length", "<u4")])
 
 
@@ -49,8 +51,10 @@ class SegmentNamer:
     def __init__(self, namespace: Namespace) -> None:
         self._key = blake3(namespace.digest(0), derive_key_context=_CONTEXT).digest()
 
-    def name(self, tokens: Sequence[int] | NDArray[Any], borders: Collection[int] = ()) -> Segments:
+    def name(self, tokens: Sequence[int], borders: Collection[int] = ()) -> Segments:
         """Return the first `MAXIMUM_SEGMENTS` segments of a prompt.
+
+        Text without anchors, such as a few tokens over and over, has no segments.
 
         Args:
             tokens: of the prompt.
@@ -61,51 +65,51 @@ class SegmentNamer:
             KeyFormatError: a token is not an integer from 0 to 2**32 - 1.
         """
         try:
-            ids = np.asarray(tokens, dtype=np.uint32)
-        except (OverflowError, ValueError) as error:
+            ids = np.frombuffer(array("I", tokens), np.uint32)  # three times as fast as numpy from a list
+        except (OverflowError, TypeError) as error:
             raise KeyFormatError(f"token ids are integers from 0 to 4294967295: {error}") from error
         cuts = _cuts(ids, borders)
         lengths = np.diff(cuts)
-        is_named = (lengths >= _LEAST_TOKENS) & (lengths <= _MOST_TOKENS)
+        is_named = (lengths >= _LEAST_TOKENS) & (lengths <= MAXIMUM_SEGMENT_TOKENS)
         starts, lengths = cuts[:-1][is_named][:MAXIMUM_SEGMENTS], lengths[is_named][:MAXIMUM_SEGMENTS]
-        data, key = memoryview(ids.astype("<u4").tobytes()), self._key
-        names = [
-            blake3(data[start:stop], key=key).digest(SEGMENT_NAME_BYTES)
-            for start, stop in zip((4 * starts).tolist(), (4 * (starts + lengths)).tolist(), strict=True)
-        ]
-        records = np.empty(len(names), _TYPE)
-        records["name"] = np.frombuffer(b"".join(names), f"V{SEGMENT_NAME_BYTES}")
+        data, names = ids.astype("<u4").tobytes(), bytearray()
+        hasher = blake3(key=self._key)  # resetting one takes half the time of making one for each name
+        for start, stop in zip((4 * starts).tolist(), (4 * (starts + lengths)).tolist(), strict=True):
+            hasher.reset()
+            hasher.update(data[start:stop])
+            names += hasher.digest(SEGMENT_NAME_BYTES)
+        records = np.empty(len(starts), _TYPE)
+        records["name"] = np.frombuffer(names, f"V{SEGMENT_NAME_BYTES}")
         records["position"], records["length"] = starts, lengths
         return Segments(records.tobytes())
 
 
-def _cuts(ids: NDArray[np.uint32], borders: Collection[int]) -> NDArray[np.int64]:
-    """Return the positions where segments begin and end."""
+def _cuts(ids: NDArray[np.uint32], borders: Collection[int]) -> NDArray[Any]:
+    """Return the positions where segments begin and end, ascending.
+
+    An anchor right behind another one is none, whether that one counts or not. So a cut depends on nothing but the
+    tokens just before it.
+    """
     fixed = sorted({0, *(border for border in borders if 0 < border <= len(ids))})
     anchors = _anchors(ids)
-    cuts: list[int] = []
-    for border, following in zip(fixed, [*fixed[1:], len(ids) + 1], strict=True):
-        cuts.append(border)
-        # The first anchors behind a border are chosen by tokens in front of it as well.
-        first, stop = np.searchsorted(anchors, (border + _WINDOW, following))
-        last = border
-        for anchor in anchors[first:stop].tolist():
-            # Not right before a border either, as what is left there would have no name.
-            if anchor - last >= _LEAST_TOKENS and (following > len(ids) or following - anchor >= _LEAST_TOKENS):
-                cuts.append(anchor)
-                last = anchor
-    return np.asarray(cuts, dtype=np.int64)
+    cuts: list[NDArray[Any]] = []
+    for border, following in zip(fixed, [*fixed[1:], len(ids) + _LEAST_TOKENS], strict=True):
+        # Tokens in front of a border choose the first anchors behind it. What is left in front of the next one needs
+        # the length of a segment, too.
+        first, stop = np.searchsorted(anchors, (border + _WINDOW, following - _LEAST_TOKENS + 1))
+        inside = anchors[first:stop]
+        cuts += [np.array([border]), inside[np.diff(inside, prepend=border) >= _LEAST_TOKENS]]
+    return np.concatenate(cuts)
 
 
-def _anchors(ids: NDArray[np.uint32]) -> NDArray[np.intp]:
+def _anchors(ids: NDArray[np.uint32]) -> NDArray[Any]:
     """Return the positions behind each window of 16 tokens that chooses one."""
     if len(ids) < _WINDOW:
-        return np.empty(0, dtype=np.intp)
-    hashes, length, power = ids.astype(np.uint64) + np.uint64(1), 1, _BASE
+        return np.empty(0, dtype=np.int64)
+    hashes, length, power = ids + np.uint32(1), 1, _BASE
     with np.errstate(over="ignore"):
         while length < _WINDOW:  # of windows twice as long each time
             hashes = hashes[:-length] * power + hashes[length:]
             power, length = power * power, length * 2
-        hashes *= _MIX
-    hashes ^= hashes >> np.uint64(32)
-    return np.flatnonzero(hashes % _DENSITY == 0) + _WINDOW
+        hashes *= _MIX  # makes the high bits depend on all others
+    return np.flatnonzero(hashes < _CHOSEN) + _WINDOW

@@ -1,19 +1,23 @@
 """The contents of chunks: which segments lie where, so that text is found at any position of any prompt.
 
 A second index over the same entries, without a byte of its own. A place names the chunk in which a segment ends. Places
-of chunks that have left are dropped when they are asked for, or with the oldest names.
+of chunks that have left are dropped when they are asked for, or with the oldest names. A new server knows none: engines
+tell it again as prompts pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from kvdepot.index.index import ChunkIndex, Space
-from kvdepot.index.tree import NO_NODE
+from kvdepot.keys import DIGEST_BYTES
+from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS
 
 MAXIMUM_NAMES: Final = 1 << 18  # of one space: six million tokens; about 250 bytes each
 _PLACES: Final = 2  # of one name, the newest ones
 
+Segment = tuple[bytes, int, int]  # name, first token in its prompt, tokens
 Place = tuple[bytes, int]  # key of the chunk in which the segment ends, first token in that chunk's prompt
 
 
@@ -44,44 +48,67 @@ class ContentIndex:
     def __len__(self) -> int:
         return sum(map(len, self._places.values()))
 
-    def note(self, space: Space, name: bytes, key: bytes, position: int) -> None:
-        """Add the place of a segment: `position` of its first token, and the chunk in which it ends."""
-        places = self._places.setdefault(space.number, {})
-        known = places.pop(name, ())
-        if not known and len(places) >= MAXIMUM_NAMES:
-            del places[next(iter(places))]
-        place = (key, position)
-        places[name] = (place, *(other for other in known if other != place))[:_PLACES]
+    def note(self, space: Space, digests: bytes, segments: Iterable[Segment]) -> int:
+        """Add the places of the segments that lie in a run of chunks from chunk 0 on; return their number."""
+        places, chunk_tokens = self._places.setdefault(space.number, {}), space.spec.chunk_tokens
+        num_chunks, count = len(digests) // DIGEST_BYTES, 0
+        last, key = -1, b""  # segments of one chunk share its key
+        for name, position, length in segments:
+            chunk = (position + length - 1) // chunk_tokens
+            if not 0 < length <= MAXIMUM_SEGMENT_TOKENS or chunk >= num_chunks:
+                continue
+            if chunk != last:
+                last, key = chunk, digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+            known = places.pop(name, None)
+            if known is None:
+                if len(places) >= MAXIMUM_NAMES:  # finding the oldest one takes a while: a `dict` keeps gaps
+                    for oldest in list(islice(places, MAXIMUM_NAMES // 64 + 1)):
+                        del places[oldest]
+                places[name] = ((key, position),)
+            else:
+                places[name] = ((key, position), *(place for place in known if place != (key, position)))[:_PLACES]
+            count += 1
+        return count
 
-    def runs(self, space: Space, segments: Iterator[tuple[bytes, int, int]]) -> Iterator[SourceRun]:
-        """Find segments `(name, position, tokens)`, ascending, and yield the runs that neighbours form.
+    def runs(self, space: Space, segments: Iterable[Segment]) -> Iterator[SourceRun]:
+        """Find segments, ascending, and yield the runs that neighbours form.
 
         A segment goes on in the source of the one before it if it can, else it begins a run in the newest source.
         """
-        places, chunk_tokens, run = self._places.get(space.number, {}), space.spec.chunk_tokens, None
+        places, run = self._places.get(space.number, {}), None
         for name, position, length in segments:
-            found = [
-                (node, source)
-                for key, source in places.get(name, ())
-                if (node := self._index.visible(space, key, (source + length - 1) // chunk_tokens)) is not None
-            ]
-            if run is not None and run.position + run.length == position:
-                following = run.source_position + run.length
-                node = next((n for n, source in found if source == following and self._is_below(n, run.node)), None)
-                if node is not None:
-                    run.length += length
-                    run.node = node
-                    continue
+            known = places.get(name, ())
             if run is not None:
+                if run.position + run.length == position and self._goes_on(space, run, known, length):
+                    continue
                 yield run
-            run = SourceRun(position, length, found[0][1], found[0][0]) if found else None
-            if not found:
+            run = self._begin(space, known, position, length)
+            if run is None:
                 places.pop(name, None)  # nothing, or chunks that have left
         if run is not None:
             yield run
 
+    def _begin(self, space: Space, known: Iterable[Place], position: int, length: int) -> SourceRun | None:
+        for key, source in known:
+            node = self._index.visible(space, key, (source + length - 1) // space.spec.chunk_tokens)
+            if node is not None:
+                return SourceRun(position, length, source, node)
+        return None
+
+    def _goes_on(self, space: Space, run: SourceRun, known: Iterable[Place], length: int) -> bool:
+        """Append a segment to a run if it lies right behind it in the same source."""
+        following = run.source_position + run.length
+        for key, source in known:
+            if source == following:
+                node = self._index.visible(space, key, (source + length - 1) // space.spec.chunk_tokens)
+                if node is not None and self._is_below(node, run.node):
+                    run.length += length
+                    run.node = node
+                    return True
+        return False
+
     def _is_below(self, node: int, ancestor: int) -> bool:
-        index, depth = self._index, self._index.depth_of(ancestor)
-        while node != NO_NODE and index.depth_of(node) > depth:
+        index = self._index
+        for _ in range(index.depth_of(node) - index.depth_of(ancestor)):
             node = index.parent_of(node)
         return node == ancestor

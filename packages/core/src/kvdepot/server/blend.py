@@ -1,6 +1,5 @@
 """Blend: tells engines where text of their prompts lies in other prompts, and takes note of what chunks hold."""
 
-from collections.abc import Iterator
 from typing import Final
 
 from kvdepot.errors import ErrorCode
@@ -28,18 +27,9 @@ class BlendLookups:
         """Take note of what chunks hold; the reply counts segments."""
         self._check(context, request.segments)
         count_digests(request.digests)
-        space, count = context.space, 0
-        segments: Iterator[tuple[bytes, int, int]] = m.SEGMENT.iter_unpack(request.segments)
-        num_chunks, _ = self._index.longest_prefix(space, request.digests)
-        keys: list[bytes] = []
-        for name, position, length in segments:
-            chunk = (position + length - 1) // space.spec.chunk_tokens
-            if not length or chunk >= num_chunks:
-                continue
-            for number in range(len(keys), chunk + 1):
-                keys.append(request.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
-            self.contents.note(space, name, keys[chunk], position)
-            count += 1
+        num_chunks, _ = self._index.longest_prefix(context.space, request.digests)
+        digests = request.digests[: num_chunks * DIGEST_BYTES]
+        count = self.contents.note(context.space, digests, m.SEGMENT.iter_unpack(request.segments))
         return m.Done(self._state.epoch, count)
 
     def lookup(self, context: Context, request: m.BlendLookup) -> m.BlendReply:

@@ -30,7 +30,8 @@ EXTENT: Final = struct.Struct("<IHHIIQQQ")
 """One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, 0 u16, record u32, 0 u32, header u64 (the
 record's generation and state while the extent is valid), offset in the pool u64, payload bytes u64."""
 
-MAXIMUM_SEGMENTS: Final = 8192  # per request, of about 23 tokens each
+MAXIMUM_SEGMENTS: Final = 8192  # per request, of about 24 tokens each
+MAXIMUM_SEGMENT_TOKENS: Final = 1024
 SEGMENT_NAME_BYTES: Final = 16
 SEGMENT: Final = struct.Struct(f"<{SEGMENT_NAME_BYTES}sII")
 """One segment of a prompt, 24 bytes: its name, its first token u32, its tokens u32."""
