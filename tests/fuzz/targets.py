@@ -51,6 +51,7 @@ _POOL_ID: Final = bytes(range(16))
 _CRC: Final = 116  # within a record
 _NUM_RECORDS: Final = 32
 _NUM_LABELS: Final = 2
+_SEGMENTS: Final = m.SEGMENT.pack(bytes(16), 0, 20) + m.SEGMENT.pack(bytes(range(16)), 20, 1)
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -96,6 +97,7 @@ def _request_seeds() -> list[bytes]:
         m.RegisterScheduler(_VERSION, "engine", "model", SPECS[0]), m.Lookup(1, "r", run.digests), m.Release(1, (1, 2)),
         m.PrepareStore(1, "r", "tenant", run.digests, 0, run.parent, (8,)), m.CommitStore(1, 2, bytes(32)),
         m.AbortStore(1, 2), m.PrepareRetrieve(1, "r", run.digests, 3, (8, 1, 0)), m.ReportCorrupt(1, ((1, 258),)),
+        m.NoteContents(1, run.digests, _SEGMENTS), m.BlendLookup(1, "r", _SEGMENTS, 8),
     ]  # fmt: skip
     return [bytes(frames.encode_frame(7, message)) for message in requests]
 
@@ -111,7 +113,8 @@ def _reply_seeds() -> list[bytes]:
     )  # fmt: skip
     replies: list[frames.Reply] = [
         m.ErrorReply(1, ErrorCode.MALFORMED, "no"), m.HelloReply(1, 1, 1, "0.1", 5), m.Registered(1, 2, m.Verify.ALL),
-        m.Done(1, 2), m.LookupReply(1, 3, 4, 300.0), m.StorePlan(1, 2, bytes(40), 0, 1),
+        m.Done(1, 2), m.LookupReply(1, 3, 4, 300.0),
+        m.BlendReply(1, 2, 300.0, m.BLEND_RUN.pack(9, 20, 3, 0, 1, 0), bytes(32)), m.StorePlan(1, 2, bytes(40), 0, 1),
         m.RetrievePlan(1, 2, 1, bytes(40)), m.Moved(1, m.MoveOutcome.UNAVAILABLE, "no"),
         m.Moved(1, m.MoveOutcome.DONE, is_settled=True), o.StatusReply(1, status),
     ]  # fmt: skip

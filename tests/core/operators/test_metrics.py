@@ -77,6 +77,22 @@ def test_retrieved_bytes_are_counted(depot: DepotProcess, peer: Peer) -> None:
     assert "reads    1 retrieve; 3 chunks, 768 B" in describe_status(depot.status()).splitlines()
 
 
+def test_blends_are_counted(depot: DepotProcess, peer: Peer) -> None:
+    peer.store(prompt(3, "a"))
+    segments = b"".join(m.SEGMENT.pack(bytes([number]) * 16, 20 * number, 20) for number in range(5))
+    peer.ask(m.NoteContents(peer.context, prompt(3, "a").digests, segments))
+    assert "blends" not in describe_status(depot.status())
+    peer.ask(m.BlendLookup(peer.context, "r", segments + m.SEGMENT.pack(bytes(16), 100, 20)))
+    found = samples(depot)
+    assert found["kvdepot_blend_lookups_total"] == 1
+    assert found["kvdepot_blend_segments_asked_total"] == 6
+    assert found["kvdepot_blend_segments_found_total"] == 6
+    assert found["kvdepot_blend_runs_total"] == 2
+    assert found["kvdepot_blend_tokens_found_total"] == 120
+    assert found["kvdepot_blend_index_segments"] == 5
+    assert "blends   1; 6 of 6 segments found, 120 tokens in 2 runs" in describe_status(depot.status()).splitlines()
+
+
 def test_estimates_of_other_pool_sizes_come_with_the_status(depot: DepotProcess, peer: Peer) -> None:
     for number in range(40):
         peer.store(prompt(20, str(number)))

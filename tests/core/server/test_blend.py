@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -120,6 +121,33 @@ def test_what_is_not_stored_is_no_source() -> None:
     assert 0 < check(ask(worker, tokens), tokens, tokens) <= 160
 
 
+def test_a_run_over_a_chunk_that_was_removed_is_left_out() -> None:
+    scene = bench()
+    worker = scene.worker()
+    tokens = text(0, 320)
+    key = learn(worker, tokens)
+    (run,) = ask(worker, tokens)
+    chunk = run.key.first_chunk + 4
+    node = scene.index.node(scene.index.spaces[0], key.slice(chunk, chunk + 1).digests, chunk)
+    assert node is not None
+    record = scene.index.entry(node, 0, 0)
+    assert record is not None
+    scene.index.remove_entry(record)  # its bytes were wrong; chunks behind it are still known
+    runs = ask(worker, tokens)
+    assert all(chunk not in range(each.key.first_chunk, each.key.first_chunk + each.key.num_chunks) for each in runs)
+    worker.store(key.slice(chunk, chunk + 1))
+    assert ask(worker, tokens) == [run]
+
+
+def test_segments_that_are_too_long_are_not_noted() -> None:
+    worker = bench().worker()
+    key = learn(worker, text(0, 2048))
+    known = len(worker.bench.depot.blends.contents)
+    packed = m.SEGMENT.pack(bytes(16), 0, m.MAXIMUM_SEGMENT_TOKENS + 1) + m.SEGMENT.pack(bytes(16), 0, 0)
+    worker.ask(m.NoteContents(worker.context, key.digests, packed))
+    assert len(worker.bench.depot.blends.contents) == known
+
+
 def test_chunks_that_left_are_not_found_and_a_lease_keeps_them() -> None:
     scene = bench(pages=20)
     worker = scene.worker()
@@ -177,6 +205,22 @@ def test_a_cache_with_windows_and_malformed_segments_are_refused() -> None:
     assert worker.refusal(m.BlendLookup(worker.context, "r", bytes(25))) is ErrorCode.BAD_KEY
     assert worker.refusal(m.NoteContents(worker.context, b"", bytes(25))) is ErrorCode.BAD_KEY
     assert worker.refusal(m.NoteContents(worker.context, bytes(33), b"")) is ErrorCode.BAD_KEY
+
+
+def test_an_older_depot_has_no_blend(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = text(0, 640)
+    for name in ("NoteContents", "BlendLookup"):
+        fields = [*msgspec.structs.fields(getattr(m, name))]
+        unknown = msgspec.defstruct(name, [f.name for f in fields], tag=f"later_{name}", array_like=True)
+        monkeypatch.setattr(m, name, unknown)
+    with DepotProcess() as depot, SchedulerClient(SPEC, "engine", url=depot.url) as client:
+        client.wait_until_connected(10)
+        client.note_contents(hash_prefix(NAMESPACE, SPEC.chunk_tokens, tokens), NAMER.name(tokens))
+        assert client.submit_blend_lookup("r", NAMER.name(tokens), min_run_tokens=1).result().runs == ()
+        assert depot.status().counters["requests_refused"] == 2
+        assert client.lookup("r", hash_prefix(NAMESPACE, SPEC.chunk_tokens, tokens)).num_chunks == 0
+        wait_until(lambda: client.is_connected)
+    assert not caplog.records
 
 
 def test_a_scheduler_asks_a_real_depot_and_a_restart_forgets() -> None:

@@ -27,7 +27,8 @@ _REQUIRED: dict[str, Any] = {  # of each field's type, where it is not what the 
     "spec": _SPEC, "details": (m.GroupDetail((4096,), 8),) * 2, "digests": _DIGESTS, "parent": _DIGESTS[:32],
     "covered": (2, 1), "leases": (5, 6), "entries": ((3, 0x102),), "extents": bytes(40), "code": ErrorCode.DRAINING,
     "rank": 0, "world_size": 1, "level": "debug", "prefixes": [], "settings": {"policy": "lru"},
-    "outcome": m.MoveOutcome.DONE,
+    "outcome": m.MoveOutcome.DONE, "segments": m.SEGMENT.pack(bytes(range(16)), 5, 20),
+    "runs": m.BLEND_RUN.pack(9, 20, 5, 0, 1, 0),
 }  # fmt: skip
 
 

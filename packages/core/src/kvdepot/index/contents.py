@@ -30,12 +30,14 @@ class SourceRun:
         length: tokens.
         source_position: the first token in the source.
         node: the chunk of the last token.
+        num_segments: of these tokens.
     """
 
     position: int
     length: int
     source_position: int
     node: int
+    num_segments: int = 1
 
 
 class ContentIndex:
@@ -104,6 +106,7 @@ class ContentIndex:
                 if node is not None and self._is_below(node, run.node):
                     run.length += length
                     run.node = node
+                    run.num_segments += 1
                     return True
         return False
 

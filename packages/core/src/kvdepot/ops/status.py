@@ -90,6 +90,12 @@ def describe_status(status: o.DepotStatus) -> str:
         reads_line,
         f"{leases_line}; {counted(status.num_tickets, 'store')} under way",
     ]
+    if counters.get("blend_lookups"):
+        asked, found = counters["blend_segments_asked"], counters["blend_segments_found"]
+        lines.append(
+            f"blends   {counters['blend_lookups']:,}; {found:,} of {asked:,} segments found,"
+            f" {counters['blend_tokens_found']:,} tokens in {counted(counters['blend_runs'], 'run')}"
+        )
     if status.prefill_seconds_saved:
         lines.append(f"saved    about {status.prefill_seconds_saved:,.1f} s of computing prompts")
     slow = f"; {status.loop_slow_turns:,} of more than 20 ms" if status.loop_slow_turns else ""

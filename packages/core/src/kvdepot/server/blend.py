@@ -4,9 +4,9 @@ from typing import Final
 
 from kvdepot.errors import ErrorCode
 from kvdepot.index.contents import ContentIndex
+from kvdepot.index.index import Space
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
-from kvdepot.server.background import Kind
 from kvdepot.server.contexts import Context
 from kvdepot.server.replies import Refused, count_digests
 from kvdepot.server.state import DepotState
@@ -37,39 +37,46 @@ class BlendLookups:
         self._check(context, request.segments)
         state, counters, chunk_tokens = self._state, self._state.counters, context.space.spec.chunk_tokens
         runs, digests, nodes = bytearray(), bytearray(), list[int]()
-        num_tokens = 0
+        num_found = num_tokens = 0
         for run in self.contents.runs(context.space, m.SEGMENT.iter_unpack(request.segments)):
-            if run.length < request.min_run_tokens:
-                continue
+            num_found += run.num_segments
             first = run.source_position // chunk_tokens
             count = (run.source_position + run.length - 1) // chunk_tokens - first + 1
-            runs += m.BLEND_RUN.pack(
-                run.position, run.length, run.source_position, first, count, len(digests) // DIGEST_BYTES
-            )
-            digests += self._keys(run.node, count)
+            if (
+                run.length < request.min_run_tokens
+                or len(nodes) == _MOST_RUNS
+                or len(digests) // DIGEST_BYTES + count > m.MAXIMUM_CHUNKS
+            ):
+                continue
+            keys = self._keys(context.space, run.node, first, count)
+            if keys is None:
+                continue
+            start = len(digests) // DIGEST_BYTES
+            runs += m.BLEND_RUN.pack(run.position, run.length, run.source_position, first, count, start)
+            digests += keys
             nodes.append(run.node)
             num_tokens += run.length
-            if len(nodes) == _MOST_RUNS:
-                break
         counters["blend_lookups"] += 1
-        counters["blend_segments"] += len(request.segments) // m.SEGMENT.size
+        counters["blend_segments_asked"] += len(request.segments) // m.SEGMENT.size
+        counters["blend_segments_found"] += num_found
         counters["blend_runs"] += len(nodes)
-        counters["blend_tokens"] += num_tokens
+        counters["blend_tokens_found"] += num_tokens
         if not nodes:
             return m.BlendReply(state.epoch, 0, 0.0, b"", b"")
         pinned = tuple(dict.fromkeys(nodes))
         lease = state.leases.grant(context.number, request.request_id, pinned, state.clock())
         for node in pinned:
-            rest = self._index.used(node)
-            if rest is not None and not state.background.add(rest, Kind.HINT):
-                counters["hints_cut"] += 1
+            state.used(node)
         return m.BlendReply(state.epoch, lease, state.leases.lease_seconds, bytes(runs), bytes(digests))
 
-    def _keys(self, node: int, count: int) -> bytes:
-        """Return the keys of the last `count` chunks up to a node, the first one first."""
+    def _keys(self, space: Space, node: int, first: int, count: int) -> bytes | None:
+        """Return the keys of chunks `first` on, of which `node` is the last one; None if one of them was removed."""
         keys: list[bytes] = []
-        for _ in range(count):
-            keys.append(self._index.key_of(node))
+        for chunk in range(first + count - 1, first - 1, -1):
+            key = self._index.key_of(node)
+            if self._index.visible(space, key, chunk) is None:
+                return None
+            keys.append(key)
             node = self._index.parent_of(node)
         return b"".join(reversed(keys))
 

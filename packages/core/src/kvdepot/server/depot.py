@@ -58,7 +58,9 @@ class Depot:
         self.flights = FlightTable(index, clock, self.counters)
         self.stores = Stores(self.state, self.contexts, self.quarantine, self.flights)
         lookups, self.blends = Lookups(self.state, self.contexts, self.flights), BlendLookups(self.state)
-        self.status = StatusReport(self.state, self.contexts, self.stores, self.flights, self.quarantine, self.pins)
+        self.status = StatusReport(
+            self.state, self.contexts, self.stores, self.flights, self.quarantine, self.pins, self.blends.contents
+        )
         self._is_expiring = False
         self._handlers: dict[type, Callable[[Context, Any], frames.Reply | Deferred]] = {
             m.Lookup: lookups.lookup,

@@ -141,7 +141,7 @@ class Lookups:
         if not found:
             return m.LookupReply(epoch, 0, 0, 0.0, waited_seconds, num_pending)
         lease = leases.grant(context.number, request.request_id, nodes, self._state.clock())
-        self._used(nodes[-1])
+        self._state.used(nodes[-1])
         if self._state.tiering is not None:
             self._state.tiering.used(nodes[-1])
         return m.LookupReply(epoch, found, lease, leases.lease_seconds, waited_seconds, num_pending)
@@ -152,11 +152,6 @@ class Lookups:
             context, request.request_id, request.tenant, request.digests, found=found,
             token_seconds=request.token_seconds,
         )  # fmt: skip
-
-    def _used(self, node: int) -> None:
-        rest = self._index.used(node)
-        if rest is not None and not self._state.background.add(rest, Kind.HINT):
-            self._counters["hints_cut"] += 1
 
     def release(self, context: Context, request: m.Release) -> frames.Reply:
         """End leases; the reply counts them."""
@@ -231,7 +226,7 @@ class Lookups:
         lease = self._leases.grant(
             context.number, request.request_id, pins, state.clock(), packed if context.has_mover else b""
         )
-        self._used(nodes[-1])
+        self._state.used(nodes[-1])
         return m.RetrievePlan(state.epoch, lease, found, packed)
 
     def _readable(

@@ -9,7 +9,7 @@ from typing import Final
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
 from kvdepot.movers.table import MoverTable
-from kvdepot.server.background import Background
+from kvdepot.server.background import Background, Kind
 from kvdepot.server.labels import LabelTable
 from kvdepot.server.shadow import ShadowIndex
 from kvdepot.tiers.tiering import Tiering
@@ -63,6 +63,12 @@ class DepotState:
 
     def __post_init__(self) -> None:
         self.background = Background(self.epoch, self.counters)
+
+    def used(self, node: int) -> None:
+        """Count a use of the prefix that ends with this chunk."""
+        rest = self.index.used(node)
+        if rest is not None and not self.background.add(rest, Kind.HINT):
+            self.counters["hints_cut"] += 1
 
     def note(self, event: str) -> None:
         """Keep what happened for operators to see."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec.structs
 
+from kvdepot.index.contents import ContentIndex
 from kvdepot.index.pins import PinTable
 from kvdepot.layout import GroupKind
 from kvdepot.server.contexts import Context, ContextTable
@@ -21,7 +22,7 @@ class StatusReport:
 
     def __init__(
         self, state: DepotState, contexts: ContextTable, stores: Stores, flights: FlightTable,
-        quarantine: QuarantineTable, pins: PinTable,
+        quarantine: QuarantineTable, pins: PinTable, contents: ContentIndex,
     ) -> None:  # fmt: skip
         self._state = state
         self._contexts = contexts
@@ -29,6 +30,7 @@ class StatusReport:
         self._flights = flights
         self._quarantine = quarantine
         self._pins = pins
+        self._contents = contents
 
     def fields(self) -> dict[str, Any]:
         """Return fields of `DepotStatus`."""
@@ -46,6 +48,7 @@ class StatusReport:
             "draining": state.is_draining,
             "num_tickets": len(self._stores.tickets),
             "num_flights": len(self._flights),
+            "num_segments": len(self._contents),
             "prefill_seconds_saved": usage.saved_seconds,
             "contexts": self._contexts_status(),
             "tenants": self._tenant_status(),

@@ -217,6 +217,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     num_pins: int = 0  # prefixes pinned by operators
     num_tickets: int
     num_flights: int = 0  # prefixes that a lookup announced as being computed
+    num_segments: int = 0  # names in the index of contents, which blends ask
     prefill_seconds_saved: float = 0.0  # time to compute the retrieved tokens, without subtracting the retrieves
     num_sessions: int
     recovering: bool
