@@ -30,6 +30,7 @@ class SourceRun:
         length: tokens.
         source_position: the first token in the source.
         node: the chunk of the last token.
+        key: of this chunk.
         num_segments: of these tokens.
     """
 
@@ -37,6 +38,7 @@ class SourceRun:
     length: int
     source_position: int
     node: int
+    key: bytes
     num_segments: int = 1
 
 
@@ -94,20 +96,23 @@ class ContentIndex:
         for key, source in known:
             node = self._index.visible(space, key, (source + length - 1) // space.spec.chunk_tokens)
             if node is not None:
-                return SourceRun(position, length, source, node)
+                return SourceRun(position, length, source, node, key)
         return None
 
     def _goes_on(self, space: Space, run: SourceRun, known: Iterable[Place], length: int) -> bool:
         """Append a segment to a run if it lies right behind it in the same source."""
         following = run.source_position + run.length
         for key, source in known:
-            if source == following:
+            if source != following:
+                continue
+            if key != run.key:  # not within the same chunk
                 node = self._index.visible(space, key, (source + length - 1) // space.spec.chunk_tokens)
-                if node is not None and self._is_below(node, run.node):
-                    run.length += length
-                    run.node = node
-                    run.num_segments += 1
-                    return True
+                if node is None or not self._is_below(node, run.node):
+                    continue
+                run.node, run.key = node, key
+            run.length += length
+            run.num_segments += 1
+            return True
         return False
 
     def _is_below(self, node: int, ancestor: int) -> bool:

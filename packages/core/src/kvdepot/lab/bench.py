@@ -1,4 +1,4 @@
-"""`kvdepot bench transfer|lookup|server`: what the depot costs here, as ratios within one run.
+"""`kvdepot bench transfer|lookup|blend|server`: what the depot costs here, as ratios within one run.
 
 Machines differ and are shared, so every figure stands beside its reference of the same run and comes with its spread:
 memcpy for transfers, 1,000 entries for 1,000,000. Each bench starts its own depot and removes it.
@@ -252,6 +252,62 @@ def bench_lookup(*, seconds: float = 3.0, say: Callable[[str], None] = lambda _l
                 )
             filler.close()
     return {"bench": "lookup", "machine": describe_machine(), "rows": rows}
+
+
+# --- blend ----------------------------------------------------------------------------------------------------------
+
+
+def bench_blend(
+    *, num_tokens: int = 131_072, rounds: int = 51, say: Callable[[str], None] = lambda _line: None
+) -> dict[str, Any]:
+    """Name the segments of a long prompt and look them up over the socket, beside hashing and looking up its chunks.
+
+    The depot has the same documents of 1,024 tokens in another order. No segment of them is at a multiple of a chunk.
+    """
+    import numpy as np
+
+    from kvdepot.client.segments import SegmentNamer
+
+    namespace, chunk_tokens, rng = Namespace("bench"), 64, np.random.default_rng(0)
+    documents = rng.integers(0, 128_000, (num_tokens // 1024, 1024), dtype=np.uint32)
+    source, prompt = documents.reshape(-1).tolist(), [1] * 7 + rng.permutation(documents).reshape(-1).tolist()
+    namer, key = SegmentNamer(namespace), hash_prefix(namespace, chunk_tokens, source)
+    times: dict[str, list[float]] = {"hash": [], "lookup": [], "name": [], "blend_lookup": []}
+    with DepotProcess(pool_size="512MiB") as depot:
+        filler = IndexFiller(depot.url, chunk_tokens=chunk_tokens)
+        filler.store(key)
+        with SchedulerClient(filler_spec(chunk_tokens), "bench", url=depot.url, deadline_seconds=30) as client:
+            client.wait_until_connected(10)
+            client.note_contents(key, namer.name(source))
+            segments = namer.name(prompt)
+            hit = client.submit_blend_lookup("warm-up", segments, min_run_tokens=64).result()
+            for _ in range(rounds):
+                moments = [time.perf_counter()]
+                hash_prefix(namespace, chunk_tokens, prompt)
+                moments.append(time.perf_counter())
+                client.lookup("request", key)
+                moments.append(time.perf_counter())
+                namer.name(prompt)
+                moments.append(time.perf_counter())
+                client.submit_blend_lookup("request", segments, min_run_tokens=64).result()
+                moments.append(time.perf_counter())
+                client.end_request("request")
+                for name, (began, ended) in zip(times, itertools.pairwise(moments), strict=True):
+                    times[name].append(ended - began)
+        longest = depot.status().loop_longest_seconds
+        filler.close()
+    result: dict[str, Any] = {"bench": "blend", "machine": describe_machine(), "num_tokens": len(prompt)}
+    result["num_segments"], result["num_runs"] = len(segments), len(hit.runs)
+    result["found_share"] = round(sum(run.length for run in hit.runs) / num_tokens, 3)
+    for name, seconds in times.items():
+        result[f"{name}_ms"] = {"min": round(min(seconds) * 1e3, 2), "p50": round(statistics.median(seconds) * 1e3, 2)}
+    result["loop_longest_ms"] = round(longest * 1e3, 2)
+    say(
+        f"{len(prompt):,} tokens: {len(segments):,} segments named in {result['name_ms']['p50']} ms"
+        f" (chunks hashed in {result['hash_ms']['p50']} ms), looked up in {result['blend_lookup_ms']['p50']} ms"
+        f" (chunks in {result['lookup_ms']['p50']} ms); {result['found_share']:.0%} found in {len(hit.runs):,} runs"
+    )
+    return result
 
 
 # --- server ---------------------------------------------------------------------------------------------------------

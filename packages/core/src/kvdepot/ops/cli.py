@@ -190,6 +190,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     for what, described in (
         ("transfer", "stores and retrieves, compared with one memcpy"),
         ("lookup", "lookups of long prompts"),
+        ("blend", "finding the text of a long prompt at other positions"),
         ("server", "the server itself"),
     ):
         one = whats.add_parser(what, parents=[common, json_output], help=described)
@@ -338,6 +339,8 @@ def _bench(options: argparse.Namespace) -> int:
             result = bench.bench_transfer(say=say)
         case "lookup":
             result = bench.bench_lookup(say=say)
+        case "blend":
+            result = bench.bench_blend(say=say)
         case _:
             result = bench.bench_server(num_entries=options.entries, say=say)
     if options.json:
