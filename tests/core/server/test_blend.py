@@ -7,13 +7,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.client.operator import ask_depot
+from kvdepot.client.scheduler import BlendRun, SchedulerClient
 from kvdepot.client.segments import SegmentNamer
 from kvdepot.errors import ErrorCode
 from kvdepot.index import contents
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from support.index import FULL, HYBRID, Bench, Worker
 from support.peer import SPEC, Peer
 
@@ -223,7 +225,7 @@ def test_an_older_depot_has_no_blend(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert not caplog.records
 
 
-def test_a_scheduler_asks_a_real_depot_and_a_restart_forgets() -> None:
+def test_a_scheduler_asks_a_real_depot() -> None:
     chunk_tokens, tokens = SPEC.chunk_tokens, text(0, 640)
     key = hash_prefix(NAMESPACE, chunk_tokens, tokens)
     segments = NAMER.name(tokens, (100,))
@@ -253,3 +255,34 @@ def test_a_scheduler_asks_a_real_depot_and_a_restart_forgets() -> None:
         assert pending.result().runs == ()
         wait_until(lambda: depot.status().num_leases == 0)
         worker.close()
+
+
+def test_a_new_server_is_told_again_and_cleared_chunks_are_no_sources() -> None:
+    tokens = text(0, 640)
+    key, segments = hash_prefix(NAMESPACE, SPEC.chunk_tokens, tokens), NAMER.name(tokens)
+    with DepotProcess() as depot, SchedulerClient(SPEC, "engine", url=depot.url) as client:
+
+        def runs() -> tuple[BlendRun, ...]:
+            found = client.submit_blend_lookup("r", segments).result().runs
+            client.end_request("r")
+            return found
+
+        worker = Peer(depot)
+        client.wait_until_connected(10)
+        worker.store(key)
+        client.note_contents(key, segments)
+        before = runs()
+        assert before
+        worker.close()
+        epoch = depot.status().epoch
+        depot.kill()
+        depot.start()
+        wait_until(lambda: client.lookup("r", key).num_chunks == key.num_chunks)  # read back
+        client.end_request("r")
+        assert depot.status().epoch != epoch
+        assert runs() == ()
+        client.note_contents(key, segments)
+        assert runs() == before
+        wait_until(lambda: depot.status().num_leases == 0)  # leased chunks stay
+        ask_depot(o.Clear(), depot.url)
+        assert runs() == ()
