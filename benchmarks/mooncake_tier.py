@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier import clear, make_key, run
+from kvdepot.testing.tier import clear, make_key, run, write_to
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
@@ -62,7 +62,7 @@ def measure(place: str, entry_bytes: int, num_threads: int, num_rounds: int, tot
         def do(operation: Operation, keys: list[bytes], places: list[tuple[int, int]]) -> None:
             assert run(queue, Job(operation, keys, places), woken=woken) == [[True] * len(keys)], queue.status()
 
-        wait_until(lambda: tier.write([make_key(0)], extents[:1]) == [True], what="room")
+        wait_until(lambda: write_to(tier, pool, [make_key(0)], extents[:1]) == [True], what="room")
         for turn in range(-2, num_rounds):  # two to warm up
             clear(queue, None, None)
             keys = [make_key(turn * 1000 + number + 10_000) for number in range(len(extents))]

@@ -34,13 +34,13 @@ def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
             time.sleep(call_seconds)
             return super().contains(keys)
 
-        def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bytes | None]:
             time.sleep(call_seconds)
             return super().read(keys, extents)
 
-        def write(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
             time.sleep(call_seconds)
-            return super().write(keys, extents)
+            return super().write(keys, seals, extents)
 
     def open_slow_tier(url: TierUrl, pool: TierPool) -> Tier:
         return SlowTier(open_tier(url, pool))

@@ -212,9 +212,9 @@ class Hanging(MemoryTier):
         self.wait()
         return super().contains(keys)
 
-    def write(self, keys, extents):
+    def write(self, keys, seals, extents):
         self.wait()
-        return super().write(keys, extents)
+        return super().write(keys, seals, extents)
 
     def read(self, keys, extents):
         self.wait()

@@ -13,6 +13,7 @@ from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.jobs import Call, Operation
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.seal import checksum_of, make_seal
 from simulation.memory import PAGE, Claim, Memory, Tag, Violation
 
 DEADLINE_SECONDS = 2.0
@@ -37,7 +38,7 @@ class Storage:
         self._check()
         return [key in self.entries for key in keys]
 
-    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         self._check()
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
             tags = self.memory.pages[offset // PAGE : (offset + num_bytes) // PAGE]
@@ -50,16 +51,19 @@ class Storage:
                 del self.entries[next(iter(self.entries))]
         return [True] * len(keys)
 
-    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         self._check()
         return [self.fill(key, offset, num_bytes) for key, (offset, num_bytes) in zip(keys, extents, strict=True)]
 
-    def fill(self, key: bytes, offset: int, num_bytes: int) -> bool:
-        """Copy an entry into its extent."""
+    def fill(self, key: bytes, offset: int, num_bytes: int) -> bytes | None:
+        """Copy an entry into its extent; return its seal, that of no bytes, as this pool has none."""
         tags = self.entries.get(key, [])
         for number, tag in enumerate(tags):
             self.memory.pages[offset // PAGE + number] = tag
-        return len(tags) * PAGE == num_bytes
+        return make_seal(key, num_bytes, checksum_of(b"")) if len(tags) * PAGE == num_bytes else None
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        raise Violation(f"the tier is said to have broken {len(keys)} entries")
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         wanted = [key for key in self.entries if has_labels(key, tenant, model)]

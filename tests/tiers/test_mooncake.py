@@ -30,7 +30,9 @@ from kvdepot.testing.tier import (
     fill,
     make_key,
     read,
+    read_from,
     write,
+    write_to,
 )
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.jobs import Job, Operation
@@ -149,11 +151,11 @@ class TestMooncakeTier(TierSuite):
 def test_what_one_node_wrote_another_reads(master: Master, tier: MooncakeTier, pool: TierPool) -> None:
     with contextlib.closing(Node(f"mooncake://{master.address}?segment=0")) as node:
         assert node.ask("write", [0, 1, 2]) == [True] * 3
-        assert tier.read(KEYS[:4], EXTENTS[:4]) == [True, True, True, False]
+        assert read_from(tier, pool, KEYS[:4], EXTENTS[:4]) == [True, True, True, False]
         for key, (offset, size) in zip(KEYS[:3], EXTENTS[:3], strict=True):
             assert pool.view[offset : offset + size] == content(key, size)
         fill(pool, 3, KEYS[3:4], [EXTENT_BYTES])
-        assert tier.write(KEYS[3:4], EXTENTS[3:4]) == [True]
+        assert write_to(tier, pool, KEYS[3:4], EXTENTS[3:4]) == [True]
         assert node.ask("read", [2, 3, 4]) == [True, True, False]
 
 
@@ -176,7 +178,7 @@ def test_a_master_that_dies_opens_the_breaker_and_one_that_starts_anew_knows_not
             jobs.pop()
         queue.expire()
         queue.poll()
-        return queue.is_open
+        return queue.is_suspended
 
     wait_until(is_open, what="the breaker")
     assert master.start()
@@ -184,7 +186,7 @@ def test_a_master_that_dies_opens_the_breaker_and_one_that_starts_anew_knows_not
     def is_over() -> bool:
         queue.expire()
         queue.poll()
-        return not queue.is_open and not any(job.num_left for job in jobs)
+        return not queue.is_suspended and not any(job.num_left for job in jobs)
 
     wait_until(is_over, 30.0, what="the end of the outage")
     assert tier.writer_pid == child_pid
@@ -195,20 +197,22 @@ def test_a_master_that_dies_opens_the_breaker_and_one_that_starts_anew_knows_not
 
 
 @needs_sdk
-def test_entries_of_a_node_that_dies_are_misses_and_no_errors(master: Master, pool: TierPool) -> None:
+def test_entries_of_a_node_that_dies_are_misses_and_no_errors(
+    master: Master, pool: TierPool, caplog: pytest.LogCaptureFixture
+) -> None:
     with (
         contextlib.closing(Node(f"mooncake://{master.address}?segment=64MiB")) as node,
         contextlib.closing(join(master, pool, "segment=0")) as tier,
     ):
         fill(pool, 0, KEYS, [EXTENT_BYTES] * 8)
-        assert tier.write(KEYS, EXTENTS) == [True] * 8
+        assert write_to(tier, pool, KEYS, EXTENTS) == [True] * 8
         os.kill(node.child_pid, signal.SIGKILL)
         wait_until(lambda: is_dead(node.child_pid))
-        assert tier.read(KEYS, EXTENTS) == [False] * 8
+        assert read_from(tier, pool, KEYS, EXTENTS) == [False] * 8
         assert tier.usage().counters["transfer_failed"] > 0
+        assert "is removed" not in caplog.text
         wait_until(lambda: not any(tier.contains(KEYS)), what="the master to forget the node")
-        assert tier.write(KEYS, EXTENTS) == [False] * 8
-        assert tier.usage().counters["corrupt"] == 0
+        assert write_to(tier, pool, KEYS, EXTENTS) == [False] * 8
         tier.probe()
 
 
@@ -217,19 +221,19 @@ def test_a_child_that_is_killed_makes_calls_fail_until_a_probe_starts_another(
     tier: MooncakeTier, pool: TierPool
 ) -> None:
     fill(pool, 0, KEYS, [EXTENT_BYTES] * 8)
-    tier.write(KEYS, EXTENTS)
+    write_to(tier, pool, KEYS, EXTENTS)
     old = tier.writer_pid
     os.kill(old, signal.SIGKILL)
     wait_until(lambda: tier.writer_pid == 0)
     for _ in range(2):
         with pytest.raises(MooncakeUnavailable):
-            tier.read(KEYS, EXTENTS)
+            read_from(tier, pool, KEYS, EXTENTS)
     wait_until(lambda: is_back(tier))
     assert tier.writer_pid not in (0, old)
     assert tier.usage().counters["child_starts"] == 2
     wait_until(lambda: not any(tier.contains(KEYS)), what="the master to forget the node of before")
-    wait_until(lambda: all(tier.write(KEYS, EXTENTS)))
-    assert tier.read(KEYS, EXTENTS) == [True] * 8
+    wait_until(lambda: all(write_to(tier, pool, KEYS, EXTENTS)))
+    assert read_from(tier, pool, KEYS, EXTENTS) == [True] * 8
 
 
 @needs_sdk
@@ -245,7 +249,7 @@ def test_calls_of_a_child_that_stands_still_end_when_it_is_dead(
 
         def call() -> None:
             with pytest.raises(MooncakeUnavailable):
-                tier.read(KEYS, EXTENTS)
+                read_from(tier, pool, KEYS, EXTENTS)
             died.append(is_dead(pid))
 
         threads = [threading.Thread(target=call) for _ in range(8)]  # more than there are lanes
@@ -274,13 +278,13 @@ def test_a_child_dies_with_its_parent(master: Master, number: signal.Signals) ->
 def test_signals_to_the_whole_group_do_not_end_the_child(tier: MooncakeTier, pool: TierPool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(tier.writer_pid, number)
-    assert tier.write(KEYS[:1], EXTENTS[:1]) == [True]
+    assert write_to(tier, pool, KEYS[:1], EXTENTS[:1]) == [True]
     assert tier.usage().counters["child_starts"] == 1
 
 
 @needs_sdk
-def test_who_drives_the_tier_never_loads_the_sdk(tier: MooncakeTier) -> None:
-    assert tier.write(KEYS[:1], EXTENTS[:1]) == [True]
+def test_who_drives_the_tier_never_loads_the_sdk(tier: MooncakeTier, pool: TierPool) -> None:
+    assert write_to(tier, pool, KEYS[:1], EXTENTS[:1]) == [True]
     assert not [name for name in sys.modules if name == "mooncake" or name.startswith("mooncake.")]
     assert "/mooncake/store." not in Path("/proc/self/maps").read_text()
     assert "/mooncake/store." in Path(f"/proc/{tier.writer_pid}/maps").read_text()
@@ -289,10 +293,10 @@ def test_who_drives_the_tier_never_loads_the_sdk(tier: MooncakeTier) -> None:
 @needs_sdk
 def test_an_entry_that_finds_no_room_is_not_written(tier: MooncakeTier, master: Master, pool: TierPool) -> None:
     with contextlib.closing(join(master, pool, "segment=0&replicas=2")) as other:
-        assert all(other.write(KEYS, EXTENTS)), "one copy is what one node can keep"
+        assert all(write_to(other, pool, KEYS, EXTENTS)), "one copy is what one node can keep"
     big = make_shared_pool(80 << 20)
     with contextlib.closing(join(master, big, "segment=0")) as other:
-        assert other.write([make_key(99)], [(0, 80 << 20)]) == [False]
+        assert write_to(other, big, [make_key(99)], [(0, 80 << 20)]) == [False]
         assert other.usage().counters["no_space"] == 1
     os.close(big.fd)
 
@@ -304,16 +308,16 @@ def test_a_full_cluster_makes_room(master: Master, pool: TierPool) -> None:
         for first in range(0, 4096, 8):  # 32 MiB
             keys = [make_key(number) for number in range(first, first + 8)]
             fill(pool, 0, keys, [64] * 8)
-            written += sum(tier.write(keys, EXTENTS))
+            written += sum(write_to(tier, pool, keys, EXTENTS))
         assert written > 3500
-        assert tier.read(keys, EXTENTS) == [True] * 8
+        assert read_from(tier, pool, keys, EXTENTS) == [True] * 8
 
 
 @needs_sdk
 def test_clear_leaves_other_prefixes_alone(tier: MooncakeTier, master: Master, pool: TierPool) -> None:
-    tier.write(KEYS, EXTENTS)
+    write_to(tier, pool, KEYS, EXTENTS)
     with contextlib.closing(join(master, pool, "segment=0&prefix=kvdepot2")) as other:
-        assert other.write(KEYS[:2], EXTENTS[:2]) == [True] * 2
+        assert write_to(other, pool, KEYS[:2], EXTENTS[:2]) == [True] * 2
         assert sum(tier.clear(None, None)) == 8
         assert other.contains(KEYS) == [True] * 2 + [False] * 6
 
@@ -341,7 +345,7 @@ def test_closing_ends_the_child_and_the_calls_under_way(master: Master, pool: Ti
 
     def call() -> None:
         with pytest.raises(MooncakeUnavailable):
-            tier.read(KEYS, EXTENTS)
+            read_from(tier, pool, KEYS, EXTENTS)
         ended.set()
 
     threading.Thread(target=call).start()
@@ -368,7 +372,7 @@ def test_a_master_that_is_away_does_not_hold_anyone_up_and_is_found_later(pool: 
             tier.probe()
         assert master.start()
         wait_until(lambda: is_back(tier))
-        wait_until(lambda: all(tier.write(KEYS, EXTENTS)))
+        wait_until(lambda: all(write_to(tier, pool, KEYS, EXTENTS)))
     master.kill()
 
 

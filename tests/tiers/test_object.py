@@ -13,12 +13,18 @@ from obstore.store import S3Store
 
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier import Damage, TierSuite, content, extents_of, fill, make_key, make_pool
+from kvdepot.testing.tier import Damage, TierSuite, content, extents_of, fill, make_key, make_pool, read_from, write_to
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.object import ObjectTier, copy, object_name
 from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
+from support.tiers.kept import KEPT_KEY, KEPT_SEAL
 from support.tiers.servers import S3Server, listening
+
+KEPT_NAME = (
+    "86d97ba414bf826f/7fcccec0361f0442/07/"
+    "616f187d46f5724f328844808b151a4100000000000000000000000000000000000000000000000000000000000000"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,13 +79,28 @@ class TestS3(ObjectSuite):
         self.url = server.url(f"somewhere/{uuid4()}", "&deadline=20")
 
 
+def test_the_format_of_objects_is_kept(tmp_path: Path) -> None:
+    """Name and bytes of an object as the first release wrote them."""
+    pool, payload = make_pool(), content(KEPT_KEY, 5000)
+    path = tmp_path / KEPT_NAME
+    path.parent.mkdir(parents=True)
+    path.write_bytes(KEPT_SEAL + payload)
+    tier = open_url(f"file://{tmp_path}", pool)
+    assert read_from(tier, pool, [KEPT_KEY], extents_of(0, [5000])) == [True]
+    assert pool.view[:5000] == payload
+    assert sum(tier.clear(None, None)) == 1
+    assert write_to(tier, pool, [KEPT_KEY], extents_of(0, [5000])) == [True]
+    assert path.read_bytes() == KEPT_SEAL + payload
+    tier.close()
+
+
 def test_objects_of_others_below_the_prefix_stay(server: S3Server) -> None:
     pool = make_pool()
     tier = open_url(server.url("shared", "&deadline=20"), pool)
     obstore.put(tier.store, "notes/of/others", b"words")
     key = make_key(1)
     fill(pool, 0, [key], [4096])
-    tier.write([key], extents_of(0, [4096]))
+    write_to(tier, pool, [key], extents_of(0, [4096]))
     assert sum(tier.clear(None, None)) == 1
     assert obstore.head(tier.store, "notes/of/others")["size"] == 5
     tier.close()
@@ -103,21 +124,21 @@ def test_a_server_that_is_killed_is_an_error_and_comes_back() -> None:
     fill(pool, 0, [key], [8192])
     tier = open_url(server.url("", "&deadline=4"), pool)
     try:
-        assert tier.write([key], extents_of(0, [8192])) == [True]
+        assert write_to(tier, pool, [key], extents_of(0, [8192])) == [True]
         server.kill()
         with pytest.raises(OSError, match="GenericError"):
-            tier.read([key], extents_of(1, [8192]))
+            read_from(tier, pool, [key], extents_of(1, [8192]))
         with pytest.raises(OSError, match="GenericError"):
-            tier.write([key], extents_of(0, [8192]))
+            write_to(tier, pool, [key], extents_of(0, [8192]))
         with pytest.raises(OSError, match="GenericError"):
             tier.contains([make_key(number) for number in range(100)])
         with pytest.raises(OSError, match="GenericError"):
             tier.probe()
         server.start()
         tier.probe()
-        assert tier.read([key], extents_of(1, [8192])) == [False], "moto forgets"
-        assert tier.write([key], extents_of(0, [8192])) == [True]
-        assert tier.read([key], extents_of(1, [8192])) == [True]
+        assert read_from(tier, pool, [key], extents_of(1, [8192])) == [False], "moto forgets"
+        assert write_to(tier, pool, [key], extents_of(0, [8192])) == [True]
+        assert read_from(tier, pool, [key], extents_of(1, [8192])) == [True]
         assert pool.view[8192:16384] == content(key, 8192)
     finally:
         tier.close()
@@ -144,9 +165,9 @@ def test_a_put_that_times_out_leaves_the_pool_alone_when_it_returns(reads: int) 
     with listening(take_some) as port:
         tier = open_url(f"s3://bucket?endpoint=http://127.0.0.1:{port}&deadline=0.4", pool)
         with pytest.raises(OSError, match="GenericError"):
-            tier.write([key, make_key(2)], [(0, 8 << 20), (8 << 20, 4096)])
+            write_to(tier, pool, [key, make_key(2)], [(0, 8 << 20), (8 << 20, 4096)])
         with pytest.raises(OSError, match="GenericError"):
-            tier.read([key], [(0, 8 << 20)])
+            read_from(tier, pool, [key], [(0, 8 << 20)])
         tier.close()
         is_over.set()
     pool.view.release()  # raises if there is a buffer of it
@@ -159,7 +180,7 @@ def test_one_request_that_fails_does_not_cost_the_others(tmp_path: Path) -> None
     in_the_way = (tmp_path / object_name(keys[0])).parent
     in_the_way.parent.mkdir(parents=True)
     in_the_way.touch()
-    assert tier.write(keys, extents_of(0, [8192] * 2)) == [False, True]
+    assert write_to(tier, pool, keys, extents_of(0, [8192] * 2)) == [False, True]
     assert tier.usage().counters["request_errors"] == 1
     tier.close()
 
@@ -179,7 +200,7 @@ def test_a_request_that_stalls_ends_before_the_deadline_and_costs_only_itself() 
         url = TierUrl.parse(f"s3://bucket?endpoint=http://127.0.0.1:{port}&deadline=0.8")
         tier = open_tier(url, pool)
         assert url.deadline_seconds == 0.8
-        assert tier.read(keys, extents_of(0, [4096] * 2)) == [False, False]
+        assert read_from(tier, pool, keys, extents_of(0, [4096] * 2)) == [False, False]
         assert tier.usage().counters["request_errors"] == 1
         tier.close()
         is_over.set()
@@ -240,7 +261,7 @@ def test_closing_waits_for_a_put_that_is_under_way_and_nothing_begins_afterwards
     with listening(answer_late) as port:
         tier = open_url(f"s3://bucket?endpoint=http://127.0.0.1:{port}", pool)
         outcomes: list[bool] = []
-        writing = threading.Thread(target=lambda: outcomes.extend(tier.write([make_key(1)], [(0, 1)])))
+        writing = threading.Thread(target=lambda: outcomes.extend(write_to(tier, pool, [make_key(1)], [(0, 1)])))
         writing.start()
         wait_until(began.is_set)
         closing = threading.Thread(target=tier.close)

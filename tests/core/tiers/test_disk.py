@@ -29,17 +29,18 @@ from kvdepot.testing.tier import (
     make_key,
     make_pool,
     read,
+    read_from,
     write,
+    write_to,
 )
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.disk import files, listing
-from kvdepot.tiers.disk import tier as disk_tier
 from kvdepot.tiers.disk.files import Folder
 from kvdepot.tiers.disk.tier import DiskTier
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.seal import why_broken
 from kvdepot.tiers.url import TierUrl, open_tier
+from support.tiers.kept import KEPT_KEY, KEPT_SEAL
 
 FILE_BYTES = EXTENT_BYTES + 4096
 
@@ -180,7 +181,7 @@ def test_a_folder_in_which_nothing_can_be_removed_is_told(
     tier = DiskTier(pool, tmp_path, 4 * FILE_BYTES)
     wait_until(lambda: tier.is_listed)
     extents = extents_of(0, [EXTENT_BYTES] * 5)
-    assert tier.write([make_key(number) for number in range(4)], extents[:4]) == [True] * 4
+    assert write_to(tier, pool, [make_key(number) for number in range(4)], extents[:4]) == [True] * 4
     calls = list[str]()
 
     def unlink(path: str, **_options: Any) -> None:
@@ -189,7 +190,7 @@ def test_a_folder_in_which_nothing_can_be_removed_is_told(
 
     monkeypatch.setattr(os, "unlink", unlink)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        tier.write([make_key(4)], extents[4:])
+        write_to(tier, pool, [make_key(4)], extents[4:])
     assert len(calls) < 40, "not for ever"
     assert tier.usage().num_entries == 4
     tier.close()
@@ -201,7 +202,7 @@ def test_entries_that_are_written_at_the_same_time_stay_within_the_capacity(
     """Regression: each writer looked at what was there, not at what the others were about to add."""
     tier, keys = DiskTier(pool, tmp_path, 4 * FILE_BYTES), [make_key(number) for number in range(9)]
     wait_until(lambda: tier.is_listed)
-    tier.write(keys[:4], extents_of(0, [EXTENT_BYTES] * 4))
+    write_to(tier, pool, keys[:4], extents_of(0, [EXTENT_BYTES] * 4))
     are_in, go_on, real = threading.Semaphore(0), threading.Event(), os.pwritev
 
     def write_later(*arguments: Any) -> int:
@@ -213,7 +214,7 @@ def test_entries_that_are_written_at_the_same_time_stay_within_the_capacity(
     results = dict[int, list[bool]]()
 
     def write_one(number: int) -> None:
-        results[number] = tier.write([keys[number]], extents_of(number, [EXTENT_BYTES]))
+        results[number] = write_to(tier, pool, [keys[number]], extents_of(number, [EXTENT_BYTES]))
 
     writers = [threading.Thread(target=write_one, args=(number,)) for number in range(4, 9)]
     for writer in writers:
@@ -296,16 +297,11 @@ KEPT_NAME = (
     "86d97ba414bf826f/7fcccec0361f0442/00/"
     "616f187d46f5724f328844808b151a410000000000000000000000000000000000000000000000000000000000000007"
 )
-KEPT_SEAL = bytes.fromhex(
-    "4b564445504f54310100000000000000881300000000000086d97ba414bf826f7fcccec0361f0442616f187d46f5724f328844808b151a41"
-    "000000000000000000000000000000000000000000000000000000000000000721bd4917b9de4cadd7ccd05802bcc6d0bd8ab314ecf2258f"
-    "b958a4eac2802ac6"
-)
 
 
 def test_the_format_of_files_is_kept(pool: TierPool, tmp_path: Path) -> None:
     """Name and bytes of a file as the first release wrote them."""
-    key = make_key(7, "a tenant")
+    key = KEPT_KEY
     path = tmp_path / KEPT_NAME
     path.parent.mkdir(parents=True)
     path.write_bytes(content(key, 5000).ljust(8192, b"\0") + KEPT_SEAL.ljust(4096, b"\0"))
@@ -332,7 +328,7 @@ print("ready", flush=True)
 for number in range(1_000_000):
     key = make_key(number)
     pool.view[: 1 << 20] = content(key, 64) * (1 << 14)
-    tier.write([key], [(0, 1 << 20)])
+    write_to(tier, pool, [key], [(0, 1 << 20)])
     print(number, flush=True)
 """
 
@@ -356,7 +352,7 @@ def test_a_writer_killed_at_any_byte_leaves_whole_entries_or_none(tmp_path: Path
         for number in range(num_entries):
             assert read(queue, [make_key(number)], [(0, 1 << 20)]) == [True]
             assert pool.view[: 1 << 20] == content(make_key(number), 64) * (1 << 14)
-        assert queue.tier.usage().counters.get("corrupt", 0) == 0
+        assert queue.counters["corrupt"] == 0
         queue.close()
 
 
@@ -386,7 +382,7 @@ def test_a_full_file_system_makes_room_and_refuses_what_does_not_fit(pool: TierP
     fill(pool, 0, keys, [EXTENT_BYTES] * 40)
     outcomes = [write(queue, [key], extents_of(place, [EXTENT_BYTES]))[0] for place, key in enumerate(keys)]
     assert sum(outcomes) > 30
-    assert not queue.is_open
+    assert not queue.is_suspended
     here = contains(queue, keys)
     assert any(here)
     found = read(queue, keys, extents_of(40, [EXTENT_BYTES] * 40))
@@ -401,7 +397,7 @@ def test_a_file_system_filled_by_others_costs_only_writes(pool: TierPool, small_
     stuff(small_disk / "somebody's")
     for number in range(1, 6):
         assert write(queue, [make_key(number)], extents_of(0, [EXTENT_BYTES])) == [False]
-    assert not queue.is_open
+    assert not queue.is_suspended
     assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [True]
     queue.close()
 
@@ -426,7 +422,7 @@ def test_a_file_system_that_turns_read_only_still_serves_and_is_written_when_it_
     for number in range(5, 12):
         assert write(queue, [keys[number]], [extents[number]]) == [False]
         assert read(queue, keys[:5], extents_of(30, [EXTENT_BYTES] * 5)) == [True] * 5, "nothing leaves that stays"
-    assert not queue.is_open
+    assert not queue.is_suspended
     assert (
         said(caplog, "writes are declined, entries that are there are still served: it cannot be written: Read-only")
         == 1
@@ -496,7 +492,7 @@ def test_a_file_system_that_is_away_at_the_start_is_served_and_written_later(
     assert contains(queue, keys) == [True] + [False] * 7
     assert read(queue, keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
     assert pool.view[30 * EXTENT_BYTES : 31 * EXTENT_BYTES] == pool.view[:EXTENT_BYTES]
-    assert not queue.is_open
+    assert not queue.is_suspended
     assert said(caplog, "writes are declined, entries that are there are still served") == 1
     if why == "full":
         stuffing.unlink()
@@ -523,7 +519,7 @@ def test_a_folder_that_could_not_be_made_at_the_start_is_made_later(
         assert write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [False]
         assert read(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [False]
     assert clear(queue, None, None) == 0
-    assert not queue.is_open
+    assert not queue.is_suspended
     monkeypatch.setattr(os, "mkdir", real)
     assert write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [True]
     assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [True]
@@ -548,7 +544,7 @@ def written(pool: TierPool, directory: Path, count: int) -> tuple[DiskTier, list
     tier = DiskTier(pool, directory, 1 << 30)
     keys = [make_key(number) for number in range(count + 40)]
     for key in keys[:count]:
-        tier.write([key], extents_of(0, [EXTENT_BYTES]))
+        write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))
     return tier, keys
 
 
@@ -559,13 +555,13 @@ def test_what_others_have_on_the_file_system_does_not_empty_the_tier(
     tier, keys = written(pool, tmp_path, 300)
     system = FileSystem(tier, 15 * 10**9)
     monkeypatch.setattr(os, "fstatvfs", system.stat)
-    assert not any(tier.write([key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
+    assert not any(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
     assert tier.contains(keys[:300]) == [True] * 300
     assert (
         said(caplog, "4.7 GiB are missing to 2% of its file system, which stay free, and what others have there") == 1
     )
     system.num_free *= 2
-    assert all(tier.write([key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
+    assert all(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
     assert said(caplog, "is written again") == 1
     tier.close()
 
@@ -576,7 +572,7 @@ def test_on_a_tight_file_system_only_as_much_leaves_as_is_missing(
     tier, keys = written(pool, tmp_path, 100)
     monkeypatch.setattr(os, "fstatvfs", FileSystem(tier, 20 * 10**9 - 5 * FILE_BYTES).stat)
     for number, key in enumerate(keys[100:], 1):
-        assert tier.write([key], extents_of(0, [EXTENT_BYTES])) == [True]
+        assert write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES])) == [True]
         assert tier.usage().num_entries == 95
         assert tier.contains([keys[4 + number], keys[5 + number]]) == [False, True]
     tier.close()
@@ -587,7 +583,7 @@ def test_a_file_system_that_gives_space_back_late_does_not_empty_the_tier(
 ) -> None:
     tier, keys = written(pool, tmp_path, 100)
     monkeypatch.setattr(os, "fstatvfs", FileSystem(tier, 20 * 10**9 - 5 * FILE_BYTES, comes_back=False).stat)
-    assert not any(tier.write([key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[100:])
+    assert not any(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[100:])
     assert tier.usage().num_entries == 94, "five that were missing, and one for the write"
     tier.close()
 
@@ -602,9 +598,9 @@ def test_a_quota_of_others_does_not_empty_the_tier(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", refuse)
-        assert not any(tier.write([key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[100:])
+        assert not any(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[100:])
     assert tier.usage().num_entries == 98
-    assert tier.write(keys[100:101], extents_of(0, [EXTENT_BYTES])) == [True]
+    assert write_to(tier, pool, keys[100:101], extents_of(0, [EXTENT_BYTES])) == [True]
     tier.close()
 
 
@@ -641,7 +637,7 @@ def test_without_direct_it_is_said_once_also_by_writers_that_find_it_together(
     tier = DiskTier(pool, tmp_path, 1 << 20)
     monkeypatch.setattr(Folder, "probe_write", no_direct)
     writers = [
-        threading.Thread(target=tier.write, args=([make_key(number)], extents_of(number, [EXTENT_BYTES])))
+        threading.Thread(target=write_to, args=(tier, pool, [make_key(number)], extents_of(number, [EXTENT_BYTES])))
         for number in range(2)
     ]
     for writer in writers:
@@ -729,18 +725,20 @@ def test_what_leaves_while_it_is_read_is_not_in_the_index_afterwards(
     keys = [make_key(number) for number in range(20)]
     fill(pool, 0, keys, [EXTENT_BYTES] * 20)
     extents = extents_of(0, [EXTENT_BYTES] * 20)
-    tier.write(keys[:1], extents[:1])
+    write_to(tier, pool, keys[:1], extents[:1])
 
-    def meanwhile(*arguments: Any) -> str | None:
-        monkeypatch.setattr(disk_tier, "why_broken", why_broken)
-        beside(lambda: [*tier.clear(None, None)] if how == "cleared" else tier.write(keys[1:], extents[1:]))
-        return why_broken(*arguments)
+    real = Folder.read
 
-    monkeypatch.setattr(disk_tier, "why_broken", meanwhile)
-    assert tier.read(keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
+    def read_and_leave(*arguments: Any) -> tuple[int, memoryview]:
+        result = real(*arguments)
+        beside(lambda: [*tier.clear(None, None)] if how == "cleared" else write_to(tier, pool, keys[1:], extents[1:]))
+        return result
+
+    monkeypatch.setattr(Folder, "read", read_and_leave)
+    assert read_from(tier, pool, keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
     assert not is_stored(tier, tmp_path, keys[0])
     assert tier.usage().used_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/*/*/*"))
-    assert tier.write(keys[:1], extents[:1]) == [True]
+    assert write_to(tier, pool, keys[:1], extents[:1]) == [True]
     assert is_stored(tier, tmp_path, keys[0])
     tier.close()
 
@@ -750,12 +748,12 @@ def test_an_entry_written_while_it_leaves_is_there_or_not(
 ) -> None:
     tier, key = DiskTier(pool, tmp_path, 1 << 20), make_key(0)
     fill(pool, 0, [key], [EXTENT_BYTES])
-    tier.write([key], extents_of(0, [EXTENT_BYTES]))
+    write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))
     real, writers = os.unlink, list[threading.Thread]()
 
     def unlink(*arguments: Any, **options: Any) -> None:
         monkeypatch.setattr(os, "unlink", real)
-        writers.append(beside(lambda: tier.write([key], extents_of(0, [EXTENT_BYTES])), 0.2))
+        writers.append(beside(lambda: write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES])), 0.2))
         real(*arguments, **options)
 
     monkeypatch.setattr(os, "unlink", unlink)
@@ -785,7 +783,7 @@ def test_what_leaves_while_the_folder_is_listed_does_not_come_back(
     monkeypatch.setattr(listing, "found_files", found_slowly)
     tier = DiskTier(pool, tmp_path, 1 << 20)
     is_found.wait(30.0)
-    assert tier.read(keys, extents_of(8, [EXTENT_BYTES] * 2)) == [False, True]
+    assert read_from(tier, pool, keys, extents_of(8, [EXTENT_BYTES] * 2)) == [False, True]
     go_on.set()
     wait_until(lambda: tier.is_listed)
     assert not is_stored(tier, tmp_path, keys[0])

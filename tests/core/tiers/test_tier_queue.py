@@ -46,11 +46,11 @@ class PartlyDeadTier(MemoryTier):
         self._suffer(Operation.CONTAINS)
         return super().contains(keys)
 
-    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         self._suffer(Operation.WRITE)
-        return super().write(keys, extents)
+        return super().write(keys, seals, extents)
 
-    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         self._suffer(Operation.READ)
         return super().read(keys, extents)
 
@@ -86,7 +86,7 @@ class Bench:
         wait_until(lambda: self.tier.num_waiting > before)
         self.now += seconds
         assert len(self.queue.expire()) == 1
-        assert self.queue.is_open
+        assert self.queue.is_suspended
 
     def probe(self) -> float:
         """Let the time of the next probe come and the probe end; return how long that time was."""
@@ -97,7 +97,7 @@ class Bench:
 
         def is_over() -> bool:
             self.queue.poll()
-            return self.queue.next_deadline() is not None or not self.queue.is_open
+            return self.queue.next_deadline() is not None or not self.queue.is_suspended
 
         wait_until(is_over, what="the end of a probe")
         return round(pause, 3)
@@ -118,7 +118,7 @@ def test_a_tier_that_answers_probes_and_hangs_is_tried_ever_less_often(bench: Be
         assert contains(bench.queue, bench.keys[:1]) == [False], "questions are answered"
         bench.hang(Operation.READ)
         pauses.append(bench.probe())
-        assert not bench.queue.is_open
+        assert not bench.queue.is_suspended
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 
 
@@ -131,7 +131,7 @@ def test_a_tier_of_very_many_threads_comes_back_though_all_of_them_hang() -> Non
     bench.now += 1.1
     assert len(bench.queue.expire()) == 20
     bench.probe()
-    assert (bench.queue.is_open, bench.queue.status().num_hung_calls) == (False, 20)
+    assert (bench.queue.is_suspended, bench.queue.status().num_hung_calls) == (False, 20)
     assert contains(bench.queue, bench.keys[:1]) == [False]
     bench.queue.close()
 
@@ -142,9 +142,9 @@ def test_lookups_beside_a_tier_whose_reads_hang_pay_the_deadline_a_few_times_onl
     num_late = 0
     for second in range(60):
         bench.now = max(bench.now, 100.0 + second)
-        while (due := bench.queue.next_deadline()) is not None and bench.queue.is_open and due <= bench.now:
+        while (due := bench.queue.next_deadline()) is not None and bench.queue.is_suspended and due <= bench.now:
             bench.probe()
-        if not bench.queue.is_open:
+        if not bench.queue.is_suspended:
             bench.hang(Operation.READ)
             num_late += 1
     assert 2 <= num_late <= 7
@@ -160,7 +160,7 @@ def test_a_read_in_time_ends_the_trial(bench: Bench) -> None:
     assert read(bench.queue, bench.keys[:1], extents_of(1, [4096])) == [True]
     bench.tier.failing = {Operation.READ}
     assert read(bench.queue, bench.keys[:1], extents_of(1, [4096])) == [False]
-    assert not bench.queue.is_open, "one error is a miss again"
+    assert not bench.queue.is_suspended, "one error is a miss again"
     bench.tier.failing, bench.tier.hanging = set(), {Operation.READ}
     bench.hang(Operation.READ)
     assert bench.probe() == 0.5
@@ -173,8 +173,8 @@ def test_on_trial_one_error_opens_the_breaker(bench: Bench, operation: Operation
     bench.probe()
     bench.tier.hanging, bench.tier.failing = set(), {operation}
     assert bench.submit(operation)
-    wait_until(lambda: bench.queue.poll() or bench.queue.is_open)
-    assert bench.queue.why_open == f"a {operation.name.lower()} failed, though a probe had not"
+    wait_until(lambda: bench.queue.poll() or bench.queue.is_suspended)
+    assert bench.queue.breaker.why_suspended == f"a {operation.name.lower()} failed, though a probe had not"
     assert bench.probe() == 1.0
 
 
@@ -196,7 +196,7 @@ def test_a_call_of_before_the_probe_says_nothing_about_the_trial(bench: Bench) -
     parts: list[Part] = []
     wait_until(lambda: parts.extend(bench.queue.poll()) or parts)
     assert [list(part.outcomes) for part in parts] == [[False]]
-    assert not bench.queue.is_open
+    assert not bench.queue.is_suspended
 
 
 def test_a_call_that_hangs_opens_the_breaker_though_its_job_was_late_before() -> None:
@@ -214,10 +214,10 @@ def test_a_call_that_hangs_opens_the_breaker_though_its_job_was_late_before() ->
     bench.now += 0.2
     assert len(bench.queue.expire()) == 1
     bench.probe()
-    assert not bench.queue.is_open
+    assert not bench.queue.is_suspended
     bench.now += 0.4
     assert bench.queue.expire() == []
-    assert bench.queue.is_open
+    assert bench.queue.is_suspended
     bench.probe()
     bench.tier.hanging = set()
     assert contains(bench.queue, bench.keys[:1]) == [True]
@@ -255,12 +255,12 @@ def test_a_clear_takes_as_long_as_it_takes_while_its_steps_keep_their_deadlines(
         now[0] += 9.0
         assert queue.expire() == []
     wait_until(lambda: bool(queue.poll()))
-    assert (job.num_cleared, queue.is_open) == (30, False)
+    assert (job.num_cleared, queue.is_suspended) == (30, False)
     assert queue.submit(Job(Operation.CLEAR, labels=(None, None)))
     wait_until(lambda: queue.next_deadline() is not None)
     now[0] += 10.1
     assert len(queue.expire()) == 1
-    assert queue.is_open, "a step hangs"
+    assert queue.is_suspended, "a step hangs"
     tier.steps.release(30)
     queue.close()
 

@@ -23,7 +23,7 @@ from kvdepot.server import commands
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Deferred, Refused
 from kvdepot.testing.tier import FaultyTier, make_pool
-from kvdepot.tiers import promotion, reading, seal
+from kvdepot.tiers import promotion, reading, sealed
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Operation, Part
 from kvdepot.tiers.memory import MemoryTier
@@ -81,7 +81,7 @@ class Bench:
                           clock=self.clock)
                 for number, tier in enumerate(self.tiers)
             ],
-            TieringSettings(demotion, least_tokens, 1.0, promotion_least_tokens, verify),
+            TieringSettings(demotion, least_tokens, 1.0, promotion_least_tokens),
             names_of=self.depot.labels.names.__getitem__,
             on_corrupt=self.depot.remove_corrupt,
             clock=self.clock,
@@ -337,7 +337,7 @@ def test_a_tier_that_was_slower_than_the_engine_is_not_read_but_tried_now_and_th
     tier, run = bench.tiers[0], prompt(4)
     read = tier.read
 
-    def slow_read(keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+    def slow_read(keys: Sequence[bytes], extents: Extents) -> Sequence[bytes | None]:
         bench.clock.now += 0.1
         return read(keys, extents)
 
@@ -407,7 +407,7 @@ def test_a_tier_that_is_removed_is_closed_when_its_calls_have_ended(
     wait_until(is_closed, what="the tier to be closed")
     bench.clock.now += 100.0
     bench.tiering.turn()
-    assert bench.tiering.queues[0].is_open, "nobody probes it"
+    assert bench.tiering.queues[0].is_suspended, "nobody probes it"
     assert bench.lookup(prompt(4)) == 0
 
 
@@ -474,7 +474,7 @@ def lookup_that_hangs(bench: Bench) -> m.LookupReply:
 def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing(make: Maker) -> None:
     bench = make()
     assert lookup_that_hangs(bench).num_chunks == 4
-    assert bench.tiering.queues[0].is_open
+    assert bench.tiering.queues[0].is_suspended
     at_once = bench.begin_lookup(prompt(8))
     assert isinstance(at_once, m.LookupReply)
     assert at_once.num_chunks == 4
@@ -487,7 +487,7 @@ def hang_reads_of(bench: Bench, run: KeyRun, chunks: set[int]) -> tuple[threadin
     read = tier.read
     hanging = {run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES] for chunk in chunks}
 
-    def read_or_hang(keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+    def read_or_hang(keys: Sequence[bytes], extents: Extents) -> Sequence[bytes | None]:
         if keys[0][-DIGEST_BYTES:] in hanging:
             hung.append(keys[0])
             end.wait()
@@ -568,7 +568,7 @@ def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monk
     if how == "failing":
         monkeypatch.setattr(bench.tiers[0], "clear", Mock(side_effect=OSError("no")))
     else:
-        bench.tiering.queues[0].breaker.why_open = "it failed"
+        bench.tiering.queues[0].breaker.why_suspended = "it failed"
     reply = bench.wait(commands.clear(bench.depot, None, None))
     assert isinstance(reply, m.ErrorReply)
     assert reply.code is ErrorCode.TIER_UNAVAILABLE
@@ -670,11 +670,12 @@ def test_a_chunk_that_cannot_be_read_costs_itself_and_what_follows(make: Maker) 
     bench = make()
     bench.store(prompt(8))
     bench.forget()
-    entries = cast("dict[bytes, bytes]", vars(bench.tiers[0].inner)["_payloads"])
-    lost = sorted(dict(entries.items()), key=lambda key: prompt(8).digests.index(key[-DIGEST_BYTES:]))[5]
-    entries[lost] = b"short"
+    entries = cast("dict[bytes, tuple[bytes, bytes]]", vars(bench.tiers[0].inner)["_entries"])
+    damaged = sorted(entries, key=lambda key: prompt(8).digests.index(key[-DIGEST_BYTES:]))[5]
+    entries[damaged] = entries[damaged][0], b"short"
     assert bench.lookup(prompt(8)) == 5
     assert bench.index.extents.used_bytes == 5 * PAGE
+    assert bench.tiering.queues[0].counters["corrupt"] == 1
 
 
 @pytest.mark.promise(31)
@@ -843,7 +844,7 @@ def test_a_long_prompt_that_is_used_again_goes_down_from_its_beginning(
     assert bench.tiers[0].usage().num_entries == 0
     bench.tiers[0].error = None
     bench.clock.now += 100.0
-    wait_until(lambda: (bench.tiering.turn(), not bench.tiering.queues[0].is_open)[1])
+    wait_until(lambda: (bench.tiering.turn(), not bench.tiering.queues[0].is_suspended)[1])
     assert bench.lookup(prompt(97)) == 97
     bench.forget()
     assert bench.lookup(prompt(97)) == 97
@@ -947,7 +948,7 @@ def test_bytes_that_changed_in_the_pool_never_go_down(make: Maker, monkeypatch: 
         has_changed.wait(30.0)
         return checksum_of(payload)
 
-    monkeypatch.setattr(seal, "checksum_of", checksum_later)
+    monkeypatch.setattr(sealed, "checksum_of", checksum_later)
     run = prompt(4)
     bench.store(run)
     record = bench.index.entries(bench.index.visible(bench.index.spaces[0], run.digests[64:96], 2) or 0)[0]
@@ -1031,7 +1032,7 @@ def test_lookups_that_do_not_wait_do_not_make_a_tier_slow(make: Maker) -> None:
         bench.wait(bench.begin_lookup(prompt(8), wait_seconds=0.0))
         bench.finish_promotions()
         bench.forget()
-    assert not bench.tiering.queues[0].is_open
+    assert not bench.tiering.queues[0].is_suspended
 
 
 def look_up_too_slowly(bench: Bench) -> None:
@@ -1051,9 +1052,9 @@ def test_a_tier_that_is_slow_for_every_lookup_is_left_alone(make: Maker) -> None
     bench.store(prompt(8))
     bench.forget()
     for _ in range(3):
-        assert not bench.tiering.queues[0].is_open
+        assert not bench.tiering.queues[0].is_suspended
         look_up_too_slowly(bench)
-    assert "3 lookups in a row" in bench.tiering.queues[0].why_open
+    assert "3 lookups in a row" in bench.tiering.queues[0].breaker.why_suspended
 
 
 def test_a_tier_that_stays_too_slow_costs_ever_fewer_lookups(make: Maker) -> None:
@@ -1063,9 +1064,9 @@ def test_a_tier_that_stays_too_slow_costs_ever_fewer_lookups(make: Maker) -> Non
 
     def seconds_until_used() -> float:
         began = clock.now
-        while queue.is_open:
+        while queue.is_suspended:
             clock.now = queue.next_deadline() or clock.now
-            wait_until(lambda: bench.tiering.turn() or queue.next_deadline() != clock.now or not queue.is_open)  # type: ignore[func-returns-value]
+            wait_until(lambda: bench.tiering.turn() or queue.next_deadline() != clock.now or not queue.is_suspended)  # type: ignore[func-returns-value]
         return clock.now - began
 
     bench.store(prompt(8))
@@ -1075,14 +1076,14 @@ def test_a_tier_that_stays_too_slow_costs_ever_fewer_lookups(make: Maker) -> Non
     pauses = [seconds_until_used()]
     while len(pauses) < 4:
         look_up_too_slowly(bench)
-        assert queue.is_open, "at the first that waits in vain"
+        assert queue.is_suspended, "at the first that waits in vain"
         pauses.append(seconds_until_used())
     assert [later > 1.9 * earlier for earlier, later in itertools.pairwise(pauses)] == [True] * 3
     assert bench.lookup(prompt(8)) == 8
     bench.forget()
     for _ in range(2):
         look_up_too_slowly(bench)
-    assert not queue.is_open, "it had been in time since"
+    assert not queue.is_suspended, "it had been in time since"
 
 
 def test_a_lookup_for_which_the_pool_has_no_room_does_not_show_that_a_tier_is_quick(make: Maker) -> None:
@@ -1099,7 +1100,7 @@ def test_a_lookup_for_which_the_pool_has_no_room_does_not_show_that_a_tier_is_qu
     bench.ask(m.Release(bench.contexts[0], (lease,)))
     bench.forget()
     look_up_too_slowly(bench)
-    assert bench.tiering.queues[0].is_open
+    assert bench.tiering.queues[0].is_suspended
 
 
 def test_a_tier_that_brings_something_to_every_lookup_in_time_is_used_on(make: Maker) -> None:
@@ -1120,7 +1121,7 @@ def test_a_tier_that_brings_something_to_every_lookup_in_time_is_used_on(make: M
         bench.clock.now += 100.0
         bench.depot.expire()
         bench.depot.background.work()
-    assert not bench.tiering.queues[0].is_open
+    assert not bench.tiering.queues[0].is_suspended
 
 
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])

@@ -1,6 +1,6 @@
 """A tier that keeps each entry as a file, `folder:///PATH`: an example to start from.
 
-A file holds the payload and behind it its seal. A file that is not what was written under its key is removed.
+A file holds the payload and behind it the seal by which the depot recognizes what it wrote.
 """
 
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from kvdepot.errors import ConfigError
 from kvdepot.tiers import KEY_BYTES, Extents, Tier, TierPool, TierUrl, TierUsage, has_labels
-from kvdepot.tiers.seal import make_seal, why_broken
 
 
 class FolderTier(Tier):
@@ -26,7 +25,6 @@ class FolderTier(Tier):
         self._pool = pool
         self._folder = folder
         self._lock = threading.Lock()  # the depot calls from several threads
-        self._counters = {"corrupt": 0}
         self._num_entries = sum(1 for _ in self._entries())
 
     def _path(self, key: bytes) -> Path:
@@ -36,15 +34,14 @@ class FolderTier(Tier):
         """See `Tier`."""
         return [self._path(key).exists() for key in keys]
 
-    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. A file appears under its name when it is complete."""
-        for key, (offset, num_bytes) in zip(keys, extents, strict=True):
-            payload = self._pool.view[offset : offset + num_bytes]
+        for key, seal, (offset, num_bytes) in zip(keys, seals, extents, strict=True):
             new = self._folder / f".{key.hex()}-{threading.get_ident()}"
             try:
                 with new.open("wb") as file:
-                    file.write(payload)
-                    file.write(make_seal(key, payload))
+                    file.write(self._pool.view[offset : offset + num_bytes])
+                    file.write(seal)
                 with self._lock:
                     self._num_entries += not self._path(key).exists()
                     new.rename(self._path(key))
@@ -52,21 +49,22 @@ class FolderTier(Tier):
                 new.unlink(missing_ok=True)
         return [True] * len(keys)
 
-    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
-        """See `Tier`. Fills an extent only with bytes that match their seal."""
-        return [self._read(key, offset, size) for key, (offset, size) in zip(keys, extents, strict=True)]
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
+        """See `Tier`."""
+        return [self._read(key, *extent) for key, extent in zip(keys, extents, strict=True)]
 
-    def _read(self, key: bytes, offset: int, num_bytes: int) -> bool:
+    def _read(self, key: bytes, offset: int, num_bytes: int) -> bytes | None:
         try:
-            data = memoryview(self._path(key).read_bytes())
+            with self._path(key).open("rb") as file:
+                file.readinto(self._pool.view[offset : offset + num_bytes])
+                return file.read()
         except FileNotFoundError:
-            return False
-        payload, seal = data[:num_bytes], data[num_bytes:]
-        if why_broken(seal, key, payload) is not None:
-            self._counters["corrupt"] += self._remove(self._path(key))
-            return False
-        self._pool.view[offset : offset + num_bytes] = payload
-        return True
+            return None
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`."""
+        for key in keys:
+            self._remove(self._path(key))
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`. Each file is a step."""
@@ -93,7 +91,7 @@ class FolderTier(Tier):
 
     def usage(self) -> TierUsage:
         """See `Tier`. Nothing is asked of the storage here."""
-        return TierUsage(self._num_entries, counters=dict(self._counters))
+        return TierUsage(self._num_entries)
 
     def close(self) -> None:
         """See `Tier`: nothing stays open between calls."""

@@ -187,7 +187,6 @@ class DepotServer:
             config.demotion_least_tokens,
             config.promotion_seconds,
             config.promotion_least_tokens,
-            makes_checksums=depot.state.verify is not m.Verify.OFF,
         )
         return Tiering(
             depot.index, queues, settings, names_of=depot.labels.names.__getitem__, on_corrupt=depot.remove_corrupt,

@@ -30,13 +30,16 @@ class TierUsage:
 
 
 class Tier(Protocol):
-    """Storage below the pool. Derive from this class and write seven plain calls, which may wait for the storage.
+    """Storage below the pool. Derive from this class and write eight plain calls, which may wait for the storage.
 
-    Keys of `kvdepot.tiers.keys.KEY_BYTES` bytes name the entries. Their bytes move straight between the pool's extents
-    and the storage. The depot calls from several threads at a time (`TierQueue`). A call may take long, hang or raise:
-    its operation ends at its deadline, and repeated failures suspend the tier until `probe` returns. A call owns its
-    extents until it returns. A tier may always miss. It compares what it reads with the checksum in its seal
-    (`kvdepot.tiers.seal`), removes what does not match, and counts it as "corrupt" in `usage().counters`.
+    A key of `kvdepot.tiers.keys.KEY_BYTES` bytes names an entry: a payload, and a seal of 120 bytes. Payloads move
+    straight between the pool's extents and the storage. The tier keeps each seal beside its payload and gives it back.
+    The depot makes and verifies the seals, removes entries that do not match, and counts them. So a tier may always
+    miss, and storage that returns other bytes costs misses only.
+
+    The depot calls from several threads at a time (`TierQueue`). A call may take long, hang or raise: its operation
+    ends at its deadline, and repeated failures suspend the tier until `probe` returns. A call owns its extents until it
+    returns.
 
     The entry point group `kvdepot.tiers` names the opener of each URL scheme:
     `open_tier(url: kvdepot.tiers.url.TierUrl, pool: TierPool) -> Tier`. It raises `ConfigError` for a URL that cannot
@@ -55,12 +58,20 @@ class Tier(Protocol):
         """Say which keys are probably here; a hint."""
         ...
 
-    def write(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
-        """Store entries; True for each that is here afterwards, which it may have been before."""
+    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        """Store entries; return True for each that is here afterwards, which it may have been before."""
         ...
 
-    def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
-        """Fill extents; True for each that holds what was written under its key. The others may hold anything."""
+    def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bytes | None]:
+        """Fill extents and return the seal stored beside each payload; None for an entry that is not here.
+
+        Return b"" for an entry that cannot be what was written, for example because it has another size. The depot
+        removes it. The extents of such entries and of misses may hold anything.
+        """
+        ...
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove the entries that are here."""
         ...
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:

@@ -20,12 +20,12 @@ from kvdepot.tiers.jobs import Call, Operation
 
 logger = logging.getLogger(__name__)
 
-ERRORS_TO_OPEN: Final = 3  # calls in a row that raise
+ERRORS_TO_SUSPEND: Final = 3  # calls in a row that raise
 MAXIMUM_HUNG_CALLS: Final = 16  # or as many as there are threads: with more the breaker stays open
 _MOST_HUNG_PROBES: Final = 16
 _FIRST_RETRY_SECONDS: Final = 0.5
 _LAST_RETRY_SECONDS: Final = 30.0
-_LATE_TO_OPEN: Final = 3  # lookups in a row to which the tier brought nothing in time
+_LATE_TO_SUSPEND: Final = 3  # lookups in a row to which the tier brought nothing in time
 
 
 # By operation: those that work again if it succeeds in time. A store may answer questions while its reads hang.
@@ -58,7 +58,7 @@ class Breaker:
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self.why_open = ""
+        self.why_suspended = ""
         self.is_retired = False
         self.num_hung = 0  # calls that are late and have not returned
         self.num_errors = 0  # in a row
@@ -70,7 +70,7 @@ class Breaker:
         self._clock = clock
         self._num_too_late = 0  # lookups in a row
         self._suspects: set[Operation] = set()  # opened the breaker and have not succeeded since: on trial
-        self._closed_at = -math.inf  # when a probe closed it last
+        self._resumed_at = -math.inf  # when a probe closed it last
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._probe_at: float | None = None
         self._probe_started_at: float | None = None
@@ -81,17 +81,17 @@ class Breaker:
     def retire(self) -> None:
         """Open it for good; no probe is made any more."""
         self.is_retired = True
-        self.why_open = "it was removed"
+        self.why_suspended = "it was removed"
         self._probe_at = None
 
-    def open(self, why: str, *suspects: Operation) -> None:
+    def suspend(self, why: str, *suspects: Operation) -> None:
         """Open it: the tier is used again only after a probe, and on trial until `suspects` succeed."""
         if self.is_retired:
             return
-        if not self.why_open:
+        if not self.why_suspended:
             logger.error("tier %s is suspended: %s", self._name, why)
             self._counters["breaker_opened"] += 1
-        self.why_open = why
+        self.why_suspended = why
         self._suspects.update(suspects)
         if self._probe_started_at is None:
             self._probe_at = self._clock() + self._retry_seconds
@@ -102,30 +102,30 @@ class Breaker:
 
     def was_too_late(self, waited_seconds: float) -> None:
         """Hear that a lookup waited so long and got nothing: opens after a few in a row, and then each time."""
-        if self.why_open:
+        if self.why_suspended:
             return
         self._num_too_late += 1
-        if self._num_too_late >= _LATE_TO_OPEN:
-            self.open(f"{self._num_too_late} lookups in a row waited {waited_seconds:g} s for it", Operation.READ)
+        if self._num_too_late >= _LATE_TO_SUSPEND:
+            self.suspend(f"{self._num_too_late} lookups in a row waited {waited_seconds:g} s for it", Operation.READ)
 
     def judge(self, call: Call) -> None:
         """Learn from a call that has ended, unless it was late or began before the last probe."""
         operation = call.operation
-        if not call.has_run or call.is_late or call.started_at < self._closed_at:
+        if not call.has_run or call.is_late or call.started_at < self._resumed_at:
             return
         if call.outcomes is not None:
             self.num_errors = 0
             self._suspects -= _SHOWS[operation]
-            if not self._suspects and self._num_too_late < _LATE_TO_OPEN:
+            if not self._suspects and self._num_too_late < _LATE_TO_SUSPEND:
                 self._retry_seconds = _FIRST_RETRY_SECONDS
             return
         self.num_errors += 1
-        if self.why_open:
+        if self.why_suspended:
             return
-        if self.num_errors >= ERRORS_TO_OPEN:
-            self.open(f"{self.num_errors} calls in a row failed", operation)
+        if self.num_errors >= ERRORS_TO_SUSPEND:
+            self.suspend(f"{self.num_errors} calls in a row failed", operation)
         elif self._suspects and call.is_urgent:
-            self.open(f"a {operation.name.lower()} failed, though a probe had not", operation)
+            self.suspend(f"a {operation.name.lower()} failed, though a probe had not", operation)
 
     # --- probes ---------------------------------------------------------------------------------------------------
 
@@ -149,14 +149,14 @@ class Breaker:
 
     def take_probes(self, deadline_seconds: float) -> bool:
         """Take in probes that have ended; return whether one of them closed the breaker."""
-        was_open = bool(self.why_open)
+        was_suspended = bool(self.why_suspended)
         while self._probed:
             number, error = self._probed.popleft()
             if number == self._probe_number and self._probe_started_at is not None:
                 self._end_probe(error, deadline_seconds)
             else:
                 self._num_hung_probes -= 1
-        return was_open and not self.why_open
+        return was_suspended and not self.why_suspended
 
     def _begin_probe(self, number: int) -> None:
         threading.Thread(
@@ -184,10 +184,10 @@ class Breaker:
         if error is None and self.num_hung > self._most_hung:
             error = TimeoutError(f"{self.num_hung} calls never came back")
         if error is not None:
-            self.why_open = f"{type(error).__name__}: {error}"
+            self.why_suspended = f"{type(error).__name__}: {error}"
             self._probe_at = self._clock() + self._retry_seconds
             return
         logger.warning("tier %s answers again", self._name)
-        self.why_open = ""
+        self.why_suspended = ""
         self.num_errors = 0
-        self._closed_at = self._clock()
+        self._resumed_at = self._clock()

@@ -134,7 +134,7 @@ class Demotions:
 
     def _is_written(self, record: int) -> bool:
         header = self._index.table.header(record)
-        return all(tier.queue.is_open or tier.headers[record] == header for tier in self._tiers)
+        return all(tier.queue.is_suspended or tier.headers[record] == header for tier in self._tiers)
 
     def _write(self, records: Sequence[int], *, evicts: bool = False, asks_first: bool = False) -> bool:
         """Write entries to every tier that lacks them, in their order. Returns False if no tier takes any.
@@ -144,7 +144,7 @@ class Demotions:
         """
         index, table, is_taken = self._index, self._index.table, False
         for tier in self._tiers:
-            if tier.queue.is_open:
+            if tier.queue.is_suspended:
                 continue
             missing = [record for record in records if tier.headers[record] != table.header(record)]
             num_kept = _num_taken(tier.queue, len(missing))

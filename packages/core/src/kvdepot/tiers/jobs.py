@@ -27,9 +27,8 @@ class Job:
     operation: Operation
     keys: Sequence[bytes] = ()
     extents: Extents = ()
-    checksums: Sequence[bytes] = ()  # of payloads to write; one that does not match is not written
+    checksums: Sequence[bytes] = ()  # of payloads to write, empty or zeros if unknown; others are not written
     labels: tuple[bytes | None, bytes | None] = (None, None)  # to clear
-    makes_checksums: bool = False  # report the checksums of payloads that were read
     asks_first: bool = False  # write only entries that the tier lacks
     on_part: "Callable[[Part], object]" = _ignore  # called by the owner of the queue with each part that it polls
     on_late: Callable[[], object] = _ignore  # likewise, once, when a call overruns its deadline; parts may still come
@@ -51,8 +50,8 @@ class Part:
     first: int
     outcomes: Sequence[bool]
     is_last: bool = False  # of its job
-    corrupt: Sequence[int] = ()  # places in `keys` whose bytes lacked their checksum and were not written
-    checksums: Sequence[bytes] = ()  # of what was read, one for each outcome, if the job asked for them
+    corrupt: Sequence[int] = ()  # places in `keys` whose bytes did not match: neither written nor served
+    checksums: Sequence[bytes] = ()  # of what was read, one for each outcome, empty for a miss
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +68,16 @@ class Call:
     corrupt: Sequence[int] = ()
     checksums: Sequence[bytes] = ()
     was_here: Sequence[bool] = ()
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        """Its part of the job's keys."""
+        return self.job.keys[self.first : self.last]
+
+    @property
+    def extents(self) -> Extents:
+        """Its part of the job's extents."""
+        return self.job.extents[self.first : self.last]
 
     @property
     def operation(self) -> Operation:

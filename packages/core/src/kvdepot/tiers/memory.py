@@ -19,20 +19,20 @@ class MemoryTier(Tier):
         self._used_bytes = 0
         self._num_evicted = 0
         self._sizes = LruSizes()
-        self._payloads: dict[bytes, bytes] = {}
+        self._entries: dict[bytes, tuple[bytes, bytes]] = {}  # seal and payload
         self._lock = threading.Lock()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`."""
-        return [key in self._payloads for key in keys]
+        return [key in self._entries for key in keys]
 
-    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
-        for key, (offset, num_bytes) in zip(keys, extents, strict=True):
+        for key, seal, (offset, num_bytes) in zip(keys, seals, extents, strict=True):
             payload = bytes(self._pool.view[offset : offset + num_bytes])
             with self._lock:
                 self._forget(key)
-                self._payloads[key] = payload
+                self._entries[key] = seal, payload
                 self._sizes.put(key, num_bytes)
                 self._used_bytes += num_bytes
                 while self._used_bytes > self._capacity_bytes:
@@ -40,17 +40,22 @@ class MemoryTier(Tier):
                     self._num_evicted += 1
         return self.contains(keys)
 
-    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`."""
-        outcomes: list[bool] = []
+        seals: list[bytes | None] = []
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
             with self._lock:
-                payload = self._payloads.get(key)
+                seal, payload = self._entries.get(key, (None, b""))
                 self._sizes.use(key)
-            outcomes.append(payload is not None and len(payload) == num_bytes)
-            if payload is not None and outcomes[-1]:
-                self._pool.view[offset : offset + num_bytes] = payload
-        return outcomes
+            seals.append(seal)
+            self._pool.view[offset : offset + min(num_bytes, len(payload))] = payload[:num_bytes]
+        return seals
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`."""
+        with self._lock:
+            for key in keys:
+                self._forget(key)
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
@@ -61,7 +66,7 @@ class MemoryTier(Tier):
         yield len(wanted)
 
     def _forget(self, key: bytes) -> None:
-        self._payloads.pop(key, None)
+        self._entries.pop(key, None)
         self._used_bytes -= self._sizes.pop(key)
 
     def probe(self) -> None:
@@ -75,7 +80,7 @@ class MemoryTier(Tier):
         """See `Tier`."""
         with self._lock:
             self._sizes.clear()
-            self._payloads.clear()
+            self._entries.clear()
             self._used_bytes = 0
 
 

@@ -40,7 +40,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import LABEL_BYTES
-from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
+from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import PATIENCE, TierUrl
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ObjectTier:
         self._pool = pool
         self.store = store
         self._patient = patient or store
-        self._counters: Counter[str] = Counter(corrupt=0, request_errors=0)
+        self._counters: Counter[str] = Counter(request_errors=0)
         self._changed = threading.Condition()
         self._num_calls = 0
         self._is_closed = False
@@ -97,24 +97,17 @@ class ObjectTier:
         """See `Tier`."""
         return self._run(lambda: self._contains(keys))
 
-    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. Raises only if nothing was written."""
-        payloads = [self._pool.view[offset : offset + num_bytes] for offset, num_bytes in extents]
-        seals = [make_seal(key, payload) for key, payload in zip(keys, payloads, strict=True)]
-        return [bool(ok) for ok in self._run(lambda: self._each(map(self._put, keys, seals, payloads)))]
+        return [bool(ok) for ok in self._run(lambda: self._each(map(self._put, keys, seals, self._payloads(extents))))]
 
-    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`. Raises only if nothing was read."""
-        payloads = [self._pool.view[offset : offset + num_bytes] for offset, num_bytes in extents]
-        seals = self._run(lambda: self._each(map(self._get, keys, payloads)))
-        outcomes = [
-            bool(seal) and why_broken(seal, key, payload) is None
-            for key, seal, payload in zip(keys, seals, payloads, strict=True)
-        ]
-        broken = [key for key, seal, ok in zip(keys, seals, outcomes, strict=True) if seal is not None and not ok]
-        if broken:
-            self._run(lambda: self._remove(broken))
-        return outcomes
+        return self._run(lambda: self._each(map(self._get, keys, self._payloads(extents))))
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`."""
+        self._run(lambda: self._delete(self.store, [object_name(key) for key in keys]))
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
@@ -138,6 +131,9 @@ class ObjectTier:
         if is_idle and not was_closed:
             time.sleep(_LAST_STEPS_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _payloads(self, extents: Extents) -> list[memoryview]:
+        return [self._pool.view[offset : offset + num_bytes] for offset, num_bytes in extents]
 
     def _serve(self) -> None:
         self._loop.run_forever()
@@ -204,13 +200,6 @@ class ObjectTier:
         copy(body[SEAL_BYTES:], payload)
         return bytes(body[:SEAL_BYTES])
 
-    async def _remove(self, keys: Sequence[bytes]) -> None:
-        """Remove broken entries; one that cannot be removed stays a miss."""
-        self._counters["corrupt"] += len(keys)
-        removals = (obstore.delete_async(self.store, object_name(key)) for key in keys)
-        outcomes = await asyncio.gather(*removals, return_exceptions=True)
-        self._counters["request_errors"] += sum(isinstance(outcome, BaseException) for outcome in outcomes)
-
     async def _clear(self, tenant: bytes | None, model: bytes | None) -> AsyncIterator[int]:
         if tenant is None and model is not None:
             tenants = await _list_folders(self._patient, None)
@@ -224,16 +213,16 @@ class ObjectTier:
             async for objects in pages:
                 names = [meta["path"] for meta in objects if _NAME.fullmatch(meta["path"])]
                 if names:
-                    await self._delete(names)
+                    await self._delete(self._patient, names)
                 yield len(names)
 
-    async def _delete(self, names: list[str]) -> None:
+    async def _delete(self, store: ObjectStore, names: list[str]) -> None:
         try:
-            await obstore.delete_async(self._patient, names)
+            await obstore.delete_async(store, names)
         except FileNotFoundError:  # files only: somebody else clears as well, so one at a time
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    await obstore.delete_async(self._patient, name)
+                    await obstore.delete_async(store, name)
 
     # --- between the threads --------------------------------------------------------------------------------------
 

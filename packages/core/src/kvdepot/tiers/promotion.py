@@ -107,7 +107,7 @@ class Promotion:
         however long it is.
         """
         prefix, space = self.prefix, self.prefix.space
-        if tier.queue.is_open:
+        if tier.queue.is_suspended:
             return 0
         entries = self._missing_of(self._found) if space.full_mask else []
         entries = [(chunk, place) for chunk, place in entries if space.full_mask & 1 << place.group]
@@ -246,7 +246,7 @@ class Promotion:
             tier.was_read(reading.num_bytes, now - began)
             has_waited = now - waiter.deadline + waiter.seconds
             if waiter.on_answer is not None and has_waited <= context.patience_seconds:
-                tier.queue.was_in_time()
+                tier.queue.breaker.was_in_time()
         found, _ = self._index.longest_prefix(self.prefix.space, self.prefix.digests)
         self._found = max(self._found, found)
 
@@ -297,7 +297,7 @@ class Promotions:
             self._context.counters["promotions_late"] += 1
             queue = promotion.waits_for
             if queue is not None and not promotion.has_landed and waiter.seconds >= self._context.patience_seconds:
-                queue.was_too_late(self._context.patience_seconds)
+                queue.breaker.was_too_late(self._context.patience_seconds)
             waiter.answer()
             if is_over():
                 break

@@ -95,7 +95,6 @@ class PromotionContext:
     counters: Counter[str]
     clock: Callable[[], float]
     patience_seconds: float  # the most that a lookup waits
-    makes_checksums: bool
     own_writer: Writer | None = field(init=False, default=None)  # this process, once it is known
     awaited: "dict[int, list[Reading]]" = field(init=False)  # by record
     is_coming: "memoryview[int]" = field(init=False)  # by record: 1 while a tier reads it into the pool
@@ -206,7 +205,7 @@ class Reading:
             self._index, self._context, self._prefix, self._prefix.space, self._wanted
         )  # fmt: skip
         flights: list[tuple[_Flight, bytes]] = []
-        if self._tier.queue.is_open:
+        if self._tier.queue.is_suspended:
             wanted.clear()
             return flights
         try:
@@ -276,10 +275,7 @@ class Reading:
         for flight in flights:
             self._context.departs(flight.record)
         self._flights += flights
-        job = Job(
-            Operation.READ, [key for _, key in begun], extents,
-            makes_checksums=self._context.makes_checksums, on_part=on_part, on_late=on_late,
-        )  # fmt: skip
+        job = Job(Operation.READ, [key for _, key in begun], extents, on_part=on_part, on_late=on_late)
         if not self._tier.queue.submit(job):
             for flight in flights:
                 flight.state = _State.FAILED

@@ -45,7 +45,6 @@ class TieringSettings:
     least_tokens: int = 0  # shorter prefixes are not demoted
     promotion_seconds: float = 1.0  # the most that a lookup waits for tiers
     promotion_least_tokens: int = 0  # tiers are not asked for fewer
-    makes_checksums: bool = False  # of promoted payloads, for engines to compare
 
 
 @dataclass(slots=True, eq=False)
@@ -95,9 +94,7 @@ class Tiering:
         self._demotions = Demotions(
             index, self._tiers, self._keys, settings.demotion, settings.least_tokens, self.counters, on_corrupt
         )
-        self.promotion_context = PromotionContext(
-            index, self._keys, self.counters, clock, settings.promotion_seconds, settings.makes_checksums
-        )
+        self.promotion_context = PromotionContext(index, self._keys, self.counters, clock, settings.promotion_seconds)
         self._promotions = Promotions(self.promotion_context, self._tiers)
         self._next_look = 0.0
 
@@ -178,7 +175,7 @@ class Tiering:
                 clearing.num_left += 1
                 tier.forget_entries()
             else:
-                clearing.problems.append(f"{tier.queue.name} is suspended ({tier.queue.why_open})")
+                clearing.problems.append(f"{tier.queue.name} is suspended ({tier.queue.breaker.why_suspended})")
         clearing.one_is_done()
 
     # --- the depot ------------------------------------------------------------------------------------------------
@@ -230,7 +227,7 @@ class Tiering:
         """
         missing_tokens = (len(digests) // DIGEST_BYTES - found) * space.spec.chunk_tokens
         is_worth_it = missing_tokens >= self.settings.promotion_least_tokens
-        if not places or not is_worth_it or all(tier.queue.is_open for tier in self._tiers):
+        if not places or not is_worth_it or all(tier.queue.is_suspended for tier in self._tiers):
             return False
         if self._promotions.is_full:
             self.counters["promotions_refused"] += 1

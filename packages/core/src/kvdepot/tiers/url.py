@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Final, Self
 from urllib.parse import parse_qsl, urlsplit
@@ -124,6 +125,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
         raise ConfigError(f"--tier {url.name}: no tier {url.scheme!r}; there are {known}")
     try:
         opener: Callable[[TierUrl, TierPool], Tier] = entry.load()
+        import_module("xxhash")  # for the seals of any tier
     except ImportError as error:
         way_out = f"pip install '{KNOWN_TIERS[url.scheme]}'" if url.scheme in KNOWN_TIERS else "install its library"
         raise ConfigError(f"--tier {url.name} needs {error.name or 'a library'}: {way_out}") from error
@@ -146,7 +148,7 @@ def check_shape(tier: object, name: str) -> None:
     Raises:
         ConfigError: something is missing; the text lists it.
     """
-    calls = ("contains", "write", "read", "clear", "probe", "usage", "close")
+    calls = ("contains", "write", "read", "remove", "clear", "probe", "usage", "close")
     inherited = [each for each in calls if getattr(type(tier), each, None) is getattr(Tier, each)]  # empty bodies
     missing = [f"{each}()" for each in calls if each in inherited or not callable(getattr(tier, each, None))]
     missing += [each for each in ("batch_entries", "writer_pid") if not isinstance(getattr(tier, each, None), int)]

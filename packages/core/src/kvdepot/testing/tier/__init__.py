@@ -2,10 +2,10 @@
 
 A tier's tests inherit `TierSuite` and open a tier over a given pool, through the queue that the depot uses. The suite
 also puts each tier behind a `FaultyTier` (`FaultyBench`), which stands between a queue and a tier and fails like real
-storage: it hangs, errs, lies, reports too little and comes back.
+storage: it hangs, errs, lies, reports too little, returns wrong bytes and comes back.
 """
 
-from kvdepot.testing.tier.faulty import NUM_THREADS, PATIENCE_SECONDS, Clock, FaultyBench, FaultyTier
+from kvdepot.testing.tier.faulty import NUM_THREADS, PATIENCE_SECONDS, Clock, FaultyBench, FaultyTier, Wrong
 from kvdepot.testing.tier.suite import SIZES, Damage, TierSuite
 from kvdepot.testing.tier.traffic import (
     EXTENT_BYTES,
@@ -19,8 +19,10 @@ from kvdepot.testing.tier.traffic import (
     make_key,
     make_pool,
     read,
+    read_from,
     run,
     write,
+    write_to,
 )
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "FaultyBench",
     "FaultyTier",
     "TierSuite",
+    "Wrong",
     "clear",
     "contains",
     "content",
@@ -43,6 +46,8 @@ __all__ = [
     "make_key",
     "make_pool",
     "read",
+    "read_from",
     "run",
     "write",
+    "write_to",
 ]

@@ -1,18 +1,29 @@
 """A tier that hangs, errs, lies, reports too little and comes back when told to, and a queue over it."""
 
+import enum
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier.traffic import content, extents_of, fill, make_key, read, write
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.breaker import ERRORS_TO_OPEN
+from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.queue import TierQueue
 
+T = TypeVar("T")
+
 NUM_THREADS: Final = 4
 PATIENCE_SECONDS: Final = 10.5  # by then every call of `FaultyBench` is late
+
+
+class Wrong(enum.Enum):
+    """How a read goes wrong without an error."""
+
+    BYTES = "one bit differs"
+    TOO_FEW = "the second half of the payload does not arrive"
+    KEY = "the entry written last arrives instead"
 
 
 class FaultyTier:
@@ -20,17 +31,24 @@ class FaultyTier:
 
     Set `hang` to make calls wait until it is cleared (`strand` leaves those that wait and serves new ones), `error` to
     make them raise, `lie` to make it claim to have everything, `forget` to make it say that it has written what it has
-    not, `short` to make it report one outcome too few.
+    not, `short` to make it report one outcome too few, `wrong` to make it read something else.
+
+    Args:
+        inner: makes the calls.
+        pool: the one that it was opened with; `wrong` needs it.
     """
 
-    def __init__(self, inner: Tier) -> None:
+    def __init__(self, inner: Tier, pool: TierPool | None = None) -> None:
         self.inner = inner
+        self.pool = pool
         self.batch_entries = inner.batch_entries
         self.writer_pid = inner.writer_pid
         self.error: Exception | None = None
         self.lie = False
         self.forget = False
         self.short = False
+        self.wrong: Wrong | None = None
+        self.last_written = b""
         self.num_calls = 0
         self._go_on = threading.Event()
         self._go_on.set()
@@ -57,7 +75,7 @@ class FaultyTier:
         if self.error is not None:
             raise self.error
 
-    def _cut(self, outcomes: Sequence[bool]) -> Sequence[bool]:
+    def _cut(self, outcomes: Sequence[T]) -> Sequence[T]:
         return outcomes[:-1] if self.short else outcomes
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
@@ -65,15 +83,31 @@ class FaultyTier:
         self._suffer()
         return self._cut([True] * len(keys) if self.lie else self.inner.contains(keys))
 
-    def write(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
         """See `Tier`."""
         self._suffer()
-        return self._cut([True] * len(keys) if self.forget else self.inner.write(keys, extents))
+        self.last_written = keys[-1]
+        return self._cut([True] * len(keys) if self.forget else self.inner.write(keys, seals, extents))
 
-    def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+    def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bytes | None]:
         """See `Tier`."""
         self._suffer()
-        return self._cut(self.inner.read(keys, extents))
+        if self.wrong is Wrong.KEY:
+            keys = [self.last_written] * len(keys)
+        seals = self.inner.read(keys, extents)
+        if self.wrong in (Wrong.BYTES, Wrong.TOO_FEW):
+            assert self.pool is not None
+            for offset, num_bytes in extents:
+                if self.wrong is Wrong.BYTES:
+                    self.pool.view[offset + num_bytes // 3] ^= 1
+                else:
+                    self.pool.view[offset + num_bytes // 2 : offset + num_bytes] = bytes(num_bytes - num_bytes // 2)
+        return self._cut(seals)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`."""
+        self._suffer()
+        self.inner.remove(keys)
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
@@ -132,7 +166,7 @@ class FaultyBench:
     ) -> None:
         self.pool = pool
         self.clock = Clock()
-        self.tier = FaultyTier(tier)
+        self.tier = FaultyTier(tier, pool)
         self.tier.batch_entries = batch_entries or tier.batch_entries
         self.num_threads = num_threads
         self.queue = TierQueue(
@@ -150,7 +184,7 @@ class FaultyBench:
         job = Job(operation, self.keys[first:last], extents)
         self._calls_before[id(job)] = self.tier.num_calls
         self.outcomes[id(job)] = [False] * len(job.keys)
-        assert self.queue.submit(job), f"not taken: {self.queue.why_open}"
+        assert self.queue.submit(job), f"not taken: {self.queue.breaker.why_suspended}"
         return job
 
     def take(self) -> list[Part]:
@@ -215,30 +249,30 @@ class FaultyBench:
         """Let the time of the next probe come and the probe end."""
         due = self.queue.next_deadline()
         assert due is not None
-        before = self.queue.counters["breaker_opened"], self.queue.why_open
+        before = self.queue.counters["breaker_opened"], self.queue.breaker.why_suspended
         self.let_pass(max(0.0, due - self.clock.now))
 
         def is_over() -> bool:
             self.take()
-            return self.queue.next_deadline() is not None or not self.queue.is_open
+            return self.queue.next_deadline() is not None or not self.queue.is_suspended
 
         wait_until(is_over, what=f"a probe {before}")
 
     def break_down(self) -> None:
         """Have the storage raise until the breaker is open, and a probe raise."""
         self.tier.error = OSError(5, "Input/output error")
-        for number in range(ERRORS_TO_OPEN):
+        for number in range(ERRORS_TO_SUSPEND):
             assert self.read(number, number + 1) == [False]
-        assert self.queue.is_open
+        assert self.queue.is_suspended
         self.probe()
-        assert self.queue.is_open
+        assert self.queue.is_suspended
 
     def come_back(self) -> None:
         """Have the storage answer again, and be probed if the breaker is open."""
         self.tier.error = None
-        if self.queue.is_open:
+        if self.queue.is_suspended:
             self.probe()
-        assert not self.queue.is_open, self.queue.why_open
+        assert not self.queue.is_suspended, self.queue.breaker.why_suspended
 
     def close(self) -> None:
         """End it all."""

@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier.faulty import NUM_THREADS, PATIENCE_SECONDS, FaultyBench
+from kvdepot.testing.tier.faulty import NUM_THREADS, PATIENCE_SECONDS, FaultyBench, Wrong
 from kvdepot.testing.tier.traffic import (
     EXTENT_BYTES,
     clear,
@@ -136,7 +136,7 @@ class TierSuite:
         write(queue, keys, extents_of(0, [8192] * 3))
         self.damage(keys[0], keys[1], how)
         assert read(queue, keys, extents_of(8, [8192] * 3)) == [False, True, True]
-        assert queue.tier.usage().counters["corrupt"] == 1
+        assert queue.counters["corrupt"] == 1
         wait_until(lambda: contains(queue, keys) == [False, True, True], what="the damaged entry's removal")
         fill(pool, 0, keys, [8192] * 3)
         assert write(queue, keys[:1], extents_of(0, [8192])) == [True]
@@ -210,7 +210,7 @@ class TierSuite:
         assert faulty.let_pass(0.5) == ([], 0)
         late, _ = faulty.let_pass(0.6)
         assert late == [job]
-        assert faulty.queue.is_open
+        assert faulty.queue.is_suspended
         assert not faulty.queue.submit(Job(Operation.READ, faulty.keys[:1], extents_of(32, [4096])))
         assert faulty.let_pass(0.1)[0] == []
         assert job.num_left > 0, "its extents are still the storage's"
@@ -254,7 +254,7 @@ class TierSuite:
         """Each of them is a miss."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.break_down()
-        assert "Input/output error" in faulty.queue.why_open
+        assert "Input/output error" in faulty.queue.breaker.why_suspended
         faulty.come_back()
         assert faulty.read(0, 16) == [True] * 8 + [False] * 8
         assert faulty.queue.counters["breaker_opened"] == 1
@@ -270,7 +270,7 @@ class TierSuite:
         assert faulty.read(0, 1) == [False]
         faulty.tier.error = None
         assert faulty.read(0, 1) == [True]
-        assert not faulty.queue.is_open
+        assert not faulty.queue.is_suspended
 
     def test_lies_about_existence_are_misses(self, faulty: FaultyBench) -> None:
         """Of what was never written, and of what a write said it had stored; what is there is served."""
@@ -283,6 +283,21 @@ class TierSuite:
         assert contains(faulty.queue, faulty.keys[:6]) == [True] * 2 + [False] * 4
         assert faulty.write(2, 6) == [True] * 4
         assert faulty.read(0, 6) == [True] * 6
+
+    @pytest.mark.promise(30)
+    @pytest.mark.parametrize("wrong", Wrong)
+    def test_wrong_bytes_are_misses_counted_and_gone(self, faulty: FaultyBench, wrong: Wrong) -> None:
+        """Whatever the tier says about them: the depot compares them, and the tier only removes them."""
+        assert faulty.write(0, 3) == [True] * 3
+        faulty.tier.wrong = wrong
+        assert faulty.read(0, 2) == [False] * 2
+        assert faulty.queue.status().counters["corrupt"] == 2
+        faulty.tier.wrong = None
+        wait_until(lambda: contains(faulty.queue, faulty.keys[:3]) == [False, False, True], what="their removal")
+        assert faulty.read(0, 3) == [False, False, True]
+        assert faulty.write(0, 2) == [True] * 2
+        assert faulty.read(0, 3) == [True] * 3
+        assert faulty.queue.counters["errors"] == 0
 
     def test_outcomes_that_are_missing_are_misses(self, faulty: FaultyBench) -> None:
         """Each call reports one too few."""
@@ -303,8 +318,8 @@ class TierSuite:
         self.damage(faulty.keys[0], faulty.keys[1], how)
         faulty.come_back()
         assert faulty.read(0, 3) == [False, True, True]
-        assert faulty.queue.tier.usage().counters["corrupt"] == 1
-        assert not faulty.queue.is_open
+        assert faulty.queue.counters["corrupt"] == 1
+        assert not faulty.queue.is_suspended
 
     def test_a_storage_that_comes_back_empty_is_misses_and_is_filled_again(self, faulty: FaultyBench) -> None:
         """Without an error."""

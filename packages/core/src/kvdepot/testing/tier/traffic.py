@@ -8,10 +8,11 @@ from typing import Final
 
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import wait_until
-from kvdepot.tiers.base import Extents, TierPool
-from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.base import Extents, Tier, TierPool
+from kvdepot.tiers.jobs import Call, Job, Operation
 from kvdepot.tiers.keys import label_of, place_of, tier_key
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.sealed import SealedTier
 
 EXTENT_BYTES: Final = 8192
 NUM_EXTENTS: Final = 96
@@ -55,7 +56,7 @@ def run(queue: TierQueue, *jobs: Job, woken: threading.Event | None = None) -> l
     """
     outcomes = {id(job): [False] * len(job.keys) for job in jobs}
     for job in jobs:
-        assert queue.submit(job), f"not taken: {queue.why_open}"
+        assert queue.submit(job), f"not taken: {queue.breaker.why_suspended}"
     left = {id(job) for job in jobs}
 
     def is_done() -> bool:
@@ -82,6 +83,20 @@ def write(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[boo
 def read(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[bool]:
     """Read and wait."""
     return run(queue, Job(Operation.READ, keys, extents))[0]
+
+
+def write_to(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    """Write to a tier on this thread, as a queue's threads do, but without deadlines; raise what the tier raises."""
+    call = Call(Job(Operation.WRITE, keys, extents), 0, len(keys))
+    SealedTier(tier, pool, "test").write(call)
+    return list(call.outcomes or ())
+
+
+def read_from(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    """Read from a tier on this thread, as a queue's threads do, but without deadlines; raise what the tier raises."""
+    call = Call(Job(Operation.READ, keys, extents), 0, len(keys))
+    SealedTier(tier, pool, "test").read(call)
+    return list(call.outcomes or ())
 
 
 def contains(queue: TierQueue, keys: Sequence[bytes]) -> list[bool]:

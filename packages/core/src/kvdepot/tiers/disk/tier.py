@@ -19,7 +19,7 @@ from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.disk import listing
 from kvdepot.tiers.disk.files import NO_ROOM, NOT_WRITABLE, PAGE, STORAGE_AWAY, Folder, round_up, size_on_disk
 from kvdepot.tiers.disk.room import Room
-from kvdepot.tiers.seal import make_seal, why_broken
+from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import DEFAULT_THREADS, TierUrl
 
 logger = logging.getLogger(__name__)
@@ -76,13 +76,21 @@ class DiskTier:
         """See `Tier`."""
         return [key in self._entries for key in keys]
 
-    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
-        return [self._write(key, *extent) for key, extent in zip(keys, extents, strict=True)]
+        return [self._write(key, seal, *extent) for key, seal, extent in zip(keys, seals, extents, strict=True)]
 
-    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`."""
         return [self._read(key, *extent) for key, extent in zip(keys, extents, strict=True)]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`. Forget an entry whose file cannot be removed."""
+        for key in keys:
+            try:
+                self._remove(key)
+            except OSError:
+                self._entries.forget(key)
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
@@ -137,7 +145,7 @@ class DiskTier:
 
     # --- one entry ------------------------------------------------------------------------------------------------
 
-    def _write(self, key: bytes, offset: int, num_bytes: int) -> bool:
+    def _write(self, key: bytes, seal: bytes, offset: int, num_bytes: int) -> bool:
         size = size_on_disk(num_bytes)
         if self._entries.use_if_size(key, size):
             return True
@@ -145,7 +153,7 @@ class DiskTier:
             if not self._make_room(size):
                 return False
             try:
-                self._write_file(key, offset, num_bytes)
+                self._write_file(key, seal, offset, num_bytes)
             finally:
                 self._room.release(size)
         except OSError as error:
@@ -173,10 +181,8 @@ class DiskTier:
                 self._open_folder()
             return self._room.reserve(size)
 
-    def _write_file(self, key: bytes, offset: int, num_bytes: int) -> None:
-        view = self._pool.view
-        seal = make_seal(key, view[offset : offset + num_bytes])
-        temporary = self._folder.write(key, view[offset : offset + round_up(num_bytes)], seal)
+    def _write_file(self, key: bytes, seal: bytes, offset: int, num_bytes: int) -> None:
+        temporary = self._folder.write(key, self._pool.view[offset : offset + round_up(num_bytes)], seal)
         try:
             with self._naming:
                 self._folder.keep(temporary, key)
@@ -185,36 +191,24 @@ class DiskTier:
             self._folder.drop(temporary)
             raise
 
-    def _read(self, key: bytes, offset: int, num_bytes: int) -> bool:
+    def _read(self, key: bytes, offset: int, num_bytes: int) -> bytes | None:
         rounded = round_up(num_bytes)
         if (self._folder.root < 0 and not self._closed) or self._entries.is_unremoved(key):
-            return False
+            return None
         try:
             num_read, trailer = self._folder.read(key, self._pool.view[offset : offset + rounded])
         except FileNotFoundError:
             self._forget_missing(key)
-            return False
+            return None
         except OSError as error:
             if error.errno == errno.EIO:
-                self._break(key, "it cannot be read")
+                logger.error("%s: entry %s is removed: it cannot be read", self._folder.path, key.hex()[-16:])
+                self.remove([key])
             raise
         if num_read < rounded + PAGE:  # another payload size is another key, so this entry never had another size
-            why: str | None = f"it has {num_read} bytes instead of {rounded + PAGE}"
-        else:
-            why = why_broken(trailer, key, self._pool.view[offset : offset + num_bytes])
-        if why is not None:
-            self._break(key, why)
-            return False
+            return b""
         self._entries.use(key)
-        return True
-
-    def _break(self, key: bytes, why: str) -> None:
-        self._counters["corrupt"] += 1
-        logger.error("%s: entry %s is removed: %s", self._folder.path, key.hex()[-16:], why)
-        try:
-            self._remove(key)
-        except OSError:
-            self._entries.forget(key)
+        return bytes(trailer[:SEAL_BYTES])
 
     def _remove(self, key: bytes) -> None:
         """Remove an entry.

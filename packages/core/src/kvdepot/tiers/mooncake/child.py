@@ -6,8 +6,8 @@ extents. It is given the descriptors of the pool and of some sockets, the **chan
 a time, served by a thread of its own; the first one carries `Setup` before. Calls of the SDK release the interpreter,
 so that the channels run side by side.
 
-An object of the cluster is a payload and its seal, put and got as two parts of one object. What does not verify is
-removed here; the tier only hears about it.
+An object of the cluster is a payload and its seal, put and got as two parts of one object. Seals travel in the
+messages.
 
 The end of any channel ends the process: it leaves the cluster properly, if that takes at most a second. It ends with
 the depot even inside a hung call, for the kernel kills it then (`PR_SET_PDEATHSIG`). Signals that a terminal or a
@@ -40,12 +40,13 @@ from kvdepot.tiers.mooncake.messages import (
     Outcomes,
     Read,
     Ready,
+    Remove,
     Reply,
     Request,
     Setup,
     Write,
 )
-from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
+from kvdepot.tiers.seal import SEAL_BYTES
 
 _SEAL_SLOT_BYTES: Final = 128
 _FULL_PAUSES: Final = (0.01, 0.02)  # seconds; the master evicts in the background, within some milliseconds
@@ -113,14 +114,18 @@ class Node:
     def serve(self, request: Request, channel: int) -> Reply:
         """Do what one request asks for."""
         match request:
-            case Write(keys, extents):
-                return Outcomes(self._write(keys, extents, channel))
+            case Write(keys, seals, extents):
+                return Outcomes(self._write(keys, seals, extents, channel))
             case Read(keys, extents):
-                return Outcomes(self._read(keys, extents, channel))
+                return Outcomes(*self._read(keys, extents, channel))
             case Contains(keys):
                 codes: list[int] = self._store.batch_is_exist([object_name(self._prefix, key) for key in keys])
                 known = {0: Outcome.MISS, 1: Outcome.HERE}
                 return Outcomes([known[code] if code in known else _outcome(code) for code in codes])
+            case Remove(keys):
+                for key in keys:  # by force: they were just read, and so they are leased
+                    self._store.remove(object_name(self._prefix, key), True)
+                return Cleared(len(keys))
             case Clear(tenant, model):
                 count: int = self._store.remove_by_regex(pattern_of(self._prefix, tenant, model), True)
                 _check(min(count, 0), "removing by pattern")
@@ -132,10 +137,12 @@ class Node:
         """Leave the cluster: what lies here is gone for the others at once, not after the master's time-out."""
         self._store.close()
 
-    def _write(self, keys: list[bytes], extents: list[tuple[int, int]], channel: int) -> list[Outcome]:
-        payloads, pointers, sizes, seals = self._places(keys, extents, channel)
-        for key, payload, seal in zip(keys, payloads, seals, strict=True):
-            seal[:] = make_seal(key, payload)
+    def _write(
+        self, keys: list[bytes], seals: list[bytes], extents: list[tuple[int, int]], channel: int
+    ) -> list[Outcome]:
+        pointers, sizes, slots = self._places(keys, extents, channel)
+        for slot, seal in zip(slots, seals, strict=True):
+            slot[:] = seal
         names = [object_name(self._prefix, key) for key in keys]
         codes: list[int] = self._store.batch_put_from_multi_buffers(names, pointers, sizes, self._config)
         for pause in _FULL_PAUSES:
@@ -153,38 +160,31 @@ class Node:
                 codes[place] = code
         return [Outcome.HERE if code == _OK else _outcome(code) for code in codes]
 
-    def _read(self, keys: list[bytes], extents: list[tuple[int, int]], channel: int) -> list[Outcome]:
-        payloads, pointers, sizes, seals = self._places(keys, extents, channel)
+    def _read(
+        self, keys: list[bytes], extents: list[tuple[int, int]], channel: int
+    ) -> tuple[list[Outcome], list[bytes]]:
+        pointers, sizes, slots = self._places(keys, extents, channel)
         names = [object_name(self._prefix, key) for key in keys]
         codes: list[int] = self._store.batch_get_into_multi_buffers(names, pointers, sizes)
         outcomes: list[Outcome] = []
-        for key, name, payload, seal, code in zip(keys, names, payloads, seals, codes, strict=True):
-            size = payload.nbytes + SEAL_BYTES
-            if code < 0:
-                outcome = _outcome(code)
-                if code in (_INVALID_SIZE, _TRANSFER_FAILED) and 0 <= self._store.get_size(name) != size:
-                    outcome = self._remove_broken(name)  # the SDK says the same of a wrong size and of a lost node
-            elif code == size and why_broken(seal, key, payload) is None:
-                outcome = Outcome.HERE
-            else:
-                outcome = self._remove_broken(name)
+        seals: list[bytes] = []
+        for name, size, slot, code in zip(names, map(sum, sizes), slots, codes, strict=True):
+            outcome = Outcome.HERE if code >= 0 else _outcome(code)
+            if code in (_INVALID_SIZE, _TRANSFER_FAILED) and 0 <= self._store.get_size(name) != size:
+                outcome = Outcome.HERE  # the SDK says the same of a wrong size and of a lost node
             outcomes.append(outcome)
-        return outcomes
-
-    def _remove_broken(self, name: str) -> Outcome:
-        self._store.remove(name, True)  # by force: it was just read, and so it is leased
-        return Outcome.CORRUPT
+            seals.append(bytes(slot) if code == size else b"")
+        return outcomes, seals
 
     def _places(
         self, keys: Sequence[bytes], extents: Sequence[tuple[int, int]], channel: int
-    ) -> tuple[list[memoryview], list[list[int]], list[list[int]], list[memoryview]]:
-        """Return payloads, pointers and sizes of the two parts of each object, and the places of seals."""
+    ) -> tuple[list[list[int]], list[list[int]], list[memoryview]]:
+        """Return pointers and sizes of the two parts of each object, and the slots of their seals."""
         if len(keys) != len(extents) or any(offset + size > self._view.nbytes for offset, size in extents):
             raise _ClusterAway("extents that are not in the pool")
         first = channel * KEYS_A_MESSAGE * _SEAL_SLOT_BYTES
         starts = [first + place * _SEAL_SLOT_BYTES for place in range(len(keys))]
         return (
-            [self._view[offset : offset + size] for offset, size in extents],
             [
                 [self._base + offset, self._seals_base + start]
                 for (offset, _), start in zip(extents, starts, strict=True)

@@ -6,12 +6,14 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES
+from kvdepot.tiers.seal import SEAL_BYTES
 
 KEYS_A_MESSAGE: Final = 256
 MESSAGE_BYTES: Final = 1 << 16
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Label = Annotated[bytes, msgspec.Meta(min_length=LABEL_BYTES, max_length=LABEL_BYTES)]
+Seal = Annotated[bytes, msgspec.Meta(min_length=SEAL_BYTES, max_length=SEAL_BYTES)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_A_MESSAGE)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -21,9 +23,8 @@ class Outcome(IntEnum):
 
     MISS = 0
     HERE = 1
-    CORRUPT = 2  # and removed
-    NO_SPACE = 3
-    TRANSFER_FAILED = 4  # the node that holds it, or should, does not answer
+    NO_SPACE = 2
+    TRANSFER_FAILED = 3  # the node that holds it, or should, does not answer
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
@@ -45,11 +46,15 @@ class Write(msgspec.Struct, frozen=True, array_like=True, tag="write"):
     """Put extents; answered by `Outcomes`. If either side dies, an entry is there as a whole or not at all."""
 
     keys: Keys
+    seals: list[Seal]
     extents: list[tuple[Natural, Natural]]
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """Fill extents; answered by `Outcomes`. If either side dies, they hold anything once this process is dead."""
+    """Fill extents; answered by `Outcomes` with seals. If either side dies, they hold anything.
+
+    Nothing touches them once this process is dead.
+    """
 
     keys: Keys
     extents: list[tuple[Natural, Natural]]
@@ -61,6 +66,12 @@ class Contains(msgspec.Struct, frozen=True, array_like=True, tag="contains"):
     keys: Keys
 
 
+class Remove(msgspec.Struct, frozen=True, array_like=True, tag="remove"):
+    """Remove entries; answered by `Cleared`. If either side dies, some, all or none are removed."""
+
+    keys: Keys
+
+
 class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
     """Remove entries by label; answered by `Cleared`. If either side dies, some, all or none are removed."""
 
@@ -68,7 +79,7 @@ class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
     model: Label | None
 
 
-Request: TypeAlias = Setup | Write | Read | Contains | Clear
+Request: TypeAlias = Setup | Write | Read | Contains | Remove | Clear
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -76,9 +87,10 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
-    """One for each key."""
+    """One for each key. After `Read` with one seal for each, empty for a miss or an object of another size."""
 
     values: list[Outcome]
+    seals: list[bytes] = []
 
 
 class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):

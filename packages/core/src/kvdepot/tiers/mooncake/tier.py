@@ -31,9 +31,7 @@ from kvdepot.tiers.url import TierUrl
 logger = logging.getLogger(__name__)
 
 _OPEN_SECONDS: Final = 0.8  # that `open_tier` waits for the child
-_COUNTERS: Final = {
-    m.Outcome.CORRUPT: "corrupt", m.Outcome.NO_SPACE: "no_space", m.Outcome.TRANSFER_FAILED: "transfer_failed"
-}  # fmt: skip
+_COUNTERS: Final = {m.Outcome.NO_SPACE: "no_space", m.Outcome.TRANSFER_FAILED: "transfer_failed"}
 
 
 class MooncakeTier:
@@ -44,7 +42,7 @@ class MooncakeTier:
     def __init__(self, options: MooncakeOptions, pool: TierPool) -> None:
         self._options = options
         self._pool = pool
-        self._counters: Counter[str] = Counter(corrupt=0)
+        self._counters: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._is_closed = False
         self._child = self._new_child()
@@ -58,16 +56,23 @@ class MooncakeTier:
         """See `Tier`. Asks the master alone: an entry of a node that has just died is still said to be there."""
         outcomes: list[m.Outcome] = []
         for first in range(0, len(keys), m.KEYS_A_MESSAGE):
-            outcomes += self._outcomes(m.Contains(list(keys[first : first + m.KEYS_A_MESSAGE])))
+            outcomes += self._ask(m.Contains(list(keys[first : first + m.KEYS_A_MESSAGE]))).values
         return [outcome is m.Outcome.HERE for outcome in outcomes]
 
-    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. An entry that finds no room, or whose node does not answer, is not written."""
-        return self._move(m.Write, keys, extents)
+        reply = self._ask(m.Write(list(keys), list(seals), list(extents)))
+        return [outcome is m.Outcome.HERE for outcome in reply.values]
 
-    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`."""
-        return self._move(m.Read, keys, extents)
+        reply = self._ask(m.Read(list(keys), list(extents)))
+        pairs = zip(reply.values, reply.seals, strict=True)
+        return [seal if outcome is m.Outcome.HERE else None for outcome, seal in pairs]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`."""
+        self._child.ask(m.Remove(list(keys)), m.Cleared)
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`. For all nodes that use the same prefix."""
@@ -110,22 +115,15 @@ class MooncakeTier:
         self._counters["child_starts"] += 1
         return ChildProcess(self._options, self._pool)
 
-    def _move(self, kind: type[m.Write] | type[m.Read], keys: Sequence[bytes], extents: Extents) -> list[bool]:
-        outcomes: list[m.Outcome] = []
-        for first in range(0, len(keys), m.KEYS_A_MESSAGE):
-            last = first + m.KEYS_A_MESSAGE
-            outcomes += self._outcomes(kind(list(keys[first:last]), list(extents[first:last])))
-        return [outcome is m.Outcome.HERE for outcome in outcomes]
-
-    def _outcomes(self, request: m.Write | m.Read | m.Contains) -> list[m.Outcome]:
-        outcomes = self._child.ask(request, m.Outcomes).values
-        if len(outcomes) != len(request.keys):
-            raise MooncakeUnavailable(f"{len(outcomes)} outcomes for {len(request.keys)} keys")
-        counts = Counter(_COUNTERS[outcome] for outcome in outcomes if outcome in _COUNTERS)
+    def _ask(self, request: m.Write | m.Read | m.Contains) -> m.Outcomes:
+        reply = self._child.ask(request, m.Outcomes)
+        if len(reply.values) != len(request.keys):
+            raise MooncakeUnavailable(f"{len(reply.values)} outcomes for {len(request.keys)} keys")
+        counts = Counter(_COUNTERS[outcome] for outcome in reply.values if outcome in _COUNTERS)
         if counts:
             with self._lock:
                 self._counters.update(counts)
-        return outcomes
+        return reply
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> MooncakeTier:

@@ -14,6 +14,7 @@ import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -21,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import LABEL_BYTES
-from kvdepot.tiers.seal import SEAL_BYTES, make_seal, why_broken
+from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.valkey.connections import Connections, Server
 from kvdepot.tiers.valkey.resp import Command, Reply, ReplyError
@@ -30,6 +31,7 @@ PART_BYTES: Final = 4 << 20
 
 _PREFIX: Final = b"kvdepot:"
 _HEAD_BYTES: Final = SEAL_BYTES + 4
+_MOST_PARTS: Final = 1024  # of an entry, that are removed
 _SCANNED_AT_ONCE: Final = b"1000"
 _PROBE: Final = b"kvdepot-probe"
 _DURATION: Final = re.compile(r"(\d{1,10}(?:\.\d{1,10})?)(ms|s|m|h|d)")
@@ -63,20 +65,20 @@ class ValkeyTier:
         self._pool = pool
         self._connections = Connections(server)
         self._lifetime = [b"PX", b"%d" % max(1, round(1000 * ttl_seconds))] if ttl_seconds else []
-        self._counters: Counter[str] = Counter(corrupt=0, incomplete=0, refused=0)
+        self._counters: Counter[str] = Counter(incomplete=0, refused=0)
         self._lock = threading.Lock()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`."""
         return [reply == 1 for reply in self._call([[b"EXISTS", head_name(key)] for key in keys])]
 
-    def write(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
         commands: list[Command] = []
         lengths: list[int] = []
-        for key, payload in zip(keys, self._payloads(extents), strict=True):
+        for key, seal, payload in zip(keys, seals, self._payloads(extents), strict=True):
             parts = list(_parts(payload))
-            head = make_seal(key, payload) + len(parts).to_bytes(4, "little")
+            head = seal + len(parts).to_bytes(4, "little")
             commands += ([b"SET", part_name(key, place), part, *self._lifetime] for place, part in enumerate(parts))
             commands.append([b"SET", head_name(key), head, *self._lifetime])
             lengths.append(len(parts) + 1)
@@ -96,23 +98,39 @@ class ValkeyTier:
             self._call([[b"UNLINK", *hollow]])
         return outcomes
 
-    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bool]:
+    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`."""
-        payloads = self._payloads(extents)
-        cut = [list(_parts(payload)) for payload in payloads]
+        cut = [list(_parts(payload)) for payload in self._payloads(extents)]
         commands: list[Command] = []
         targets: list[memoryview | None] = []
         for key, parts in zip(keys, cut, strict=True):
             commands += [[b"GET", head_name(key)], *([b"GET", part_name(key, place)] for place in range(len(parts)))]
             targets += [None, *parts]
         replies = iter(self._call(commands, targets))
-        outcomes: list[bool] = []
-        for key, payload, parts in zip(keys, payloads, cut, strict=True):
-            head, found = next(replies), [(next(replies), part) for part in parts]
-            outcomes.append(isinstance(head, bytes) and self._is_sound(key, head, found, payload))
-            if isinstance(head, bytes) and not outcomes[-1]:
-                self._remove(key, max(len(parts), int.from_bytes(head[SEAL_BYTES:_HEAD_BYTES], "little")))
-        return outcomes
+        seals: list[bytes | None] = []
+        incomplete: list[bytes] = []
+        for key, parts in zip(keys, cut, strict=True):
+            head, found = next(replies), [next(replies) for _ in parts]
+            if not isinstance(head, bytes):
+                seals.append(None)
+            elif len(head) == _HEAD_BYTES and None in found:
+                seals.append(None)
+                incomplete.append(key)
+            else:
+                is_whole = head[SEAL_BYTES:] == len(parts).to_bytes(4, "little") and all(map(is_, found, parts))
+                seals.append(head[:SEAL_BYTES] if is_whole else b"")
+        self._count("incomplete", len(incomplete))
+        self.remove(incomplete)
+        return seals
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`. The head has the number of parts; a damaged one may leave parts, which the server evicts."""
+        names: list[bytes] = []
+        for key, head in zip(keys, self._call([[b"GET", head_name(key)] for key in keys]), strict=True):
+            num_parts = int.from_bytes(head[SEAL_BYTES:_HEAD_BYTES], "little") if isinstance(head, bytes) else 0
+            names += [head_name(key), *(part_name(key, part) for part in range(min(max(1, num_parts), _MOST_PARTS)))]
+        if names:
+            self._call([[b"UNLINK", *names]])
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`; looks at every name in the database."""
@@ -148,25 +166,6 @@ class ValkeyTier:
 
     def _payloads(self, extents: Extents) -> list[memoryview]:
         return [self._pool.view[offset : offset + num_bytes] for offset, num_bytes in extents]
-
-    def _is_sound(
-        self, key: bytes, head: bytes, parts: Sequence[tuple[Reply, memoryview]], payload: memoryview
-    ) -> bool:
-        if len(head) == _HEAD_BYTES and any(reply is None for reply, _ in parts):
-            self._count("incomplete", 1)
-            return False
-        is_sound = (
-            head[SEAL_BYTES:] == len(parts).to_bytes(4, "little")
-            and all(reply is part for reply, part in parts)
-            and why_broken(head, key, payload) is None
-        )
-        self._count("corrupt", not is_sound)
-        return is_sound
-
-    def _remove(self, key: bytes, num_parts: int) -> None:
-        """Remove what is left of an entry."""
-        names = [part_name(key, part) for part in range(min(num_parts, 1024))]
-        self._call([[b"UNLINK", head_name(key), *names]])
 
     def _count(self, name: str, number: int) -> None:
         with self._lock:

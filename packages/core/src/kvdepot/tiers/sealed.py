@@ -1,0 +1,89 @@
+"""Seals the entries that go down to a tier and verifies those that come back, on the threads of its queue.
+
+The tier only keeps each seal beside its payload and returns both. An entry that is not what was written under its key
+is a miss. It is removed, and the queue counts it as "corrupt". Each payload is hashed once: the checksums that
+`--verify` keeps in the pool are those of the seals.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kvdepot.tiers.base import Tier, TierPool
+from kvdepot.tiers.jobs import Call
+from kvdepot.tiers.seal import BrokenEntry, checksum_of, make_seal, verify
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class SealedTier:
+    """A tier whose entries are sealed. Several threads call it at a time.
+
+    Args:
+        tier: keeps payloads and seals.
+        pool: the one that the tier was opened with.
+        name: for logs.
+    """
+
+    def __init__(self, tier: Tier, pool: TierPool, name: str) -> None:
+        self._tier = tier
+        self._pool = pool
+        self._name = name
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return one answer for each key."""
+        return _whole(self._tier.contains(keys), len(keys), False)
+
+    def write(self, call: Call) -> None:
+        """Write the entries of a call that are not in the tier, and note the outcomes in it.
+
+        An entry whose bytes no longer match the job's checksum is corrupt and is not written.
+        """
+        keys, extents, checksums = call.keys, call.extents, call.job.checksums[call.first : call.last]
+        if call.job.asks_first:
+            call.was_here = self.contains(keys)
+        outcomes = list(call.was_here) or [False] * len(keys)
+        places, seals, corrupt = list[int](), list[bytes](), list[int]()
+        for place, (key, (offset, num_bytes)) in enumerate(zip(keys, extents, strict=True)):
+            if outcomes[place]:
+                continue
+            checksum = checksum_of(self._pool.view[offset : offset + num_bytes])
+            if checksums and any(checksums[place]) and checksums[place] != checksum:
+                corrupt.append(call.first + place)
+                continue
+            places.append(place)
+            seals.append(make_seal(key, num_bytes, checksum))
+        call.corrupt = corrupt
+        if places:
+            written = self._tier.write([keys[place] for place in places], seals, [extents[place] for place in places])
+            for place, ok in zip(places, _whole(written, len(places), False), strict=True):
+                outcomes[place] = bool(ok)
+        call.outcomes = outcomes
+
+    def read(self, call: Call) -> None:
+        """Fill the extents of a call, verify them, and note outcomes and checksums in it. Remove broken entries."""
+        checksums, corrupt = list[bytes](), list[int]()
+        seals = _whole(self._tier.read(call.keys, call.extents), len(call.keys), None)
+        for place, (key, (offset, num_bytes), seal) in enumerate(zip(call.keys, call.extents, seals, strict=True)):
+            checksum = b""
+            if seal is not None:
+                try:
+                    checksum = verify(seal, key, num_bytes, self._pool.view[offset : offset + num_bytes])
+                except BrokenEntry as error:
+                    corrupt.append(call.first + place)
+                    logger.error("tier %s: entry %s is removed: %s", self._name, key.hex()[-16:], error)
+            checksums.append(checksum)
+        if corrupt:
+            try:
+                self._tier.remove([call.job.keys[place] for place in corrupt])
+            except Exception as error:
+                logger.warning("tier %s: broken entries cannot be removed: %r", self._name, error)
+        call.corrupt, call.checksums = corrupt, checksums
+        call.outcomes = [bool(checksum) for checksum in checksums]
+
+
+def _whole(outcomes: Sequence[T], num_keys: int, missing: T) -> list[T]:
+    """Return one outcome for each key. One that the tier did not report is `missing`."""
+    return [*outcomes[:num_keys], *[missing] * (num_keys - len(outcomes))]
