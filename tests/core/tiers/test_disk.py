@@ -424,7 +424,7 @@ def test_a_file_system_that_turns_read_only_still_serves_and_is_written_when_it_
         assert read(queue, keys[:5], extents_of(30, [EXTENT_BYTES] * 5)) == [True] * 5, "nothing leaves that stays"
     assert not queue.is_suspended
     assert (
-        said(caplog, "writes are declined, entries that are there are still served: it cannot be written: Read-only")
+        said(caplog, "writes are declined, stored entries are still served: it cannot be written: Read-only")
         == 1
     )
     assert queue.tier.usage().counters["not_writable"] == 7
@@ -493,7 +493,7 @@ def test_a_file_system_that_is_away_at_the_start_is_served_and_written_later(
     assert read(queue, keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
     assert pool.view[30 * EXTENT_BYTES : 31 * EXTENT_BYTES] == pool.view[:EXTENT_BYTES]
     assert not queue.is_suspended
-    assert said(caplog, "writes are declined, entries that are there are still served") == 1
+    assert said(caplog, "writes are declined, stored entries are still served") == 1
     if why == "full":
         stuffing.unlink()
     else:

@@ -1,4 +1,4 @@
-"""What a tier is: storage below the pool, as its author writes it."""
+"""The contract of a tier, for its author: storage below the pool."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ Extents = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class TierPool:
-    """The pool, as storage below it gets it: valid until the tier is closed."""
+    """The pool, as a tier sees it; valid until the tier is closed."""
 
-    fd: int  # the pool's file, for who maps it in another process
+    fd: int  # the pool's file, to map it in another process
     view: memoryview  # all of it, writable
 
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """What a tier holds, as far as it knows without asking; sizes are bytes, 0 stands for unknown.
+    """The contents of a tier, as far as it knows without asking the storage. Sizes are bytes; 0 stands for unknown.
 
-    One that makes room by itself counts the entries that left as "evicted".
+    A tier that makes room by itself counts the removed entries as "evicted".
     """
 
     num_entries: int = 0
@@ -47,15 +47,15 @@ class Tier(Protocol):
     """
 
     batch_entries: int = 16
-    """How many entries one call takes at most; calls run side by side."""
+    """The most entries of one call. Calls run concurrently."""
 
     @property
     def writer_pid(self) -> int:
-        """The process that touches the pool for this tier, 0 for the depot's own."""
+        """The pid of the process that touches the pool for this tier; 0 for the depot's own."""
         return 0
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Say which keys are probably here; a hint."""
+        """Return which keys are probably here; a hint."""
         ...
 
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
@@ -75,20 +75,20 @@ class Tier(Protocol):
         ...
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        """Remove the entries with these labels in their keys (None: any), in steps; each has a deadline of its own.
+        """Remove the entries with these labels in their keys (None: any), in steps with a deadline each.
 
-        Yields after each how many it removed, as far as that is known.
+        Yield after each step how many entries it removed, as far as that is known.
         """
         ...
 
     def probe(self) -> None:
-        """Return if the storage answers, raise if not; cheap."""
+        """Return if the storage answers, and raise if it does not. Must be cheap."""
         ...
 
     def usage(self) -> TierUsage:
-        """Return what it holds. Never waits."""
+        """Return the contents. Must not wait."""
         ...
 
     def close(self) -> None:
-        """Stop within a bounded time. Twice is harmless; other calls may be under way."""
+        """Stop within a bounded time, even while other calls run. A second call does nothing."""
         ...

@@ -1,11 +1,11 @@
 """Decides when a tier is suspended, and when it is used again.
 
-A tier is suspended (the breaker opens) when a call overruns its deadline or several calls in a row raise. **Probes**,
-each on a thread of its own, decide when the tier is used again. A probe that hangs is abandoned.
+A call that overruns its deadline suspends the tier, and so do several calls in a row that raise. **Probes**, each on a
+thread of its own, decide when it is back. A probe that hangs is abandoned.
 
-Storage that answers probes may still hang, so a resumed tier is **on trial**: one failing question or read suspends it
-again, for twice as long as before, until the operation that failed succeeds. A tier that keeps its deadlines but is too
-slow for lookups is treated in the same way, until a lookup is served in time.
+Storage that answers probes may still hang, so a tier that is back is **on trial**: one failing question or read
+suspends it again, for twice as long as before, until the operation that failed succeeds. The same holds for a tier that
+keeps its deadlines but is too slow for lookups, until it serves a lookup in time.
 """
 
 import logging
@@ -21,14 +21,14 @@ from kvdepot.tiers.jobs import Call, Operation
 logger = logging.getLogger(__name__)
 
 ERRORS_TO_SUSPEND: Final = 3  # calls in a row that raise
-MAXIMUM_HUNG_CALLS: Final = 16  # or as many as there are threads: with more the breaker stays open
+MAXIMUM_HUNG_CALLS: Final = 16  # or as many as there are threads; beyond that the tier stays suspended
 _MOST_HUNG_PROBES: Final = 16
 _FIRST_RETRY_SECONDS: Final = 0.5
 _LAST_RETRY_SECONDS: Final = 30.0
-_LATE_TO_SUSPEND: Final = 3  # lookups in a row to which the tier brought nothing in time
+_LATE_TO_SUSPEND: Final = 3  # lookups in a row that got nothing in time
 
 
-# By operation: those that work again if it succeeds in time. A store may answer questions while its reads hang.
+# The operations that a success in time proves to work. A store may answer questions while its reads hang.
 _SHOWS: Final = {
     Operation.CLEAR: {Operation.CLEAR},
     Operation.CONTAINS: {Operation.CLEAR, Operation.CONTAINS, Operation.WRITE},
@@ -38,13 +38,13 @@ _SHOWS: Final = {
 
 
 class Breaker:
-    """The breaker of one tier. All of it runs on the thread of its owner, but for probes.
+    """Suspends one tier and resumes it. Only probes leave the thread of its owner.
 
     Args:
         name: of the tier.
-        tier: asked by its `probe`, which may hang.
-        counters: to count in.
-        most_hung: calls that may hang; beyond it no probe closes the breaker.
+        tier: its `probe` is called, which may hang.
+        counters: those of the queue.
+        most_hung: calls that may hang; with more, no probe resumes the tier.
         wake: called from another thread when a probe has ended.
         clock: monotonic seconds.
     """
@@ -69,8 +69,8 @@ class Breaker:
         self._wake = wake
         self._clock = clock
         self._num_too_late = 0  # lookups in a row
-        self._suspects: set[Operation] = set()  # opened the breaker and have not succeeded since: on trial
-        self._resumed_at = -math.inf  # when a probe closed it last
+        self._suspects: set[Operation] = set()  # on trial: they suspended the tier and have not succeeded since
+        self._resumed_at = -math.inf  # when a probe resumed the tier last
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._probe_at: float | None = None
         self._probe_started_at: float | None = None
@@ -79,13 +79,13 @@ class Breaker:
         self._probed: deque[tuple[int, Exception | None]] = deque()
 
     def retire(self) -> None:
-        """Open it for good; no probe is made any more."""
+        """Suspend the tier for good, without probes."""
         self.is_retired = True
         self.why_suspended = "it was removed"
         self._probe_at = None
 
     def suspend(self, why: str, *suspects: Operation) -> None:
-        """Open it: the tier is used again only after a probe, and on trial until `suspects` succeed."""
+        """Suspend the tier until a probe succeeds; then it is on trial until `suspects` succeed."""
         if self.is_retired:
             return
         if not self.why_suspended:
@@ -97,11 +97,11 @@ class Breaker:
             self._probe_at = self._clock() + self._retry_seconds
 
     def was_in_time(self) -> None:
-        """Hear that a lookup waited for entries and got them in time."""
+        """Note that a lookup waited for entries and got them in time."""
         self._num_too_late = 0
 
     def was_too_late(self, waited_seconds: float) -> None:
-        """Hear that a lookup waited so long and got nothing: opens after a few in a row, and then each time."""
+        """Note that a lookup waited so long and got nothing. A few in a row suspend the tier, then each one does."""
         if self.why_suspended:
             return
         self._num_too_late += 1
@@ -131,12 +131,12 @@ class Breaker:
 
     @property
     def next_probe(self) -> float | None:
-        """When the next probe is due; None for never."""
+        """The time of the next probe; None for never."""
         may_probe = self._probe_started_at is None and self._num_hung_probes < _MOST_HUNG_PROBES
         return self._probe_at if may_probe else None
 
     def expire(self, deadline_seconds: float) -> None:
-        """Give up a probe that is late; begin one that is due."""
+        """Abandon a late probe, and begin one that is due."""
         now = self._clock()
         if self._probe_started_at is not None and now - self._probe_started_at > deadline_seconds:
             self._num_hung_probes += 1
@@ -148,7 +148,7 @@ class Breaker:
             self._begin_probe(self._probe_number)
 
     def take_probes(self, deadline_seconds: float) -> bool:
-        """Take in probes that have ended; return whether one of them closed the breaker."""
+        """Handle the probes that have ended; return whether one of them resumed the tier."""
         was_suspended = bool(self.why_suspended)
         while self._probed:
             number, error = self._probed.popleft()

@@ -1,7 +1,7 @@
 """Writes entries of the pool to tiers: when they are stored, when they are used again, or when they are about to leave.
 
-The entries stay in the pool meanwhile. The bytes that may wait are bounded for each tier; as its queue fills up, less
-and less of the end of each prefix is taken.
+The entries stay in the pool meanwhile. Each tier has a bound of waiting bytes. As its queue fills up, the depot drops
+more and more of the end of each prefix.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import EntryKeys
 from kvdepot.tiers.queue import TierQueue
 
-_CHUNKS_A_STEP: Final = 32  # of a prefix that is used again or leaves
-_MOST_PREFIXES: Final = 256  # whose ends are looked at in steps at the same time
-_LEAST_VICTIMS: Final = 2  # a turn, each with the chunks before it, to keep up with stores
+_CHUNKS_A_STEP: Final = 32  # of one prefix
+_MOST_PREFIXES: Final = 256  # walked in steps at the same time
+_LEAST_VICTIMS: Final = 2  # per turn, each with the chunks before it, to keep up with stores
 _PRESSURE_BEGINS: Final = 0.5  # of the bytes that may wait to be written
-_RESERVE_SHARE: Final = 0.05  # of the pool, kept free where entries are written as they leave
+_RESERVE_SHARE: Final = 0.05  # of the pool, kept free with `--demote evict`
 
 
 class Demotions:
@@ -33,8 +33,8 @@ class Demotions:
         tiers: fastest first; the list may grow.
         keys: of entries.
         rule: when entries are written.
-        least_tokens: prefixes that are shorter are not written.
-        counters: to count in.
+        least_tokens: shorter prefixes are not written.
+        counters: those of tiering.
         on_corrupt: called with record and header of an entry whose bytes do not match their checksum.
     """
 
@@ -63,7 +63,7 @@ class Demotions:
         return bool(self._prefixes)
 
     def stored(self, records: Sequence[int]) -> None:
-        """Write entries that were sealed, given in the order of their chunks, if that is the rule."""
+        """Write newly sealed entries, in the order of their chunks, if the rule says so."""
         index = self._index
         if self._rule is not Demotion.STORE or not records or not self._is_long(index.node_of(records[-1])):
             return
@@ -74,7 +74,7 @@ class Demotions:
             self._write(records)
 
     def used(self, node: int) -> None:
-        """Write the prefix that ends with this chunk, as it was found, if that is the rule."""
+        """Write the prefix that ends with this chunk and was found, if the rule says so."""
         if self._rule is not Demotion.EVICT and self._is_long(node):
             self._begin(node)
 
@@ -100,7 +100,7 @@ class Demotions:
     def _missing_end(self, node: int) -> Iterator[None]:
         """Walk from a chunk towards the root as far as tiers lack chunks, then write them from the first one on.
 
-        Once a tier drops something, nothing behind it is written: nobody could use it. The next use tries again.
+        Stop once a tier drops an entry: nobody could use those behind it. The next use tries again.
         """
         index, path = self._index, list[tuple[int, bytes]]()
         nodes = index.space_of(node).nodes
@@ -109,7 +109,7 @@ class Demotions:
                 key = index.key_of(node)
                 yield
                 if nodes.get(key) != node:
-                    return  # it was evicted, and the chunks behind it before
+                    return  # it was evicted, after the chunks behind it
             path.append((node, index.key_of(node)))
             node = index.parent_of(node)
         num_dropped = self._counters["demotions_dropped"]
@@ -137,10 +137,10 @@ class Demotions:
         return all(tier.queue.is_suspended or tier.headers[record] == header for tier in self._tiers)
 
     def _write(self, records: Sequence[int], *, evicts: bool = False, asks_first: bool = False) -> bool:
-        """Write entries to every tier that lacks them, in their order. Returns False if no tier takes any.
+        """Write entries to every tier that lacks them, in their order. Return False if no tier takes any.
 
-        With `asks_first` the tier is asked, as it may have them from an earlier server and writing may be dear; with
-        `evicts` they leave the pool afterwards.
+        With `asks_first`, ask the tier before: it may have them from an earlier server, and writing may be slow. With
+        `evicts`, evict them afterwards.
         """
         index, table, is_taken = self._index, self._index.table, False
         for tier in self._tiers:
@@ -170,7 +170,7 @@ class Demotions:
         return is_taken
 
     def _wrote(self, tier: KnownTier, entries: Sequence[tuple[int, int, int]], evicts: bool, part: Part) -> None:
-        """Take in the outcomes for some of the entries of a job: record, header and node of each."""
+        """Handle the outcomes of some entries of a job. `entries` has record, header and node of each."""
         for (record, header, node), ok in zip(entries[part.first :], part.outcomes, strict=False):
             if not ok and tier.headers[record] == header:
                 tier.headers[record] = 0
@@ -183,7 +183,7 @@ class Demotions:
                 self._on_corrupt(record, header)
 
     def _make_reserve(self, is_over: Callable[[], bool]) -> None:
-        """Write entries that are about to leave and evict them, until a part of the pool is free or `is_over`."""
+        """Write and evict the entries that leave next, until the reserve is free or `is_over`."""
         index = self._index
         reserve = int(index.extents.ready_bytes * _RESERVE_SHARE)
         leaving = sum(tier.queue.queued_write_bytes for tier in self._tiers)
@@ -193,7 +193,7 @@ class Demotions:
             node = index.next_victim()
             if node is None:
                 return
-            # The chunks before a leaf that leaves are next to leave: they are written together.
+            # The chunks before a leaf leave next, so write them together.
             nodes, records = [node], index.entries(node)
             while len(nodes) < _CHUNKS_A_STEP and (node := index.parent_of(node)) != NO_NODE and index.is_chain(node):
                 nodes.append(node)
@@ -209,7 +209,7 @@ class Demotions:
 
 
 def _num_taken(queue: TierQueue, num_entries: int) -> int:
-    """Return how many of these entries to submit: all until half of the bytes that may wait do, then fewer."""
+    """Return how many of these entries to submit: all while the queue is less than half full, then fewer."""
     fullness = queue.queued_write_bytes / max(1, queue.write_bytes)
     pressure = min(1.0, (fullness - _PRESSURE_BEGINS) / (1 - _PRESSURE_BEGINS))
     return num_entries if pressure <= 0 else round(num_entries * (1 - pressure))

@@ -1,4 +1,4 @@
-"""Jobs for a tier, the calls that they are cut into, and their outcomes."""
+"""Jobs for a tier, the calls into which the queue cuts them, and their outcomes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from kvdepot.tiers.base import Extents
 
 
 class Operation(IntEnum):
-    """What a job does; the smaller goes first."""
+    """The kinds of jobs."""
 
     CLEAR = 0
     CONTAINS = 1
@@ -17,12 +17,12 @@ class Operation(IntEnum):
 
 
 def _ignore(*_: object) -> None:
-    """Do nothing with what a job reports."""
+    """Ignore a report."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Keys, and for reads and writes their places in the pool. The submitter owns it."""
+    """One operation on keys, for reads and writes with their places in the pool. The submitter owns it."""
 
     operation: Operation
     keys: Sequence[bytes] = ()
@@ -30,38 +30,38 @@ class Job:
     checksums: Sequence[bytes] = ()  # of payloads to write, empty or zeros if unknown; others are not written
     labels: tuple[bytes | None, bytes | None] = (None, None)  # to clear
     asks_first: bool = False  # write only entries that the tier lacks
-    on_part: "Callable[[Part], object]" = _ignore  # called by the owner of the queue with each part that it polls
-    on_late: Callable[[], object] = _ignore  # likewise, once, when a call overruns its deadline; parts may still come
+    on_part: "Callable[[Part], object]" = _ignore  # the queue's owner calls it with each part
+    on_late: Callable[[], object] = _ignore  # likewise, once, for a late call; parts may follow
     num_left: int = 0  # keys without an outcome
     num_cleared: int | None = None  # None: it failed
-    is_late: bool = False  # a call of it has overrun its deadline
+    is_late: bool = False  # one of its calls overran its deadline
 
     @property
     def num_bytes(self) -> int:
-        """Payload bytes of all of it."""
+        """Payload bytes of all entries."""
         return sum(num_bytes for _, num_bytes in self.extents)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The outcomes of some of a job's keys: of `keys[first : first + len(outcomes)]`. Their extents are free again."""
+    """The outcomes of `keys[first : first + len(outcomes)]` of a job. Their extents are free again."""
 
     job: Job
     first: int
     outcomes: Sequence[bool]
-    is_last: bool = False  # of its job
+    is_last: bool = False  # no other part of the job follows
     corrupt: Sequence[int] = ()  # places in `keys` whose bytes did not match: neither written nor served
     checksums: Sequence[bytes] = ()  # of what was read, one for each outcome, empty for a miss
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Some of a job's keys, which one thread asks the tier for at once."""
+    """Some of a job's keys, in one call of the tier on one thread."""
 
     job: Job
     first: int
     last: int
-    started_at: float = 0.0  # or its last step
+    started_at: float = 0.0  # or when its last step began
     has_run: bool = False
     is_late: bool = False
     outcomes: Sequence[bool] | None = None  # None: it failed
@@ -81,7 +81,7 @@ class Call:
 
     @property
     def operation(self) -> Operation:
-        """What its job does."""
+        """The operation of its job."""
         return self.job.operation
 
     @property

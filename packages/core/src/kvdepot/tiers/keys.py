@@ -18,19 +18,19 @@ KEY_BYTES: Final = 2 * LABEL_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model
 
 
 def label_of(name: str) -> bytes:
-    """Return the label of a tenant's or a model's name: says nothing about the name to whom it is not known."""
+    """Return the label of a tenant's or a model's name, a hash that does not reveal the name."""
     return blake3(name.encode()).digest(LABEL_BYTES)
 
 
 def place_of(space: bytes, group: int, shard: int, layout: int, num_bytes: int) -> bytes:
-    """Return what all entries of one shard of one layer group have in common in their keys.
+    """Return the part of a key that all entries of one shard of one layer group share.
 
     Args:
         space: digest of the `CacheSpec`.
         group: layer group.
-        shard: which part of it.
-        layout: hash of the page sizes under which the bytes were written.
-        num_bytes: of a payload.
+        shard: part of the group.
+        layout: hash of the page sizes with which the bytes were written.
+        num_bytes: size of a payload.
     """
     return blake3(msgspec.msgpack.encode((space, group, shard, layout, num_bytes))).digest(PLACE_BYTES)
 

@@ -7,30 +7,30 @@ from typing import Final
 from kvdepot.index.columns import make_column
 from kvdepot.tiers.queue import TierQueue
 
-_PACES: Final = 15  # promotions whose median says how fast a tier is
+_PACES: Final = 15  # promotions; their median is the pace of a tier
 _LEAST_PACES: Final = 3
-_TRY_ANYWAY: Final = 16  # of so many promotions one is read from a slow tier, to learn that it has become faster
-_TURNED_OVER: Final = 0.25  # share of its entries that a tier evicts before the pool's are thought to be missing there
+_TRY_ANYWAY: Final = 16  # one in so many promotions reads from a slow tier anyway, to notice that it has become faster
+_TURNED_OVER: Final = 0.25  # share of its entries; after evicting so many, a tier may lack those of the pool
 
 
 class KnownTier:
     """One tier, with the depot's knowledge of it.
 
     Args:
-        queue: of the tier.
-        num_records: of the pool's table.
+        queue: drives the tier.
+        num_records: records of the pool's table.
 
     Raises:
-        OSError: there is no memory for what is known of its entries.
+        OSError: there is no memory for the table of its entries.
     """
 
     def __init__(self, queue: TierQueue, num_records: int) -> None:
         self.queue = queue
-        # By record: the header under which an entry is in the tier or on its way there; 0 if that is not known.
+        # By record: the header of an entry that is in the tier or on its way there; 0 for unknown.
         self.headers = make_column("Q", num_records)
-        self._paces = deque[float](maxlen=_PACES)  # seconds a byte
+        self._paces = deque[float](maxlen=_PACES)  # seconds per byte
         self._num_skipped = 0
-        self._num_evicted = 0  # by the tier, when its headers were last forgotten
+        self._num_evicted = 0  # entries that the tier had evicted when `headers` was last forgotten
 
     def forget_entries(self) -> None:
         """Forget which entries the tier holds."""
@@ -52,7 +52,7 @@ class KnownTier:
         self._paces.append(seconds / num_bytes)
 
     def is_worth_reading(self, num_bytes: int, compute_seconds: float) -> bool:
-        """Whether reading is quicker than computing, as far as both are known (0: computing is not)."""
+        """Whether reading is faster than computing. True if one of them is unknown (`compute_seconds` of 0)."""
         if not compute_seconds or len(self._paces) < _LEAST_PACES:
             return True
         if num_bytes * median(self._paces) <= compute_seconds:

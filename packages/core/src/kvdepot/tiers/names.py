@@ -9,7 +9,7 @@ from kvdepot.tiers.keys import label_of, place_of, tier_key
 
 @dataclass(frozen=True, slots=True)
 class ShardPlace:
-    """Where the entries of one shard of one layer group of one model go."""
+    """One shard of one layer group of one model: the place of its entries."""
 
     group: int
     shard: int
@@ -21,8 +21,8 @@ class EntryKeys:
     """Makes keys of entries.
 
     Args:
-        index: of the pool.
-        names_of: returns tenant and model for the number that the index knows both by.
+        index: the pool's.
+        names_of: returns tenant and model by the number that the index uses for both.
     """
 
     def __init__(self, index: ChunkIndex, names_of: Callable[[int], tuple[str, str]]) -> None:

@@ -4,22 +4,20 @@ Each entry is one object, first the seal and then the payload, named `TENANT/MOD
 The entries of a tenant or a model lie below few prefixes, and a clear lists these. Objects are never overwritten with
 other bytes. The store decides how much it holds (lifecycle rules).
 
-A call is a batch of requests, which run side by side in one event loop on a thread of its own. The calling thread makes
-the checksums, without the GIL. The client's time limit ends each request: before the call's deadline if a lookup waits
-for it, after ten times as long for writes and clears. Files have no such limit: a hanging file system hangs the call,
-which `TierQueue` expects.
+A call is a batch of requests, which run concurrently in one event loop on a thread of its own. The client's time limit
+ends each request: before the call's deadline if a lookup waits for it, after ten times as long for writes and clears.
+Files have no such limit: a hanging file system hangs the call, which `TierQueue` expects.
 
 A put aliases the pool: the client reads the extent while it sends. The connection may hold the memory a little longer
-than the request lasts, so a call returns only when nothing refers to its extents any more (`_released`).
+than the request lasts, so a call returns only once nothing refers to its extents (`_released`).
 
-The client's threads enter Python when a request ends; one that is still there when the interpreter exits aborts the
-process (SIGABRT; in 13 of 40 processes that exited right after their last put). `close` waits for what is under way and
-a moment more (then 0 of 40); only `os._exit` is safe, so a process that used this tier ends in it.
+The client's threads enter Python when a request ends. One that is still there when the interpreter exits aborts the
+process (SIGABRT; in 13 of 40 processes that exited right after their last put). `close` waits for running calls and a
+moment more (then 0 of 40). Only `os._exit` is safe, so a process that used this tier ends with it.
 
-Payloads are not hashed for the request's signature: puts are two to three times slower with it, the seal has a
-checksum, and over https TLS protects the bytes. A plain http endpoint has to be named in the URL; there a signed
-payload would protect only what is written, not what is read back, so it is off as well. `sign_payload=yes` is for
-stores that insist.
+Payloads are not hashed for the request's signature, which would make puts two to three times slower. The seal has a
+checksum, and TLS protects the bytes over https. The URL must name a plain http endpoint. There a signature would
+protect only writes, not reads, so it is off as well. `sign_payload=yes` is for stores that insist.
 """
 
 import asyncio
@@ -51,18 +49,18 @@ T = TypeVar("T")
 
 _LABEL: Final = 2 * LABEL_BYTES  # hex digits
 _NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{94}")
-_NOTHING: Final = "kvdepot-probe"  # a prefix below which nothing lies
+_NOTHING: Final = "kvdepot-probe"  # a prefix without objects
 _QUESTIONS_AT_ONCE: Final = 64
-_MOST_ENTRIES: Final = 1024  # of one call
+_MOST_ENTRIES: Final = 1024  # per call
 _COPIED_AT_ONCE: Final = 1 << 20  # bytes: about a tenth of a millisecond
 _DELETES_A_REQUEST: Final = 250
-_CLOSE_SECONDS: Final = 1.8  # less than TierQueue gives
+_CLOSE_SECONDS: Final = 1.8  # less than the limit of TierQueue
 _LAST_STEPS_SECONDS: Final = 0.1  # of the client's threads in Python after a request
 _QUERY: Final = re.compile(r"\?[\w.-]+=[^\s\"')]*")
 
 
 def object_name(key: bytes) -> str:
-    """Return the name of an entry's object; the two digits behind the labels are of the chunk, so they spread."""
+    """Return the name of an entry's object. Two digits of the chunk follow the labels and spread the names."""
     digits = key.hex()
     return f"{digits[:_LABEL]}/{digits[_LABEL : 2 * _LABEL]}/{digits[-2:]}/{digits[2 * _LABEL : -2]}"
 
@@ -71,10 +69,10 @@ class ObjectTier:
     """Entries as objects of any store that obstore speaks to.
 
     Args:
-        pool: where the extents are.
-        store: with time limits of its own.
-        batch_entries: of one call, all under way at the same time; as many payloads are in memory beside the pool.
-        patient: the same store with longer time limits, for what nobody waits for.
+        pool: contains the extents.
+        store: has time limits of its own.
+        batch_entries: entries of one call, all requested at once. As many payloads are in memory beside the pool.
+        patient: the same store with longer time limits, for writes and clears.
     """
 
     writer_pid = 0
@@ -116,15 +114,15 @@ class ObjectTier:
             yield count
 
     def probe(self) -> None:
-        """See `Tier`: asks for a list of nothing, which a store without the bucket or the right to list refuses."""
+        """See `Tier`. Lists an empty prefix, which fails without the bucket or the permission to list."""
         self._run(lambda: _list_folders(self.store, _NOTHING))
 
     def usage(self) -> TierUsage:
-        """See `Tier`; how much the store holds is not known here."""
+        """See `Tier`. The contents of the store are unknown."""
         return TierUsage(counters=dict(self._counters))
 
     def close(self) -> None:
-        """See `Tier`. Waits for calls that are under way, which their time limits end."""
+        """See `Tier`. Waits for running calls, which their time limits end."""
         with self._changed:
             was_closed, self._is_closed = self._is_closed, True
             is_idle = self._changed.wait_for(lambda: not self._num_calls, _CLOSE_SECONDS)
@@ -142,7 +140,7 @@ class ObjectTier:
     # --- in the loop ----------------------------------------------------------------------------------------------
 
     async def _contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask for all; after an error nothing more is asked, as the rest would fail as slowly."""
+        """Ask for all keys. Stop after an error, as the rest would fail as slowly."""
         room, failed = asyncio.Semaphore(_QUESTIONS_AT_ONCE), asyncio.Event()
 
         async def ask(key: bytes) -> bool:
@@ -165,10 +163,10 @@ class ObjectTier:
         return [outcome is True for outcome in outcomes]
 
     async def _each(self, works: "map[Coroutine[Any, Any, T]]") -> list["T | None"]:
-        """Do all, to the end; None for what failed, unless all did.
+        """Do all works, to the end. Return None for each that failed.
 
         Raises:
-            Exception: the first one, if all failed.
+            Exception: the first error, if all failed.
         """
         outcomes = await asyncio.gather(*works, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -189,7 +187,7 @@ class ObjectTier:
         return True
 
     async def _get(self, key: bytes, payload: memoryview) -> bytes | None:
-        """Fill `payload` and return its seal, b"" if the object has another size, None if there is none."""
+        """Fill `payload` and return its seal: b"" if the object has another size, None if there is no object."""
         try:
             result = await obstore.get_async(self.store, object_name(key))
         except FileNotFoundError:
@@ -219,7 +217,7 @@ class ObjectTier:
     async def _delete(self, store: ObjectStore, names: list[str]) -> None:
         try:
             await obstore.delete_async(store, names)
-        except FileNotFoundError:  # files only: somebody else clears as well, so one at a time
+        except FileNotFoundError:  # files only: somebody else clears, too, so delete one at a time
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     await obstore.delete_async(store, name)
@@ -227,10 +225,10 @@ class ObjectTier:
     # --- between the threads --------------------------------------------------------------------------------------
 
     def _run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Have something done in the loop and wait for it.
+        """Run a coroutine in the loop and wait for it.
 
         Raises:
-            OSError: what the store says, in one line and without what may be secret in it.
+            OSError: the store's error, in one line and without possible secrets.
         """
         with self._changed:
             if self._is_closed:
@@ -251,7 +249,7 @@ class ObjectTier:
 
 
 async def _released(view: memoryview) -> None:
-    """Wait until nobody reads this memory: a view that somebody has a buffer of cannot be released."""
+    """Wait until nobody reads this memory: releasing a view fails while it is in use."""
     while True:
         try:
             view.release()
@@ -262,13 +260,13 @@ async def _released(view: memoryview) -> None:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return an error's first line; queries of URLs in it may hold signatures."""
+    """Return an error's first line, without the queries of URLs, which may contain signatures."""
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {_QUERY.sub('?...', first)[:300]}"
 
 
 def copy(source: memoryview, target: memoryview) -> None:
-    """Copy bytes in pieces: a thread that waits for the GIL, as the loop's may, gets it between two of them."""
+    """Copy bytes in pieces, so that threads waiting for the GIL, such as the loop's, get it in between."""
     for first in range(0, len(source), _COPIED_AT_ONCE):
         target[first : first + _COPIED_AT_ONCE] = source[first : first + _COPIED_AT_ONCE]
 
@@ -290,9 +288,9 @@ def _take_flag(url: TierUrl, option: str) -> bool:
 def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
     """Open `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX?account=NAME` or `file:///FOLDER`.
 
-    Credentials are what the environment or the machine offers. Options: `timeout` in seconds of a request that somebody
-    waits for (three quarters of the tier's deadline, and below it; writes and clears have ten times as much), `batch`
-    (4: entries a call), `ca` (a PEM file); for S3 `endpoint`, `region`, `virtual_hosted`, `sign_payload`, `anonymous`;
+    Credentials come from the environment or the machine. Options: `timeout`, seconds of a request that somebody waits
+    for (three quarters of the tier's deadline, and below it; writes and clears have ten times as much), `batch` (4:
+    entries per call), `ca` (a PEM file); for S3 `endpoint`, `region`, `virtual_hosted`, `sign_payload`, `anonymous`;
     for Azure `account`, `endpoint`.
     """
     timeout = url.take_timeout()
@@ -317,7 +315,7 @@ def _open_file(url: TierUrl) -> ObjectStore:
 
 
 def _opener_of(url: TierUrl) -> Callable[[float], ObjectStore]:
-    """Take the options out of a URL; return what opens its store with a time limit in seconds for each request."""
+    """Take the options out of a URL. Return a function that opens its store, given the seconds of one request."""
     if not url.host:
         raise ConfigError(f"--tier {url.name}: write {url.scheme}://BUCKET/PREFIX")
     endpoint, certificates = url.take("endpoint", ""), url.take("ca", "")
@@ -346,7 +344,7 @@ def _opener_of(url: TierUrl) -> Callable[[float], ObjectStore]:
             "timeout": timedelta(seconds=timeout),
             "connect_timeout": timedelta(seconds=min(1.0, timeout)),
         }
-        retry: RetryConfig = {  # of what fails at once, a connection that the store has closed for example
+        retry: RetryConfig = {  # for immediate failures, for example a connection that the store has closed
             "max_retries": 1,
             "retry_timeout": timedelta(seconds=timeout / 4),
             "backoff": {

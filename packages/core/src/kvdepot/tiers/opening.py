@@ -1,4 +1,4 @@
-"""Opens tiers: those of the settings before the server serves, others on a thread while it does."""
+"""Opens tiers: those of the settings before the server serves, later ones on a thread."""
 
 import logging
 import mmap
@@ -18,11 +18,11 @@ OnOpened = Callable[[TierQueue | ConfigError], None]
 
 
 class TierOpener:
-    """Makes the queues of tiers over one pool, which is mapped for them at the first.
+    """Opens tiers over one pool, and maps it for the first one.
 
     Args:
         pool_fd: the pool's file.
-        size_bytes: of the pool.
+        size_bytes: size of the pool.
         wake: wakes the depot's loop, from any thread.
     """
 
@@ -36,14 +36,14 @@ class TierOpener:
 
     @property
     def is_opening(self) -> bool:
-        """Whether a tier is being opened on a thread, or waits for `deliver`."""
+        """Whether a thread opens a tier, or an opened one waits for `deliver`."""
         return bool(self._num_opening)
 
     def open_all(self, urls: Sequence[str]) -> list[TierQueue]:
         """Return a queue for each URL.
 
         Raises:
-            ConfigError: one of them cannot be; none stays open.
+            ConfigError: one tier cannot be opened; none stays open.
         """
         queues: list[TierQueue] = []
         try:
@@ -56,7 +56,7 @@ class TierOpener:
         return queues
 
     def begin(self, url: str, on_opened: OnOpened) -> None:
-        """Open one on a thread; `deliver` calls `on_opened` with its queue, or with what stood in the way."""
+        """Open a tier on a thread. `deliver` calls `on_opened` with its queue or with the error."""
         self._num_opening += 1
 
         def work() -> None:
@@ -73,7 +73,7 @@ class TierOpener:
         threading.Thread(target=work, name="kvdepot-open-tier", daemon=True).start()
 
     def deliver(self) -> None:
-        """Hand over what has been opened; called by the loop."""
+        """Hand over the opened tiers, on the loop's thread."""
         while self._opened:
             result, on_opened = self._opened.popleft()
             self._num_opening -= 1

@@ -17,7 +17,7 @@ from kvdepot.tiers.names import ShardPlace
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import QUESTIONS_A_STEP, Entry, IsOver, Pause, Prefix, PromotionContext, Reading
 
-MAXIMUM_QUESTIONS: Final = 4096  # keys of one lookup
+MAXIMUM_QUESTIONS: Final = 4096  # keys per question
 MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each turn looks at the deadline of each
 
 
@@ -25,12 +25,12 @@ MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each turn looks at the deadline o
 class Waiter:
     """The lookup that waits for a promotion."""
 
-    seconds: float  # that it waits at most
+    seconds: float  # the longest wait
     deadline: float
     on_answer: Callable[[], None] | None  # None once it is answered
 
     def answer(self) -> None:
-        """Answer the lookup, once."""
+        """Answer the lookup, unless it was answered."""
         on_answer, self.on_answer = self.on_answer, None
         if on_answer is not None:
             on_answer()
@@ -40,12 +40,12 @@ class Promotion:
     """One prefix on its way up.
 
     Args:
-        context: what it shares with others.
-        tiers: fastest first; may grow.
-        prefix: its chunks.
+        context: shared by all promotions.
+        tiers: fastest first; the list may grow.
+        prefix: the chunks to bring up.
         found: leading chunks that the pool has.
         waiter: the lookup; it is answered when `run` ends or its time is over.
-        wake: called when `run` can go on.
+        wake: called when `run` can continue.
     """
 
     def __init__(
@@ -66,30 +66,30 @@ class Promotion:
         self._found = found
         self._wake = wake
         self._is_stopped = False
-        self._asked: TierQueue | None = None  # has a question of it
+        self._asked: TierQueue | None = None  # the tier with its current question
         self._reading: Reading | None = None
         self._num_bytes = 0  # of readings that ended
 
     @property
     def has_landed(self) -> bool:
-        """Whether a tier has brought something of it."""
+        """Whether a tier has brought any entry."""
         return bool(self._num_bytes or (self._reading is not None and self._reading.num_bytes))
 
     @property
     def waits_for(self) -> TierQueue | None:
-        """The tier that has a question or a read of it."""
+        """The tier that has its question or its reads."""
         return self._asked or (None if self._reading is None else self._reading.waits_for)
 
     def stop(self) -> None:
-        """Let nothing more of it come up."""
+        """Begin no further read, and seal nothing more."""
         self._is_stopped = True
         if self._reading is not None:
             self._reading.is_stopped = True
 
     def run(self) -> Generator[Pause, IsOver, None]:
-        """Ask one tier after the other, until all is here, nobody waits any more, or no tier is left.
+        """Ask one tier after the other, until the prefix is here, the lookup is answered, or no tier is left.
 
-        A tier that had all that it was asked for is asked again for what follows.
+        Ask a tier again for the chunks that follow if it had all chunks of the question.
         """
         tiers, num_chunks, number = self._tiers, self.prefix.num_chunks, 0
         while number < len(tiers) and not self._is_stopped:
@@ -101,10 +101,9 @@ class Promotion:
                 number += 1
 
     def _bring_from(self, tier: KnownTier) -> Generator[Pause, IsOver, int]:
-        """Have one tier read what it has; return how many leading chunks it was asked for, 0 if nothing was read.
+        """Read from one tier; return how many leading chunks it was asked for, 0 if it read nothing.
 
-        The first chunk that is missing is asked for by itself: a prompt that nobody has seen costs one small question,
-        however long it is.
+        Ask for the first missing chunk alone, so that a new prompt costs one small question, however long it is.
         """
         prefix, space = self.prefix, self.prefix.space
         if tier.queue.is_suspended:
@@ -134,7 +133,7 @@ class Promotion:
         return limit
 
     def _ask(self, tier: KnownTier, entries: Sequence[Entry]) -> Generator[Pause, IsOver, list[bool]]:
-        """Return which entries the tier says it has; nothing if it is not asked or is late."""
+        """Return which entries the tier claims to have; nothing if it is suspended or late."""
         prefix, there = self.prefix, [False] * len(entries)
 
         def on_part(part: Part) -> None:
@@ -186,7 +185,7 @@ class Promotion:
     def _usable_prefix(
         self, limit: int, entries: Sequence[Entry], there: Sequence[bool]
     ) -> Generator[Pause, IsOver, int]:
-        """Return how many leading chunks could be used if everything that is there, here or coming were in the pool."""
+        """Return how many leading chunks are usable once all entries in the tier or on their way are in the pool."""
         index, prefix, space = self._index, self.prefix, self.prefix.space
         in_tier: set[tuple[int, int, int]] = set()
         for number, ((chunk, place), is_there) in enumerate(zip(entries, there, strict=True)):
@@ -220,7 +219,7 @@ class Promotion:
         return usable_prefix(length, has, windows=windows, start=self._found)
 
     def _wanted(self, length: int) -> Generator[Pause, IsOver, tuple[deque[Entry], int]]:
-        """Return the entries that a prefix of this length needs behind what the pool has, and their payload bytes."""
+        """Return the entries that a prefix of this length needs and the pool lacks, and their payload bytes."""
         space, places = self.prefix.space, self.prefix.places
         first_of = [
             self._found if group.kind is GroupKind.FULL_ATTENTION else max(0, length - chunks)
@@ -234,7 +233,7 @@ class Promotion:
         return wanted, sum((length - first_of[place.group]) * place.num_bytes for place in places)
 
     def _read(self, tier: KnownTier, wanted: deque[Entry]) -> Generator[Pause, IsOver, None]:
-        """Have entries read, then learn how far the pool's prefix reaches and how quick the tier was."""
+        """Read entries, then note how far the pool's prefix reaches and how fast the tier was."""
         context, waiter, began = self._context, self.waiter, self._context.clock()
         self._reading = reading = Reading(context, self.prefix, tier, wanted, lambda: self._wake(self))
         reading.is_stopped = self._is_stopped
@@ -255,15 +254,15 @@ class Promotions:
     """All prefixes on their way up.
 
     Args:
-        context: what they share.
+        context: shared by all of them.
         tiers: fastest first; the list may grow.
     """
 
     def __init__(self, context: PromotionContext, tiers: Sequence[KnownTier]) -> None:
         self._context = context
         self._tiers = tiers
-        self._pins: dict[Promotion, tuple[int, ...]] = {}  # of all that have not ended
-        self._ready: dict[Promotion, None] = {}  # those that can go on, the next one first
+        self._pins: dict[Promotion, tuple[int, ...]] = {}  # of those that have not ended
+        self._ready: dict[Promotion, None] = {}  # those that can continue, the next one first
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -275,24 +274,24 @@ class Promotions:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further prefix is taken."""
+        """Whether there are as many as may be."""
         return len(self._pins) >= MAXIMUM_PROMOTIONS
 
     def begin(self, prefix: Prefix, found: int, pins: tuple[int, ...], waiter: Waiter) -> None:
-        """Bring up what the pool lacks behind `found` chunks, whose nodes stay pinned until the end."""
+        """Promote the chunks behind the first `found`, whose nodes stay pinned until the end."""
         self._context.index.pin(pins)
         promotion = Promotion(self._context, self._tiers, prefix, found, waiter, self._wake)
         self._pins[promotion] = pins
         self._resume(promotion, None)
 
     def stop(self, is_meant: Callable[[int], bool]) -> None:
-        """Let nothing more come up for the owners that are meant."""
+        """Stop the promotions of the owners for which `is_meant` holds."""
         for promotion in self._pins:
             if is_meant(promotion.prefix.owner):
                 promotion.stop()
 
     def turn(self, is_over: IsOver) -> None:
-        """Answer lookups whose time is over, then resume what can go on: one at least, more until `is_over`."""
+        """Answer lookups whose time is over. Resume one promotion that can continue, then more until `is_over`."""
         for promotion, waiter in self._late(self._context.clock()):
             self._context.counters["promotions_late"] += 1
             queue = promotion.waits_for
@@ -312,7 +311,7 @@ class Promotions:
         return [(p, p.waiter) for p in self._pins if p.waiter.on_answer is not None and p.waiter.deadline <= now]
 
     def next_deadline(self) -> float | None:
-        """Return when `turn` has something to do at the latest; None for never."""
+        """Return the time by which `turn` must be called; None for never."""
         if self._ready:
             return self._context.clock()
         waiters = [promotion.waiter for promotion in self._pins]

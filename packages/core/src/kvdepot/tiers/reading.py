@@ -1,8 +1,8 @@
 """Reads entries of one prefix from a tier into the pool, many at a time, and seals them in the order of the prefix.
 
-An entry that is already being read is awaited, not read twice. If a read overruns the tier's deadline, it and all later
-ones are abandoned. Only extents that the tier may still write to stay allocated until it returns, and engines can store
-those chunks again.
+A promotion waits for an entry that another one is reading, instead of reading it twice. If a read overruns the tier's
+deadline, it and all later ones are abandoned. Extents that the tier may still write to stay allocated until it returns.
+Engines can store those chunks again at once.
 
 The record of an entry that is being read names the writing process, so no lookup finds it after the depot was killed.
 """
@@ -26,19 +26,19 @@ from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import EntryKeys, ShardPlace
 from kvdepot.tiers.queue import TierQueue
 
-# One step is at most about half a millisecond, then the loop looks at the time.
-QUESTIONS_A_STEP: Final = 128  # entries that are looked for
-_ENTRIES_A_STEP: Final = 24  # that are given extents, or sealed
-_LEAST_ENTRIES: Final = 8  # that are given extents however late it is, as tiers take several at a time
+# One step takes at most about half a millisecond, then the loop looks at the time.
+QUESTIONS_A_STEP: Final = 128  # entries looked up
+_ENTRIES_A_STEP: Final = 24  # begun, or sealed
+_LEAST_ENTRIES: Final = 8  # begun even if time is over, as tiers take several at a time
 
 IsOver: TypeAlias = Callable[[], bool]
 Entry: TypeAlias = tuple[int, ShardPlace]  # chunk and place
 
 
 class Pause(Enum):
-    """Why a promotion gives way."""
+    """Why a promotion pauses."""
 
-    STEP = 0  # others go first
+    STEP = 0  # so that others can run
     WAIT = 1  # it waits for a tier or for entries of another promotion
 
 
@@ -46,7 +46,7 @@ class _State(Enum):
     COMING = 0
     HERE = 1
     FAILED = 2
-    LOST = 3  # its read is late: it has left the index, and its extent is free once the read returns
+    LOST = 3  # its read is late: it left the index, and its extent is freed when the read returns
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class Prefix:
         digests: packed `(num_chunks, 32)`, from chunk 0 on.
         places: of every shard of every group of the model's cache.
         owner: number of tenant and model.
-        token_seconds: what computing a token takes the engine, 0 for unknown.
+        token_seconds: the engine's time per computed token, 0 for unknown.
     """
 
     space: Space
@@ -78,7 +78,7 @@ class Prefix:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of all of it."""
+        """The number of its chunks."""
         return len(self.digests) // DIGEST_BYTES
 
     def digest(self, chunk: int) -> bytes:
@@ -88,13 +88,13 @@ class Prefix:
 
 @dataclass(slots=True)
 class PromotionContext:
-    """What all promotions of a depot share: above all which entries are on their way."""
+    """The state that all promotions of a depot share, above all which entries are on their way."""
 
     index: ChunkIndex
     keys: EntryKeys
     counters: Counter[str]
     clock: Callable[[], float]
-    patience_seconds: float  # the most that a lookup waits
+    patience_seconds: float  # the longest wait of a lookup
     own_writer: Writer | None = field(init=False, default=None)  # this process, once it is known
     awaited: "dict[int, list[Reading]]" = field(init=False)  # by record
     is_coming: "memoryview[int]" = field(init=False)  # by record: 1 while a tier reads it into the pool
@@ -108,12 +108,12 @@ class PromotionContext:
         """Return the process that writes a tier's bytes into the pool.
 
         Raises:
-            OSError: the time when that process began cannot be read.
+            OSError: the start time of that process cannot be read.
         """
         pid = queue.tier.writer_pid
         if pid:
             return Writer(pid, process_start_time(pid))
-        if self.own_writer is None:  # kept, as reading a file lets threads of tiers take the interpreter's lock
+        if self.own_writer is None:  # cached: reading a file would give the interpreter's lock to the threads of tiers
             self.own_writer = Writer(os.getpid(), process_start_time(os.getpid()))
         return self.own_writer
 
@@ -123,7 +123,7 @@ class PromotionContext:
         self.num_coming += 1
 
     def arrived(self, record: int) -> None:
-        """Let those go on that wait for an entry: it is in the pool, or will not come."""
+        """Wake the promotions that wait for an entry: it is in the pool, or will not come."""
         self.num_coming -= self.is_coming[record]
         self.is_coming[record] = 0
         for reading in self.awaited.pop(record, ()):
@@ -139,11 +139,11 @@ class Reading:
     """Entries of one prefix that one tier reads into the pool.
 
     Args:
-        context: what all promotions share.
-        prefix: whose entries they are.
+        context: shared by all promotions.
+        prefix: the one that they belong to.
         tier: reads them.
         wanted: chunk and place of each, in the order of the prefix.
-        wake: called when `run` can go on.
+        wake: called when `run` can continue.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class Reading:
         wake: Callable[[], object],
     ) -> None:
         self.wake = wake
-        self.is_stopped = False  # nothing more of it is to be sealed
+        self.is_stopped = False  # seal nothing more
         self.num_awaited = 0  # entries on their way in other promotions
-        self.num_bytes = 0  # that were sealed
+        self.num_bytes = 0  # sealed
         self._context = context
         self._index = context.index
         self._prefix = prefix
@@ -167,11 +167,11 @@ class Reading:
 
     @property
     def waits_for(self) -> TierQueue | None:
-        """The tier, if it has reads that were not taken in."""
+        """The tier, while it has reads."""
         return self._tier.queue if self._flights else None
 
     def run(self) -> Generator[Pause, IsOver, None]:
-        """Read and seal all that is wanted; nothing more is sealed after an entry that failed."""
+        """Read and seal the wanted entries, up to the first one that fails."""
         wanted, flights, context, is_broken = self._wanted, self._flights, self._context, False
         while wanted or flights or self.num_awaited:
             can_go_on = wanted or (flights and flights[0].state is not _State.COMING)
@@ -196,10 +196,10 @@ class Reading:
                 wanted.clear()
 
     def _make_flights(self, is_over: IsOver) -> list[tuple[_Flight, bytes]]:
-        """Give extents to the next entries that are wanted, to a few at least; return them with their keys.
+        """Give extents to the next wanted entries, at least to a few; return them with their keys.
 
-        What is in the pool by now is left out, and what is on its way is waited for. Where nothing can be read any
-        more, nothing is wanted any more.
+        Skip entries that are in the pool by now, and wait for those on their way. If no more can be read, clear the
+        wanted ones.
         """
         index, context, prefix, space, wanted = (
             self._index, self._context, self._prefix, self._prefix.space, self._wanted
@@ -210,7 +210,7 @@ class Reading:
             return flights
         try:
             writer = context.writer_of(self._tier.queue)
-        except OSError:  # no descriptor is left: nobody could tell later whether it still writes
+        except OSError:  # no descriptor is left, so nobody could tell later whether it still writes
             context.counters["promotions_without_descriptor"] += 1
             wanted.clear()
             return flights

@@ -20,7 +20,7 @@ class LruSizes:
         return len(self._sizes)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the keys that are there now."""
+        """Yield the present keys."""
         return iter(list(self._sizes))
 
     def get(self, key: bytes) -> int | None:
@@ -42,11 +42,11 @@ class LruSizes:
         return self._sizes.pop(key, 0)
 
     def oldest(self, count: int) -> list[bytes]:
-        """Return the keys that were used longest ago, that one first."""
+        """Return the least recently used keys, oldest first."""
         return list(islice(self._sizes, count))
 
     def newest(self) -> bytes | None:
-        """Return the key that was used last, None if there is none."""
+        """Return the most recently used key, None if there is none."""
         return next(reversed(self._sizes), None)
 
     def clear(self) -> None:

@@ -1,11 +1,11 @@
-"""What moves between the pool and the tiers below it, and when.
+"""Moves entries between the pool and the tiers below it.
 
-Down (`demotion`): entries are written behind, out of the pool while they stay in it. Up (`promotion`): a lookup that
-the pool answers only in part asks the tiers, in their order, for what is missing. The lookup is answered when all of it
-is there or its time is over; what comes later stays in the pool for the next one. A tier is not read if it would bring
-entries later than the engine computes them, going by what both took lately.
+Down (`demotion`): entries are written in the background and stay in the pool meanwhile. Up (`promotion`): a lookup that
+the pool answers only in part asks the tiers, in their order, for the missing entries. It is answered when all of them
+are there or its time is over. Later entries stay in the pool for the next lookup. A tier is not read if it would bring
+entries later than the engine computes them, judging by the recent pace of both.
 
-Everything here happens on the depot's loop and only submits; `TierQueue` waits for the storage.
+Everything here runs on the depot's loop and only submits jobs. `TierQueue` waits for the storage.
 """
 
 import itertools
@@ -43,8 +43,8 @@ class TieringSettings:
 
     demotion: Demotion = Demotion.STORE
     least_tokens: int = 0  # shorter prefixes are not demoted
-    promotion_seconds: float = 1.0  # the most that a lookup waits for tiers
-    promotion_least_tokens: int = 0  # tiers are not asked for fewer
+    promotion_seconds: float = 1.0  # the longest wait of a lookup for tiers
+    promotion_least_tokens: int = 0  # fewer missing tokens are not asked for
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +52,12 @@ class _Clearing:
     """A clear of all tiers."""
 
     on_done: Callable[[int, list[str]], None]
-    num_left: int = 1  # tiers that are at it, and the caller
+    num_left: int = 1  # tiers that have not ended, and the caller
     num_removed: int = 0
     problems: list[str] = field(default_factory=list[str])
 
     def one_is_done(self) -> None:
-        """Report to the caller if that was the last one."""
+        """Note that one ended; report to the caller after the last one."""
         self.num_left -= 1
         if not self.num_left:
             self.on_done(self.num_removed, self.problems)
@@ -100,43 +100,40 @@ class Tiering:
 
     @property
     def queues(self) -> list[TierQueue]:
-        """All tiers, those that were removed included."""
+        """All tiers, including removed ones."""
         return [tier.queue for tier in self._tiers]
 
     @property
     def num_used(self) -> int:
-        """Tiers that were not removed."""
+        """The number of tiers without removed ones."""
         return sum(not queue.is_retired for queue in self.queues)
 
     @property
     def num_promotions(self) -> int:
-        """Prefixes on their way up."""
+        """The number of prefixes on their way up."""
         return len(self._promotions)
 
     @property
     def num_under_way(self) -> int:
-        """Calls of tiers, and entries on their way up."""
+        """The number of calls of tiers and of entries on their way up."""
         return sum(queue.num_calls for queue in self.queues) + self._promotions.num_coming
 
     def status(self) -> list[TierStatus]:
-        """Return what an operator wants to see of each tier."""
+        """Return the state of each tier for operators."""
         return [queue.status() for queue in self.queues if not queue.is_retired]
 
     # --- operators ------------------------------------------------------------------------------------------------
 
     def add(self, queue: TierQueue) -> None:
-        """Use one more tier, below the others; entries of the pool go there as they are used.
+        """Use one more tier, below the others. Entries of the pool go there as they are used.
 
         Raises:
-            OSError: there is no memory for what is known of its entries; it is not used.
+            OSError: there is no memory for the table of its entries; the tier is not used.
         """
         self._tiers.append(KnownTier(queue, self._index.table.num_records))
 
     def remove(self, name: str) -> bool:
-        """Stop using a tier: what waits for it fails now, what runs may end. Returns False if none has that name.
-
-        It is closed once none of its calls runs.
-        """
+        """Stop using a tier: fail its waiting calls, and close it once none runs. Return False if there is none."""
         for queue in self.queues:
             if queue.name == name and not queue.is_retired:
                 queue.retire()
@@ -144,10 +141,7 @@ class Tiering:
         return False
 
     def stop(self, tenant: str | None, model: str | None) -> Iterator[int]:
-        """Let nothing more of a tenant or a model come up, and do not begin writes of it that wait.
-
-        Yields as `TierQueue.drop_writes` does.
-        """
+        """Stop the promotions of a tenant or a model, and drop its waiting writes in the steps of `drop_writes`."""
         labels = labels_to_match(tenant, model)
 
         def is_meant(owner: int) -> bool:
@@ -162,7 +156,7 @@ class Tiering:
     def clear(self, tenant: str | None, model: str | None, on_done: Callable[[int, list[str]], None]) -> None:
         """Remove a tenant's or a model's entries from every tier.
 
-        `on_done` is called once with how many were removed, and a text for each tier in which that was not done.
+        Call `on_done` once, with the number of removed entries and a text for each tier that failed.
         """
         clearing = _Clearing(on_done)
         for tier in self._tiers:
@@ -181,11 +175,11 @@ class Tiering:
     # --- the depot ------------------------------------------------------------------------------------------------
 
     def stored(self, records: Sequence[int]) -> None:
-        """Hear that entries were sealed, in the order of their chunks."""
+        """Note that entries were sealed, in the order of their chunks."""
         self._demote(self._demotions.stored, records)
 
     def used(self, node: int) -> None:
-        """Hear that a prefix that ends with this chunk was found."""
+        """Note that a lookup found a prefix that ends with this chunk."""
         self._demote(self._demotions.used, node)
 
     def _demote(self, begin: Callable[[T], None], subject: T) -> None:
@@ -219,8 +213,8 @@ class Tiering:
             found: leading chunks that the pool has.
             pins: their nodes, kept until the end.
             wait_seconds: how long the lookup may wait.
-            on_answer: called once, when everything that can come is here or the time is over.
-            token_seconds: what computing a token takes the engine, 0 for unknown: slower tiers are not read.
+            on_answer: called once, when no more entries can come or the time is over.
+            token_seconds: the engine's time per computed token, 0 for unknown. Slower tiers are not read.
 
         Returns:
             False if no tier can be asked, or very many lookups wait; then `on_answer` is never called.
@@ -240,9 +234,9 @@ class Tiering:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def turn(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Take in what tiers have done, look at deadlines, and go on with what is under way. Never waits.
+        """Handle outcomes of tiers and deadlines, and continue pending work. Never waits.
 
-        Does at least one step of each kind of pending work, then continues until `is_over`.
+        Do at least one step of each kind of work, then continue until `is_over`.
         """
         now = self._clock()
         if now >= self._next_look:
@@ -262,7 +256,7 @@ class Tiering:
         self._demotions.turn(is_over)
 
     def next_deadline(self) -> float | None:
-        """Return when `turn` has something to do at the latest, of the clock; None for never."""
+        """Return the time by which `turn` must be called, in seconds of the clock; None for never."""
         queues = self.queues
         if self._demotions.has_work or any(queue.has_results for queue in queues):
             return self._clock()

@@ -1,4 +1,4 @@
-"""URLs of tiers, `SCHEME://HOST/PATH?OPTION=VALUE&...`, and who opens them: the entry point group `kvdepot.tiers`."""
+"""URLs of tiers, `SCHEME://HOST/PATH?OPTION=VALUE&...`. The entry point group `kvdepot.tiers` names their openers."""
 
 import contextlib
 import math
@@ -19,32 +19,32 @@ KNOWN_TIERS: Final = {
     "s3": "kvdepot[object]", "gs": "kvdepot[object]", "az": "kvdepot[object]", "file": "kvdepot[object]",
     "valkey": "kvdepot[valkey]", "redis": "kvdepot[valkey]", "rediss": "kvdepot[valkey]", "valkeys": "kvdepot[valkey]",
 }  # fmt: skip
-DEADLINE_SECONDS: Final = 1.0  # of a tier whose URL says nothing
+DEADLINE_SECONDS: Final = 1.0  # unless the URL says otherwise
 DEFAULT_THREADS: Final = 4  # likewise
 PATIENCE: Final = 10  # deadlines that a write or a step of a clear may take
 _MOST_THREADS: Final = 256
 _MOST: Final = 1_000_000.0  # seconds: in milliseconds they fit into 32 bits
-_REQUEST_SHARE: Final = 0.75  # of the deadline, that one request may take
+_REQUEST_SHARE: Final = 0.75  # of the deadline, for one request
 
 
 @dataclass(slots=True)
 class TierUrl:
-    """A tier's URL, taken apart. Options are taken out by who knows them; one that is left is an error."""
+    """A parsed URL of a tier. The tier takes its options out; one that is left is an error."""
 
     scheme: str
-    location: str  # the URL without options, as it was written; may hold a password
+    location: str  # the URL as written, without options; may contain a password
     host: str
     path: str
     options: dict[str, str] = field(default_factory=dict[str, str])
-    deadline_seconds: float = DEADLINE_SECONDS  # of one call that somebody waits for; known to who opens the tier
+    deadline_seconds: float = DEADLINE_SECONDS  # of one call that somebody waits for; set before the tier is opened
     num_threads: int = DEFAULT_THREADS  # calls at a time, likewise
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Take a URL apart.
+        """Parse a URL.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: this is no URL.
         """
         try:
             parts = urlsplit(text)
@@ -76,7 +76,7 @@ class TierUrl:
         """Take out an option that is a number of at least `least` and at most `most`.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is no such number.
         """
         text = self.options.pop(option, None)
         if text is None:
@@ -90,10 +90,10 @@ class TierUrl:
         return number
 
     def take_timeout(self) -> float:
-        """Take out `timeout`, the seconds of one request: less than the deadline of its call, so that it ends first.
+        """Take out `timeout`, the seconds of one request. It must be below the deadline of its call.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is not below the deadline.
         """
         timeout = self.take_number("timeout", _REQUEST_SHARE * self.deadline_seconds, 0.001)
         if timeout >= self.deadline_seconds:
@@ -104,20 +104,20 @@ class TierUrl:
         return timeout
 
     def check_done(self) -> None:
-        """Refuse options that nobody took.
+        """Refuse unknown options.
 
         Raises:
-            ConfigError: there are some.
+            ConfigError: an option is left.
         """
         if self.options:
             raise ConfigError(f"--tier {self.name} has no option {', '.join(map(repr, self.options))}")
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> Tier:
-    """Open the tier that a URL names; takes its options out, `deadline` and `threads` first.
+    """Open the tier that a URL names. Take its options out, `deadline` and `threads` first.
 
     Raises:
-        ConfigError: there is no such tier, a library is missing, or the URL cannot work; the text has the way out.
+        ConfigError: there is no such tier, a library is missing, or the URL cannot work; the text says what to do.
     """
     entry = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}.get(url.scheme)
     if entry is None:
@@ -136,14 +136,14 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
         check_shape(tier, url.name)
         url.check_done()
     except ConfigError:
-        with contextlib.suppress(Exception):  # its `close` may be what it lacks
+        with contextlib.suppress(Exception):  # it may lack `close`
             tier.close()
         raise
     return tier
 
 
 def check_shape(tier: object, name: str) -> None:
-    """Check that a tier has everything that the depot will ask of it.
+    """Check that a tier has every call and attribute of the contract.
 
     Raises:
         ConfigError: something is missing; the text lists it.
@@ -159,13 +159,13 @@ def check_shape(tier: object, name: str) -> None:
 
 
 def without_credentials(text: str) -> str:
-    """Return a tier's URL without user and password; options stay where none of them can be a secret."""
+    """Return a tier's URL without user and password. Keep the options of known tiers, which have no secret ones."""
     _, mark, options = text.partition("?")
     return _hide(text) + (mark + options if text.partition("://")[0] in KNOWN_TIERS else "")
 
 
 def _hide(text: str) -> str:
-    """Leave out what may be a secret: user, password and options."""
+    """Remove possible secrets: user, password and options."""
     text = text.partition("?")[0]
     scheme, separator, rest = text.partition("://")
     authority, slash, path = rest.partition("/")

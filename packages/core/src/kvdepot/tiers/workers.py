@@ -1,8 +1,8 @@
-"""Threads that make a tier's calls. Priority: contains, read, clear, write; at least one thread never takes writes.
+"""Threads that make a tier's calls, in the order contains, read, clear, write. At least one thread never takes writes.
 
-A clear waits for the writes that run, and writes wait for it. The depot's loop hands calls in and shares one lock with
-the threads, which hold it for a few operations on deques only. One call wakes one thread: if all were woken, the loop
-would have to get the interpreter's lock back from each of them.
+A clear waits for running writes, and writes wait for it. The depot's loop hands calls in. It shares one lock with the
+threads, which hold it only for a few operations on deques. One call wakes one thread: after waking all of them, the
+loop would have to get the interpreter's lock back from each.
 """
 
 import threading
@@ -16,13 +16,13 @@ _EXCLUSIVE: Final = (Operation.WRITE, Operation.CLEAR)  # of each other
 
 
 class Workers:
-    """As many threads as were hired, less those that were dismissed. Its methods are called by one thread.
+    """Hired threads without the dismissed ones. Call the methods on one thread.
 
     Args:
-        name: of the threads.
-        most_writes: at a time.
+        name: for the names of the threads.
+        most_writes: concurrent writes.
         make_call: makes a call, on a worker; raises nothing.
-        on_ended: called on a worker when a call has been made and does not count as running any more.
+        on_ended: called on a worker once a call has ended and no longer counts as running.
         clock: monotonic seconds.
     """
 
@@ -40,34 +40,34 @@ class Workers:
         self._on_ended = on_ended
         self._clock = clock
         self._lock = threading.Lock()
-        self._has_work = threading.Condition(self._lock)  # of workers
-        self._has_ended = threading.Condition(self._lock)  # of `close`
+        self._has_work = threading.Condition(self._lock)  # workers wait for it
+        self._has_ended = threading.Condition(self._lock)  # `close` waits for it
         self._waiting: tuple[deque[Call], ...] = tuple(deque[Call]() for _ in Operation)
         self._running: set[Call] = set()
-        self._num_to_end = 0  # threads that were dismissed and have not ended
+        self._num_to_end = 0  # dismissed threads that have not ended
         self._num_hired = 0
         self._is_closed = False
 
     def hire(self) -> None:
-        """Begin one more thread."""
+        """Start one more thread."""
         self._num_hired += 1
         threading.Thread(target=self._work, name=f"kvdepot-{self._name}-{self._num_hired}", daemon=True).start()
 
     def dismiss(self) -> None:
-        """Have one thread end, as soon as one has no call."""
+        """End one thread, once one has no call."""
         with self._lock:
             self._num_to_end += 1
             self._has_work.notify()
 
     def hand_in(self, calls: Iterable[Call]) -> None:
-        """Have calls made."""
+        """Queue calls."""
         with self._lock:
             for call in calls:
                 self._waiting[call.operation].append(call)
                 self._has_work.notify()
 
     def num_waiting(self, operation: Operation) -> int:
-        """Return how many calls of a kind have not begun."""
+        """Return how many calls of a kind wait."""
         return len(self._waiting[operation])
 
     def running(self) -> list[Call]:
@@ -76,9 +76,9 @@ class Workers:
             return list(self._running)
 
     def take_back(self, operation: Operation, most: int, is_wanted: Callable[[Call], bool]) -> list[Call]:
-        """Look at so many calls of a kind that have not begun; return those that are wanted, which will not be made.
+        """Remove and return the wanted ones of the next `most` waiting calls of a kind.
 
-        The others wait on, behind those that were not looked at.
+        The others keep waiting, behind those that were not examined.
         """
         with self._lock:
             waiting, taken = self._waiting[operation], list[Call]()
@@ -88,7 +88,7 @@ class Workers:
             return taken
 
     def close(self, drain_seconds: float, running_seconds: float, num_hung: int) -> None:
-        """Give writes a time to end, drop calls that wait, give those that run a time to end, but for hung ones."""
+        """Wait for the writes, drop waiting calls, then wait for the running calls that do not hang. Both waits end."""
         with self._lock:
             self._has_ended.wait_for(lambda: not (self._waiting[Operation.WRITE] or self._num_writing), drain_seconds)
             self._is_closed = True
@@ -98,7 +98,7 @@ class Workers:
         self.end()
 
     def end(self) -> None:
-        """Have all threads end."""
+        """End all threads."""
         with self._lock:
             self._is_closed = True
             self._has_work.notify_all()
@@ -112,13 +112,13 @@ class Workers:
                 self._running.discard(call)
                 call.has_run = True
                 self._has_ended.notify()
-                # This thread makes the next call; another kind may begin beside it now.
+                # This thread makes the next call. Another kind may begin beside it now, on other threads.
                 if call.operation in _EXCLUSIVE and self._next_operation() not in (None, call.operation):
                     self._has_work.notify(self._most_writes if call.operation is Operation.CLEAR else 1)
             self._on_ended(call)
 
     def _next(self) -> Call | None:
-        """Wait for a call; None: this thread ends."""
+        """Wait for a call. None tells this thread to end."""
         with self._lock:
             while (operation := self._next_operation()) is None:
                 if self._is_closed:

@@ -1,7 +1,7 @@
-"""The folder of a disk tier and its files: one an entry, named after its key, moved by `O_DIRECT` where that works.
+"""The folder of a disk tier: one file per entry, named after its key, moved with `O_DIRECT` where that works.
 
 A file is the payload, rounded up to 4 KiB, and one page with its seal. It is written under a temporary name and then
-renamed, never synced: a crash of the machine may leave half a file, which its seal shows when it is read.
+renamed, never synced. A crash of the machine may leave half a file, which fails the comparison with its seal.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 PAGE: Final = EXTENT_ALIGNMENT_BYTES
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-STORAGE_AWAY: Final = (errno.EROFS, *NO_ROOM)  # does not keep a tier from being opened
+STORAGE_AWAY: Final = (errno.EROFS, *NO_ROOM)  # a tier opens all the same
 NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
-LEAST_FREE_SHARE: Final = 0.02  # of the file system, that is never taken
+LEAST_FREE_SHARE: Final = 0.02  # of the file system, kept free
 _TEMPORARY: Final = ".tmp"
 _PROBE: Final = "probe"
 _TOKEN_DIGITS: Final = 8
 _LABEL_DIGITS: Final = 2 * LABEL_BYTES
-FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # of the names of folders, one in the other
-_SLOT_SECONDS: Final = 0.1  # that a write waits for a slot, at most
+FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # of the names of nested folders
+_SLOT_SECONDS: Final = 0.1  # the longest wait of a write for a slot
 
 
 class _Slots:
-    """Lets so many threads through at a time. Threads that hold their slots long may hang: they lose them to others."""
+    """Lets `num_slots` threads through at a time. After a wait, all slots are free again, as their holders may hang."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -59,23 +59,23 @@ class Folder:
     """The files of one tier.
 
     Args:
-        path: of the folder.
-        num_slots: writes that move bytes at a time.
+        path: the folder.
+        num_slots: concurrent writes of bytes.
     """
 
     def __init__(self, path: Path, num_slots: int) -> None:
         self.path = path
-        self.root = -1  # its descriptor, until it is opened and once it is closed
+        self.root = -1  # its descriptor, -1 while it is not open
         self.knows_direct = False
         self.token = secrets.token_hex(_TOKEN_DIGITS // 2)  # in the names of its temporary files
         self._direct = 0
         self._slots = _Slots(num_slots)
         self._pages = threading.local()
         self._numbers = count()
-        self._folders: set[str] = set()  # that are known to be there
+        self._folders: set[str] = set()  # known to exist
 
     def open(self) -> tuple[int, OSError | None]:
-        """Make, open and lock the folder; return its descriptor, and the reason if it cannot be written now.
+        """Make, open and lock the folder. Return its descriptor, and the error if it cannot be written now.
 
         Raises:
             ConfigError: another depot uses it, or it can be neither locked nor written.
@@ -105,14 +105,14 @@ class Folder:
             raise ConfigError(f"--tier disk://{self.path} cannot be locked: {error.strerror}") from error
 
     def missing_bytes(self, size: int) -> int:
-        """Return how much has to be freed before `size` bytes can be written; 0 or less for nothing."""
+        """Return how many bytes to free before writing `size` bytes; 0 or less for none."""
         stat = os.fstatvfs(self.root)
         return size + int(LEAST_FREE_SHARE * stat.f_blocks * stat.f_frsize) - stat.f_bavail * stat.f_frsize
 
     # --- entries --------------------------------------------------------------------------------------------------
 
     def write(self, key: bytes, payload: memoryview, seal: bytes) -> str:
-        """Write an entry under a temporary name, which is returned.
+        """Write an entry under a temporary name; return the name.
 
         Raises:
             OSError: it could not be written; nothing is left of it.
@@ -136,7 +136,7 @@ class Folder:
         return name
 
     def keep(self, temporary: str, key: bytes) -> None:
-        """Give an entry that was written its name."""
+        """Rename a written entry from its temporary name."""
         os.rename(temporary, name_of(key), src_dir_fd=self.root, dst_dir_fd=self.root)
 
     def drop(self, temporary: str) -> None:
@@ -145,7 +145,7 @@ class Folder:
             os.unlink(temporary, dir_fd=self.root)
 
     def read(self, key: bytes, payload: memoryview) -> tuple[int, memoryview]:
-        """Fill a payload; return how many bytes were read, the page behind it included, and this page.
+        """Fill a payload. Return how many bytes were read, including the page behind it, and this page.
 
         Raises:
             FileNotFoundError: there is no such entry.
@@ -157,7 +157,7 @@ class Folder:
             while done < payload.nbytes + PAGE:
                 num_bytes = os.preadv(fd, _rest(payload, trailer, done), done)
                 done += num_bytes
-                if not num_bytes or num_bytes % PAGE:  # the end; `O_DIRECT` cannot read on where no page begins
+                if not num_bytes or num_bytes % PAGE:  # the end; `O_DIRECT` can only continue at the start of a page
                     break
             self._drop_cache(fd)
         finally:
@@ -208,7 +208,7 @@ class Folder:
                 os.close(fd)
 
     def probe_write(self, root: int = -1, direct: int | None = None) -> None:
-        """Write a page to a file that is removed again."""
+        """Write a page to a file, and remove the file."""
         root = self.root if root < 0 else root
         name, flags = self._temporary(_PROBE), self._direct if direct is None else direct
         try:
@@ -218,7 +218,7 @@ class Folder:
             finally:
                 os.close(fd)
         finally:
-            with contextlib.suppress(OSError):  # it may be there although `open` refused `O_DIRECT`
+            with contextlib.suppress(OSError):  # it may exist although `open` refused `O_DIRECT`
                 os.unlink(name, dir_fd=root)
 
     # --- helpers --------------------------------------------------------------------------------------------------
@@ -261,14 +261,14 @@ def size_on_disk(num_bytes: int) -> int:
 
 
 def name_of(key: bytes) -> str:
-    """Return the path of an entry's file in the tier's folder: tenant's and model's label, two digits, the rest."""
+    """Return the path of an entry's file: labels of tenant and model, two digits of the chunk, the rest."""
     text = key.hex()
     tenant, model, rest = text[:_LABEL_DIGITS], text[_LABEL_DIGITS : 2 * _LABEL_DIGITS], text[2 * _LABEL_DIGITS :]
     return f"{tenant}/{model}/{rest[2 * PLACE_BYTES :][:2]}/{rest}"
 
 
 def key_of(name: str) -> bytes | None:
-    """Return the key whose file has this path, None if it is no entry's."""
+    """Return the key whose file has this path, None if the path is not one of an entry."""
     parts = name.split("/")
     try:
         key = bytes.fromhex(parts[0] + parts[1] + parts[3])
@@ -278,7 +278,7 @@ def key_of(name: str) -> bytes | None:
 
 
 def is_hex(name: str, num_digits: int) -> bool:
-    """Whether a name is so many lower-case hexadecimal digits."""
+    """Whether a name consists of `num_digits` lower-case hexadecimal digits."""
     return len(name) == num_digits and not name.strip("0123456789abcdef")
 
 
@@ -291,7 +291,7 @@ def is_temporary(name: str) -> bool:
 
 
 def _rest(payload: memoryview, trailer: memoryview, done: int) -> list[memoryview]:
-    """Return what is left of a file's two parts after so many bytes."""
+    """Return the rest of a file's two parts after `done` bytes."""
     return [payload[done:], trailer] if done < payload.nbytes else [trailer[done - payload.nbytes :]]
 
 

@@ -18,7 +18,7 @@ from kvdepot.tiers.sizes import LruSizes
 
 logger = logging.getLogger(__name__)
 
-_SORTED_AT_ONCE: Final = 1000  # no other thread runs meanwhile
+_SORTED_AT_ONCE: Final = 1000  # other threads wait meanwhile
 
 File: TypeAlias = tuple[float, bytes, int]  # time of its last change, key, bytes
 
@@ -31,7 +31,7 @@ class Entries:
         self.is_listed = False  # whether it is complete
         self._sizes = LruSizes()  # bytes on disk
         self._gone: set[bytes] = set()  # entries that left while the folder was being listed
-        self._unremoved: dict[bytes, None] = {}  # cleared, but with a file still
+        self._unremoved: dict[bytes, None] = {}  # cleared, but their files could not be removed
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -41,12 +41,12 @@ class Entries:
         return key in self._sizes
 
     def use(self, key: bytes) -> None:
-        """Make an entry the one that was used last; it may have left meanwhile."""
+        """Mark an entry as used last, if it is still here."""
         with self._lock:
             self._sizes.use(key)
 
     def use_if_size(self, key: bytes, size: int) -> bool:
-        """Whether an entry is here with this size; it counts as used then."""
+        """Whether an entry is here with this size. If so, mark it as used."""
         with self._lock:
             if self._sizes.get(key) != size:
                 return False
@@ -61,7 +61,7 @@ class Entries:
             self._unremoved.pop(key, None)
 
     def forget(self, key: bytes, *, is_unremoved: bool = False) -> None:
-        """Remove an entry; one that is `is_unremoved` has a file still, which is not to be served."""
+        """Remove an entry. With `is_unremoved`, its file stays and must not be served."""
         with self._lock:
             self.used_bytes -= self._sizes.pop(key)
             self._unremoved.pop(key, None)
@@ -71,21 +71,21 @@ class Entries:
                 self._gone.add(key)
 
     def is_unremoved(self, key: bytes) -> bool:
-        """Whether an entry was cleared and has a file still."""
+        """Whether an entry was cleared but still has a file."""
         return key in self._unremoved
 
     def oldest(self, count: int) -> list[bytes]:
-        """Return the entries that were used longest ago."""
+        """Return the least recently used entries."""
         with self._lock:
             return list(self._sizes.oldest(count))
 
     def newest(self) -> bytes | None:
-        """Return the entry that was used last."""
+        """Return the most recently used entry."""
         with self._lock:
             return self._sizes.newest()
 
     def matching(self, tenant: bytes | None, model: bytes | None) -> list[bytes]:
-        """Return the entries with these labels, those included whose files could not be removed."""
+        """Return the entries with these labels, including those whose files could not be removed."""
         with self._lock:
             unremoved = list(self._unremoved)
             return [key for key in chain(self._sizes, unremoved) if has_labels(key, tenant, model)]
@@ -127,18 +127,18 @@ def found_files(folder: Folder, is_over: Callable[[], bool]) -> Iterator[File]:
                 if file is not None:
                     yield file
     except OSError as error:
-        logger.error("%s cannot be listed, not all of it is found: %s", folder.path, error)
+        logger.error("%s cannot be listed completely: %s", folder.path, error)
 
 
 def items_in(folder: Folder, name: str) -> list[os.DirEntry[str]]:
-    """Return what lies in one of its folders; nothing if that cannot be listed."""
+    """Return the contents of one of its folders; nothing if it cannot be listed."""
     try:
         with os.scandir(folder.path / name) as items:
             return list(items)
     except FileNotFoundError:
         return []
     except OSError as error:
-        logger.error("%s cannot be listed, so its entries are not found: %s", folder.path / name, error)
+        logger.error("%s cannot be listed, so its entries are missing: %s", folder.path / name, error)
         return []
 
 
@@ -154,14 +154,14 @@ def _entry_of(folder: Folder, name: str, item: os.DirEntry[str]) -> File | None:
         except FileNotFoundError:
             raise
         except OSError as error:
-            logger.error("%s cannot be looked at, it is not found: %s", folder.path / name, error)
+            logger.error("%s cannot be examined, so it is missing: %s", folder.path / name, error)
         else:
             return stat.st_mtime, key, stat.st_size
     return None
 
 
 def _found_folders(folder: Folder) -> list[str]:
-    """Return the folders that entries may lie in; those of others are not looked into."""
+    """Return the folders that may contain entries; skip all others."""
     names = [""]
     for num_digits in FOLDER_DIGITS:
         names = [

@@ -1,4 +1,4 @@
-"""The room that a disk tier takes: at most its capacity, and never the last 2 % of the file system.
+"""The room of a disk tier: at most its capacity, and never the last 2 % of the file system.
 
 The least recently used entries are evicted: down to 90 % when the capacity is reached, or until the file system's free
 space is above its limit again. If other files take that space, or the folder cannot be written, writes are declined and
@@ -20,21 +20,21 @@ logger = logging.getLogger(__name__)
 
 HIGH_WATERMARK: Final = 1.0  # of the capacity: above it, entries leave
 LOW_WATERMARK: Final = 0.9
-_PATIENCE_SECONDS: Final = 10.0  # after evicting did not free space in the file system, before it is tried again
-_QUIET_SECONDS: Final = 60.0  # between two log lines that say that writes are declined
+_PATIENCE_SECONDS: Final = 10.0  # before the next try, after evicting freed no space in the file system
+_QUIET_SECONDS: Final = 60.0  # between two log lines about declined writes
 _VICTIMS_AT_ONCE: Final = 64
-_MOST_STUCK: Final = 16  # entries that cannot be removed, of those that are to make room for one
+_MOST_STUCK: Final = 16  # entries that cannot be removed, while making room for one
 
 
 class Room:
     """Makes room for files.
 
     Args:
-        folder: where they lie.
-        entries: that are there.
-        capacity_bytes: of all files.
+        folder: contains them.
+        entries: the index.
+        capacity_bytes: limit for all files.
         remove: removes an entry with its file; raises `OSError` if the file stays.
-        counters: to count in.
+        counters: those of the tier.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Room:
         counters: Counter[str],
     ) -> None:
         self.capacity_bytes = capacity_bytes
-        self.lock = threading.Lock()  # of who evicts, and of who opens the folder
+        self.lock = threading.Lock()  # held to evict, and to open the folder
         self._folder = folder
         self._entries = entries
         self._remove = remove
         self._counters = counters
-        self._coming_bytes = 0  # of files that are being written, which other writers leave room for
+        self._coming_bytes = 0  # of files being written, for which other writers leave room
         self._coming_lock = threading.Lock()
         self._patient_until = 0.0
-        self._is_declining = False  # and the log says so
+        self._is_declining = False  # and the log said so
         self._quiet_until = 0.0
 
     def reserve(self, size: int) -> bool:
@@ -86,12 +86,12 @@ class Room:
         return True
 
     def release(self, size: int) -> None:
-        """Give back what was reserved: the file is there and counts by itself, or does not come."""
+        """End a reservation: the file exists and counts by itself, or it failed."""
         with self._coming_lock:
             self._coming_bytes -= size
 
     def no_space(self, size: int) -> None:
-        """Evict after a write that found no space although there seemed to be some: a quota, or it has just gone."""
+        """Evict after a write unexpectedly found no space: there is a quota, or others just took it."""
         self._counters["no_space"] += 1
         with self.lock:
             if self._entries.used_bytes < 2 * size or time.monotonic() < self._patient_until:
@@ -111,14 +111,14 @@ class Room:
                 self._evict(int(LOW_WATERMARK * self.capacity_bytes))
 
     def decline(self, why: str) -> None:
-        """Log once, until a write succeeds, that writes are declined."""
+        """Log that writes are declined, once until a write succeeds."""
         if not self._is_declining and time.monotonic() >= self._quiet_until:
-            logger.error("%s: writes are declined, entries that are there are still served: %s", self._folder.path, why)
+            logger.error("%s: writes are declined, stored entries are still served: %s", self._folder.path, why)
             self._is_declining = True
             self._quiet_until = time.monotonic() + _QUIET_SECONDS
 
     def was_written(self) -> None:
-        """Hear that a write succeeded."""
+        """Note that a write succeeded."""
         self._patient_until = 0.0
         if self._is_declining:
             self._is_declining = False
@@ -145,6 +145,6 @@ class Room:
                     if error.errno in NOT_WRITABLE or num_stuck > _MOST_STUCK:
                         raise
                     self._counters["not_evicted"] += 1
-                    entries.use(key)  # others go
+                    entries.use(key)  # evict others
                 else:
                     self._counters["evicted"] += 1

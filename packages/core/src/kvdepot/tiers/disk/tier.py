@@ -1,4 +1,4 @@
-"""A tier on disk, `disk:///path?capacity=200GiB`: one file an entry, moved straight from and to the pool.
+"""A tier on disk, `disk:///path?capacity=200GiB`: one file per entry, moved straight between pool and drive.
 
 The tier opens on a full or read-only file system and then only reads. Several other errors in a row suspend it.
 """
@@ -25,21 +25,21 @@ from kvdepot.tiers.url import DEFAULT_THREADS, TierUrl
 logger = logging.getLogger(__name__)
 
 _CLEARED_AT_ONCE: Final = 256
-_LEAST_SLOTS: Final = 2  # with one, the drive waits while it changes hands
+_LEAST_SLOTS: Final = 2  # with one, the drive idles while the slot changes hands
 
 
 class DiskTier:
-    """See the module. One object has a folder for itself.
+    """A tier in a folder of its own.
 
     Args:
-        pool: where payloads are read from and written to.
-        directory: made if it is not there.
-        capacity_bytes: of files, as they lie on disk.
-        num_threads: calls at a time, all but one of them writes.
+        pool: contains the extents.
+        directory: made if it does not exist.
+        capacity_bytes: limit for all files, as they lie on disk.
+        num_threads: concurrent calls, of which all but one may be writes.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or another depot uses it. That its file system is full or
-            read-only is none: entries that are there are served, and writes are declined until one succeeds.
+        ConfigError: the folder cannot be made or written, or another depot uses it. A full or read-only file system is
+            no error: the tier serves its entries, and declines writes until one succeeds.
     """
 
     batch_entries = 1
@@ -51,12 +51,12 @@ class DiskTier:
         self._pool = pool
         self._counters: Counter[str] = Counter()
         self._entries = listing.Entries()
-        # Writes share the drive's rate and so end together. If all of them then renamed files and made checksums, the
-        # drive would idle: one write fewer moves bytes than are under way.
+        # Writes share the drive's rate and so end together. If all of them then renamed files and waited for the next
+        # checksums, the drive would idle. Therefore one write fewer moves bytes than are running.
         self._folder = Folder(directory, max(_LEAST_SLOTS, num_threads - 2))
         self._room = Room(self._folder, self._entries, capacity_bytes, self._remove, self._counters)
-        self._naming = threading.Lock()  # held while a file gets or loses its name, and the index hears of it
-        self._opening = threading.Lock()  # of the next three
+        self._naming = threading.Lock()  # held while a file and the index change together
+        self._opening = threading.Lock()  # guards the next three
         self._closed = False
         self._lister: threading.Thread | None = None
         try:
@@ -100,7 +100,7 @@ class DiskTier:
         failed: OSError | None = None
         while wanted:
             step = wanted[-_CLEARED_AT_ONCE:]
-            del wanted[-_CLEARED_AT_ONCE:]  # a million at once would take other threads 50 ms
+            del wanted[-_CLEARED_AT_ONCE:]  # a million at once would stop other threads for 50 ms
             for key in step:
                 try:
                     self._remove(key)
@@ -136,7 +136,7 @@ class DiskTier:
             if self._closed:
                 return
             self._closed = True
-            root, self._folder.root = self._folder.root, -1  # calls that are under way find nothing any more
+            root, self._folder.root = self._folder.root, -1  # running calls find nothing from now on
         if self._lister is not None:
             self._lister.join()
         self._entries.clear()
@@ -166,14 +166,14 @@ class DiskTier:
                 raise
             return False
         self._room.was_written()
-        if not self._folder.knows_direct:  # as it could not be written before
+        if not self._folder.knows_direct:  # the folder could not be written before
             with self._room.lock, contextlib.suppress(OSError):
                 if not self._folder.knows_direct:
                     self._folder.find_direct(self._folder.root)
         return True
 
     def _make_room(self, size: int) -> bool:
-        """Open the folder if it is not, and reserve room in it."""
+        """Open the folder if it is not open, and reserve room in it."""
         if size > self._room.capacity_bytes:
             return False
         with self._room.lock:
@@ -205,7 +205,7 @@ class DiskTier:
                 logger.error("%s: entry %s is removed: it cannot be read", self._folder.path, key.hex()[-16:])
                 self.remove([key])
             raise
-        if num_read < rounded + PAGE:  # another payload size is another key, so this entry never had another size
+        if num_read < rounded + PAGE:  # the key contains the payload size, so the file was cut
             return b""
         self._entries.use(key)
         return bytes(trailer[:SEAL_BYTES])
@@ -214,14 +214,14 @@ class DiskTier:
         """Remove an entry.
 
         Raises:
-            OSError: its file stays, and so does the entry.
+            OSError: its file and the entry stay.
         """
         with self._naming:
             self._folder.remove(key)
             self._entries.forget(key)
 
     def _forget_missing(self, key: bytes) -> None:
-        """Forget an entry whose file somebody removed, unless it has one again."""
+        """Forget an entry whose file somebody removed, unless it was written again."""
         with self._naming:
             if not self._folder.has(key):
                 self._entries.forget(key)
@@ -229,7 +229,7 @@ class DiskTier:
     # --- the folder -----------------------------------------------------------------------------------------------
 
     def _open_folder(self) -> None:
-        """Open the folder and begin to list it; with the room's lock held, once there are threads.
+        """Open the folder and begin to list it. Other threads hold the room's lock to call it.
 
         Raises:
             ConfigError: another depot uses it, or it can be neither locked nor written.
@@ -248,12 +248,12 @@ class DiskTier:
         raise OSError(errno.EBADF, "the tier is closed")
 
     def _list(self) -> None:
-        """Find what an earlier depot left."""
+        """Find the entries of an earlier depot."""
         found = self._entries.add_found(listing.found_files(self._folder, lambda: self._closed))
         if found and not self._closed:
             used = format_size(self._entries.used_bytes)
             logger.info("%s: %d entries, %s", self._folder.path, len(self._entries), used)
-            with contextlib.suppress(OSError):  # the next write hears of it
+            with contextlib.suppress(OSError):  # the next write reports it
                 self._room.shrink()
 
 

@@ -1,17 +1,16 @@
-"""The process in which a `mooncake://` tier keeps Mooncake's SDK: `python -m kvdepot.tiers.mooncake.child`.
+"""The child process with Mooncake's SDK: `python -m kvdepot.tiers.mooncake.child`.
 
-The SDK can hold the interpreter for minutes and crash it, so the depot's process never loads it. This one maps the
-pool, registers it once, and moves bytes straight between the pool's extents and the cluster; the messages only name
-extents. It is given the descriptors of the pool and of some sockets, the **channels**. A channel carries one request at
-a time, served by a thread of its own; the first one carries `Setup` before. Calls of the SDK release the interpreter,
-so that the channels run side by side.
+The SDK can hold the interpreter for minutes and crash it, so the depot's process never loads it. This process maps the
+pool, registers it once, and moves bytes straight between the pool's extents and the cluster. Messages carry the seals
+and name the extents. It inherits the descriptors of the pool and of some sockets, the **channels**. A channel carries
+one request at a time, served by a thread of its own; the first channel starts with `Setup`. Calls of the SDK release
+the interpreter, so the channels run concurrently.
 
-An object of the cluster is a payload and its seal, put and got as two parts of one object. Seals travel in the
-messages.
+An object of the cluster is a payload and its seal, put and got as two parts of one object.
 
-The end of any channel ends the process: it leaves the cluster properly, if that takes at most a second. It ends with
-the depot even inside a hung call, for the kernel kills it then (`PR_SET_PDEATHSIG`). Signals that a terminal or a
-service manager sends to the whole group are for the depot, not for it.
+The end of any channel ends the process. It leaves the cluster properly if that takes at most a second. It ends with the
+depot even inside a hung call, because the kernel kills it then (`PR_SET_PDEATHSIG`). It ignores signals that a terminal
+or a service manager sends to the whole group.
 """
 
 import ctypes
@@ -49,7 +48,7 @@ from kvdepot.tiers.mooncake.messages import (
 from kvdepot.tiers.seal import SEAL_BYTES
 
 _SEAL_SLOT_BYTES: Final = 128
-_FULL_PAUSES: Final = (0.01, 0.02)  # seconds; the master evicts in the background, within some milliseconds
+_FULL_PAUSES: Final = (0.01, 0.02)  # seconds; the master evicts in the background within some milliseconds
 _LEAVE_SECONDS: Final = 0.5
 
 # Codes of the SDK (mooncake-store/include/types.h).
@@ -62,11 +61,11 @@ _NAMES: Final = {-1: "internal error", -601: "unknown client", -900: "the master
 
 
 class _ClusterAway(Exception):
-    """The SDK cannot do its work now."""
+    """The SDK cannot work now."""
 
 
 def object_name(prefix: str, key: bytes) -> str:
-    """Return the name of an entry in the cluster: labels of tenant and model can be found in it."""
+    """Return the name of an entry in the cluster. It contains the labels of tenant and model."""
     labels = 2 * LABEL_BYTES
     parts = key[:LABEL_BYTES], key[LABEL_BYTES:labels], key[labels : labels + PLACE_BYTES], key[labels + PLACE_BYTES :]
     return "/".join((prefix, *(part.hex() for part in parts)))
@@ -112,7 +111,7 @@ class Node:
         _check(self._store.register_buffer(self._seals_base, self._seals.nbytes), "registering memory")
 
     def serve(self, request: Request, channel: int) -> Reply:
-        """Do what one request asks for."""
+        """Serve one request."""
         match request:
             case Write(keys, seals, extents):
                 return Outcomes(self._write(keys, seals, extents, channel))
@@ -123,7 +122,7 @@ class Node:
                 known = {0: Outcome.MISS, 1: Outcome.HERE}
                 return Outcomes([known[code] if code in known else _outcome(code) for code in codes])
             case Remove(keys):
-                for key in keys:  # by force: they were just read, and so they are leased
+                for key in keys:  # by force, as a read has just leased them
                     self._store.remove(object_name(self._prefix, key), True)
                 return Cleared(len(keys))
             case Clear(tenant, model):
@@ -134,7 +133,7 @@ class Node:
                 raise _ClusterAway("it is set up already")
 
     def leave(self) -> None:
-        """Leave the cluster: what lies here is gone for the others at once, not after the master's time-out."""
+        """Leave the cluster. Its other nodes lose the entries here at once, not after the master's time-out."""
         self._store.close()
 
     def _write(
@@ -171,7 +170,7 @@ class Node:
         for name, size, slot, code in zip(names, map(sum, sizes), slots, codes, strict=True):
             outcome = Outcome.HERE if code >= 0 else _outcome(code)
             if code in (_INVALID_SIZE, _TRANSFER_FAILED) and 0 <= self._store.get_size(name) != size:
-                outcome = Outcome.HERE  # the SDK says the same of a wrong size and of a lost node
+                outcome = Outcome.HERE  # the SDK's code is the same for a wrong size and a lost node
             outcomes.append(outcome)
             seals.append(bytes(slot) if code == size else b"")
         return outcomes, seals
@@ -195,10 +194,10 @@ class Node:
 
 
 def _outcome(code: int) -> Outcome:
-    """Return what an SDK's error code says about its key.
+    """Return the outcome of a key for an error code of the SDK.
 
     Raises:
-        _ClusterAway: it says nothing about the key, but that the cluster does not work.
+        _ClusterAway: the code is not about the key; the cluster does not work.
     """
     if code in _MISSES or code == _INVALID_SIZE:
         return Outcome.MISS
@@ -230,7 +229,7 @@ class _Server:
         self._guard(self._serve, 0)
 
     def _guard(self, work: Callable[[int], None], channel: int) -> None:
-        """A thread that ends in any way takes the process with it: half a process would be one that hangs."""
+        """End the process with any of its threads: half a process would seem to hang."""
         try:
             work(channel)
         finally:
@@ -256,7 +255,9 @@ def main(arguments: Sequence[str]) -> None:
     """Serve one depot: `PARENT_PID POOL_FD CHANNEL_FD...`."""
     parent_pid, pool_fd, *channel_fds = map(int, arguments)
     be_a_child(parent_pid)
-    is_quiet = "MC_LOG_LEVEL" not in os.environ  # else a line a second while the master is away, and some a failed put
+    is_quiet = (
+        "MC_LOG_LEVEL" not in os.environ
+    )  # the SDK logs a line a second without a master, and some per failed put
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     sockets = [socket.socket(fileno=fd) for fd in channel_fds]
     message = sockets[0].recv(MESSAGE_BYTES)
@@ -269,7 +270,7 @@ def main(arguments: Sequence[str]) -> None:
     except _ClusterAway as error:
         sockets[0].send(msgspec.msgpack.encode(Failed(str(error))))
     else:
-        ignore_signals()  # again: the SDK has set handlers of its own
+        ignore_signals()  # again, as the SDK has set handlers of its own
         if is_quiet:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sockets[0].send(msgspec.msgpack.encode(Ready()))

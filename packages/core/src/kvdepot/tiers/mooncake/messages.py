@@ -1,4 +1,4 @@
-"""What the depot's process and the child process with Mooncake's SDK say to each other, one message a packet."""
+"""Messages between the depot's process and the child process with Mooncake's SDK, one per packet."""
 
 from enum import IntEnum
 from typing import Annotated, Final, TypeAlias
@@ -19,12 +19,12 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Outcome(IntEnum):
-    """What became of one key."""
+    """The outcome of one key."""
 
     MISS = 0
     HERE = 1
     NO_SPACE = 2
-    TRANSFER_FAILED = 3  # the node that holds it, or should, does not answer
+    TRANSFER_FAILED = 3  # the node that holds or should hold it does not answer
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
@@ -94,16 +94,16 @@ class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
 
 
 class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):
-    """How many entries were removed."""
+    """The number of removed entries."""
 
     count: int
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The request as a whole failed; this process goes on, except after `Setup`."""
+    """The whole request failed. This process continues, except after `Setup`."""
 
     text: str
-    is_final: bool = False  # it will not be better next time: something is not installed
+    is_final: bool = False  # it will fail again: something is not installed
 
 
 Reply: TypeAlias = Ready | Outcomes | Cleared | Failed

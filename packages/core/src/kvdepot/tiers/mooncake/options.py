@@ -1,4 +1,4 @@
-"""What the URL of a Mooncake tier says, and how its master is reached."""
+"""The options of a Mooncake tier's URL, and the way to its master."""
 
 import re
 import socket
@@ -11,7 +11,7 @@ from kvdepot.tiers.mooncake import messages as m
 from kvdepot.tiers.url import TierUrl
 
 DEFAULT_PORT: Final = 50051
-_LOOK_SECONDS: Final = 0.5  # for the master, by TCP
+_LOOK_SECONDS: Final = 0.5  # to reach the master by TCP
 
 
 class MooncakeUnavailable(KVDepotError):
@@ -20,30 +20,30 @@ class MooncakeUnavailable(KVDepotError):
 
 @dataclass(frozen=True, slots=True)
 class MooncakeOptions:
-    """What the URL says."""
+    """The parsed URL."""
 
-    masters: tuple[tuple[str, int], ...]  # or those of etcd, which know the master
+    masters: tuple[tuple[str, int], ...]  # or the hosts of etcd, which knows the master
     ha: str  # "" or "etcd"
-    prefix: str  # of all names
-    local: str  # under which others reach this node; "": the address from which the master is reached
+    prefix: str  # starts all names
+    local: str  # where others reach this node; "": the address from which it reaches the master
     metadata: str
     segment_bytes: int  # given to the cluster
-    buffer_bytes: int  # of the SDK's own; our bytes never go through it
+    buffer_bytes: int  # the SDK's own; entries do not pass through it
     protocol: str
     device: str
     replicas: int
-    timeout_seconds: float  # beyond it a call's child is killed
+    timeout_seconds: float  # a longer call kills the child
     start_seconds: float
-    num_threads: int  # calls at a time, beside probes
+    num_threads: int  # concurrent calls, beside probes
 
     @property
     def master(self) -> str:
-        """The master as the SDK wants it."""
+        """The master, in the SDK's notation."""
         text = ";".join(f"{host}:{port}" for host, port in self.masters)
         return f"{self.ha}://{text}" if self.ha else text
 
     def setup(self, pool_bytes: int, reached_from: str) -> m.Setup:
-        """Return what the child has to know; `reached_from` is our address, as the master sees it."""
+        """Return the setup of the child. `reached_from` is this node's address, as the master sees it."""
         return m.Setup(
             pool_bytes=pool_bytes,
             prefix=self.prefix,
@@ -58,10 +58,10 @@ class MooncakeOptions:
         )
 
     def look_for_master(self) -> str:
-        """Return the address from which it is reached.
+        """Connect to the master; return this node's address on that connection.
 
         Raises:
-            MooncakeUnavailable: it is not.
+            MooncakeUnavailable: the master cannot be reached.
         """
         errors: list[str] = []
         for address in self.masters:
@@ -77,7 +77,7 @@ def parse_options(url: TierUrl) -> MooncakeOptions:
     """Take the options out of a URL.
 
     Raises:
-        ConfigError: they cannot work.
+        ConfigError: the options cannot work.
     """
     ha, prefix = url.take("ha", ""), url.take("prefix", "kvdepot")
     if ha not in ("", "etcd"):

@@ -1,7 +1,7 @@
-"""The child process with Mooncake's SDK, as the depot's process sees it: starting it, asking it, and killing it.
+"""Starts, asks and kills the child process with Mooncake's SDK.
 
-A **channel** is a socket of the child that carries one request at a time, so that calls of several threads run side by
-side; one is kept for probes.
+A **channel** is a socket of the child that carries one request at a time, so the calls of several threads run
+concurrently. One channel is reserved for probes.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from kvdepot.tiers.mooncake.options import MooncakeOptions, MooncakeUnavailable
 logger = logging.getLogger(__name__)
 
 _CHILD_MODULE: Final = "kvdepot.tiers.mooncake.child"
-_WAIT_SECONDS: Final = 1.0  # that a call waits for a child that is starting
-_LEAVE_SECONDS: Final = 1.5  # that a child may take to leave the cluster
+_WAIT_SECONDS: Final = 1.0  # the wait of a call for a starting child
+_LEAVE_SECONDS: Final = 1.5  # for a child to leave the cluster
 _DIE_SECONDS: Final = 1.0
 
 T = TypeVar("T")
 
 
 class ChildProcess:
-    """One run of the child process, from the look for the master until it is dead. Its thread lives exactly as long.
+    """One run of the child process, from the search for the master until its death. Its thread lives exactly as long.
 
-    That is more than tidy: the kernel kills the child when the *thread* ends that started it.
+    It must: the kernel kills the child when the *thread* that started it ends.
     """
 
     def __init__(self, options: MooncakeOptions, pool: TierPool) -> None:
-        self.pid = 0  # while it lives
-        self.why = "the child process is still starting"  # it cannot be asked; "" if it can
-        self.is_final = False  # why will not change
-        self.settled = threading.Event()  # it can be asked, or it is dead
-        self.dead = threading.Event()  # no such process
+        self.pid = 0  # 0 unless it lives
+        self.why = "the child process is still starting"  # why it cannot be asked; "" if it can
+        self.is_final = False  # another child would fail, too
+        self.settled = threading.Event()  # it can be asked, or is dead
+        self.dead = threading.Event()  # the process does not exist
         self._options = options
         self._pool = pool
         self._is_leaving = False
@@ -52,10 +52,10 @@ class ChildProcess:
         threading.Thread(target=self._keep, name="kvdepot-mooncake", daemon=True).start()
 
     def ask(self, request: m.Request, expected: type[T], *, is_probe: bool = False) -> T:
-        """Have one request served.
+        """Send a request and return its reply.
 
         Raises:
-            MooncakeUnavailable: the child is starting, or lost and dead, or says that it could not.
+            MooncakeUnavailable: the child is starting, lost and dead, or failed to serve the request.
         """
         idle = self._idle_probe if is_probe else self._idle
         self.settled.wait(_WAIT_SECONDS)
@@ -77,18 +77,16 @@ class ChildProcess:
                 self._changed.notify()
         if isinstance(reply, expected):
             return reply
-        raise MooncakeUnavailable(
-            reply.text if isinstance(reply, m.Failed) else f"an answer that does not fit: {reply}"
-        )
+        raise MooncakeUnavailable(reply.text if isinstance(reply, m.Failed) else f"an unexpected reply: {reply}")
 
     def leave(self) -> None:
-        """Have it leave the cluster and end, or kill it. Bounded."""
+        """Make it leave the cluster and end, or kill it. Bounded."""
         with self._changed:
             self._is_leaving = True
             self.why = self.why or "the tier is closed"
             for channel in self._channels:
                 with contextlib.suppress(OSError):
-                    channel.shutdown(socket.SHUT_WR)  # the answers that are under way still arrive
+                    channel.shutdown(socket.SHUT_WR)  # pending replies still arrive
             self._changed.notify_all()
         if not self.dead.wait(_LEAVE_SECONDS):
             self._kill()
@@ -123,7 +121,7 @@ class ChildProcess:
         with self._changed:
             self.why = self.why or "the child process has ended"
             if self._process is not None:
-                status = self._process.wait()  # from here on its pid may be another's
+                status = self._process.wait()  # from here on, another process may get its pid
                 if has_joined and not self._is_leaving:
                     logger.error("mooncake: child process %s ended with %s: %s", self.pid, status, self.why)
             self._process, self.pid = None, 0
@@ -163,7 +161,7 @@ class ChildProcess:
             self.why = "the tier is closed" if self._is_leaving else ""
 
     def _close_channels(self) -> None:
-        """After its death close the channels that nobody uses."""
+        """Close idle channels after its death."""
         if self.dead.is_set():
             for channel in (*self._idle, *self._idle_probe):
                 channel.close()

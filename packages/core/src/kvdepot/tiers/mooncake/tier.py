@@ -1,16 +1,15 @@
 """Mooncake Store as a tier, `mooncake://MASTER:PORT?segment=4GiB&...`: memory of many nodes, over TCP or RDMA.
 
-The SDK lives in a child process (`ChildProcess`). The master is looked for by TCP before a child is started, and by
-every probe: with a master that does not answer, the SDK takes seconds for a call and more than a minute to begin.
+The SDK lives in a child process (`ChildProcess`). The tier connects to the master by TCP before it starts a child, and
+in every probe: without an answer of the master, the SDK takes seconds for a call and more than a minute to begin.
 
 A child ends when a call takes longer than `timeout`, when a channel breaks, or by `close`. A call whose child is lost
-returns, by an exception, only when the kernel says that the child is dead: then nothing touches its extents any more,
-neither the process nor a network adapter on its behalf. The next probe starts another child. The cluster's memory that
-lay in the child is lost with it.
+raises only once the kernel reports the child dead. From then on nothing touches its extents, neither the process nor a
+network adapter on its behalf. The next probe starts another child. The child's part of the cluster's memory is lost.
 
-These count as misses, too: an entry on a node that has died (its reads fail until the master forgets the node, 10 s by
-default), and everything after a master was started anew without high availability. They concern entries, not the
-cluster, so they are no errors; a node that makes calls slow suspends the tier by the queue's deadline.
+Some failures concern entries, not the cluster, so they count as misses: reads from a dead node, until the master
+forgets it (10 s by default), and all reads after the master restarted without high availability. A node that slows
+calls down suspends the tier through the queue's deadline.
 """
 
 import importlib.util
@@ -30,7 +29,7 @@ from kvdepot.tiers.url import TierUrl
 
 logger = logging.getLogger(__name__)
 
-_OPEN_SECONDS: Final = 0.8  # that `open_tier` waits for the child
+_OPEN_SECONDS: Final = 0.8  # the wait of `open_tier` for the child
 _COUNTERS: Final = {m.Outcome.NO_SPACE: "no_space", m.Outcome.TRANSFER_FAILED: "transfer_failed"}
 
 
@@ -49,11 +48,11 @@ class MooncakeTier:
 
     @property
     def writer_pid(self) -> int:
-        """The child's pid; changes when it is started again, and is 0 while there is none."""
+        """The pid of the present child, 0 while there is none."""
         return self._child.pid
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier`. Asks the master alone: an entry of a node that has just died is still said to be there."""
+        """See `Tier`. Asks only the master, which still reports entries of a node that has just died."""
         outcomes: list[m.Outcome] = []
         for first in range(0, len(keys), m.KEYS_A_MESSAGE):
             outcomes += self._ask(m.Contains(list(keys[first : first + m.KEYS_A_MESSAGE]))).values
@@ -75,7 +74,7 @@ class MooncakeTier:
         self._child.ask(m.Remove(list(keys)), m.Cleared)
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        """See `Tier`. For all nodes that use the same prefix."""
+        """See `Tier`. Clears for all nodes that use the same prefix."""
         yield self._child.ask(m.Clear(tenant, model), m.Cleared).count
 
     def probe(self) -> None:
@@ -92,7 +91,7 @@ class MooncakeTier:
         """Wait until the first child has joined the cluster or has failed.
 
         Raises:
-            ConfigError: it cannot ever.
+            ConfigError: no child can ever join.
         """
         self._child.settled.wait(timeout_seconds)
         if self._child.is_final:
@@ -101,12 +100,12 @@ class MooncakeTier:
             logger.warning("mooncake: continuing without the cluster of %s: %s", self._options.master, self._child.why)
 
     def usage(self) -> TierUsage:
-        """See `Tier`. What the cluster holds, only its master knows."""
+        """See `Tier`. Only the master knows the contents of the cluster."""
         with self._lock:
             return TierUsage(counters=dict(self._counters))
 
     def close(self) -> None:
-        """See `Tier`. The entries that lie in this node's part of the cluster are gone with it."""
+        """See `Tier`. The entries in this node's part of the cluster are lost."""
         with self._lock:
             self._is_closed = True
         self._child.leave()

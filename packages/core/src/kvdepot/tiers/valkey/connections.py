@@ -1,6 +1,6 @@
 """Connections to a Valkey or Redis server, each lent to one thread at a time.
 
-A connection on which a call raised is closed, as the next bytes on it may belong to an earlier question.
+A connection is closed after a call on it raised, as its next bytes may belong to an earlier command.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from kvdepot.tiers.valkey.resp import Command, Reply, ReplyError, receive, send
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a server is and how to get in."""
+    """Address and credentials of a server."""
 
     host: str
     port: int = 6379
@@ -26,7 +26,7 @@ class Server:
     password: str = ""
     database: int = 0
     tls: ssl.SSLContext | None = None
-    timeout_seconds: float = 0.75  # of connecting, of sending a command, and of each wait for bytes
+    timeout_seconds: float = 0.75  # for connecting, for sending a command, and for each wait for bytes
 
     def __repr__(self) -> str:  # no password in tracebacks
         return f"Server({self.unix_path or f'{self.host}:{self.port}'})"
@@ -36,7 +36,7 @@ class Connection:
     """One connection.
 
     Raises:
-        OSError: no connection, or the server does not let us in.
+        OSError: the server cannot be reached, or refuses the credentials.
     """
 
     def __init__(self, server: Server) -> None:
@@ -61,22 +61,22 @@ class Connection:
 
         Args:
             commands: names and arguments.
-            targets: for each command (or for none) where its reply shall be read to if it is a string of exactly this
-                size; the reply is the target then.
+            targets: empty, or for each command the memory for its reply. A string of exactly this size is read into it
+                and returned as the target itself.
 
         Raises:
-            OSError: the connection is of no use any more.
+            OSError: the connection is unusable from now on.
         """
         send(self._socket, commands)
         return [receive(self._reader, target) for target in targets or [None] * len(commands)]
 
     @property
     def is_stale(self) -> bool:
-        """Whether an idle connection has something to read: its end, or what belongs to nobody."""
+        """Whether an idle connection has something to read: its end, or bytes of no command."""
         return bool(_readable(self._socket))
 
     def shut_down(self) -> None:
-        """Make whoever waits on this connection fail now."""
+        """Fail the call that waits on this connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -98,7 +98,7 @@ class Connections:
 
     @contextlib.contextmanager
     def lend(self) -> Generator[Connection]:
-        """Lend a connection, an idle one if there is one that is sound."""
+        """Lend a connection: an idle and usable one, or a new one."""
         connection = self._take() or Connection(self._server)
         with self._lock:
             self._lent.add(connection)
@@ -112,7 +112,7 @@ class Connections:
         self._give_back(connection, is_sound=True)
 
     def close(self) -> None:
-        """Close those that are idle and end what happens on the others; they are closed as they come back."""
+        """Close idle connections and fail the calls on the others, which are closed when they come back."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []

@@ -1,7 +1,7 @@
-"""The protocol of Valkey and Redis (RESP2), as far as a tier needs it, without copies of large values.
+"""The part of the protocol of Valkey and Redis (RESP2) that a tier needs, without copies of large values.
 
-Payloads are sent as they lie in the pool, and replies are read into it: 2.8 to 3.5 GB/s on one connection where
-redis-py, which builds `bytes` of them, had 0.42 to 0.48 (`docs/performance.md`, "Other tiers").
+Payloads are sent from the pool, and replies are read into it: 2.8 to 3.5 GB/s on one connection. redis-py, which copies
+them into `bytes`, had 0.42 to 0.48 (`docs/performance.md`, "Other tiers").
 """
 
 import socket
@@ -13,14 +13,14 @@ from typing import Final, TypeAlias
 Reader: TypeAlias = "BufferedReader[socket.SocketIO]"
 
 _CRLF: Final = b"\r\n"
-_LARGEST_REPLY: Final = 64 << 20  # of one string; a tier writes nothing larger
+_LARGEST_REPLY: Final = 64 << 20  # of one string, as a tier writes none larger
 _MOST_ITEMS: Final = 1 << 20
 _SMALL: Final = 4096  # strings up to here are copied into one send
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyError:
-    """The server's refusal of a command: a value, as the replies behind it are read all the same."""
+    """The server's refusal of a command. A value, not an exception, as the replies behind it must be read, too."""
 
     text: str
 
@@ -34,7 +34,7 @@ def send(to: socket.socket, commands: Sequence[Command]) -> None:
     """Send commands.
 
     Raises:
-        OSError: the connection is of no use any more.
+        OSError: the connection is unusable from now on.
     """
     small = bytearray()
     for command in commands:
@@ -53,10 +53,10 @@ def send(to: socket.socket, commands: Sequence[Command]) -> None:
 
 
 def receive(reader: Reader, target: memoryview | None = None) -> Reply:
-    """Read one reply; into `target`, which is returned then, if it is a string of exactly that size.
+    """Read one reply. Read a string of exactly the size of `target` into it, and return `target`.
 
     Raises:
-        OSError: the connection is of no use any more.
+        OSError: the connection is unusable from now on.
     """
     line = reader.readline(65536)
     if not line.endswith(_CRLF):

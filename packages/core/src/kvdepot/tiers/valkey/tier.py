@@ -2,7 +2,7 @@
 
 An entry is a small string, its **head** (seal and number of parts), and its payload in parts of at most 4 MiB, because
 the server is slow with larger strings. All names begin with `kvdepot:TENANT:MODEL:` (labels in hex), so that a scan
-finds them. The head is written last. The server may evict parts one by one: an entry that lacks one is a miss.
+finds them. The head is written last. The server may evict single parts; an entry that lacks one is a miss.
 
 The option `ttl` limits how long entries stay, and the server decides which ones to evict (`maxmemory-policy
 allkeys-lru`). A full server that refuses a write fails this write only. A batch of entries is one round trip on one
@@ -31,7 +31,7 @@ PART_BYTES: Final = 4 << 20
 
 _PREFIX: Final = b"kvdepot:"
 _HEAD_BYTES: Final = SEAL_BYTES + 4
-_MOST_PARTS: Final = 1024  # of an entry, that are removed
+_MOST_PARTS: Final = 1024  # removed with one entry
 _SCANNED_AT_ONCE: Final = b"1000"
 _PROBE: Final = b"kvdepot-probe"
 _DURATION: Final = re.compile(r"(\d{1,10}(?:\.\d{1,10})?)(ms|s|m|h|d)")
@@ -53,9 +53,9 @@ class ValkeyTier:
     """Entries as strings of a Valkey or Redis server.
 
     Args:
-        pool: where the extents are.
-        server: where to go.
-        ttl_seconds: how long entries stay; 0 for as long as the server keeps them.
+        pool: contains the extents.
+        server: its address and credentials.
+        ttl_seconds: lifetime of entries; 0 for as long as the server keeps them.
     """
 
     batch_entries = 4
@@ -86,7 +86,7 @@ class ValkeyTier:
         outcomes = [[next(replies) for _ in range(length)] == [b"OK"] * length for length in lengths]
         refused = [(place, keys[place], lengths[place]) for place, ok in enumerate(outcomes) if not ok]
         self._count("refused", len(refused))
-        # Some of it may have been taken, and all of it may have been there before.
+        # The server may have taken some parts, and may have had all of them before.
         names = [[head_name(key), *(part_name(key, part) for part in range(length - 1))] for _, key, length in refused]
         hollow: list[bytes] = []
         found = self._call([[b"EXISTS", *each] for each in names])
@@ -94,7 +94,7 @@ class ValkeyTier:
             outcomes[place] = number == length
             if number != length:
                 hollow.append(each[0])
-        if hollow:  # heads would promise what is not there
+        if hollow:  # their heads would promise missing parts
             self._call([[b"UNLINK", *hollow]])
         return outcomes
 
@@ -133,7 +133,7 @@ class ValkeyTier:
             self._call([[b"UNLINK", *names]])
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        """See `Tier`; looks at every name in the database."""
+        """See `Tier`. Scans every name in the database."""
         any_label = b"?" * (2 * LABEL_BYTES)
         labels = [any_label if label is None else label.hex().encode() for label in (tenant, model)]
         pattern = _PREFIX + b":".join(labels) + b":*"
@@ -152,11 +152,11 @@ class ValkeyTier:
                 return
 
     def probe(self) -> None:
-        """See `Tier`: writes, for a replica would answer anything else. A full server answers as well."""
+        """See `Tier`. Writes, as a replica would answer anything else. A full server passes, too."""
         self._call([[b"SET", _PROBE, b"", b"PX", b"1000"]], may_be_full=True)
 
     def usage(self) -> TierUsage:
-        """See `Tier`; how much the server holds is not known here."""
+        """See `Tier`. The contents of the server are unknown."""
         with self._lock:
             return TierUsage(counters=dict(self._counters))
 
@@ -174,10 +174,10 @@ class ValkeyTier:
     def _call(
         self, commands: Sequence[Command], targets: Sequence[memoryview | None] = (), *, may_be_full: bool = False
     ) -> list[Reply]:
-        """Have commands done in one round trip.
+        """Run commands in one round trip.
 
         Raises:
-            OSError: the server does not answer, or refuses one of them, but not for lack of memory if it may be full.
+            OSError: the server does not answer, or refuses a command. With `may_be_full`, lack of memory is no error.
         """
         if not commands:
             return []
@@ -205,7 +205,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> ValkeyTier:
     """Open `valkey://USER:PASSWORD@HOST:PORT/DATABASE` or `valkey:///PATH/OF/SOCKET`; `valkeys` with TLS.
 
     Options: `ttl` (0: none; 90s, 1h, 7d), `timeout` in seconds (three quarters of the tier's deadline, and below it),
-    `password_file` (instead of a password that others see in the list of processes); with TLS `ca`, `cert` and `key`,
+    `password_file` (as others see a password of the URL in the process list); with TLS `ca`, `cert` and `key`,
     PEM files; with a socket `database`.
     """
     timeout = url.take_timeout()
