@@ -1,14 +1,14 @@
-"""The index: which chunks are in the pool, where their bytes are, and which chunk leaves when room is needed.
+"""The index of the pool: its chunks, the places of their bytes, and the order in which chunks leave.
 
 Modules import only those above them in this list:
 
 - `columns`, `space`, `prefix`, `quotas`: numbers by place, chunks by key, the prefix rule, bytes by tenant.
-- `tree`: nodes, and how many need them.
-- `visibility`, `entries`, `eviction`: what lookups find, records and extents, the policies LRU and ARC.
-- `shares`: one policy for each share of the pool and priority.
-- `priorities`: clients' hints, and when sessions end.
+- `tree`: nodes, and their holds.
+- `visibility`, `entries`, `eviction`: the chunks that lookups find, records and extents, the policies LRU and ARC.
+- `shares`: one policy for each share of the pool and each priority.
+- `priorities`: clients' hints, and the ends of sessions.
 - `room`: leases, evicting and clearing.
-- `parts`: makes all of these for one table.
+- `parts`: makes all of these over one table.
 - `restore`: fills them from an earlier server's table.
 - `index`: the facade, `ChunkIndex`.
 - `leases`, `pins`: prefixes that requests and operators keep.

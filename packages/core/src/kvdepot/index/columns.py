@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 _ITEM_BYTES: Final = {"B": 1, "I": 4, "Q": 8}
-_MAP_NORESERVE: Final = 0x4000  # untouched pages count nowhere
+_MAP_NORESERVE: Final = 0x4000  # untouched pages cost no memory
 
 
 def make_column(type_code: Literal["B", "I", "Q"], length: int) -> "memoryview[int]":
@@ -28,7 +28,7 @@ class Links:
     def __init__(self, length: int, num_lists: int) -> None:
         self.sizes = [0] * num_lists
         self._length = length
-        self._list_of = make_column("B" if num_lists < 256 else "I", length)  # plus one; 0 for none
+        self._list_of = make_column("B" if num_lists < 256 else "I", length)  # list + 1, 0 for no list
         # The entries from `length` on are the ends of the lists.
         self._following = make_column("I", length + num_lists)
         self._preceding = make_column("I", length + num_lists)
@@ -51,7 +51,7 @@ class Links:
             yield number
 
     def begin_with(self, number: int, which: int) -> None:
-        """Rotate a list, so that it begins with one of its numbers."""
+        """Rotate a list to begin with one of its numbers."""
         end = self._length + which
         before, after = self._preceding[end], self._following[end]
         self._following[before], self._preceding[after] = after, before

@@ -1,4 +1,4 @@
-"""Eviction policies: which chunk leaves when room is needed.
+"""Eviction policies, which choose the chunk that leaves when a store needs room.
 
 Chunks form trees by prefix. A parent outlives its children, so only leaves are evicted. Both policies act as if each
 use touched the whole prefix from its deepest chunk to the root: an ancestor is never colder than its descendants.
@@ -21,15 +21,15 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Bounds of one search for a victim. A store may need many, and must take only a few milliseconds.
-_MOST_LOOKED_AT: Final = 4096  # leaves that leases keep
+# Bounds of one search for a victim. A store may need many victims within a few milliseconds.
+_MOST_LOOKED_AT: Final = 4096  # leased leaves
 _MOST_MENDED: Final = 16  # outdated heap entries
 _MOST_TURNED: Final = 4096  # nodes that cannot leave
-_MOST_TOUCHED: Final = 512  # chunks of a prefix that one use moves
+_MOST_TOUCHED: Final = 512  # chunks of one prefix, moved by one use
 
 # Priorities: every policy evicts chunks of a lower priority first. Clients' hints change them.
 ENDED: Final = 0  # the client ended the session
-NORMAL: Final = 1  # a client's priority 0; higher ones are added to it
+NORMAL: Final = 1  # a client's priority 0; higher ones add to it
 
 
 class EvictionPolicy(Protocol):
@@ -39,19 +39,19 @@ class EvictionPolicy(Protocol):
     """
 
     def added(self, node: int) -> None:
-        """A chunk became complete: lookups may find it."""
+        """Add a chunk that became complete: lookups may find it."""
         ...
 
     def used(self, node: int) -> None:
-        """A prefix that ends with this chunk was used: it and its ancestors, deepest first."""
+        """Note a use of the prefix that ends with this chunk: of it and its ancestors, deepest first."""
         ...
 
     def unpinned(self, node: int) -> None:
-        """A node became evictable again: its last lease ended or its last child left."""
+        """Note that a node became evictable again: its last lease ended or its last child left."""
         ...
 
     def removed(self, node: int) -> None:
-        """A chunk was evicted or cleared. Another chunk may get its number."""
+        """Forget a chunk that was evicted or cleared. Another chunk may get its number."""
         ...
 
     def victim(self) -> int | None:
@@ -82,7 +82,7 @@ class ShareTree(ChunkTree):
 
 
 class LeastRecentlyUsed:
-    """Evicts the leaf that was used longest ago.
+    """Evicts the least recently used leaf.
 
     A use stores one number, however long the prefix. A chunk that becomes a leaf inherits the last use of the child
     that left, as if every use had touched every ancestor. A heap holds each leaf once. Its key may be outdated (too
@@ -119,9 +119,9 @@ class LeastRecentlyUsed:
         parent = self._tree.parent[node]
         if parent != NO_NODE:
             self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
-        self._last_use[node] = 0  # its number may go to a chunk that leaves unfinished, never `added`
+        self._last_use[node] = 0  # an unfinished chunk, never `added`, may get its number
         if self._heap and self._heap[0] & NO_NODE == node:
-            heapq.heappop(self._heap)  # the victim; otherwise a later search has to skip all of a long prompt
+            heapq.heappop(self._heap)  # the victim, so that a later search need not skip all of a long prompt
             self._queued[node] = 0
 
     def victim(self) -> int | None:
@@ -156,7 +156,7 @@ _SPARE: Final = 2
 
 
 class _Ghosts:
-    """Keys of evicted chunks: one list for those seen once, one for those seen again."""
+    """Keys of evicted chunks: a list for chunks seen once, and one for chunks seen again."""
 
     def __init__(self, capacity: int) -> None:
         self._slot_of: dict[bytes, int] = {}
@@ -181,7 +181,7 @@ class _Ghosts:
         self._slots.append(slot, which)
 
     def take(self, key: bytes) -> int | None:
-        """Forget a key; return the list it was in, None if it was in none."""
+        """Forget a key. Return its list, None if it was in no list."""
         slot = self._slot_of.get(key)
         if slot is None:
             return None
@@ -190,7 +190,7 @@ class _Ghosts:
         return which
 
     def trim(self, most: int) -> None:
-        """Forget the oldest keys, until each list has at most that many."""
+        """Forget the oldest keys, until no list is longer than its limit."""
         for which in (_ONCE, _AGAIN):
             while self._slots.sizes[which] > most:
                 slot = self._slots.first(which)

@@ -1,7 +1,7 @@
-"""Leases: who may read which chunks, and until when.
+"""Leases, which let a reader read chunks until they end.
 
 A lease pins nodes of the index for one request of one context. It ends when it is released, when its request or its
-context ends, or when it expires. A reader that goes on after that finds out by the generation of the records.
+context ends, or when it expires. A reader that continues after that notices it by the generation of the records.
 """
 
 from collections import OrderedDict
@@ -14,24 +14,24 @@ from kvdepot.index.index import ChunkIndex
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Some pinned nodes; the owner is a context and one of its requests."""
+    """Pinned nodes, owned by a context and one of its requests."""
 
     number: int
     context: int
     request_id: str
     nodes: tuple[int, ...]
-    expiry_seconds: float  # of the server's monotonic clock
-    extents: bytes = b""  # packed, where a mover may be asked to read
+    expiry_seconds: float  # on the server's monotonic clock
+    extents: bytes = b""  # packed; a mover may read only these
 
 
 class LeaseTable:
-    """Every lease, in the order of expiry (all live equally long)."""
+    """All leases in the order of expiry, as all live equally long."""
 
     def __init__(self, index: ChunkIndex, lease_seconds: float) -> None:
         self.lease_seconds = lease_seconds
         self.num_expired = 0
         self._index = index
-        self._leases: OrderedDict[int, Lease] = OrderedDict()  # finds its first item at once, unlike `dict`
+        self._leases: OrderedDict[int, Lease] = OrderedDict()  # finds its first item in O(1), unlike `dict`
         self._of_context: dict[int, set[int]] = {}
         self._of_request: dict[tuple[int, str], set[int]] = {}
         self._next = 1
@@ -53,12 +53,12 @@ class LeaseTable:
         return number
 
     def find(self, context: int, number: int) -> Lease | None:
-        """Return a lease of a context, None if it has no such lease (any more)."""
+        """Return a lease of a context, None if the context does not have it (any more)."""
         lease = self._leases.get(number)
         return lease if lease is not None and lease.context == context else None
 
     def release(self, context: int, number: int) -> bool:
-        """End one lease of a context; False if it has no such lease (any more)."""
+        """End one lease of a context. Return False if the context does not have it (any more)."""
         lease = self.find(context, number)
         if lease is None:
             return False
@@ -77,11 +77,11 @@ class LeaseTable:
         return True
 
     def end_request(self, context: int, request_id: str) -> Iterator[int]:
-        """End every lease that a request has now; yields how many at each step."""
+        """End every present lease of a request. Yield the number of each step."""
         return self._end(context, self._of_request.pop((context, request_id), ()))
 
     def end_context(self, context: int) -> Iterator[int]:
-        """End every lease that a context has now; yields how many at each step."""
+        """End every present lease of a context. Yield the number of each step."""
         return self._end(context, list(self._of_context.get(context, ())))
 
     def _end(self, context: int, numbers: Iterable[int]) -> Iterator[int]:
@@ -93,7 +93,7 @@ class LeaseTable:
         return bool(self._leases) and next(iter(self)).expiry_seconds <= now
 
     def expire(self, now: float) -> Iterator[int]:
-        """End the leases whose time is over; yields how many at each step."""
+        """End the expired leases. Yield the number of each step."""
         while self.has_expired(now):
             lease = next(iter(self))
             self.release(lease.context, lease.number)
@@ -105,11 +105,11 @@ class LeaseTable:
         return len(self._of_context.get(context, ()))
 
     def count_of_request(self, context: int, request_id: str) -> int:
-        """Return how many leases a request has, without those that are being ended."""
+        """Return how many leases a request has, without those that `end_request` is ending."""
         return len(self._of_request.get((context, request_id), ()))
 
     def check_integrity(self) -> None:
-        """Check that every lease is known to its context, and that nothing else is.
+        """Check that contexts know exactly their leases.
 
         Raises:
             IntegrityError: the tables disagree.

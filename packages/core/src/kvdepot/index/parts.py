@@ -16,12 +16,12 @@ from kvdepot.index.visibility import Visibility
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable
 
-_SPARE_NODES: Final = 1024  # more than twice as many as records, for ghosts
+_SPARE_NODES: Final = 1024  # beyond twice the records, for ghosts
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of one index, which begin without a node or a record."""
+    """The parts of one index."""
 
     table: IndexTable
     extents: ExtentAllocator
@@ -47,7 +47,7 @@ class Parts:
         return cls(table, extents, nodes, visibility, entries, shares, priorities, room)
 
     def add_node(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
-        """Make a node without entries; there must be a number left."""
+        """Make a node without entries. A free number must be left."""
         node = self.nodes.add(space, key, parent, depth, label)
         self.shares.add_node(node)
         self.visibility.add(node)

@@ -1,4 +1,4 @@
-"""Pins: prefixes that operators keep in the pool for a time. There may be very many, so all work is done in steps."""
+"""Pins, with which operators keep prefixes in the pool for a time. There may be very many, so all work is in steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Pin:
 
 
 class PinTable:
-    """Every pin. The number of an ended pin stays in the heap until its time."""
+    """All pins. The number of an ended pin stays in the heap until its expiry."""
 
     def __init__(self, index: ChunkIndex) -> None:
         self._index = index
@@ -28,7 +28,7 @@ class PinTable:
         return len(self._pins)
 
     def add(self, pin: Pin, expiry_seconds: float) -> None:
-        """Pin until a time of the server's monotonic clock."""
+        """Pin nodes until a time on the server's monotonic clock."""
         self._index.pin(pin.nodes)
         self._pins[self._next] = pin
         heappush(self._by_expiry, (expiry_seconds, self._next))
@@ -39,12 +39,12 @@ class PinTable:
         return bool(self._by_expiry) and self._by_expiry[0][0] <= now
 
     def expire(self, now: float) -> Iterator[int]:
-        """End expired pins; yield the count of each step."""
+        """End the expired pins. Yield the number of each step."""
         while self.has_expired(now):
             yield self._end(heappop(self._by_expiry)[1], None)
 
     def end(self, tenant: str | None) -> Iterator[int]:
-        """End the present pins of a tenant (None: of all); yield the count of each step."""
+        """End the present pins of a tenant (None: of all tenants). Yield the number of each step."""
         for number in list(self._pins):
             yield self._end(number, tenant)
 

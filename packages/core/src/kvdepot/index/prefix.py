@@ -1,4 +1,4 @@
-"""The prefix rule: how many leading chunks of a prompt are usable, given which groups of which chunks are there.
+"""The prefix rule: the number of usable leading chunks of a prompt, given the present groups of each chunk.
 
 Full attention needs every chunk before the boundary. A sliding window needs the chunks that it spans before the
 boundary. A recurrent state needs the last chunk alone, so it is a window of one chunk.
@@ -7,7 +7,7 @@ boundary. A recurrent state needs the last chunk alone, so it is a window of one
 from collections.abc import Callable, Sequence
 from typing import Final
 
-_MOST_WALKED: Final = 8192  # chunks back from the end of full attention: a boundary further back is not looked for
+_MOST_WALKED: Final = 8192  # chunks back from the end of full attention; a boundary further back is ignored
 
 
 def usable_prefix(
@@ -27,16 +27,16 @@ def usable_prefix(
     `usable_prefix(promotion.limit, has, full, windows, start=promotion.found)`.
 
     Args:
-        limit: chunks that were asked for.
-        has: says whether a chunk has a group. Groups mean nothing here: they are handed from below to `has`.
+        limit: chunks of the prompt.
+        has: whether a chunk has a group. This function only passes the groups on to it.
         full: groups of full attention.
-        windows: groups that need only some chunks before the boundary, each with how many. The smallest first is
+        windows: groups that need only some chunks before the boundary, each with that number. Smallest first is
             cheapest.
-        start: chunks that are known to be usable.
+        start: chunks known to be usable.
         is_closed: a chunk with a group of `full` has only such chunks before it, so a search may bisect. Otherwise
-            each chunk is asked for.
+            it asks for each chunk.
         last_boundary: given a limit and a least length, returns the longest prefix between them whose last chunk
-            has all `windows`, 0 if there is none. It only saves calls of `has`.
+            has all `windows`, 0 for none. It only saves calls of `has`.
     """
     find = _first_missing_of_closed if is_closed else _first_missing
     for group in full:
@@ -57,7 +57,7 @@ def usable_prefix(
 
 
 def _missing_before(limit: int, windows: Sequence[tuple[int, int]], has: Callable[[int, int], bool]) -> int | None:
-    """Return a chunk that a window before `limit` lacks, None if the windows are whole."""
+    """Return a chunk missing from a window before `limit`, None if the windows are whole."""
     for group, num_chunks in windows:
         for chunk in range(max(0, limit - num_chunks), limit):
             if not has(chunk, group):
@@ -76,8 +76,8 @@ def _first_missing_of_closed(start: int, limit: int, group: int, has: Callable[[
     """Try the last chunk, then gallop, then bisect."""
     if limit <= start or has(limit - 1, group):
         return limit
-    low, step = start, 1  # chunks before `low` are there
-    high = limit - 1  # this chunk is not
+    low, step = start, 1  # chunks before `low` are present
+    high = limit - 1  # this chunk is missing
     while low < high:
         probe = min(low + step, high) - 1
         if not has(probe, group):

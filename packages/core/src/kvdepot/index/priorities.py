@@ -1,4 +1,4 @@
-"""Priorities: clients' hints which prefixes leave before or after others, and when they end."""
+"""Priorities, with which clients hint that prefixes leave before or after others, and the ends of sessions."""
 
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
@@ -21,18 +21,18 @@ class Priorities:
         self._nodes = nodes
         self._shares = shares
         self._num_uses = 0
-        self._used_at = make_column("Q", nodes.tree.capacity)  # how many uses there had been by its last
-        self._deadlines: dict[int, int] = {}  # seconds by the node where a session ends
-        self._by_deadline: list[tuple[int, int]] = []  # heap; an entry that `_deadlines` does not have is stale
+        self._used_at = make_column("Q", nodes.tree.capacity)  # the count of all uses at its last one
+        self._deadlines: dict[int, int] = {}  # seconds, by the last node of a session
+        self._by_deadline: list[tuple[int, int]] = []  # heap; an entry missing from `_deadlines` is stale
 
     def add_node(self, node: int) -> None:
-        """Begin a node that was never used."""
+        """Start with an unused node."""
         self._used_at[node] = 0
 
     def used(self, node: int) -> Iterator[int] | None:
-        """Tell the policy that a prefix ending here was used. One that was said to have ended has not.
+        """Tell the policy that a prefix ending here was used. This revokes an end of its session.
 
-        Returns the rest of that work for a long prefix, in steps as those of `set_priority`; None if none is left.
+        Return the rest of the work for a long prefix, in steps like those of `set_priority`; None if none is left.
         """
         self.forget_deadline(node)
         priority, rest = self._nodes.tree.priority, None
@@ -49,18 +49,18 @@ class Priorities:
     def set_priority(self, node: int, is_own: Callable[[int], bool], priority: int) -> Iterator[int]:
         """Let the chunks that only this prefix needs leave after chunks of lower priority of its share.
 
-        Only chunks whose label `is_own`, here and below. Yields how many since it last did, the end of the prefix with
-        the first step, which comes at once. Between two steps the index may be used for anything: a later hint for
-        the prefix wins, and a use of a prefix that was to end.
+        Change only chunks whose label `is_own`. The first step begins at the end of the prefix. Yield after each step
+        how many chunks it changed. Between two steps the index may be used for anything. A later hint for the prefix
+        wins, and so does a use of a prefix whose session ends.
         """
         return self._hint(node, is_own, NORMAL + priority)
 
     def end_session(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
-        """Let the chunks that only this prefix needs leave before all others; yields as `set_priority` does."""
+        """Let the chunks that only this prefix needs leave before all others. Yield as `set_priority` does."""
         return self._hint(node, is_own, ENDED)
 
     def end_session_at(self, node: int, is_own: Callable[[int], bool], deadline: float) -> None:
-        """Do what `end_session` does at a later time, unless the prefix is used before."""
+        """Call `end_session` at a later time, unless the prefix is used before."""
         if not is_own(self._nodes.label[node]):
             return
         second = self._deadlines[node] = max(1, ceil(deadline))
@@ -71,11 +71,11 @@ class Priorities:
 
     @property
     def num_deadlines(self) -> int:
-        """Deadlines that take memory, stale ones included."""
+        """The number of deadlines in memory, including stale ones."""
         return len(self._by_deadline)
 
     def forget_deadline(self, node: int) -> None:
-        """Let no session end at a node: it was used, hinted otherwise or dropped."""
+        """Drop the deadline of a node: it was used, got another hint or was dropped."""
         self._deadlines.pop(node, None)
 
     def has_ended(self, now: float) -> bool:
@@ -83,7 +83,7 @@ class Priorities:
         return bool(self._by_deadline) and self._by_deadline[0][0] <= now
 
     def expire(self, now: float) -> Iterator[int]:
-        """End the sessions whose time has come; yields as `set_priority` does."""
+        """End the sessions whose time has come. Yield as `set_priority` does."""
         while self.has_ended(now):
             second, node = heappop(self._by_deadline)
             if self._deadlines.get(node) == second:
@@ -91,7 +91,7 @@ class Priorities:
                 yield from self.end_session(node, self._nodes.label[node].__eq__)
 
     def _hint(self, node: int, is_own: Callable[[int], bool], priority: int) -> Iterator[int]:
-        """Change chunks from the end of a prefix up to where another branches off or somebody else's begin."""
+        """Change chunks from the end of a prefix up to the first that another prefix needs or another tenant owns."""
         num_children, label = self._nodes.tree.num_children, self._nodes.label
         if is_own(label[node]):
             self.forget_deadline(node)
@@ -100,7 +100,7 @@ class Priorities:
         )
 
     def _spread(self, start: int, is_wanted: Callable[[int, int], bool], priority: int) -> Iterator[int]:
-        """Change chunks towards the root while `is_wanted(node, how many were changed)`."""
+        """Change chunks towards the root while `is_wanted(node, num_changed)`."""
         tree, keys = self._nodes.tree, self._nodes.tree.keys
         node, count, began, start_key = start, 0, self._num_uses, keys[start]
         while node != NO_NODE and is_wanted(node, count) and (priority != ENDED or self._used_at[node] <= began):

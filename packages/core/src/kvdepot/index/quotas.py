@@ -1,4 +1,4 @@
-"""Quotas of the pool's bytes, and which tenant makes room.
+"""Quotas of the pool's bytes, and the tenants that make room.
 
 A quota guarantees a tenant that many bytes. A tenant may borrow idle space on top. When a store needs room, shares
 above their quota give it, the one with the largest relative excess first. If no share is above its quota, the storing
@@ -26,11 +26,11 @@ class QuotaTable:
     Bytes are counted by share and by tenant.
 
     Args:
-        capacity_bytes: of the pool.
+        capacity_bytes: size of the pool.
         quotas: bytes by tenant.
 
     Raises:
-        ConfigError: there are too many quotas, or they are more than the pool.
+        ConfigError: there are too many quotas, or their sum exceeds the pool.
     """
 
     def __init__(self, capacity_bytes: int, quotas: Mapping[str, int] | None = None) -> None:
@@ -61,7 +61,7 @@ class QuotaTable:
         return len(self.quota_bytes)
 
     def add_label(self, number: int, tenant: str) -> None:
-        """Learn the tenant of a label. Labels are numbered from 0 on."""
+        """Note the tenant of the next label. Labels are numbered from 0 on."""
         self._tenant_of.extend([0] * (number + 1 - len(self._tenant_of)))
         if tenant not in self._tenants:
             self._tenants[tenant] = len(self._names)
@@ -108,7 +108,7 @@ class QuotaTable:
         """Give a tenant a quota, or change it. New chunks count against it at once; the caller moves older ones.
 
         Raises:
-            ConfigError: the quotas would be more than the pool, or there are too many; nothing has changed.
+            ConfigError: the quotas would exceed the pool, or there are too many; nothing has changed.
         """
         share = self._share_by_name.get(name) or self._without.get(name)
         more = num_bytes - (self.quota_bytes[share] if share else 0)
@@ -142,9 +142,9 @@ class QuotaTable:
         return self.num_shares - 1
 
     def end_quota(self, name: str) -> bool:
-        """Let a tenant share what quotas leave, from the next chunk on; False if it does so already.
+        """Remove a tenant's quota for its next chunks. Return False if it has none.
 
-        Its quota is given back by `forget_quota`, once the caller has moved its chunks.
+        The caller moves its older chunks and then gives the quota back with `forget_quota`.
         """
         share = self._share_by_name.pop(name, None)
         if share is None:

@@ -1,7 +1,7 @@
-"""Restoring: rebuilds the parts of an index from the table of an earlier server, in steps of some milliseconds.
+"""Rebuilds the parts of an index from the table of an earlier server, in steps of some milliseconds.
 
-A record that was being written keeps its extent, whatever else does not fit: its writer may live and still fill it.
-A sealed record that does not verify or fit is freed.
+A record that was being written always keeps its extent, as its writer may live and still fill it. A sealed record that
+does not verify or fit is freed.
 """
 
 from array import array
@@ -22,8 +22,8 @@ class Restoring:
     """One pass over the table; `run` does the work."""
 
     def __init__(self, parts: Parts, num_spaces: int, num_labels: int) -> None:
-        self.nodes = array("I")  # made of sealed records and not visible yet, parents first
-        self.unfinished: list[int] = []  # records that were being written: they have an extent and belong to no chunk
+        self.nodes = array("I")  # made of sealed records, not visible yet; parents first
+        self.unfinished: list[int] = []  # records that were being written, with an extent and without a chunk
         self._parts = parts
         self._num_spaces = num_spaces
         self._num_labels = num_labels
@@ -35,13 +35,13 @@ class Restoring:
         yield from self._read(records)
         by_depth: dict[int, list[Record]] = {}
         yield from self._take_extents(records, by_depth)
-        records.clear()  # so that `_make_nodes` frees each with its level, and not all of them at once
+        records.clear()  # so that `_make_nodes` frees them level by level, not all at once
         yield from self._make_nodes(by_depth)
         yield from self._free_others()
         yield from self._tell_policies()
 
     def _read(self, records: list[Record]) -> Iterator[None]:
-        """Read the records whose space and label are known, and all that were being written."""
+        """Read the records of known spaces and labels, and all that were being written."""
         for number in range(self._parts.table.num_records):
             record = self._parts.table.record(number)
             if record is not None and (
@@ -69,11 +69,11 @@ class Restoring:
         self.unfinished.sort()
 
     def _make_nodes(self, by_depth: dict[int, list[Record]]) -> Iterator[None]:
-        """Make nodes, those of one depth after those before it."""
+        """Make nodes, level by level."""
         above: dict[bytes, int] = {}
         for depth in sorted(by_depth):
             if depth and depth - 1 not in by_depth:
-                above = {}  # those are not one chunk up
+                above = {}  # they are more than one chunk up
             level: dict[bytes, int] = {}
             records = by_depth[depth][::-1]
             by_depth[depth] = []
@@ -88,9 +88,9 @@ class Restoring:
             above = level
 
     def _take_entry(self, record: Record, above: dict[bytes, int], level: dict[bytes, int]) -> bool:
-        """Take an entry over; `level` has the nodes of its depth, `above` those one chunk up.
+        """Take an entry over. `level` has the nodes of its depth, `above` those one chunk up.
 
-        Both by the start of a key, which is how records name a parent, and the space.
+        The keys of both are the space and the start of a chunk's key, as records name parents.
         """
         nodes, entries = self._parts.nodes, self._parts.entries
         space = nodes.spaces[record.space]
@@ -104,7 +104,7 @@ class Restoring:
         node = space.nodes.get(record.key)
         if node is None:
             if name in level:
-                return False  # two keys that begin alike: nothing tells which of them is whose parent
+                return False  # two keys begin alike, so the parent is ambiguous
             node = self._parts.add_node(space, record.key, parent, record.depth, record.label)
             nodes.last_use[node] = 0
             self.nodes.append(node)
@@ -129,7 +129,7 @@ class Restoring:
                 yield
 
     def _tell_policies(self) -> Iterator[None]:
-        """Add the nodes to their policies, the one that was used last at the end."""
+        """Add the nodes to their policies, the most recently used one last."""
         last_use, depth, shares = self._parts.nodes.last_use, self._parts.nodes.depth, self._parts.shares
         keys: list[int] = []
         for count, node in enumerate(self.nodes):

@@ -1,10 +1,10 @@
-"""Room: which chunk leaves, and how it leaves.
+"""Makes room: chooses the chunks that leave, and removes them.
 
 Only nodes without children, leases and unfinished writes leave, so full attention stays prefix-closed: if a chunk is
-visible, so is everything before it, and a lease holds just the deepest chunk. A lease yields where its share is above
-its quota and a share within its own needs room.
+visible, so is everything before it, and a lease holds just the deepest chunk. A lease yields if its share is above its
+quota and a share within its own needs room.
 
-A node whose entries are all gone stays as a ghost while it has children. Those are invisible and may be evicted.
+A node that lost all entries stays as a ghost while it has children. Those are invisible and may be evicted.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ from kvdepot.wire.histogram import Histogram
 
 _REMOVE_STEP: Final = 25  # chunks
 _SCAN_STEP: Final = 500  # chunks that stay
-_MOST_LEASED: Final = 1024  # leased chunks, in search of one without children
+_MOST_LEASED: Final = 1024  # leased chunks in one search for one without children
 
 
 class Room:
@@ -34,10 +34,10 @@ class Room:
         self, nodes: Nodes, visibility: Visibility, entries: Entries, shares: Shares, priorities: Priorities
     ) -> None:
         self.num_evicted = 0
-        self.num_leased_evicted = 0  # of these, in spite of a lease
-        self.num_steps = 0  # evictions and unfinished stores that were ended, to make room
+        self.num_leased_evicted = 0  # of these, those with a lease
+        self.num_steps = 0  # evictions, and unfinished stores ended to make room
         self.is_frozen = False  # nothing leaves while the index is being rebuilt
-        # Called for a share that must get room when nothing can leave: ends an unfinished store of one above its quota.
+        # Ends an unfinished store of a share above its quota. Called when nothing can leave for a share that is owed room.
         self.end_store: Callable[[], bool] = lambda: False
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of evicted chunks
         self._nodes = nodes
@@ -46,8 +46,8 @@ class Room:
         self._shares = shares
         self._priorities = priorities
         capacity = nodes.tree.capacity
-        self._num_leases = make_column("I", capacity)  # leases and pins, which are among its holds
-        # Nodes with leases by share, the one that was leased last at the end.
+        self._num_leases = make_column("I", capacity)  # leases and pins, both among its holds
+        # Nodes with leases by share, the most recently leased one last.
         self._leased = Links(capacity, MAXIMUM_QUOTAS + 1)
 
     # --- holds ----------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Room:
     def pin(self, nodes: Iterable[int]) -> None:
         """Keep nodes, and so everything before them, until `unpin`.
 
-        Bytes that their share has above its quota are not kept from others that are within theirs.
+        Other shares that are within their quota may still take the bytes that this share has above its own.
         """
         tree = self._nodes.tree
         for node in nodes:
@@ -72,14 +72,14 @@ class Room:
             self.release(node)
 
     def release(self, node: int) -> None:
-        """Undo one hold; a ghost that nothing needs any more leaves at once."""
+        """Undo one hold. A ghost without holds leaves at once."""
         if self._nodes.release(node):
             self.settle(node)
 
     def settle(self, node: int) -> int:
-        """Drop a node that nothing needs if it is a ghost, and ghosts before it; tell the policy of a chunk.
+        """Drop an unneeded ghost, and unneeded ghosts before it. Tell the policy about an unneeded chunk.
 
-        Returns the chunk that can leave now, `NO_NODE` if there is none.
+        Return the chunk that can leave now, `NO_NODE` if there is none.
         """
         while self._entries.is_ghost(node):
             self._shares.policy_of(node).removed(node)
@@ -95,11 +95,11 @@ class Room:
     # --- leaving --------------------------------------------------------------------------------------------------
 
     def evict_one(self, share: int = 0, *, is_owed: bool = False) -> bool:
-        """Evict the next chunk to make room for a share of the pool; False if none can leave.
+        """Evict the next chunk to make room for a share of the pool. Return False if none can leave.
 
-        A share that `is_owed` room, as it asks within its quota, gets it from those above theirs: first chunks that
-        nothing needs, then chunks that they lease. If unfinished stores hold all of it, one of those ends, and a second
-        request finds the room. Only then its own chunks leave.
+        A share that `is_owed` room, because it stays within its quota, gets it from shares above theirs: first unneeded
+        chunks, then leased ones. If unfinished stores hold all of that room, one of them ends, and a second request
+        finds the room. Only then the share's own chunks leave.
         """
         if self.is_frozen:
             return False
@@ -120,7 +120,7 @@ class Room:
         return False
 
     def next_victim(self) -> int | None:
-        """Return the chunk that would leave next to make room for anybody, without removing it."""
+        """Return the next chunk to leave for any share, without removing it."""
         if self.is_frozen:
             return None
         for number in self._shares.quotas.victims(0):
@@ -130,7 +130,7 @@ class Room:
         return None
 
     def evict(self, node: int) -> bool:
-        """Evict this very chunk; False if something needs it, or the index is being rebuilt."""
+        """Evict a certain chunk. Return False if it is needed, or the index is being rebuilt."""
         if self.is_frozen or not self._nodes.tree.evictable(node):
             return False
         self._evict(node)
@@ -139,8 +139,8 @@ class Room:
     def clear(self, wanted: Callable[[int, Space], bool]) -> Iterator[int]:
         """Remove every chunk for which `wanted(label, space)` holds and that nobody uses.
 
-        A chunk with a descendant that stays, stays too; all do while the index is being rebuilt. Yields how many
-        entries were removed since it last did. Between two steps the index may be used for anything.
+        A chunk stays, too, if one of its descendants does. All chunks stay while the index is being rebuilt. Yield
+        after each step how many entries it removed. Between two steps the index may be used for anything.
         """
         tree = self._nodes.tree
 
@@ -154,7 +154,7 @@ class Room:
                 yield 0
 
     def clear_end(self, node: int) -> Iterator[int]:
-        """Remove a chunk and those before it, up to the first that something else needs; yields as `clear` does."""
+        """Remove a chunk and those before it, up to the first that is needed otherwise. Yield as `clear` does."""
         return self._clear_up(node, lambda _node: True)
 
     def set_quota(self, tenant: str, num_bytes: int) -> Iterator[int]:
@@ -167,7 +167,7 @@ class Room:
         return self._shares.set_quota(tenant, num_bytes, move_leases)
 
     def _leased_victim(self) -> int | None:
-        """Return a chunk of a share above its quota that only leases keep, None if none is found."""
+        """Return a chunk of a share above its quota that only leases keep, None if the search finds none."""
         leased, tree = self._leased, self._nodes.tree
         for share in self._shares.quotas.above():
             node = NO_NODE
@@ -175,7 +175,7 @@ class Room:
                 if not tree.num_children[node] and tree.holds[node] == self._num_leases[node]:
                     return node
             if node != NO_NODE:
-                leased.begin_with(node, share)  # the next search goes on there
+                leased.begin_with(node, share)  # the next search continues there
         return None
 
     def _evict(self, node: int) -> None:
@@ -184,7 +184,7 @@ class Room:
         self._remove(node)
 
     def _remove(self, node: int) -> int:
-        """Remove a chunk that nothing but leases needs; return the chunk that can leave next as `settle` does."""
+        """Remove a chunk that at most leases keep. Return the chunk that can leave next, as `settle` does."""
         for record in list(self._entries.of(node)):
             self._entries.remove(record)
         return self.settle(node)

@@ -1,4 +1,4 @@
-"""Shares: which share of the pool and which priority a chunk counts against, with one eviction policy for each."""
+"""Shares of the pool: one eviction policy for each share and priority, and the chunks that count against them."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -9,7 +9,7 @@ from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import Nodes
 
 _MOVE_STEP: Final = 40  # chunks that change their share
-_SCAN_STEP: Final = 500  # chunks that do not
+_SCAN_STEP: Final = 500  # chunks that keep it
 
 
 class Shares:
@@ -25,11 +25,11 @@ class Shares:
 
     @property
     def num_errors(self) -> int:
-        """Calls of policies that failed."""
+        """The number of failed calls of policies."""
         return sum(policy.num_errors for policies in self._policies for policy in policies.values())
 
     def add_node(self, node: int) -> None:
-        """Begin a node with the share of its label and without a hint."""
+        """Start a node with the share of its label and without a hint."""
         self._nodes.tree.share[node] = self.quotas.share_of(self._nodes.label[node])
         self._nodes.tree.priority[node] = NORMAL
 
@@ -38,7 +38,7 @@ class Shares:
         return self._policies[self._nodes.tree.share[node]][self._nodes.tree.priority[node]]
 
     def victim(self, share: int) -> int | None:
-        """Return the chunk of a share that leaves next, None if none can."""
+        """Return the next chunk of a share to leave, None if none can."""
         for policy in self._policies[share].values():
             node = policy.victim()
             if node is not None:
@@ -53,12 +53,12 @@ class Shares:
     def set_quota(self, tenant: str, num_bytes: int, on_moved: Callable[[int], object]) -> Iterator[int]:
         """Change a tenant's quota, 0 for none, and count its chunks against it.
 
-        They are ordered anew, as if they had been used in the order of their numbers. Calls `on_moved` with each, and
-        yields how many were moved since it last did. Between two steps the index may be used for anything but another
+        The chunks get a new order, as if they had been used in the order of their numbers. Call `on_moved` with each,
+        and yield after each step how many it moved. Between two steps the index may be used for anything but another
         `set_quota`.
 
         Raises:
-            ConfigError: with the first step; there is no room for such a quota.
+            ConfigError: in the first step, if the pool has no room for the quota.
         """
         if num_bytes:
             self.quotas.set_quota(tenant, num_bytes)

@@ -21,7 +21,7 @@ class Space:
     number: int
     spec: CacheSpec
     nodes: dict[bytes, int] = field(default_factory=dict[bytes, int])
-    digest: bytes = b""  # names the spec everywhere
+    digest: bytes = b""  # names the spec in keys and records
     full_mask: int = 0  # bit g: group g is full attention
     full: tuple[int, ...] = ()  # that mask, if it has bits
     window_mask: int = 0  # bit g: group g is a sliding window or a recurrent state

@@ -1,6 +1,6 @@
-"""The tree of chunks: one node a chunk, below the chunk before it. It knows nobody above it.
+"""The tree of chunks: one node per chunk, below the chunk before it. It imports no other part of the index above it.
 
-A node number is given out again once its chunk has left and nothing holds it any more.
+A node number is reused once its chunk has left and has no holds.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ NO_NODE: Final = 0xFFFFFFFF
 
 @dataclass(slots=True)
 class ChunkTree:
-    """What eviction policies see of the tree: columns by node number."""
+    """The tree as seen by eviction policies: columns by node number."""
 
     capacity: int  # nodes
     keys: list[bytes | None]  # of the numbers given out so far; None: not in use
@@ -28,17 +28,17 @@ class ChunkTree:
 
     @classmethod
     def with_room(cls, capacity: int) -> "ChunkTree":
-        """Return one without chunks."""
+        """Return an empty tree."""
         parent, num_children, holds, share = (make_column("I", capacity) for _ in range(4))
         return cls(capacity, [], parent, num_children, holds, share, make_column("B", capacity))
 
     def evictable(self, node: int) -> bool:
-        """Whether nothing needs the chunk."""
+        """Whether the chunk is here, without holds and children."""
         return not self.num_children[node] and not self.holds[node] and self.keys[node] is not None
 
 
 class Nodes:
-    """Every node, and what is known of its chunk."""
+    """All nodes, with the facts about their chunks."""
 
     def __init__(self, capacity: int, spaces: list[Space]) -> None:
         self.spaces = spaces
@@ -47,9 +47,9 @@ class Nodes:
         self.depth = make_column("I", capacity)
         self.space_number = make_column("I", capacity)
         self.label = make_column("I", capacity)
-        self.last_use = make_column("Q", capacity)  # seconds; a chunk inherits that of a child that leaves
+        self.last_use = make_column("Q", capacity)  # seconds; a chunk inherits the value of a child that leaves
         self._next_free = make_column("I", capacity)
-        self._free = NO_NODE  # the first number that was given back
+        self._free = NO_NODE  # the first free number
         self._num_free = 0
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class Nodes:
         return self._free == NO_NODE and len(self.tree.keys) == self.tree.capacity
 
     def add(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
-        """Make a node without holds and children; there must be a number left. Share and priority are not set."""
+        """Make a node without holds and children. A free number must be left. The caller sets share and priority."""
         tree, node = self.tree, self._free
         if node == NO_NODE:
             node = len(tree.keys)
@@ -83,7 +83,7 @@ class Nodes:
         return node
 
     def drop(self, node: int) -> int:
-        """Remove a node without children; return its parent. A held number is given back with its last hold."""
+        """Remove a node without children; return its parent. A held number becomes free with its last hold."""
         tree = self.tree
         parent = tree.parent[node]
         del self.spaces[self.space_number[node]].nodes[self.key_of(node)]
@@ -97,10 +97,10 @@ class Nodes:
         return parent
 
     def release(self, node: int) -> bool:
-        """Undo one hold; return whether nothing needs the chunk any more."""
+        """Undo one hold. Return whether the chunk is evictable now."""
         tree = self.tree
         tree.holds[node] -= 1
-        if tree.keys[node] is None and not tree.holds[node]:  # it left although it was leased
+        if tree.keys[node] is None and not tree.holds[node]:  # it left in spite of a lease
             self._give_back(node)
         return tree.evictable(node)
 
@@ -124,7 +124,7 @@ class Nodes:
         return self.spaces[self.space_number[node]]
 
     def idle_seconds(self, node: int) -> int:
-        """Return how long ago a prefix that ends with this chunk was stored or used, as far as that is known."""
+        """Return the seconds since a prefix ending with this chunk was stored or used, as far as that is known."""
         return max(0, self.now - self.last_use[node])
 
     def label_of(self, node: int) -> int:
@@ -152,7 +152,7 @@ class Nodes:
         return bool(self.tree.holds[node])
 
     def is_chain(self, node: int) -> bool:
-        """Whether a node has one child, and nothing else needs it."""
+        """Whether a node has one child and no holds."""
         return self.tree.num_children[node] == 1 and not self.tree.holds[node]
 
     def check_integrity(self) -> None:
@@ -174,6 +174,6 @@ class Nodes:
                 require(self.depth[parent] == self.depth[node] - 1, f"node {node} is not one below node {parent}")
         for node, key in enumerate(tree.keys):
             require(key is None or tree.num_children[node] == children[node], f"node {node} miscounts its children")
-        # A chunk that left although it was leased keeps its number until the lease ends.
+        # A chunk that left in spite of a lease keeps its number until the lease ends.
         num_left = sum(key is None and bool(tree.holds[node]) for node, key in enumerate(tree.keys))
         require(len(self) == num_left + sum(len(space.nodes) for space in self.spaces), "node numbers were lost")

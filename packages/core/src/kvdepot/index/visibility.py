@@ -1,4 +1,4 @@
-"""Visibility: which chunks a lookup finds.
+"""Visibility: the chunks that a lookup finds.
 
 A chunk is complete when every shard of every full-attention group of it is sealed. It is visible when it is complete
 and the chunks before it are visible. Visible chunks are prefix-closed with full attention, so a lookup probes about ten
@@ -25,11 +25,11 @@ class Visibility:
         self._on_hidden = on_hidden
         self.is_visible = make_column("B", nodes.tree.capacity)
         self.sealed_groups = make_column("Q", nodes.tree.capacity)  # bit g: all shards of group g are sealed
-        self.broken: set[int] = set()  # nodes that were visible and are not; those after them may be
-        self._waiting: dict[int, set[int]] = {}  # complete nodes by the parent that is not visible yet
+        self.broken: set[int] = set()  # nodes that were visible; those after them may still be marked
+        self._waiting: dict[int, set[int]] = {}  # complete nodes, by their invisible parent
 
     def add(self, node: int) -> None:
-        """Begin a node without sealed groups."""
+        """Start a node without sealed groups."""
         self.sealed_groups[node] = 0
         self.is_visible[node] = 0
 
@@ -42,13 +42,13 @@ class Visibility:
         self.broken.discard(node)
 
     def is_complete(self, node: int) -> bool:
-        """Whether all that full attention needs of a node is sealed, and something is."""
+        """Whether all full-attention groups of a node are sealed, and at least one group is."""
         full_mask = self._nodes.space_of(node).full_mask
         sealed = self.sealed_groups[node]
         return bool(sealed) and sealed & full_mask == full_mask
 
     def reveal(self, node: int) -> None:
-        """Make a node visible if it may be, then the nodes that waited for it."""
+        """Make a node visible if it is ready, then the nodes that waited for it."""
         parents, spaces = self._nodes.tree.parent, self._nodes
         pending = [node]
         while pending:
@@ -66,7 +66,7 @@ class Visibility:
                 pending += self._waiting.pop(node, ())
 
     def lose(self, node: int, group: int) -> None:
-        """Note that a group of a node is not whole any more."""
+        """Note that a group of a node lost an entry."""
         self.sealed_groups[node] &= ~(1 << group)
         if self.is_visible[node] and not self.is_complete(node):
             self._hide(node)
@@ -81,7 +81,7 @@ class Visibility:
     # --- finding --------------------------------------------------------------------------------------------------
 
     def find(self, space: Space, key: bytes, depth: int) -> int | None:
-        """Return the node of a chunk that is visible."""
+        """Return the node of a visible chunk."""
         node = space.nodes.get(key)
         return node if node is not None and self.is_visible[node] and self._nodes.depth[node] == depth else None
 
@@ -134,7 +134,7 @@ class Visibility:
         return limit, tuple(node for node in found if node is not None)
 
     def _first_break(self, space: Space, digests: bytes, limit: int) -> int:
-        """Return how many chunks come before the first broken one; walks chunks or breaks, whichever are fewer."""
+        """Return how many chunks come before the first broken one. Walk chunks or breaks, whichever are fewer."""
         if len(self.broken) > limit:
             for chunk in range(limit):
                 if space.nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]) in self.broken:
