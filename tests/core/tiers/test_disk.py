@@ -423,10 +423,7 @@ def test_a_file_system_that_turns_read_only_still_serves_and_is_written_when_it_
         assert write(queue, [keys[number]], [extents[number]]) == [False]
         assert read(queue, keys[:5], extents_of(30, [EXTENT_BYTES] * 5)) == [True] * 5, "nothing leaves that stays"
     assert not queue.is_suspended
-    assert (
-        said(caplog, "writes are declined, stored entries are still served: it cannot be written: Read-only")
-        == 1
-    )
+    assert said(caplog, "writes are declined, stored entries are still served: it cannot be written: Read-only") == 1
     assert queue.tier.usage().counters["not_writable"] == 7
     queue.tier.probe()
     remount(small_disk, "rw")

@@ -120,7 +120,7 @@ def test_a_tier_that_a_probe_empties_fails_the_suite() -> None:
     pool = make_pool()
     bench = FaultyBench(ForgettingTier(pool, 1 << 20), pool)
     with pytest.raises(AssertionError):
-        TierSuite().test_errors_in_a_row_open_the_breaker_until_the_storage_is_back(bench)
+        TierSuite().test_errors_in_a_row_suspend_the_tier_until_the_storage_is_back(bench)
     bench.close()
 
 

@@ -37,7 +37,7 @@ class Room:
         self.num_leased_evicted = 0  # of these, those with a lease
         self.num_steps = 0  # evictions, and unfinished stores ended to make room
         self.is_frozen = False  # nothing leaves while the index is being rebuilt
-        # Ends an unfinished store of a share above its quota. Called when nothing can leave for a share that is owed room.
+        # Ends an unfinished store of a share above its quota, when nothing can leave for a share that is owed room.
         self.end_store: Callable[[], bool] = lambda: False
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of evicted chunks
         self._nodes = nodes

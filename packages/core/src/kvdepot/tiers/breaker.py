@@ -187,7 +187,7 @@ class Breaker:
             self.why_suspended = f"{type(error).__name__}: {error}"
             self._probe_at = self._clock() + self._retry_seconds
             return
-        logger.warning("tier %s answers again", self._name)
+        logger.warning("tier %s is back", self._name)
         self.why_suspended = ""
         self.num_errors = 0
         self._resumed_at = self._clock()

@@ -259,7 +259,7 @@ class FaultyBench:
         wait_until(is_over, what=f"a probe {before}")
 
     def break_down(self) -> None:
-        """Have the storage raise until the breaker is open, and a probe raise."""
+        """Have the storage raise until the tier is suspended, and a probe raise."""
         self.tier.error = OSError(5, "Input/output error")
         for number in range(ERRORS_TO_SUSPEND):
             assert self.read(number, number + 1) == [False]
@@ -268,7 +268,7 @@ class FaultyBench:
         assert self.queue.is_suspended
 
     def come_back(self) -> None:
-        """Have the storage answer again, and be probed if the breaker is open."""
+        """Have the storage answer again, and probe it if the tier is suspended."""
         self.tier.error = None
         if self.queue.is_suspended:
             self.probe()

@@ -250,7 +250,7 @@ class TierSuite:
         assert faulty.read(0, 8) == [True] * 8
 
     @pytest.mark.promise(31)
-    def test_errors_in_a_row_open_the_breaker_until_the_storage_is_back(self, faulty: FaultyBench) -> None:
+    def test_errors_in_a_row_suspend_the_tier_until_the_storage_is_back(self, faulty: FaultyBench) -> None:
         """Each of them is a miss."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.break_down()
