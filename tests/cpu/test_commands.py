@@ -3,15 +3,19 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
+from support.terminal import Terminal, run_in_terminal
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -48,6 +52,11 @@ def test_the_demo_verifies_what_two_engines_share_and_survives_a_killed_depot() 
     assert summary["restart"]["entries_after"] == summary["restart"]["entries_before"] == summary["num_entries"]
     assert summary["restart"]["hit_rate"] > 0.9
     assert summary["num_leases"] == 0
+    without = summary["without_depot"]
+    assert without["prompt_tokens"] == summary["prompt_tokens"]
+    assert without["retrieved_bytes"] == without["stored_bytes"] == 0
+    assert without["hit_rate"] < summary["hit_rate"]
+    assert without["compute_seconds"] > summary["compute_seconds"]
 
 
 def test_a_trace_is_replayed_with_real_bytes(trace: Path) -> None:
@@ -167,3 +176,50 @@ def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, said) == (130, "")
+
+
+def lines_of(written: str) -> list[str]:
+    """Return what was drawn, without empty lines."""
+    return [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)) if line.strip()]
+
+
+def test_the_demo_fits_80_columns_and_says_what_the_depot_saved_and_what_is_next() -> None:
+    shown = run_in_terminal([sys.executable, "-m", "kvdepot", "demo"])
+    assert shown.status == 0, shown.text
+    lines = lines_of(shown.text)
+    assert max(map(len, lines)) <= 80
+    assert sum("starting a depot" in line for line in lines) >= 3  # it moves before the first request
+    assert any(re.fullmatch(r"  prompt tokens computed +[\d,]+ -> +[\d,]+ +[\d.]+ times less", line) for line in lines)
+    assert lines[-1].startswith("  kvdepot top")
+    plain = run("demo").stdout
+    assert max(map(len, plain.splitlines())) <= 80
+    assert "  with a depot " in plain
+
+
+def pool_of_a_depot_in(directory: str) -> Path:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            arguments = path.read_text().split("\0")
+            if "--pool-dir" in arguments and arguments[arguments.index("--dir") + 1].startswith(directory):
+                return Path(arguments[arguments.index("--pool-dir") + 1])
+    raise AssertionError(f"no depot in {directory}")
+
+
+def test_ctrl_c_in_the_demo_is_one_line_and_frees_its_memory() -> None:
+    pools: list[Path] = []
+    with tempfile.TemporaryDirectory() as place:
+
+        def interrupt(shown: Terminal, write: Callable[[str], object]) -> None:
+            if not pools and "serving" in shown.text:
+                pools.append(pool_of_a_depot_in(place))
+                assert pools[0].exists()
+                write("\x03")
+
+        command = [sys.executable, "-c", _HEARING_INTERRUPTS, "demo"]
+        shown = run_in_terminal(command, environment={"TMPDIR": place}, on_output=interrupt)
+        assert not list(Path(place).iterdir())
+    assert shown.status == 130
+    assert lines_of(shown.text)[-1] == "Stopped. The depot and the engines have ended, and their memory is free."
+    assert "Traceback" not in shown.text
+    assert pools
+    assert not pools[0].exists()

@@ -1,19 +1,22 @@
-"""`kvdepot demo`: two engines share one depot, before your eyes, and every byte is verified.
+"""`kvdepot demo`: the same conversations with and without a depot, side by side, and a depot that is killed.
 
-Conversations of several turns share system prompts; each turn goes to whichever engine is free, so an engine often
-needs what the other one computed. At the end the depot is killed and started again: the cache is still there.
+Two engines share a depot, two others have none. Conversations of several turns share system prompts; each turn goes to
+whichever engine is free, so an engine often needs what the other one computed. Every byte that comes from the depot is
+compared. In the end the depot is killed and started again: the cache is still there.
 """
 
 import random
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvdepot.config import format_size
-from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry, RequestReport
-from kvdepot.lab.fleet import Fleet, Prompt
+from kvdepot.errors import KVDepotError
+from kvdepot.lab.demo_view import Lane, View, demo_view
+from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry
+from kvdepot.lab.fleet import EngineProcess, Fleet, Prompt
 from kvdepot.lab.processes import wait_until
-from kvdepot.lab.totals import Totals, live_view
 from kvdepot.pool.room import available_memory_bytes
 
 _SEED: Final = 20261121
@@ -21,6 +24,15 @@ _NUM_ENGINES: Final = 2
 _NUM_SYSTEM_PROMPTS: Final = 3
 _SYSTEM_TOKENS: Final = 1024
 _NUM_TURNS: Final = 8
+_TOKENS_PER_SECOND: Final = 20_000.0
+
+_NEXT: Final = """\
+Next:
+  kvdepot doctor    check this machine
+  kvdepot serve     start a depot, then one or more vLLMs beside it:
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVDepotConnector",
+      "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+  kvdepot top       watch them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +47,8 @@ class DemoPlan:
 
 def plan_demo(memory_bytes: int) -> DemoPlan:
     """Scale the demo to the free memory: the pool holds all conversations, an engine's cache only a few."""
-    pool_bytes = max(256 << 20, min(2 << 30, memory_bytes // 8))
-    geometry = replace(GEOMETRY_8B, name="8B GQA, 8 of 32 layers", num_layers=8)
+    pool_bytes = max(64 << 20, min(512 << 20, memory_bytes // 8))
+    geometry = replace(GEOMETRY_8B, name="2 of the 32 layers of an 8B model", num_layers=2)
     tokens = pool_bytes // geometry.bytes_per_token
     conversations = max(2, int(tokens * 0.85) // 4096)
     return DemoPlan(geometry, pool_bytes, pool_bytes // 5, conversations)
@@ -64,29 +76,40 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
     Raises:
         KVDepotError: something failed, bytes were wrong included.
     """
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, flush=True)
+
     plan = plan_demo(available_memory_bytes())
     conversations = make_conversations(plan.num_conversations)
-    total = sum(len(conversation) for conversation in conversations)
+    say(
+        f"Two engines share a depot, two have none. Both pairs serve {len(conversations)} conversations of\n"
+        f"{_NUM_TURNS} turns. No model runs: computing a prompt token is a pause of"
+        f" {1e6 / _TOKENS_PER_SECOND:.0f} µs. The\nKV cache is real ({plan.geometry.name}:"
+        f" {format_size(plan.geometry.bytes_per_token)} a\ntoken), and every byte that the depot returns is compared.\n"
+    )
     started = time.monotonic()
-    if not quiet:
-        print(
-            f"One depot with a pool of {format_size(plan.pool_bytes)}, two engines with a KV cache of"
-            f" {format_size(plan.engine_cache_bytes)} each,\n{plan.geometry.name}"
-            f" ({format_size(plan.geometry.bytes_per_token)} a token); {len(conversations)} conversations of"
-            f" {_NUM_TURNS} turns.\n",
-            flush=True,
-        )
-    with Fleet(
-        plan.geometry, num_engines=_NUM_ENGINES, pool_bytes=plan.pool_bytes, engine_cache_bytes=plan.engine_cache_bytes
-    ) as fleet:
-        totals = _serve(fleet, conversations, total, "conversations", quiet)
-        if not quiet:
-            print(totals.describe())
-        status = fleet.depot.status()
-        restart = _restart(fleet, conversations, quiet)
-        after = fleet.depot.status()
+    try:
+        with demo_view(quiet=quiet) as view:
+            view.step("starting a depot and four engines")
+            with Fleet(
+                plan.geometry, num_engines=_NUM_ENGINES, num_alone=_NUM_ENGINES, pool_bytes=plan.pool_bytes,
+                engine_cache_bytes=plan.engine_cache_bytes, tokens_per_second=_TOKENS_PER_SECOND,
+            ) as fleet:  # fmt: skip
+                view.step("serving")
+                alone, shared = _race(fleet, conversations, view)
+                status = fleet.depot.status()
+                restart, again = _restart(fleet, conversations, view)
+                after = fleet.depot.status()
+    except KeyboardInterrupt:
+        say("Stopped. The depot and the engines have ended, and their memory is free.")
+        raise
+    say(_describe(alone, shared, restart, again))
     return {
-        **totals.as_dict(),
+        **shared.totals.as_dict(),
+        "race_seconds": round(shared.seconds, 2),
+        "without_depot": {**alone.totals.as_dict(), "race_seconds": round(alone.seconds, 2)},
         "seconds": round(time.monotonic() - started, 2),
         "pool_size_bytes": plan.pool_bytes,
         "pool_used_bytes": status.pool_used_bytes,
@@ -97,21 +120,33 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
     }
 
 
-def _serve(fleet: Fleet, conversations: list[list[Prompt]], total: int, title: str, quiet: bool) -> Totals:
-    totals = Totals()
-    with live_view(title, total, totals, quiet) as update:
+def _race(fleet: Fleet, conversations: list[list[Prompt]], view: View) -> tuple[Lane, Lane]:
+    """Serve the conversations without a depot and with one, at the same time."""
+    errors: list[KVDepotError] = []
+    total = sum(len(conversation) for conversation in conversations)
 
-        def on_report(_engine: int, _prompt: Prompt, report: RequestReport) -> None:
-            totals.add(report)
-            update()
+    def serve(lane: Lane, engines: list[EngineProcess]) -> None:
+        try:
+            fleet.run(conversations, lambda _engine, _prompt, report: lane.add(report), engines)
+        except KVDepotError as error:
+            errors.append(error)
 
-        fleet.run(conversations, on_report)
-    return totals
+    alone, shared = view.lane("without a depot", total), view.lane("with a depot", total)
+    pairs = ((alone, fleet.alone), (shared, fleet.engines))
+    threads = [threading.Thread(target=serve, args=pair, daemon=True) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return alone, shared
 
 
-def _restart(fleet: Fleet, conversations: list[list[Prompt]], quiet: bool) -> dict[str, Any]:
+def _restart(fleet: Fleet, conversations: list[list[Prompt]], view: View) -> tuple[dict[str, Any], Lane]:
     """Kill the depot, start it again, and ask once more for the last turn of every conversation."""
     before = fleet.depot.status()
+    view.step("kill -9 of the depot, and a new one on the same memory")
     fleet.depot.kill()
     started = time.monotonic()
     fleet.depot.start()
@@ -119,21 +154,42 @@ def _restart(fleet: Fleet, conversations: list[list[Prompt]], quiet: bool) -> di
     # Each engine comes back by itself, with its scheduler and its worker.
     wait_until(lambda: fleet.depot.status().num_sessions == 2 * len(fleet.engines), what="engines to come back")
     back_seconds = time.monotonic() - started
-    last_turns = [conversation[-1:] for conversation in conversations]
-    totals = _serve(fleet, last_turns, len(last_turns), "after kill -9 of the depot", quiet)
+    view.step("asking for the last turns again")
+    lane = view.lane("after the kill", len(conversations))
+    fleet.run([conversation[-1:] for conversation in conversations], lambda _e, _p, report: lane.add(report))
     after = fleet.depot.status()
-    if not quiet:
-        print(
-            f"\nThe depot was killed (SIGKILL) and started again: it answered after {seconds * 1000:.0f} ms with"
-            f" {after.num_entries:,} of {before.num_entries:,} entries;\nno engine was restarted, both were back after"
-            f" {back_seconds * 1000:.0f} ms; now"
-            f" {totals.hit_rate:.1%} of the tokens of every last turn were not computed,"
-            f" {format_size(totals.verified_bytes)} verified, {totals.wrong_bytes} bytes wrong."
-        )
     return {
         "seconds": round(seconds, 3),
         "seconds_until_engines_are_back": round(back_seconds, 3),
         "entries_before": before.num_entries,
         "entries_after": after.num_entries,
-        **{name: totals.as_dict()[name] for name in ("hit_rate", "verified_bytes", "wrong_bytes")},
-    }
+        **{name: lane.totals.as_dict()[name] for name in ("hit_rate", "verified_bytes", "wrong_bytes")},
+    }, lane
+
+
+def _describe(alone: Lane, shared: Lane, restart: dict[str, Any], again: Lane) -> str:
+    """Return what the depot saved, in lines of at most 80 characters."""
+    a, s = alone.totals, shared.totals
+
+    def row(name: str, without: float, with_depot: float, unit: str, decimals: int = 0) -> str:
+        left, right = (f"{value:,.{decimals}f}{unit}" for value in (without, with_depot))
+        return f"  {name:30}{left:>10} -> {right:>9}  {without / max(1e-9, with_depot):6.1f} times less"
+
+    others = s.tokens["shared"] / max(1, s.num_tokens)
+    entries = f"{restart['entries_after']:,} of {restart['entries_before']:,} entries"
+    verified = format_size(s.verified_bytes + again.totals.verified_bytes)
+    return "\n".join(
+        [
+            "",
+            "The same requests without and with a depot:",
+            row("prompt tokens computed", a.tokens["computed"], s.tokens["computed"], ""),
+            row("median time to first token", a.first_token_seconds * 1e3, s.first_token_seconds * 1e3, " ms"),
+            row("time until all were served", alone.seconds, shared.seconds, " s", 1),
+            f"{others:.0%} of the prompt tokens came from the other engine through the depot.",
+            f"Killed with SIGKILL, the depot was back after {restart['seconds']:.1f} s with {entries}.",
+            f"No engine restarted, and {again.totals.hit_rate:.0%} of the last turns was still cached.",
+            f"{verified} came back from the depot; {s.wrong_bytes + again.totals.wrong_bytes} bytes were wrong.",
+            "",
+            _NEXT,
+        ]
+    )

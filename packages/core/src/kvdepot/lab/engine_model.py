@@ -63,11 +63,17 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0
     lookup_seconds: float = 0.0
     retrieve_seconds: float = 0.0
+    compute_seconds: float = 0.0
     retrieved_bytes: int = 0
     store_seconds: float = 0.0
     stored_bytes: int = 0
     verified_bytes: int = 0
     wrong_bytes: int = 0
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Time until the whole prompt is in the engine's cache, without the comparison of bytes."""
+        return self.lookup_seconds + self.retrieve_seconds + self.compute_seconds
 
 
 class EngineModel:
@@ -81,6 +87,8 @@ class EngineModel:
         url: the depot.
         chunk_tokens: None for the default.
         copy_threads: as in `CpuTransferContext`.
+        tokens_per_second: speed of the model that it stands for: computing pauses for the rest of that time. None
+            computes as fast as it can.
 
     Raises:
         BackendUnavailable: the CPU backend is not installed.
@@ -96,6 +104,7 @@ class EngineModel:
         url: str | None = None,
         chunk_tokens: int | None = None,
         copy_threads: int | None = None,
+        tokens_per_second: float | None = None,
     ) -> None:
         backend = get_backend("cpu")
         try:
@@ -109,6 +118,7 @@ class EngineModel:
 
         self.geometry = geometry
         self.chunk_tokens = chunk_tokens or default_chunk_tokens([geometry.block_tokens])
+        self._tokens_per_second = tokens_per_second
         self.blocks_per_chunk = self.chunk_tokens // geometry.block_tokens
         self._namespace = namespace
         words = geometry.page_size_bytes // 8
@@ -191,22 +201,28 @@ class EngineModel:
                 wrong += self.count_wrong_bytes(chunk)
                 verified += self.geometry.bytes_per_token * self.chunk_tokens
         own = sum(chunk in self._stored for chunk in chunks[local : local + retrieved])
+        tokens = self.chunk_tokens
+        num_computed = num_tokens - (local + retrieved) * tokens
+        started = time.perf_counter()
         for chunk in chunks[local + retrieved :]:
             self.compute(chunk)
+        if self._tokens_per_second:
+            time.sleep(max(0.0, started + num_computed / self._tokens_per_second - time.perf_counter()))
+        compute_seconds = time.perf_counter() - started
         started = time.perf_counter()
         store = self.context.submit_store(request_id, key, [self.blocks.of(chunks)])
         store.result()
         store_seconds = time.perf_counter() - started
         self._stored.update(chunks[local + retrieved :])
-        tokens = self.chunk_tokens
         return RequestReport(
             prompt_tokens=num_tokens,
             device_tokens=local * tokens,
             own_tokens=own * tokens,
             shared_tokens=(retrieved - own) * tokens,
-            computed_tokens=num_tokens - (local + retrieved) * tokens,
+            computed_tokens=num_computed,
             lookup_seconds=lookup_seconds,
             retrieve_seconds=retrieve_seconds,
+            compute_seconds=compute_seconds,
             retrieved_bytes=retrieved_bytes,
             store_seconds=store_seconds,
             stored_bytes=store.num_bytes,

@@ -35,6 +35,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     geometry: Geometry
     num_blocks: int
     chunk_tokens: int | None = None
+    has_depot: bool = True  # False: it serves on at once, and every request is a miss while nobody is at `url`
+    tokens_per_second: float | None = None  # as in `EngineModel`
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -64,7 +66,7 @@ def tokens_of(segments: Iterable[tuple[int, int]]) -> list[int]:
 
 
 class EngineProcess:
-    """One engine in a process of its own; `serve` is for one thread at a time."""
+    """One engine in a process of its own; it starts while the caller goes on. `serve` is for one thread at a time."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.instance = settings.instance
@@ -74,18 +76,20 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-        try:
-            self._send(settings)
-            self._receive("")
-        except BaseException:  # Ctrl-C while it starts
-            self._process.kill()
-            self.close()
-            raise
+        self._send(settings)
 
     @property
     def pid(self) -> int:
         """The engine's process."""
         return self._process.pid
+
+    def wait_until_ready(self) -> None:
+        """Wait until it serves.
+
+        Raises:
+            KVDepotError: it could not start, or found no depot.
+        """
+        self._receive("")
 
     def serve(self, prompt: Prompt) -> RequestReport:
         """Serve one request.
@@ -98,6 +102,10 @@ class EngineProcess:
         if answer.report is None:
             raise KVDepotError(f"{self.instance}: request {prompt.request_id} failed: {answer.error}")
         return answer.report
+
+    def kill(self) -> None:
+        """End the process now; whoever waits for its answer gets an error."""
+        self._process.kill()
 
     def close(self) -> None:
         """End the process."""
@@ -131,8 +139,39 @@ class EngineProcess:
         return answer
 
 
+def start_engines(settings: Iterable[EngineSettings]) -> list[EngineProcess]:
+    """Start engines side by side, and return them when all of them serve.
+
+    Raises:
+        KVDepotError: one could not start, or found no depot.
+    """
+    engines: list[EngineProcess] = []
+    try:
+        for each in settings:
+            engines.append(EngineProcess(each))  # an error or Ctrl-C ends those before it
+        for engine in engines:
+            engine.wait_until_ready()
+    except BaseException:
+        for engine in engines:
+            engine.kill()
+            engine.close()
+        raise
+    return engines
+
+
 class Fleet:
-    """One depot and several engines, stopped and removed together."""
+    """One depot and several engines, stopped and removed together.
+
+    Args:
+        geometry: of the engines' model.
+        num_engines: engines that share the depot.
+        pool_bytes: size of the depot's pool.
+        engine_cache_bytes: size of the KV cache of each engine.
+        policy: of the depot's pool.
+        chunk_tokens: None for the default.
+        num_alone: further engines, which have no depot.
+        tokens_per_second: of all engines, as in `EngineModel`.
+    """
 
     def __init__(
         self,
@@ -143,36 +182,48 @@ class Fleet:
         engine_cache_bytes: int,
         policy: str = "lru",
         chunk_tokens: int | None = None,
+        num_alone: int = 0,
+        tokens_per_second: float | None = None,
     ) -> None:
-        needed = pool_bytes + num_engines * engine_cache_bytes
+        needed = pool_bytes + (num_engines + num_alone) * engine_cache_bytes
         if needed > available_memory_bytes():
             raise KVDepotError(
                 f"needs {format_size(needed)} of memory, {format_size(available_memory_bytes())} are free:"
                 " choose a smaller --pool-size"
             )
-        self.geometry = geometry
-        self.pool_bytes = pool_bytes
-        self.engines: list[EngineProcess] = []
         self.depot = DepotProcess("--policy", policy, pool_size=str(pool_bytes), log_level="error")
+        num_blocks = engine_cache_bytes // geometry.block_size_bytes
+        nowhere = str(self.depot.directory / "none")
         try:
-            num_blocks = engine_cache_bytes // geometry.block_size_bytes
-            for number in range(num_engines):
-                settings = EngineSettings(f"engine-{number}", self.depot.url, geometry, num_blocks, chunk_tokens)
-                self.engines.append(EngineProcess(settings))
+            engines = start_engines(
+                EngineSettings(
+                    f"engine-{number}", self.depot.url if number < num_engines else nowhere, geometry, num_blocks,
+                    chunk_tokens, number < num_engines, tokens_per_second,
+                )
+                for number in range(num_engines + num_alone)
+            )  # fmt: skip
         except BaseException:
-            self.close()
+            self.depot.close()
             raise
+        self.engines, self.alone = engines[:num_engines], engines[num_engines:]
 
     def run(
-        self, conversations: Sequence[Sequence[Prompt]], on_report: Callable[[int, Prompt, RequestReport], None]
+        self,
+        conversations: Sequence[Sequence[Prompt]],
+        on_report: Callable[[int, Prompt, RequestReport], None],
+        engines: Sequence[EngineProcess] | None = None,
     ) -> None:
         """Serve every prompt: those of one conversation in order, the conversations side by side on all engines.
 
-        `on_report` is called with the engine's number, the prompt and its report, by one thread at a time.
+        Args:
+            conversations: the prompts.
+            on_report: called with the engine's number, the prompt and its report, by one thread at a time.
+            engines: that serve; None for those that share the depot.
 
         Raises:
             KVDepotError: an engine failed.
         """
+        engines = self.engines if engines is None else engines
         ready: queue.Queue[tuple[int, int] | None] = queue.Queue()
         lock = threading.Lock()
         left = sum(len(conversation) for conversation in conversations)
@@ -184,7 +235,7 @@ class Fleet:
                 conversation, turn = item
                 prompt = conversations[conversation][turn]
                 try:
-                    report = self.engines[number].serve(prompt)
+                    report = engines[number].serve(prompt)
                 except BaseException as error:
                     with lock:
                         errors.append(error)
@@ -194,7 +245,7 @@ class Fleet:
                         left -= 1
                         on_report(number, prompt, report)
                 if left <= 0:
-                    for _ in self.engines:
+                    for _ in engines:
                         ready.put(None)
                 elif turn + 1 < len(conversations[conversation]):
                     ready.put((conversation, turn + 1))
@@ -203,7 +254,7 @@ class Fleet:
             if conversation:
                 ready.put((number, 0))
         if left:
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(len(self.engines))]
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(len(engines))]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -213,7 +264,7 @@ class Fleet:
 
     def close(self) -> None:
         """End every process and remove what they left."""
-        for engine in self.engines:
+        for engine in (*self.engines, *self.alone):
             engine.close()
         self.depot.close()
 
@@ -223,6 +274,9 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:  # Ctrl-C: threads may wait for answers
+            for engine in (*self.engines, *self.alone):
+                engine.kill()
         self.close()
 
 
@@ -237,9 +291,10 @@ def main() -> None:
     try:
         engine = EngineModel(
             settings.instance, settings.geometry, settings.num_blocks, Namespace(settings.geometry.name),
-            url=settings.url, chunk_tokens=settings.chunk_tokens,
+            url=settings.url, chunk_tokens=settings.chunk_tokens, tokens_per_second=settings.tokens_per_second,
         )  # fmt: skip
-        engine.wait_until_connected(_START_SECONDS)
+        if settings.has_depot:
+            engine.wait_until_connected(_START_SECONDS)
     except KVDepotError as error:
         _say(Answer("", error=str(error)))
         return

@@ -19,7 +19,7 @@ from typing import Any, Final
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import KVDepotError, RemoteError
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry, RequestReport
-from kvdepot.lab.fleet import EngineProcess, EngineSettings, Prompt
+from kvdepot.lab.fleet import EngineProcess, EngineSettings, Prompt, start_engines
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
 
@@ -121,7 +121,7 @@ class Soak:
     def start_engine(self, instance: str) -> EngineProcess:
         """Start one engine process."""
         num_blocks = _ENGINE_CACHE_BYTES // _GEOMETRY.block_size_bytes
-        return EngineProcess(EngineSettings(instance, self._depot.url, _GEOMETRY, num_blocks))
+        return start_engines([EngineSettings(instance, self._depot.url, _GEOMETRY, num_blocks)])[0]
 
     def prompt(self, rng: random.Random, request_id: str) -> Prompt:
         """Return a turn of a conversation; one in ten is given up after its lookup."""

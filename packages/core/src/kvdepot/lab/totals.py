@@ -14,8 +14,8 @@ from kvdepot.lab.engine_model import RequestReport
 SOURCES = ("device", "own", "shared", "computed")
 SOURCE_NAMES = {
     "device": "engine's own cache",
-    "own": "depot, stored by the same engine",
-    "shared": "depot, stored by another engine",
+    "own": "depot, its own",
+    "shared": "depot, another's",
     "computed": "computed",
 }
 
@@ -34,6 +34,8 @@ class Totals:
     retrieve_seconds: float = 0.0
     lookups: list[float] = field(default_factory=list[float])
     retrieves: list[float] = field(default_factory=list[float])
+    first_tokens: list[float] = field(default_factory=list[float])
+    compute_seconds: float = 0.0
 
     def add(self, report: RequestReport) -> None:
         """Count one request."""
@@ -45,6 +47,8 @@ class Totals:
         self.verified_bytes += report.verified_bytes
         self.wrong_bytes += report.wrong_bytes
         self.lookups.append(report.lookup_seconds)
+        self.first_tokens.append(report.first_token_seconds)
+        self.compute_seconds += report.compute_seconds
         if report.stored_bytes:
             self.store_seconds += report.store_seconds
         if report.retrieved_bytes:
@@ -60,6 +64,11 @@ class Totals:
     def hit_rate(self) -> float:
         """Share of the prompt tokens that were not computed."""
         return 1 - self.tokens["computed"] / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Median time to the first token."""
+        return _quantile(self.first_tokens, 0.5)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the sums for machines; times in milliseconds, rates in bytes a second."""
@@ -78,6 +87,8 @@ class Totals:
             "retrieve_bytes_per_second": (
                 round(self.retrieved_bytes / self.retrieve_seconds) if self.retrieve_seconds else 0
             ),
+            "compute_seconds": round(self.compute_seconds, 3),
+            "first_token_p50_ms": round(self.first_token_seconds * 1e3, 3),
             "lookup_p50_ms": round(_quantile(self.lookups, 0.5) * 1e3, 3),
             "lookup_p99_ms": round(_quantile(self.lookups, 0.99) * 1e3, 3),
             "retrieve_p50_ms": round(_quantile(self.retrieves, 0.5) * 1e3, 3),
@@ -90,7 +101,7 @@ class Totals:
         lines = [f"{self.num_requests} requests, {self.num_tokens:,} prompt tokens, {self.hit_rate:.1%} not computed:"]
         for source in SOURCES:
             share = self.tokens[source] / total
-            lines.append(f"  {SOURCE_NAMES[source]:34}{share:7.1%}  {'█' * round(share * 40)}")
+            lines.append(f"  {SOURCE_NAMES[source]:20}{share:7.1%}  {'█' * round(share * 40)}")
         lines += [
             f"stored     {format_size(self.stored_bytes):>10} at {numbers['store_bytes_per_second'] / 1e9:.1f} GB/s",
             (
@@ -167,14 +178,14 @@ def _rich_table(title: str, total: int, totals: Totals, started: float) -> Any:
 
     elapsed = max(1e-9, time.monotonic() - started)
     numbers = totals.as_dict()
-    table = Table(title=title, show_header=False, min_width=72)
-    table.add_column(style="bold")
-    table.add_column(width=44)
-    table.add_column(justify="right")
-    table.add_row("requests", ProgressBar(total, totals.num_requests, width=40), f"{totals.num_requests}/{total}")
+    table = Table(title=title, show_header=False)
+    table.add_column(style="bold", width=20)
+    table.add_column(width=36)
+    table.add_column(justify="right", width=12)
+    table.add_row("requests", ProgressBar(total, totals.num_requests, width=36), f"{totals.num_requests}/{total}")
     for source in SOURCES:
         share = totals.tokens[source] / max(1, totals.num_tokens)
-        table.add_row(SOURCE_NAMES[source], ProgressBar(1.0, share, width=40), f"{share:.1%}")
+        table.add_row(SOURCE_NAMES[source], ProgressBar(1.0, share, width=36), f"{share:.1%}")
     table.add_row("stored", f"{numbers['store_bytes_per_second'] / 1e9:.1f} GB/s", format_size(totals.stored_bytes))
     table.add_row(
         "retrieved", f"{numbers['retrieve_bytes_per_second'] / 1e9:.1f} GB/s", format_size(totals.retrieved_bytes)

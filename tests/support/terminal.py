@@ -1,0 +1,73 @@
+"""Runs a command in a terminal of its own, as a user sees it."""
+
+import os
+import select
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Terminal:
+    """What a command wrote: `(seconds since its start, text)`, and its exit status."""
+
+    outputs: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    status: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(text for _, text in self.outputs)
+
+
+def run_in_terminal(
+    command: Sequence[str],
+    *,
+    columns: int = 80,
+    rows: int = 40,
+    timeout_seconds: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+    on_output: Callable[[Terminal, Callable[[str], object]], None] | None = None,
+) -> Terminal:
+    """Run a command until it ends.
+
+    Args:
+        command: the program and its arguments.
+        columns: width of the terminal.
+        rows: its height.
+        timeout_seconds: after which the command is killed.
+        environment: further variables.
+        on_output: called after each output with all that was written and a function that types.
+    """
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (rows, columns))
+    variables = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    terminal = Terminal()
+    started = time.monotonic()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *command], stdin=theirs, stdout=theirs, stderr=theirs,
+        env={**variables, "TERM": "xterm-256color", **(environment or {})},
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        while time.monotonic() < started + timeout_seconds:
+            if not select.select([ours], [], [], 1.0)[0]:
+                continue
+            try:
+                written = os.read(ours, 1 << 16)
+            except OSError:  # nobody has the terminal any more
+                break
+            terminal.outputs.append((time.monotonic() - started, written.decode(errors="replace")))
+            if on_output:
+                on_output(terminal, lambda text: os.write(ours, text.encode()))
+        else:
+            raise TimeoutError(terminal.text[-2000:])
+    finally:
+        os.close(ours)  # a hang-up ends what still runs
+        try:
+            terminal.status = process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return terminal
