@@ -6,6 +6,7 @@ compared. In the end the depot is killed and started again: the cache is still t
 """
 
 import random
+import textwrap
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -83,12 +84,13 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
 
     plan = plan_demo(available_memory_bytes())
     conversations = make_conversations(plan.num_conversations)
-    say(
-        f"Two engines share a depot, two have none. Both pairs serve {len(conversations)} conversations of\n"
-        f"{_NUM_TURNS} turns. No model runs: computing a prompt token is a pause of"
-        f" {1e6 / _TOKENS_PER_SECOND:.0f} µs. The\nKV cache is real ({plan.geometry.name}:"
-        f" {format_size(plan.geometry.bytes_per_token)} a\ntoken), and every byte that the depot returns is compared.\n"
+    intro = (
+        f"Two engines share a depot, two have none. Both pairs serve the same {len(conversations)} conversations of"
+        f" {_NUM_TURNS} turns. No model runs: computing a prompt token is a pause of {1e6 / _TOKENS_PER_SECOND:.0f} µs."
+        f" The KV cache is real ({plan.geometry.name}, {format_size(plan.geometry.bytes_per_token)} a token), and every"
+        " byte that comes from the depot is compared."
     )
+    say(textwrap.fill(intro, 78) + "\n")
     started = time.monotonic()
     try:
         with demo_view(quiet=quiet) as view:
@@ -187,7 +189,7 @@ def _describe(alone: Lane, shared: Lane, restart: dict[str, Any], again: Lane) -
             row("time until all were served", alone.seconds, shared.seconds, " s", 1),
             f"{others:.0%} of the prompt tokens came from the other engine through the depot.",
             f"Killed with SIGKILL, the depot was back after {restart['seconds']:.1f} s with {entries}.",
-            f"No engine restarted, and {again.totals.hit_rate:.0%} of the last turns was still cached.",
+            f"No engine restarted, and {again.totals.hit_rate:.0%} of the tokens of the last turns were still cached.",
             f"{verified} came back from the depot; {s.wrong_bytes + again.totals.wrong_bytes} bytes were wrong.",
             "",
             _NEXT,
