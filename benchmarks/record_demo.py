@@ -96,8 +96,10 @@ def draw(shown: Sequence[Shown], total: float, num_rows: int) -> str:
     """Return the animation."""
     width, height = 2 * _MARGIN + _COLUMNS * _CELL[0], 2 * _MARGIN + num_rows * _CELL[1]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img" fill="#d8dee9"'
-        ' font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="13">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img" fill="#d8dee9"'
+            ' font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="13">'
+        ),
         "<title>kvdepot demo</title>",
         f'<rect width="{width:.0f}" height="{height:.0f}" rx="8" fill="#1b1f27"/>',
     ]

@@ -1,5 +1,6 @@
 """What users install: five wheels that agree with each other and bring nothing heavy."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -46,6 +47,31 @@ def test_each_brings_its_license(name: str, wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels[name]) as archive:
         (path,) = (path for path in archive.namelist() if path.endswith(".dist-info/licenses/LICENSE"))
         assert b"Apache License" in archive.read(path)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_page_on_an_index_says_what_it_is(name: str, wheels: dict[str, Path]) -> None:
+    fields = metadata(wheels[name])
+    page = str(fields.get_payload())
+    assert page.startswith(f"# {name}\n")
+    assert fields["Description-Content-Type"].startswith("text/markdown")
+    assert not re.search(r"\]\((?!https://)", page), "a relative link leads nowhere there"
+    assert 30 < len(fields["Summary"]) <= 120
+    assert {"kv-cache", "llm", "vllm"} <= set(fields["Keywords"].split(","))
+    classifiers = set(fields.get_all("Classifier", []))
+    assert {
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Typing :: Typed",
+    } <= classifiers
+    assert not [text for text in classifiers if text.startswith("License ::")], "License-Expression says it"
+
+
+def test_the_core_s_page_names_every_extra(wheels: dict[str, Path]) -> None:
+    fields = metadata(wheels["kvdepot"])
+    extras = set(fields.get_all("Provides-Extra", [])) - {"testing"}
+    named = {extra for group in re.findall(r"\[([a-z,]+)\]", str(fields.get_payload())) for extra in group.split(",")}
+    assert named == extras
 
 
 def test_versions_and_pins_between_them_agree(wheels: dict[str, Path]) -> None:
