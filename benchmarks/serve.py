@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -73,11 +74,16 @@ def child(command: list[str], log: Path) -> Generator["subprocess.Popen[bytes]"]
         yield process
     finally:
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        with contextlib.suppress(ProcessLookupError):  # its children end by themselves, or now
+            for _ in range(50):
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def free_port() -> int:
@@ -87,19 +93,22 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def api_server(model: Path, config: dict[str, Any] | None, cache_bytes: int, log: Path) -> Generator[int]:
-    """Run vLLM's API server; yields its port when it answers."""
+def api_server(
+    model: Path, config: dict[str, Any] | None, cache_bytes: int, max_tokens: int, log: Path
+) -> Generator[int]:
+    """Run vLLM's API server with room for requests of `max_tokens`; yields its port when it answers."""
     port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
-        "--port", str(port), "--kv-cache-memory-bytes", str(cache_bytes), "--max-model-len", "4096",
+        "--port", str(port), "--kv-cache-memory-bytes", str(cache_bytes), "--max-model-len", str(max_tokens),
+        "--dtype", "float32", "--enforce-eager",
     ]  # fmt: skip
     if config:
         command += ["--kv-transfer-config", json.dumps(config)]
 
     def answers() -> bool:
         if process.poll() is not None:
-            raise SystemExit(f"vLLM ended:\n{log.read_text()[-3000:]}")
+            raise SystemExit(f"vLLM ended:\n{log.read_text()[-20_000:]}")
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
                 return bool(answer.status == 200)
@@ -164,7 +173,9 @@ def measure(setup: str, load: Load, arguments: argparse.Namespace, model: Path, 
             url = f"disk://{tier.absolute()}?capacity=16GiB&queue=1GiB"
             depot = stack.enter_context(DepotProcess("--tier", url, pool_size="1GiB", new_session=True))
         config = connector(depot.url, deadline_seconds=2.0) if depot else None
-        port = stack.enter_context(api_server(model, config, arguments.engine_cache << 20, folder / f"{setup}.log"))
+        max_tokens = load.prefix_tokens + load.suffix_tokens + load.output_tokens + 64
+        log = folder / f"{setup}.log"
+        port = stack.enter_context(api_server(model, config, arguments.engine_cache << 20, max_tokens, log))
 
         def settled() -> bool:
             return depot is None or not any(tier.queued_write_bytes for tier in depot.status().tiers)
