@@ -74,7 +74,7 @@ class Life:
 
     def __post_init__(self) -> None:
         setting = self.source.byte()
-        self.policy = ("lru", "arc")[setting & 1]
+        self.policy = ("auto", "arc")[setting & 1]
         self.quotas = {"tenant-0": 4 * PAGE} if setting & 2 else {}
         self.spec = setting >> 2 & 3
         self.pages = 5 + self.source.below(32)

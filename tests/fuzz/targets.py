@@ -194,7 +194,7 @@ def records(data: bytes) -> None:
     if data[:1] and data[0] & 1:
         _repair(memory, len(body) // RECORD_BYTES)
     table = IndexTable(memory, _NUM_RECORDS)
-    index = ChunkIndex(ExtentAllocator(64 * PAGE), table, ("lru", "arc")[bool(data[:1]) and data[0] >> 1 & 1])
+    index = ChunkIndex(ExtentAllocator(64 * PAGE), table, ("auto", "arc")[bool(data[:1]) and data[0] >> 1 & 1])
     depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
     depot.labels.restore([(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
     unfinished = [record for record in index.restore(SPECS, _NUM_LABELS) if record is not None]

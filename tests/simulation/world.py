@@ -92,7 +92,7 @@ class Setup:
     def of_seed(cls, seed: int) -> "Setup":
         rng = random.Random(f"setup {seed}")
         quotas = {"tenant-0": 3 * PAGE} if rng.random() < 0.3 else {}
-        spec, num_pages, policy = rng.choice(SPECS), rng.randint(5, 20), rng.choice(["lru", "arc"])
+        spec, num_pages, policy = rng.choice(SPECS), rng.randint(5, 20), rng.choice(["lru", "arc", "auto"])
         demotion = rng.choice(DEMOTIONS)
         is_slow = demotion is not None and rng.random() < 0.4
         return cls(spec, num_pages, policy, demotion, quotas, is_slow or rng.random() < 0.5, is_slow)

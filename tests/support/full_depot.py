@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from kvdepot.index.eviction import AUTO
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import wait_until
@@ -33,7 +34,7 @@ def prompt(name: int, num_chunks: int = PROMPT_CHUNKS, tenant: str = "a") -> Key
 class Bench:
     """A depot whose index is full of long prompts."""
 
-    def __init__(self, num_chunks: int = NUM_CHUNKS, *, policy: str = "lru", filled: bool = True) -> None:
+    def __init__(self, num_chunks: int = NUM_CHUNKS, *, policy: str = AUTO, filled: bool = True) -> None:
         self.now = 50.0
         self.table = IndexTable.in_memory(num_chunks)
         self.index = ChunkIndex(ExtentAllocator(num_chunks * PAGE), self.table, policy)

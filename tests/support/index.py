@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvdepot.errors import ErrorCode
+from kvdepot.index.eviction import AUTO
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
@@ -91,7 +92,7 @@ class Bench:
     groups: tuple[m.GroupShape, ...] = PLAIN
     pages: int = 64
     num_records: int = 64
-    policy: str = "lru"
+    policy: str = AUTO
     quotas: dict[str, int] = field(default_factory=dict[str, int])  # pages
     now: float = 0.0
     chunk_tokens: int = 1

@@ -3,10 +3,15 @@
 import random
 
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.index.eviction import NO_NODE, POLICIES, AdaptiveReplacement, ChunkTree, EvictionPolicy
+from kvdepot.index.eviction import AUTO, NO_NODE, POLICIES, ChunkTree, EvictionPolicy, Preference
+
+
+def key_of(node: int) -> bytes:
+    return blake3(node.to_bytes(4, "little")).digest()
 
 
 class Forest:
@@ -14,13 +19,14 @@ class Forest:
 
     def __init__(self, policy: str) -> None:
         self.tree = ChunkTree.with_room(512)
-        self.policy: EvictionPolicy = POLICIES[policy](self.tree)
+        self.preference = Preference()
+        self.policy: EvictionPolicy = POLICIES[policy](self.tree, self.preference)
         self.last_touch: dict[int, int] = {}
         self.tick = 0
 
     def add(self, parent: int) -> int:
         node = len(self.tree.keys)
-        self.tree.keys.append(node.to_bytes(32, "little"))
+        self.tree.keys.append(key_of(node))
         self.tree.parent[node] = parent
         if parent != NO_NODE:
             self.tree.num_children[parent] += 1
@@ -137,16 +143,38 @@ def test_arc_makes_room_for_what_is_new_when_it_misses_what_it_evicted() -> None
     forest.use(popular)
     assert forest.policy.victim() == once
     forest.remove(once)
-    forest.tree.keys[once] = once.to_bytes(32, "little")  # the evicted chunk is stored again
+    forest.tree.keys[once] = key_of(once)  # the evicted chunk is stored again
     forest.policy.added(once)
     assert forest.policy.victim() == popular
 
 
-def test_arc_remembers_no_more_than_it_holds() -> None:
+def test_arc_forgets_what_left_long_ago() -> None:
     forest = Forest("arc")
-    forest.policy = policy = AdaptiveReplacement(forest.tree)
-    for _ in range(100):
-        forest.add(NO_NODE)
-        if len(forest.here) > 10:
-            forest.remove(forest.here[0])
-    assert max(policy._ghosts.sizes) <= 11  # pyright: ignore[reportPrivateUsage]
+    first, popular = forest.add(NO_NODE), forest.add(NO_NODE)
+    forest.use(popular)
+    forest.remove(first)
+    for _ in range(20):
+        forest.remove(forest.add(NO_NODE))
+    forest.tree.keys[first] = key_of(first)
+    forest.policy.added(first)
+    assert forest.policy.victim() == first, "it is seen for the first time again"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 2**32))
+def test_auto_evicts_as_lru_does_while_that_is_preferred(seed: int, before: int) -> None:
+    forest = Forest(AUTO)
+    drive(forest, before, 100)
+    for node in forest.here:
+        while forest.tree.holds[node]:
+            forest.let_go(node)
+    forest.preference.lru = True
+    for victim, coldest_first in drive(forest, seed, 120):
+        assert victim == (coldest_first[0] if coldest_first else None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_auto_evicts_as_arc_does_otherwise(seed: int) -> None:
+    victims = [[victim for victim, _ in drive(Forest(policy), seed, 150)] for policy in (AUTO, "arc")]
+    assert victims[0] == victims[1]

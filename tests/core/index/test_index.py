@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from kvdepot.errors import ErrorCode
+from kvdepot.index.eviction import POLICIES
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.pool.extents import extent_size
@@ -111,7 +112,7 @@ def test_a_retrieve_ends_at_the_first_chunk_that_lacks_a_group() -> None:
 
 
 @pytest.mark.parametrize("find", ["lookup", "retrieve"])
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.promise(16)
 def test_leased_chunks_are_never_evicted(policy: str, find: str) -> None:
     worker = Bench(pages=4, policy=policy).worker()
@@ -145,7 +146,7 @@ def test_what_was_looked_up_last_leaves_last() -> None:
 
 
 @pytest.mark.promise(16)
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_store_into_a_full_pool_evicts_what_it_needs_and_no_more(policy: str) -> None:
     bench = Bench(pages=8, policy=policy)
     worker = bench.worker()
@@ -231,7 +232,7 @@ def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
 
 
 @pytest.mark.promise(23)
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.index.parts._SPARE_NODES", 0)  # twice as many chunks as records then
     bench = Bench(num_records=8, policy=policy)
@@ -710,7 +711,7 @@ class Life:
         self.bench.drain()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID, ONLY_WINDOW], ids=["plain", "shards", "hybrid", "window"])
 def test_whatever_happens_a_depot_agrees_with_a_plain_set(groups: tuple[m.GroupShape, ...], policy: str) -> None:
     reached = Counter[str]()
@@ -747,7 +748,7 @@ def report(worker: Worker, run: KeyRun, chunk: int) -> int:
     return worker.ask(m.ReportCorrupt(worker.context, entries)).count
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("chunk", [0, 2, 3])
 @pytest.mark.promise(30)
 def test_a_corrupt_entry_hides_what_comes_after_it_until_it_is_stored_again(chunk: int, policy: str) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.index.eviction import NO_NODE, POLICIES, ChunkTree, LeastRecentlyUsed
+from kvdepot.index.eviction import NO_NODE, POLICIES, ChunkTree, LeastRecentlyUsed, Preference
 from support.index import PAGE, Bench, prompt
 
 METHODS = ["added", "used", "unpinned", "removed", "victim"]
@@ -16,8 +16,8 @@ class Failing(LeastRecentlyUsed):
     fails = ""
     proposal: int | None = None  # the victim that it proposes, whatever can leave
 
-    def __init__(self, tree: ChunkTree) -> None:
-        super().__init__(tree)
+    def __init__(self, tree: ChunkTree, preference: Preference) -> None:
+        super().__init__(tree, preference)
         for name in METHODS:
             setattr(self, name, self.failing(name, getattr(self, name)))
 

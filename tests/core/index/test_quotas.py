@@ -6,6 +6,7 @@ import pytest
 
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError, ErrorCode
+from kvdepot.index.eviction import POLICIES
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.server import commands
 from kvdepot.server.state import MAXIMUM_ROWS
@@ -31,7 +32,7 @@ def fill(worker: Worker, tenant: str, names: range) -> int:
     return sum(worker.store(prompt(1, name, tenant)).num_declined for name in names)
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.promise(22, 56)
 def test_a_flood_leaves_others_what_their_quota_says(policy: str) -> None:
     bench = Bench(pages=12, policy=policy, quotas={"a": 4, "b": 4})
@@ -67,7 +68,7 @@ def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
     assert stored(worker, "b", range(200)) == 4
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.promise(71)
 def test_leases_of_others_keep_nobody_from_its_quota(policy: str) -> None:
     bench = Bench(pages=256, num_records=256, policy=policy, quotas={"a": 96})
@@ -189,7 +190,7 @@ def test_where_quotas_leave_nothing_the_others_may_still_borrow() -> None:
     assert fill(worker, "a", range(32)) == 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.promise(71)
 def test_whatever_others_hold_a_tenant_has_its_quota(policy: str) -> None:
     rng = random.Random(6)
@@ -242,7 +243,7 @@ def test_more_quotas_than_a_depot_has_are_refused_at_its_start() -> None:
         QuotaTable(1000, {f"tenant-{number}": 1 for number in range(65)})
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.promise(22)
 def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> None:
     rng = random.Random(3)
@@ -299,7 +300,7 @@ def test_a_quota_that_does_not_fit_is_refused_and_changes_nothing(pages: int) ->
     assert (bench.index.quotas.by_name(), bench.index.quotas.quota_bytes) == before
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
     rng = random.Random(4)
     bench = Bench(pages=24, num_records=32, policy=policy, quotas={"a": 4})

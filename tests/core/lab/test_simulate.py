@@ -13,10 +13,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError, TraceError
-from kvdepot.index.eviction import POLICIES
+from kvdepot.index.eviction import NO_NODE, POLICIES
+from kvdepot.index.index import ChunkIndex, EntryPlace
 from kvdepot.lab import simulate as module
 from kvdepot.lab.simulate import BELADY, BYTES_PER_TOKEN, UNLIMITED, SimulationRow, parse_pool_sizes, simulate
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
+from kvdepot.layout import GroupKind
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.server.shadow import ShadowIndex
+from kvdepot.wire.messages import CacheSpec, GroupShape
 
 BYTES = 8  # a token: one chunk is one extent
 CHUNK = BLOCK_TOKENS * BYTES
@@ -48,14 +54,49 @@ def hits_without_limit(prompts: Prompts) -> list[int]:
     return found
 
 
-@example([[1, 0], [1, 0], [0, 0, 0], [1, 0, 0, 0], [0], [2], [0]], 3)  # a request that does not fit trims ARC's ghosts
-@given(prompts_of, capacities)
-def test_without_records_and_extents_it_is_what_the_real_index_does(prompts: Prompts, capacity: int) -> None:
+def replay_index(
+    workload: module._Workload, ends: Sequence[int], policy: str, capacity: int
+) -> tuple[list[int], int]:
+    """The chunks found by each request and the chunks evicted, with the real index and what the depot watches."""
+    index = ChunkIndex(ExtentAllocator(capacity * PAGE), IndexTable.in_memory(capacity), policy)
+    shadow = ShadowIndex(capacity * PAGE, index.preference, (1.0,))
+    space = index.space(CacheSpec(1, (GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes"))
+    found: list[int] = []
+    for path, packed, is_end in zip(workload.paths, workload.packed, ends, strict=True):
+        shadow.looked_up(packed, PAGE)
+        hits, nodes = index.longest_prefix(space, packed)
+        found.append(hits)
+        parent = NO_NODE
+        if hits:
+            parent = nodes[0]
+            sum(index.used(parent) or ())
+        records: list[int] = []
+        for depth in range(hits, len(path)):
+            key = workload.digests[path[depth]]
+            record = index.begin_entry(EntryPlace(space, key, parent, depth, 0, 0, PAGE, 0, 0, Writer()))
+            if record is None:  # longer than the pool: what is before it stays
+                break
+            records.append(record)
+            parent = space.nodes[key]
+        index.seal_entries(records)
+        if is_end and parent != NO_NODE:
+            sum(index.end_session(parent, lambda _label: True))
+    assert index.num_policy_errors == 0
+    return found, index.num_evicted
+
+
+long_prompts_of = st.lists(st.lists(st.integers(0, 2), min_size=50, max_size=90), min_size=5, max_size=20)
+
+
+@example([[1, 0], [1, 0], [0, 0, 0], [1, 0, 0, 0], [0], [2], [0]], 3, 0)  # a request that does not fit
+@given(prompts_of | long_prompts_of, capacities | st.integers(50, 300), st.integers(0, 2**60))
+def test_without_records_and_extents_it_is_what_the_real_index_does(
+    prompts: Prompts, capacity: int, ends: int
+) -> None:
     workload = module._Workload.of(requests_of(prompts))
-    no_ends = bytearray(len(prompts))
-    for policy in POLICIES:
-        real = module._replay(workload, no_ends, policy, capacity * PAGE, PAGE)
-        assert module._replay_tree(workload, policy, capacity) == real
+    for hints in (bytearray(len(prompts)), bytearray(ends >> number & 1 for number in range(len(prompts)))):
+        for policy in POLICIES:
+            assert module._replay(workload, policy, capacity, hints) == replay_index(workload, hints, policy, capacity)
 
 
 def naive_lru(prompts: Prompts, capacity: int) -> tuple[int, int]:
@@ -141,7 +182,7 @@ def test_prompt_longer_than_the_pool_leaves_its_beginning(policy: str) -> None:
 
 def test_pool_smaller_than_a_chunk_hits_nothing() -> None:
     table = simulate(requests_of([[1], [1]]), [CHUNK // 2], bytes_per_token=BYTES)
-    assert [found.hit_chunks for found in table.rows if found.policy != UNLIMITED] == [0, 0, 0]
+    assert [found.hit_chunks for found in table.rows if found.policy != UNLIMITED] == [0, 0, 0, 0]
 
 
 def test_default_sizes_are_shares_of_what_all_chunks_take() -> None:
@@ -165,6 +206,7 @@ def test_table_for_people_has_a_column_for_each_size() -> None:
     cells = {line.split("  ")[0]: line.split()[-2:] for line in text.splitlines() if "%" in line}
     assert cells == {
         "of all chunks": ["66.7%", "100.0%"],
+        "auto": ["20.0%", "40.0%"],
         "lru": ["20.0%", "40.0%"],
         "arc": ["20.0%", "40.0%"],
         "belady *": ["40.0%", "40.0%"],
@@ -194,7 +236,7 @@ def test_sessions_that_say_when_they_end_leave_room_for_the_others(policy: str) 
 
 def test_what_cannot_be_simulated_is_refused_in_words() -> None:
     requests = requests_of([[1]])
-    with pytest.raises(ConfigError, match="no eviction policy 'fifo': there are arc, lru"):
+    with pytest.raises(ConfigError, match="no eviction policy 'fifo': there are arc, auto, lru"):
         simulate(requests, [CHUNK], ["fifo"])
     with pytest.raises(ConfigError, match="above 0"):
         simulate(requests, [0])

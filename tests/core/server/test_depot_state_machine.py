@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvdepot.errors import ErrorCode
-from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.eviction import NO_NODE, POLICIES
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
@@ -70,7 +70,7 @@ class DepotMachine(RuleBasedStateMachine):
 
     @initialize(
         name=st.sampled_from(sorted(SPECS)),
-        policy=st.sampled_from(["lru", "arc"]),
+        policy=st.sampled_from(sorted(POLICIES)),
         pages=st.one_of(st.integers(6, 12), st.integers(4, 40)),
         quota=st.sampled_from([0, 0, 2, 4]),
     )

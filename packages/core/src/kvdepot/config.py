@@ -318,7 +318,9 @@ class ServerConfig:
         "", "topic of the events, for example kv-events (default: the empty one)", metavar="TOPIC"
     )
     events_replay: str | None = setting(None, "resend past events to subscribers that missed some", metavar="URL")
-    policy: Literal["arc", "lru"] = setting("lru", "eviction policy (default {default})")
+    policy: Literal["arc", "auto", "lru"] = setting(
+        "auto", "eviction policy: lru, arc, or auto for the one that finds more of the traffic (default {default})"
+    )
     lease_seconds: float = setting(
         300.0, "longest life of a lease (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER
     )

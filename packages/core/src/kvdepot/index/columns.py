@@ -40,10 +40,6 @@ class Links:
         place = self._list_of[number]
         return place - 1 if place else None
 
-    def first(self, which: int) -> int | None:
-        """Return the first number of a list, None if the list is empty."""
-        return self._following[self._length + which] if self.sizes[which] else None
-
     def numbers(self, which: int) -> Iterator[int]:
         """Yield the numbers of a list. Do not change the list meanwhile."""
         end = number = self._length + which

@@ -1,6 +1,6 @@
 """Eviction policies, which choose the chunk that leaves when a store needs room.
 
-Chunks form trees by prefix. A parent outlives its children, so only leaves are evicted. Both policies act as if each
+Chunks form trees by prefix. A parent outlives its children, so only leaves are evicted. The policies act as if each
 use touched the whole prefix from its deepest chunk to the root: an ancestor is never colder than its descendants.
 """
 
@@ -8,15 +8,14 @@ import heapq
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final, Protocol
 
-from kvdepot.index.columns import Links, make_column
+from kvdepot.index.columns import make_column
 from kvdepot.index.tree import NO_NODE, ChunkTree
 
 __all__ = [
-    "ENDED", "NORMAL", "NO_NODE", "POLICIES", "AdaptiveReplacement", "ChunkTree", "EvictionPolicy", "GuardedPolicy",
-    "LeastRecentlyUsed", "PolicyFactory", "ShareTree",
+    "AUTO", "ENDED", "NORMAL", "NO_NODE", "POLICIES", "AdaptiveReplacement", "ChunkTree", "EvictionPolicy",
+    "GuardedPolicy", "LeastRecentlyUsed", "PolicyFactory", "Preference", "ShareTree",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -24,12 +23,18 @@ logger = logging.getLogger(__name__)
 # Bounds of one search for a victim. A store may need many victims within a few milliseconds.
 _MOST_LOOKED_AT: Final = 4096  # leased leaves
 _MOST_MENDED: Final = 16  # outdated heap entries
-_MOST_TURNED: Final = 4096  # nodes that cannot leave
-_MOST_TOUCHED: Final = 512  # chunks of one prefix, moved by one use
+_MOST_TOUCHED: Final = 512  # chunks of a prefix that one use marks
 
 # Priorities: every policy evicts chunks of a lower priority first. Clients' hints change them.
 ENDED: Final = 0  # the client ended the session
 NORMAL: Final = 1  # a client's priority 0; higher ones add to it
+
+
+@dataclass(slots=True)
+class Preference:
+    """Which rule finds more of the present traffic; whoever watches the traffic sets it."""
+
+    lru: bool = False  # otherwise ARC
 
 
 class EvictionPolicy(Protocol):
@@ -81,58 +86,40 @@ class ShareTree(ChunkTree):
         )
 
 
-class LeastRecentlyUsed:
-    """Evicts the least recently used leaf.
+class _Leaves:
+    """Leaves in the order of their last use, as far as they belong here.
 
-    A use stores one number, however long the prefix. A chunk that becomes a leaf inherits the last use of the child
-    that left, as if every use had touched every ancestor. A heap holds each leaf once. Its key may be outdated (too
-    old) and is corrected when the leaf reaches the top. If nearly everything was used again, a search corrects only a
-    few of the many outdated keys and evicts the coldest of these.
+    A heap holds each once. Its key may be outdated (too old) and is corrected when the leaf reaches the top. If nearly
+    everything was used again, a search corrects only a few of the many outdated keys and returns the coldest of these.
     """
 
-    def __init__(self, tree: ChunkTree) -> None:
-        self._tree = tree
-        self._last_use = make_column("Q", tree.capacity)
-        self._queued = make_column("B", tree.capacity)
+    def __init__(self, last_use: "memoryview[int]", belongs: Callable[[int], bool]) -> None:
+        self._last_use = last_use
+        self._belongs = belongs
+        self._queued = make_column("B", len(last_use))
         self._heap: list[int] = []  # last use << 32 | node
-        self._tick = 0
 
-    def _now(self, node: int) -> None:
-        self._tick += 1
-        self._last_use[node] = self._tick
-
-    def added(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        self._now(node)
-        self._queue(node)
-
-    def used(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        self._now(node)
-
-    def unpinned(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        self._queue(node)
+    def add(self, node: int) -> None:
+        """Add a leaf that may be here already."""
+        if not self._queued[node]:
+            self._queued[node] = 1
+            heapq.heappush(self._heap, self._last_use[node] << 32 | node)
 
     def removed(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        parent = self._tree.parent[node]
-        if parent != NO_NODE:
-            self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
-        self._last_use[node] = 0  # an unfinished chunk, never `added`, may get its number
+        """Forget the first leaf, if it is this one; otherwise a later search has to skip all of a long prompt."""
         if self._heap and self._heap[0] & NO_NODE == node:
-            heapq.heappop(self._heap)  # the victim, so that a later search need not skip all of a long prompt
+            heapq.heappop(self._heap)
             self._queued[node] = 0
 
-    def victim(self) -> int | None:
-        """See `EvictionPolicy`."""
-        heap, last_use, evictable = self._heap, self._last_use, self._tree.evictable
+    def first(self) -> int | None:
+        """Return the coldest leaf, None if there is none."""
+        heap, last_use, belongs = self._heap, self._last_use, self._belongs
         coldest, num_mended = NO_NODE, 0
         for _ in range(_MOST_LOOKED_AT):
             if not heap or num_mended == _MOST_MENDED:
                 break
             node = heap[0] & NO_NODE
-            if not evictable(node):
+            if not belongs(node):
                 heapq.heappop(heap)
                 self._queued[node] = 0
             elif heap[0] >> 32 < last_use[node]:
@@ -144,129 +131,206 @@ class LeastRecentlyUsed:
                 return node
         return None if coldest == NO_NODE else coldest
 
-    def _queue(self, node: int) -> None:
-        if not self._queued[node] and self._tree.evictable(node):
-            self._queued[node] = 1
-            heapq.heappush(self._heap, self._last_use[node] << 32 | node)
+
+class LeastRecentlyUsed:
+    """Evicts the leaf that was used longest ago.
+
+    A use stores one number, however long the prefix. A chunk that becomes a leaf inherits the last use of the child
+    that left, as if every use had touched every ancestor.
+    """
+
+    def __init__(self, tree: ChunkTree, _preference: Preference) -> None:
+        self._tree = tree
+        self._last_use = make_column("Q", tree.capacity)
+        self._leaves = _Leaves(self._last_use, tree.evictable)
+        self._tick = 0
+
+    def added(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self.used(node)
+        self.unpinned(node)
+
+    def used(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        self._tick += 1
+        self._last_use[node] = self._tick
+
+    def unpinned(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        if self._tree.evictable(node):
+            self._leaves.add(node)
+
+    def removed(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        parent = self._tree.parent[node]
+        if parent != NO_NODE:
+            self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
+        self._last_use[node] = 0  # its number may go to a chunk that leaves unfinished, never `added`
+        self._leaves.removed(node)
+
+    def victim(self) -> int | None:
+        """See `EvictionPolicy`."""
+        return self._leaves.first()
 
 
-_ONCE: Final = 0
-_AGAIN: Final = 1
-_SPARE: Final = 2
+_ONCE: Final = 1
+_AGAIN: Final = 2
+
+_WAYS: Final = 4  # words of a set
+_NUMBER_MASK: Final = (1 << 31) - 1
 
 
 class _Ghosts:
-    """Keys of evicted chunks: a list for chunks seen once, and one for chunks seen again."""
+    """Keys of evicted chunks that had been seen once, and of those that had been seen again.
 
-    def __init__(self, capacity: int) -> None:
-        self._slot_of: dict[bytes, int] = {}
-        self._keys: list[bytes] = []  # by slot
-        self._slots = Links(capacity, 3)
+    It remembers about as many of each as the caller says there are chunks. They are words in a table, where a key has
+    a set of four: half of the key, the number of the eviction (31 bits) and whether it had been seen again.
+    """
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """The length of each list."""
-        return self._slots.sizes[_ONCE], self._slots.sizes[_AGAIN]
+    def __init__(self) -> None:
+        self._words = make_column("Q", 0)
+        self._num_sets = 0
+        self._num_words = [0, 0]  # seen once, and again
+        self._num_evicted = [0, 0]
 
-    def add(self, key: bytes, which: int) -> None:
-        """Remember a key."""
-        slot = self._slot_of.get(key)
-        if slot is None:
-            slot = self._slots.first(_SPARE)
-        if slot is None:
-            slot = len(self._keys)
-            self._keys.append(key)
-        self._keys[slot] = key
-        self._slot_of[key] = slot
-        self._slots.append(slot, which)
+    def sizes(self, most: int) -> tuple[int, int]:
+        """Return how many of each kind are remembered."""
+        once, again = self._num_words
+        return min(once, most), min(again, most)
 
-    def take(self, key: bytes) -> int | None:
-        """Forget a key. Return its list, None if it was in no list."""
-        slot = self._slot_of.get(key)
-        if slot is None:
+    def add(self, key: bytes, seen: int, most: int) -> None:
+        """Remember a key for the next `most` evictions of its kind; forget all if that is far more than before."""
+        if most > 2 * self._num_sets:
+            self._num_sets = 1 << (most - 1).bit_length()
+            self._words, self._num_words = make_column("Q", _WAYS * self._num_sets), [0, 0]
+        words, num_evicted, kind, name = self._words, self._num_evicted, seen - _ONCE, int.from_bytes(key[:8], "little")
+        num_evicted[kind] += 1
+        start = name % self._num_sets * _WAYS
+        chosen, most_since = start, -1
+        for place in range(start, start + _WAYS):
+            word = words[place]
+            if not word:
+                chosen = place
+                break
+            since = num_evicted[word & 1] - (word >> 1) & _NUMBER_MASK
+            if since > most_since:
+                chosen, most_since = place, since
+        else:
+            self._num_words[words[chosen] & 1] -= 1
+        words[chosen] = name >> 32 << 32 | (num_evicted[kind] & _NUMBER_MASK) << 1 | kind
+        self._num_words[kind] += 1
+
+    def take(self, key: bytes, most: int) -> int | None:
+        """Forget a key; return how it had been seen, None if it is not remembered."""
+        if not self._num_sets:
             return None
-        which = self._slots.list_of(slot)
-        self._forget(slot)
-        return which
-
-    def trim(self, most: int) -> None:
-        """Forget the oldest keys, until no list is longer than its limit."""
-        for which in (_ONCE, _AGAIN):
-            while self._slots.sizes[which] > most:
-                slot = self._slots.first(which)
-                assert slot is not None
-                self._forget(slot)
-
-    def _forget(self, slot: int) -> None:
-        del self._slot_of[self._keys[slot]]
-        self._keys[slot] = b""
-        self._slots.append(slot, _SPARE)
+        name = int.from_bytes(key[:8], "little")
+        start = name % self._num_sets * _WAYS
+        name >>= 32
+        for place in range(start, start + _WAYS):
+            word = self._words[place]
+            if word >> 32 == name and word:
+                kind = word & 1
+                self._words[place] = 0
+                self._num_words[kind] -= 1
+                since = self._num_evicted[kind] - (word >> 1) & _NUMBER_MASK
+                return kind + _ONCE if since < most else None
+        return None
 
 
 class AdaptiveReplacement:
     """ARC: balances chunks seen once against chunks seen again, by the hits that its evictions cost.
 
-    Megiddo and Modha, FAST 2003. Ghosts are remembered by key. If the coldest node of a list cannot leave, because it
-    has children or leases, it moves to the warm end. A use moves every chunk of the prefix, or the last 512 of a longer
-    one, because those leave first.
+    Megiddo and Modha, FAST 2003. Of the leaves of either kind, the one that was used longest ago leaves. Last uses are
+    stored and inherited as in `LeastRecentlyUsed`; a first use marks the chunks of the prefix as seen again, so each
+    is marked once, or by a child that leaves if the prefix is very long.
+
+    While the preference says so, it evicts as LRU does: the colder of both leaves.
     """
 
-    def __init__(self, tree: ChunkTree) -> None:
+    def __init__(self, tree: ChunkTree, preference: Preference | None = None) -> None:
         self._tree = tree
-        self._nodes = Links(tree.capacity, 2)
-        self._ghosts = _Ghosts(2 * (tree.capacity + 1))
+        self._preference = preference or Preference()
+        self._last_use = make_column("Q", tree.capacity)
+        self._seen = seen = make_column("B", tree.capacity)  # 0: not here
+        self._once = _Leaves(self._last_use, lambda node: seen[node] == _ONCE and tree.evictable(node))
+        self._again = _Leaves(self._last_use, lambda node: seen[node] == _AGAIN and tree.evictable(node))
+        self._ghosts = _Ghosts()
+        self._num_marked = [0, 0, 0]  # not here (means nothing), seen once, seen again
         self._target_once = 0.0
+        self._tick = 0
 
     def added(self, node: int) -> None:
         """See `EvictionPolicy`."""
         key = self._tree.keys[node]
         assert key is not None
-        capacity = sum(self._nodes.sizes) + 1
-        num_once, num_again = self._ghosts.sizes
-        seen = self._ghosts.take(key)
-        if seen == _ONCE:
-            self._target_once = min(capacity, self._target_once + max(1.0, num_again / num_once))
-        elif seen == _AGAIN:
-            self._target_once = max(0.0, self._target_once - max(1.0, num_once / num_again))
-        self._nodes.append(node, _ONCE if seen is None else _AGAIN)
+        capacity = self._num_marked[_ONCE] + self._num_marked[_AGAIN] + 1
+        seen = self._ghosts.take(key, capacity)
+        if seen is not None:
+            self._adapt(seen, capacity)
+        self._tick += 1
+        self._last_use[node] = self._tick
+        self._mark(node, _AGAIN if seen else _ONCE)
+        self.unpinned(node)
 
     def used(self, node: int) -> None:
         """See `EvictionPolicy`."""
-        parent, nodes = self._tree.parent, self._nodes
-        for _ in range(_MOST_TOUCHED):
-            if node == NO_NODE:
-                break
-            if nodes.list_of(node) is not None:
-                nodes.append(node, _AGAIN)
-            node = parent[node]
+        self._tick += 1
+        self._last_use[node] = self._tick
+        if self._seen[node] == _ONCE:
+            above = node
+            for _ in range(_MOST_TOUCHED):
+                if above == NO_NODE or self._seen[above] != _ONCE:
+                    break
+                self._mark(above, _AGAIN)
+                above = self._tree.parent[above]
+            self.unpinned(node)
 
     def unpinned(self, node: int) -> None:
-        """See `EvictionPolicy`. The lists hold pinned nodes, too."""
+        """See `EvictionPolicy`."""
+        if self._tree.evictable(node) and self._seen[node]:
+            (self._once if self._seen[node] == _ONCE else self._again).add(node)
 
     def removed(self, node: int) -> None:
         """See `EvictionPolicy`."""
-        key = self._tree.keys[node]
+        seen, parent, key = self._seen[node], self._tree.parent[node], self._tree.keys[node]
         assert key is not None
-        capacity = sum(self._nodes.sizes)
-        seen = self._nodes.list_of(node)
-        if seen is not None:
-            self._nodes.remove(node)
-            self._ghosts.add(key, seen)
-        self._ghosts.trim(capacity)
+        if parent != NO_NODE:
+            self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
+            if seen == _AGAIN and self._seen[parent] == _ONCE:
+                self._mark(parent, _AGAIN)
+        if seen:
+            self._ghosts.add(key, seen, self._num_marked[_ONCE] + self._num_marked[_AGAIN])
+        self._mark(node, 0)
+        self._last_use[node] = 0  # its number may go to a chunk that leaves unfinished, never `added`
+        self._once.removed(node)
+        self._again.removed(node)
 
     def victim(self) -> int | None:
         """See `EvictionPolicy`."""
-        nodes, evictable = self._nodes, self._tree.evictable
-        num_once, num_again = nodes.sizes
-        for which in (_AGAIN, _ONCE) if num_once <= self._target_once and num_again else (_ONCE, _AGAIN):
-            node = NO_NODE
-            for node in islice(nodes.numbers(which), _MOST_TURNED):
-                if evictable(node):
-                    nodes.begin_with(node, which)
-                    return node
-            if node != NO_NODE:
-                nodes.begin_with(node, which)  # the next search continues there
-        return None
+        if self._preference.lru:
+            once, again = self._once.first(), self._again.first()
+            if once is None or again is None:
+                return again if once is None else once
+            return once if self._last_use[once] < self._last_use[again] else again
+        first, second = self._once, self._again
+        if self._num_marked[_ONCE] <= self._target_once and self._num_marked[_AGAIN]:
+            first, second = second, first
+        node = first.first()
+        return second.first() if node is None else node
+
+    def _adapt(self, seen: int, capacity: int) -> None:
+        """Give more room to the kind of a chunk that came back after it was evicted."""
+        num_once, num_again = self._ghosts.sizes(capacity)
+        if seen == _ONCE:
+            self._target_once = min(capacity, self._target_once + max(1.0, num_again / (num_once + 1)))
+        else:
+            self._target_once = max(0.0, self._target_once - max(1.0, num_once / (num_again + 1)))
+
+    def _mark(self, node: int, seen: int) -> None:
+        before, self._seen[node] = self._seen[node], seen
+        self._num_marked[before] -= 1
+        self._num_marked[seen] += 1
 
 
 class GuardedPolicy:
@@ -318,11 +382,16 @@ class GuardedPolicy:
 
 
 class PolicyFactory(Protocol):
-    """Makes a policy for a tree."""
+    """Makes a policy for a tree, which may follow the preference."""
 
-    def __call__(self, tree: ChunkTree, /) -> EvictionPolicy:
+    def __call__(self, tree: ChunkTree, preference: Preference, /) -> EvictionPolicy:
         """Return a new policy."""
         ...
 
 
-POLICIES: Final[dict[str, PolicyFactory]] = {"lru": LeastRecentlyUsed, "arc": AdaptiveReplacement}
+AUTO: Final = "auto"
+POLICIES: Final[dict[str, PolicyFactory]] = {
+    AUTO: AdaptiveReplacement,
+    "lru": LeastRecentlyUsed,
+    "arc": lambda tree, _preference: AdaptiveReplacement(tree),
+}

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvdepot.index.entries import EntryPlace, pack_extent
-from kvdepot.index.eviction import POLICIES
+from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
 from kvdepot.index.parts import Parts
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import Restoring
 from kvdepot.index.space import Space, digest_of
-from kvdepot.index.tree import NO_NODE
+from kvdepot.index.tree import NO_NODE, ChunkTree
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import OWNER_BYTES, IndexTable
 from kvdepot.wire.histogram import Histogram
@@ -32,7 +32,7 @@ class ChunkIndex:
     """Nodes, entries, space and eviction."""
 
     def __init__(
-        self, extents: ExtentAllocator, table: IndexTable, policy: str = "lru", quotas: QuotaTable | None = None
+        self, extents: ExtentAllocator, table: IndexTable, policy: str = AUTO, quotas: QuotaTable | None = None
     ) -> None:
         self.table = table
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
@@ -44,14 +44,15 @@ class ChunkIndex:
         self.on_shown: Callable[[int], object] | None = None  # called with each node that lookups find from now on
         self.on_hidden: Callable[[int], object] | None = None  # and with each that they do not find any more
         self._space_by_spec: dict[bytes, Space] = {}
-        self._factory = POLICIES[policy]
+        self.preference = Preference()  # that the policy "auto" follows
+        self._policy = policy
         self._wire(extents)
 
     def _wire(self, extents: ExtentAllocator) -> None:
         """Begin without a node or a record."""
         self.extents = extents
         self.parts = parts = Parts.make(
-            self.table, extents, self.spaces, self.quotas, self._factory, self._tell_shown, self._tell_hidden
+            self.table, extents, self.spaces, self.quotas, self._make_policy, self._tell_shown, self._tell_hidden
         )
         parts.room.end_store = lambda: self.end_store()
         nodes, visibility, entries, room = parts.nodes, parts.visibility, parts.entries, parts.room
@@ -71,6 +72,9 @@ class ChunkIndex:
         self.used, self.set_priority = priorities.used, priorities.set_priority
         self.end_session, self.end_session_at = priorities.end_session, priorities.end_session_at
         self.has_ended, self.expire = priorities.has_ended, priorities.expire
+
+    def _make_policy(self, tree: ChunkTree) -> EvictionPolicy:
+        return POLICIES[self._policy](tree, self.preference)
 
     def _tell_shown(self, node: int) -> None:
         if self.on_shown is not None:

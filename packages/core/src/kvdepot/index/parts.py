@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.index.entries import Entries
-from kvdepot.index.eviction import PolicyFactory
+from kvdepot.index.eviction import ChunkTree, EvictionPolicy
 from kvdepot.index.priorities import Priorities
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.room import Room
@@ -35,13 +35,13 @@ class Parts:
     @classmethod
     def make(
         cls, table: IndexTable, extents: ExtentAllocator, spaces: list[Space], quotas: QuotaTable,
-        factory: PolicyFactory, on_shown: Callable[[int], object], on_hidden: Callable[[int], object],
+        make_policy: Callable[[ChunkTree], EvictionPolicy], on_shown: Callable[[int], object], on_hidden: Callable[[int], object],
     ) -> "Parts":  # fmt: skip
         """Return parts without a node or a record."""
         nodes = Nodes(2 * table.num_records + _SPARE_NODES, spaces)
         visibility = Visibility(nodes, on_shown, on_hidden)
         entries = Entries(nodes, table, extents, quotas)
-        shares = Shares(nodes, entries, quotas, factory)
+        shares = Shares(nodes, entries, quotas, make_policy)
         priorities = Priorities(nodes, shares)
         room = Room(nodes, visibility, entries, shares, priorities)
         return cls(table, extents, nodes, visibility, entries, shares, priorities, room)

@@ -1,10 +1,9 @@
 """Shares of the pool: one eviction policy for each share and priority, and the chunks that count against them."""
 
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, Protocol
 
-from kvdepot.index.entries import Entries
-from kvdepot.index.eviction import NORMAL, EvictionPolicy, GuardedPolicy, PolicyFactory, ShareTree
+from kvdepot.index.eviction import NORMAL, ChunkTree, EvictionPolicy, GuardedPolicy, ShareTree
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import Nodes
 
@@ -12,14 +11,28 @@ _MOVE_STEP: Final = 40  # chunks that change their share
 _SCAN_STEP: Final = 500  # chunks that keep it
 
 
+class SealedEntries(Protocol):
+    """The entries, as far as shares need them."""
+
+    def has_sealed(self, node: int, /) -> bool:
+        """Whether a node has a sealed entry."""
+        ...
+
+    def move(self, node: int, share: int, /) -> None:
+        """Count the entries of a node against another share."""
+        ...
+
+
 class Shares:
     """The eviction policies by share and priority."""
 
-    def __init__(self, nodes: Nodes, entries: Entries, quotas: QuotaTable, factory: PolicyFactory) -> None:
+    def __init__(
+        self, nodes: Nodes, entries: SealedEntries, quotas: QuotaTable, make_policy: Callable[[ChunkTree], EvictionPolicy]
+    ) -> None:
         self.quotas = quotas
         self._nodes = nodes
         self._entries = entries
-        self._factory = factory
+        self._make_policy = make_policy
         self._policies: list[dict[int, GuardedPolicy]] = []  # the lowest priority first
         self._need(quotas.num_shares - 1, NORMAL)
 
@@ -98,4 +111,4 @@ class Shares:
 
     def _make(self, share: int, priority: int) -> GuardedPolicy:
         tree = ShareTree.of(self._nodes.tree, share, priority)
-        return GuardedPolicy(self._factory(tree), tree)
+        return GuardedPolicy(self._make_policy(tree), tree)

@@ -18,6 +18,7 @@ import msgspec
 
 from kvdepot.config import format_size
 from kvdepot.errors import KVDepotError
+from kvdepot.index.eviction import AUTO
 from kvdepot.keys import Namespace
 from kvdepot.lab.engine_model import EngineModel, Geometry, RequestReport
 from kvdepot.lab.processes import DepotProcess
@@ -180,7 +181,7 @@ class Fleet:
         num_engines: int,
         pool_bytes: int,
         engine_cache_bytes: int,
-        policy: str = "lru",
+        policy: str = AUTO,
         chunk_tokens: int | None = None,
         num_alone: int = 0,
         tokens_per_second: float | None = None,

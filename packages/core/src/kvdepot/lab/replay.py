@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvdepot.config import format_size
 from kvdepot.errors import TraceError
+from kvdepot.index.eviction import AUTO
 from kvdepot.lab.engine_model import Geometry, RequestReport
 from kvdepot.lab.fleet import Fleet, Prompt
 from kvdepot.lab.totals import Totals, live_view
@@ -51,7 +52,7 @@ def repeated_tokens(prompts: Iterable[Prompt]) -> int:
 
 
 def run_replay(
-    requests: Iterable[TraceRequest], *, pool_bytes: int, policy: str = "lru", quiet: bool = False
+    requests: Iterable[TraceRequest], *, pool_bytes: int, policy: str = AUTO, quiet: bool = False
 ) -> dict[str, Any]:
     """Replay requests in order, on two engines side by side; returns the summary and, unless `quiet`, prints it.
 

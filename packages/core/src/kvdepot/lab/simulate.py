@@ -2,9 +2,8 @@
 
 Each request is looked up, its hit is used, and its missing chunks are stored. One chunk is one block of the trace, also
 a partial last one. Requests come one after the other and hold nothing in between. Generated tokens are not stored,
-because a trace has no ids for them. The policies are the depot's own, over a tree without records and extents; the real
-`ChunkIndex` runs where sessions announce their end. Two reference rows show how good the policies are: Belady, and a
-pool without limit.
+because a trace has no ids for them. The policies are the depot's own, over a tree without records and extents. Two
+reference rows show how good the policies are: Belady, and a pool without limit.
 """
 
 from array import array
@@ -17,16 +16,16 @@ from blake3 import blake3
 
 from kvdepot.config import format_size, parse_size
 from kvdepot.errors import ConfigError, TraceError
-from kvdepot.index.eviction import NO_NODE, POLICIES
-from kvdepot.index.index import ChunkIndex, EntryPlace
-from kvdepot.index.tree import ChunkTree
+from kvdepot.index.eviction import AUTO, NO_NODE, NORMAL, POLICIES, ChunkTree, EvictionPolicy, Preference
+from kvdepot.index.priorities import Priorities
+from kvdepot.index.quotas import QuotaTable
+from kvdepot.index.shares import Shares
+from kvdepot.index.tree import Nodes
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.plot import curves_as_svg
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
-from kvdepot.layout import GroupKind
-from kvdepot.pool.extents import ExtentAllocator, extent_size
-from kvdepot.pool.table import IndexTable, Writer
-from kvdepot.wire.messages import CacheSpec, GroupShape
+from kvdepot.pool.extents import extent_size
+from kvdepot.server.shadow import ShadowIndex
 
 LADDER: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # default pool sizes, of what an unlimited pool would hold
 BYTES_PER_TOKEN: Final = 32 * 8 * 128 * 2 * 2  # 8B GQA model: layers, KV heads, head size, K and V, bf16
@@ -35,8 +34,6 @@ UNLIMITED: Final = "unlimited"
 
 _NEARLY: Final = 0.01  # a difference in hit rate that does not matter
 _NEVER: Final = 0xFFFFFFFF
-_SPEC: Final = CacheSpec(BLOCK_TOKENS, (GroupShape(GroupKind.FULL_ATTENTION, BLOCK_TOKENS),), "bytes")
-_NOBODY: Final = Writer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +178,7 @@ def simulate(
 ) -> SimulationTable:
     """Replay a trace with each policy and each pool size.
 
-    Takes about 3 microseconds for each chunk, policy and pool size; with `session_ends` about 10.
+    Takes about 3 microseconds for each chunk, policy and pool size.
 
     Args:
         requests: the trace.
@@ -229,10 +226,7 @@ def simulate(
         add(BELADY, size, lambda size=size: _replay_offline(workload, next_uses, size // chunk_bytes))
     for policy in dict.fromkeys(policies):
         for size in sizes:
-            if session_ends:
-                add(policy, size, lambda policy=policy, size=size: _replay(workload, ends, policy, size, chunk_bytes))
-            else:
-                add(policy, size, lambda policy=policy, size=size: _replay_tree(workload, policy, size // chunk_bytes))
+            add(policy, size, lambda policy=policy, size=size: _replay(workload, policy, size // chunk_bytes, ends))
     num_chunks = sum(map(len, workload.paths))
     return SimulationTable(
         len(workload.lengths), workload.prompt_tokens, num_chunks, len(workload.digests), chunk_bytes, tuple(rows)
@@ -273,49 +267,62 @@ class _Workload:
         return sum(self.lengths)
 
 
+class _Prioritized:
+    """The policies of a pool where sessions say that they end, as one policy."""
+
+    def __init__(self, nodes: Nodes, make_policy: Callable[[ChunkTree], EvictionPolicy]) -> None:
+        self._priority = nodes.tree.priority
+        self._priority[:] = bytes([NORMAL]) * nodes.tree.capacity
+        self._shares = Shares(nodes, self, QuotaTable(1), make_policy)
+        self._priorities = Priorities(nodes, self._shares)
+
+    def has_sealed(self, _node: int) -> bool:
+        return True
+
+    def move(self, node: int, share: int) -> None:
+        raise NotImplementedError(f"node {node} cannot move to share {share}: there is one")
+
+    def added(self, node: int) -> None:
+        self._shares.policy_of(node).added(node)
+
+    def used(self, node: int) -> None:
+        sum(self._priorities.used(node) or ())
+
+    def unpinned(self, node: int) -> None:
+        self._shares.policy_of(node).unpinned(node)
+
+    def removed(self, node: int) -> None:
+        self._shares.policy_of(node).removed(node)
+        self._priority[node] = NORMAL
+
+    def victim(self) -> int | None:
+        return self._shares.victim(0)
+
+    def end_session(self, node: int) -> None:
+        sum(self._priorities.end_session(node, lambda _label: True))
+
+
 def _replay(
-    workload: _Workload, ends: bytearray, policy: str, pool_bytes: int, chunk_bytes: int
+    workload: _Workload, policy_name: str, capacity_chunks: int, ends: bytearray = bytearray()
 ) -> tuple[list[int], int]:
-    """Return the chunks found by each request and the chunks evicted, with the real index."""
-    digests = workload.digests
-    num_records = max(1, min(len(digests), pool_bytes // chunk_bytes))
-    index = ChunkIndex(ExtentAllocator(pool_bytes), IndexTable.in_memory(num_records), policy)
-    space = index.space(_SPEC)
-    found: list[int] = []
-    for path, packed, is_end in zip(workload.paths, workload.packed, ends, strict=True):
-        hits, nodes = index.longest_prefix(space, packed)
-        found.append(hits)
-        parent = NO_NODE
-        if hits:
-            parent = nodes[0]
-            sum(index.used(parent) or ())
-        records: list[int] = []
-        for depth in range(hits, len(path)):
-            key = digests[path[depth]]
-            record = index.begin_entry(EntryPlace(space, key, parent, depth, 0, 0, chunk_bytes, 0, 0, _NOBODY))
-            if record is None:  # longer than the pool: what is before it stays
-                break
-            records.append(record)
-            parent = space.nodes[key]
-        index.seal_entries(records)
-        if is_end and parent != NO_NODE:
-            sum(index.end_session(parent, lambda _label: True))
-    return found, index.num_evicted
-
-
-def _replay_tree(workload: _Workload, policy_name: str, capacity_chunks: int) -> tuple[list[int], int]:
-    """Return the same as `_replay` for requests without hints: the policy's own view of the tree, and no more.
+    """Return the chunks found by each request and the chunks evicted: the policy's own view of the tree, and no more.
 
     A chunk's number in the workload is its node, so that nothing has to be found by its key.
     """
     num_chunks = len(workload.digests)
-    tree = ChunkTree.with_room(num_chunks)
+    nodes = Nodes(num_chunks, [])
+    tree = nodes.tree
     tree.keys.extend([None] * num_chunks)
-    policy = POLICIES[policy_name](tree)
+    preference = Preference()
+    shadow = ShadowIndex(max(1, capacity_chunks), preference, (1.0,)) if policy_name == AUTO else None
+    prioritized = _Prioritized(nodes, lambda tree: POLICIES[policy_name](tree, preference)) if any(ends) else None
+    policy = prioritized or POLICIES[policy_name](tree, preference)
     keys, parents, children, holds = tree.keys, tree.parent, tree.num_children, tree.holds
     found: list[int] = []
     num_kept = evictions = 0
-    for path in workload.paths:
+    for request, path in enumerate(workload.paths):
+        if shadow is not None:
+            shadow.looked_up(workload.packed[request], 1)
         hits = 0
         for node in path:
             if keys[node] is None:
@@ -357,7 +364,10 @@ def _replay_tree(workload: _Workload, policy_name: str, capacity_chunks: int) ->
             policy.added(path[place])
         for node in path[hits:last]:
             holds[node] = 0
-            policy.unpinned(node)
+        if last > hits:
+            policy.unpinned(path[last - 1])
+        if prioritized is not None and ends[request] and last:
+            prioritized.end_session(path[last - 1])
     return found, evictions
 
 

@@ -14,7 +14,7 @@ import msgspec
 from kvdepot.backends import DeviceBench, find_benches, list_backends
 from kvdepot.config import ServerConfig, default_directory, format_size, parse_size
 from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError, describe_os_error, printable
-from kvdepot.index.eviction import POLICIES
+from kvdepot.index.eviction import AUTO, POLICIES
 from kvdepot.ops import pools
 from kvdepot.ops.operate import add_commands
 from kvdepot.ops.serve import add_serve, run_serve
@@ -130,7 +130,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         help="with --simulate: share of sessions that announce their end, 0 to 1 (default 0)",
     )
     replay.add_argument(
-        "--policy", choices=sorted(POLICIES), help="eviction policy (default lru; all of them with --simulate)"
+        "--policy", choices=sorted(POLICIES), help="eviction policy (default auto; all of them with --simulate)"
     )
     replay.add_argument(
         "--bytes-per-token",
@@ -271,7 +271,7 @@ def _replay(options: argparse.Namespace) -> int:
     summary = run_replay(
         read_trace(options.trace, options.requests or 500),
         pool_bytes=parse_size(options.pool_size or "1GiB"),
-        policy=options.policy or "lru",
+        policy=options.policy or AUTO,
         quiet=options.json,
     )
     if options.json:

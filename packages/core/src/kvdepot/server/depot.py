@@ -48,7 +48,7 @@ class Depot:
         self.index = index
         self.leases = LeaseTable(index, lease_seconds)
         self.labels = LabelTable(index)
-        usage = Usage(index.extents.capacity_bytes)
+        usage = Usage(index)
         self.state = DepotState(index, epoch, clock, verify, self.leases, self.labels, usage)
         self.counters = self.state.counters
         self.background = self.state.background

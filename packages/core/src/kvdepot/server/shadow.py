@@ -4,7 +4,8 @@ A chunk is sampled by its key alone (spatial sampling, SHARDS: Waldspurger and o
 is. The sample is kept in the order of last use, cut into segments where pools of the chosen sizes, scaled down by the
 sampling rate, would end: the segment in which a chunk is found again says which of those pools would have had it. That
 is LRU's stack distance, as exactly as is needed. A prefix is used from its end to its start, so what a chunk hangs on
-is never colder. What is stored counts as used; only lookups count as asked.
+is never colder. What is stored counts as used; only lookups count as asked. The same sample decides between LRU and ARC
+(`Duel`).
 
 The rate begins where it suits the pool and is halved whenever the sample outgrows its budget, so memory is bounded,
 and a lookup costs a slice of its digests and a few operations on dictionaries. Pools of some hundred chunks are too
@@ -14,7 +15,9 @@ small for it.
 from collections import OrderedDict
 from typing import Final
 
+from kvdepot.index.eviction import Preference
 from kvdepot.keys import DIGEST_BYTES
+from kvdepot.server.duel import Duel
 from kvdepot.wire.operations import PoolEstimate
 
 SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
@@ -31,15 +34,25 @@ class ShadowIndex:
 
     Args:
         pool_bytes: of the pool.
-        scales: sizes of other pools as parts of it, ascending.
+        preference: is kept at the rule that finds more with a pool of this size.
+        scales: sizes of other pools as parts of it, ascending, and 1.0.
         budget: the most chunks that are kept.
     """
 
-    def __init__(self, pool_bytes: int, scales: tuple[float, ...] = SCALES, budget: int = _BUDGET) -> None:
+    def __init__(
+        self,
+        pool_bytes: int,
+        preference: Preference | None = None,
+        scales: tuple[float, ...] = SCALES,
+        budget: int = _BUDGET,
+    ) -> None:
+        self.preference = preference or Preference()
         self.num_chunks = 0  # asked for, as far as the sample tells
         self._pool_bytes = pool_bytes
         self._scales = scales
         self._budget = budget
+        self._duel = Duel()
+        self._own = scales.index(1.0)  # the last segment of a pool of the present size
         self._hits = [0] * len(scales)  # by segment
         self._segments: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in scales]  # key -> bytes
         self._sizes = [0] * len(scales)
@@ -71,6 +84,8 @@ class ShadowIndex:
             self.num_chunks += self._weight
             if segment is not None:
                 self._hits[segment] += self._weight
+            self._duel.looked_up(key, chunk_bytes, is_in_lru=segment is not None and segment <= self._own)
+        self.preference.lru = self._duel.prefers_lru
         if len(self._where) > self._budget:
             self._set_threshold(self._threshold // 2)
 
@@ -80,6 +95,7 @@ class ShadowIndex:
             self._begin(chunk_bytes)
         for key in self._sampled(digests):
             self._use(key, chunk_bytes)
+            self._duel.stored(key, chunk_bytes)
 
     def estimates(self) -> list[PoolEstimate]:
         """Return what pools of other sizes would have found so far."""
@@ -105,6 +121,9 @@ class ShadowIndex:
         for key in [key for key in self._where if int.from_bytes(key[:2], "big") >= self._threshold]:
             segment = self._where.pop(key)
             self._sizes[segment] -= self._segments[segment].pop(key)
+        self._duel.keep(
+            self._pool_bytes * self.rate, lambda key: int.from_bytes(key[:2], "big") < self._threshold
+        )
         ends = [scale * self._pool_bytes * self.rate for scale in self._scales]
         self._limits = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
 

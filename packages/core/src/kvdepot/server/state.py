@@ -24,8 +24,8 @@ OTHERS: Final = "(others)"
 class Usage:
     """Counts what engines store, retrieve and look up."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.shadow = ShadowIndex(capacity_bytes)
+    def __init__(self, index: ChunkIndex) -> None:
+        self.shadow = ShadowIndex(index.extents.capacity_bytes, index.preference)
         self.store_seconds = Histogram(0.0001)  # from plan to commit
         self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
         self.tenant_tokens: dict[str, list[int]] = {}  # asked for, found in the pool, found in tiers

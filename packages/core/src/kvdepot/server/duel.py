@@ -1,0 +1,91 @@
+"""Whether LRU or ARC finds more of the present traffic, on a sample of the chunks.
+
+`ShadowIndex` samples; it has LRU with a pool of the present size in its segments, so only ARC is here. Both see the
+same chunks, and the one that found more of them lately should choose what leaves the pool. The sample knows nothing of
+prefixes: LRU and ARC hardly differ with and without.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+_ONCE: Final = 0
+_AGAIN: Final = 1
+_GHOSTS: Final = 2  # lists of evicted chunks begin here, in the same order
+_MEMORY: Final = 8  # pools of lookups until the score has forgotten most of a difference
+
+
+class Duel:
+    """ARC on the sampled chunks, and a score against LRU."""
+
+    def __init__(self) -> None:
+        self.limit_bytes = 0.0  # of a pool, scaled down by the sampling rate
+        self.score = 0.0  # lookups that ARC found and LRU did not, less the others
+        # Seen once, again, and what was evicted of both: key -> bytes, the coldest first.
+        self._lists: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(4)]
+        self._sizes = [0] * 4
+        self._target_once = 0.0  # bytes
+
+    @property
+    def prefers_lru(self) -> bool:
+        """Whether LRU found more lately; ARC if both found the same."""
+        return self.score < 0
+
+    def looked_up(self, key: bytes, num_bytes: int, *, is_in_lru: bool) -> None:
+        """Count a lookup of a sampled chunk, and use the chunk."""
+        found = key in self._lists[_AGAIN]
+        if found:
+            self._lists[_AGAIN].move_to_end(key)
+        elif key in self._lists[_ONCE]:
+            found = True
+            self._put(key, self._take(key, _ONCE), _AGAIN)
+        else:
+            self._insert(key, num_bytes)
+        self.score *= 1 - min(1.0, num_bytes / (_MEMORY * self.limit_bytes))
+        self.score += found - is_in_lru
+
+    def stored(self, key: bytes, num_bytes: int) -> None:
+        """Note that a sampled chunk was stored."""
+        if key not in self._lists[_ONCE] and key not in self._lists[_AGAIN]:
+            self._insert(key, num_bytes)
+
+    def keep(self, limit_bytes: float, is_wanted: Callable[[bytes], bool]) -> None:
+        """Change the size of the pool; forget the chunks that are not wanted."""
+        self.limit_bytes = limit_bytes
+        for number, chunks in enumerate(self._lists):
+            for key in [key for key in chunks if not is_wanted(key)]:
+                self._take(key, number)
+        self._target_once = min(limit_bytes, self._target_once)
+
+    def _insert(self, key: bytes, num_bytes: int) -> None:
+        """Add a chunk as ARC does, which moves its target if it had just evicted it."""
+        once, again = self._sizes[_GHOSTS:]
+        which = _AGAIN
+        if key in self._lists[_GHOSTS]:
+            self._target_once = min(self.limit_bytes, self._target_once + num_bytes * max(1.0, again / once))
+            self._take(key, _GHOSTS)
+        elif key in self._lists[_GHOSTS + _AGAIN]:
+            self._target_once = max(0.0, self._target_once - num_bytes * max(1.0, once / again))
+            self._take(key, _GHOSTS + _AGAIN)
+        else:
+            which = _ONCE
+        self._put(key, num_bytes, which)
+        while self._sizes[_ONCE] + self._sizes[_AGAIN] > self.limit_bytes:
+            self._evict()
+
+    def _evict(self) -> None:
+        is_once = self._sizes[_ONCE] > self._target_once or not self._lists[_AGAIN]
+        which = _ONCE if is_once else _AGAIN
+        key = next(iter(self._lists[which]))
+        self._put(key, self._take(key, which), _GHOSTS + which)
+        while self._sizes[_GHOSTS + which] > self.limit_bytes:
+            self._take(next(iter(self._lists[_GHOSTS + which])), _GHOSTS + which)
+
+    def _put(self, key: bytes, num_bytes: int, which: int) -> None:
+        self._lists[which][key] = num_bytes
+        self._sizes[which] += num_bytes
+
+    def _take(self, key: bytes, which: int) -> int:
+        num_bytes = self._lists[which].pop(key)
+        self._sizes[which] -= num_bytes
+        return num_bytes
