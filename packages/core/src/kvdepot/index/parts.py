@@ -35,7 +35,8 @@ class Parts:
     @classmethod
     def make(
         cls, table: IndexTable, extents: ExtentAllocator, spaces: list[Space], quotas: QuotaTable,
-        make_policy: Callable[[ChunkTree], EvictionPolicy], on_shown: Callable[[int], object], on_hidden: Callable[[int], object],
+        make_policy: Callable[[ChunkTree], EvictionPolicy], on_shown: Callable[[int], object],
+        on_hidden: Callable[[int], object],
     ) -> "Parts":  # fmt: skip
         """Return parts without a node or a record."""
         nodes = Nodes(2 * table.num_records + _SPARE_NODES, spaces)

@@ -27,7 +27,11 @@ class Shares:
     """The eviction policies by share and priority."""
 
     def __init__(
-        self, nodes: Nodes, entries: SealedEntries, quotas: QuotaTable, make_policy: Callable[[ChunkTree], EvictionPolicy]
+        self,
+        nodes: Nodes,
+        entries: SealedEntries,
+        quotas: QuotaTable,
+        make_policy: Callable[[ChunkTree], EvictionPolicy],
     ) -> None:
         self.quotas = quotas
         self._nodes = nodes

@@ -302,9 +302,7 @@ class _Prioritized:
         sum(self._priorities.end_session(node, lambda _label: True))
 
 
-def _replay(
-    workload: _Workload, policy_name: str, capacity_chunks: int, ends: bytearray = bytearray()
-) -> tuple[list[int], int]:
+def _replay(workload: _Workload, policy_name: str, capacity_chunks: int, ends: bytearray) -> tuple[list[int], int]:
     """Return the chunks found by each request and the chunks evicted: the policy's own view of the tree, and no more.
 
     A chunk's number in the workload is its node, so that nothing has to be found by its key.

@@ -6,7 +6,7 @@ prefixes: LRU and ARC hardly differ with and without.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 _ONCE: Final = 0
@@ -31,18 +31,21 @@ class Duel:
         """Whether LRU found more lately; ARC if both found the same."""
         return self.score < 0
 
-    def looked_up(self, key: bytes, num_bytes: int, *, is_in_lru: bool) -> None:
-        """Count a lookup of a sampled chunk, and use the chunk."""
-        found = key in self._lists[_AGAIN]
-        if found:
-            self._lists[_AGAIN].move_to_end(key)
-        elif key in self._lists[_ONCE]:
-            found = True
-            self._put(key, self._take(key, _ONCE), _AGAIN)
-        else:
-            self._insert(key, num_bytes)
-        self.score *= 1 - min(1.0, num_bytes / (_MEMORY * self.limit_bytes))
-        self.score += found - is_in_lru
+    def looked_up(self, keys: Sequence[bytes], num_bytes: int, found_by_lru: int) -> None:
+        """Count a lookup of sampled chunks, so many of which LRU has, and use them; each has `num_bytes`."""
+        once, again = self._lists[_ONCE], self._lists[_AGAIN]
+        found = 0
+        for key in keys:
+            if key in again:
+                again.move_to_end(key)
+                found += 1
+            elif key in once:
+                self._put(key, self._take(key, _ONCE), _AGAIN)
+                found += 1
+            else:
+                self._insert(key, num_bytes)
+        self.score *= 1 - min(1.0, len(keys) * num_bytes / (_MEMORY * self.limit_bytes))
+        self.score += found - found_by_lru
 
     def stored(self, key: bytes, num_bytes: int) -> None:
         """Note that a sampled chunk was stored."""

@@ -61,6 +61,7 @@ class ShadowIndex:
         self._threshold = 0  # keys whose first two bytes are below it are sampled; 0: nothing was asked yet
         self._weight = 0
         self._highest = 255  # first byte of a sampled key
+        self._end = b""  # sampled keys are below it
         self._marks = bytes(256)
 
     @property
@@ -79,13 +80,23 @@ class ShadowIndex:
             return
         if not self._threshold:
             self._begin(chunk_bytes)
-        for key in self._sampled(digests):
+        keys, where, warmest = self._sampled(digests), self._where, self._segments[0]
+        found = num_warm = 0
+        for key in keys:
+            if where.get(key) == 0:  # mostly
+                warmest.move_to_end(key)
+                num_warm += 1
+                continue
             segment = self._use(key, chunk_bytes)
-            self.num_chunks += self._weight
             if segment is not None:
                 self._hits[segment] += self._weight
-            self._duel.looked_up(key, chunk_bytes, is_in_lru=segment is not None and segment <= self._own)
-        self.preference.lru = self._duel.prefers_lru
+                found += segment <= self._own
+        found += num_warm
+        self._hits[0] += num_warm * self._weight
+        self.num_chunks += len(keys) * self._weight
+        if keys:
+            self._duel.looked_up(keys, chunk_bytes, found)
+            self.preference.lru = self._duel.prefers_lru
         if len(self._where) > self._budget:
             self._set_threshold(self._threshold // 2)
 
@@ -117,13 +128,12 @@ class ShadowIndex:
         self._threshold = max(_SMALLEST_THRESHOLD, threshold)
         self._weight = _KEYS // self._threshold
         self._highest = (self._threshold - 1) >> 8
+        self._end = self._threshold.to_bytes(2, "big")
         self._marks = bytes(byte <= self._highest for byte in range(256))
-        for key in [key for key in self._where if int.from_bytes(key[:2], "big") >= self._threshold]:
+        for key in [key for key in self._where if key >= self._end]:
             segment = self._where.pop(key)
             self._sizes[segment] -= self._segments[segment].pop(key)
-        self._duel.keep(
-            self._pool_bytes * self.rate, lambda key: int.from_bytes(key[:2], "big") < self._threshold
-        )
+        self._duel.keep(self._pool_bytes * self.rate, self._end.__gt__)
         ends = [scale * self._pool_bytes * self.rate for scale in self._scales]
         self._limits = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
 
@@ -134,7 +144,7 @@ class ShadowIndex:
         place = marks.rfind(1)
         while place >= 0:
             key = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-            if key[0] << 8 | key[1] < self._threshold:
+            if key < self._end:
                 keys.append(key)
             place = marks.rfind(1, 0, place)
         return keys
@@ -153,6 +163,8 @@ class ShadowIndex:
         where[key] = 0
         last = len(segments) - 1
         for number, segment in enumerate(segments):
+            if sizes[number] <= self._limits[number]:
+                break  # nothing moves on
             while sizes[number] > self._limits[number]:
                 colder, size = segment.popitem(last=False)
                 sizes[number] -= size
