@@ -191,7 +191,8 @@ def measure(setup: str, load: Load, arguments: argparse.Namespace, model: Path, 
         if depot:
             status = depot.status()
             rows["counters"] = {
-                key: status.counters[key] for key in ("entries_stored", "retrieve_chunks_hit", "entries_promoted")
+                key: status.counters.get(key, 0)
+                for key in ("entries_stored", "retrieve_chunks_hit", "entries_promoted")
             }
         return rows
 

@@ -101,7 +101,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     backends = commands.add_parser("backends", parents=[common, json_output], help="list accelerator backends")
     backends.set_defaults(run=_backends)
 
-    demo = commands.add_parser("demo", parents=[common, json_output], help="watch two engines share a depot")
+    demo = commands.add_parser("demo", parents=[common, json_output], help="watch engines with and without a depot")
     demo.set_defaults(run=_demo)
 
     replay = commands.add_parser("replay", parents=[common, json_output], help="replay a trace in Mooncake's format")
