@@ -146,6 +146,7 @@ class Blender:
         )
         with override_forward_context(context), torch.inference_mode():
             hidden = self.model(input_ids=tokens[ordered].to(device, torch.int32), positions=places)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # models with a draft model return more
             back = torch.empty_like(order)
             back[order] = torch.arange(len(order))
             return hidden[back.to(device)]
