@@ -15,7 +15,7 @@ import vllm.distributed.parallel_state as state
 from kvdepot.errors import BackendUnavailable, LayoutError
 from kvdepot.keys import KeyRun, Namespace
 from kvdepot.layout import GroupKind
-from kvdepot_vllm import connector as module
+from kvdepot_vllm import connector as module, starting
 from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 
@@ -27,13 +27,13 @@ good = {
     "worker_groups": lambda *_: ["groups"],
     "get_backend": lambda _: Space(create_context=lambda cache, **k: Space(format=cache.format, close=lambda: None)),
     "engine_namespace": lambda *_: Namespace("m"),
-    "on_device": module.on_device,
+    "on_device": starting.on_device,
     "recorded_event": lambda: None,
 }
 
 def use(**changes):
     for name, value in {**good, **changes}.items():
-        setattr(module, name, value)
+        setattr(starting if hasattr(starting, name) else module, name, value)
 
 def raising(error):
     def raises(*_, **__):

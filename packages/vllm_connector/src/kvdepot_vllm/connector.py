@@ -11,15 +11,12 @@ uses no depot, the whole engine uses none.
 """
 
 import contextlib
-import copy
 import functools
 import logging
-import os
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-import vllm
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -31,22 +28,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvdepot.backends import KVCache, get_backend
-from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.config import directory_of_url
 from kvdepot.errors import DepotUnavailable, KVDepotError
-from kvdepot.layout import GroupKind
-from kvdepot_vllm import gaudi
-from kvdepot_vllm.device import device_of_bytes, recorded_event
+from kvdepot_vllm.device import recorded_event
 from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.events import stored_events
-from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, wished_layout, worker_groups
-from kvdepot_vllm.identity import engine_namespace
+from kvdepot_vllm.groups import EngineCache, wished_layout
+from kvdepot_vllm.logs import log_like_vllm
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings, set_failure_policy
+from kvdepot_vllm.starting import Start, WorkerFormat
 from kvdepot_vllm.stats import KVDepotPromMetrics, KVDepotStats
 from kvdepot_vllm.stores import EndedStore
 from kvdepot_vllm.worker import LoadResults, WorkerSide
@@ -63,14 +55,6 @@ class StepMetadata(KVConnectorMetadata):
     """Carries a step's plan to the workers."""
 
     plan: StepPlan
-
-
-@dataclass
-class WorkerFormat(KVConnectorHandshakeMetadata):
-    """Carries the format of a worker's cache to the scheduler at start; "" if the worker uses no depot."""
-
-    format: str
-    can_blend: bool = False
 
 
 @dataclass
@@ -113,11 +97,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_like_vllm()
+        log_like_vllm()
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.parse(transfer.kv_connector_extra_config, role=transfer.kv_role)
-        self._instance = f"vllm {transfer.engine_id}"[:256]
-        self._cache: EngineCache | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, Any] | None = None  # as registered
@@ -126,14 +108,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._plan = StepPlan()
         self._results = LoadResults()
         self._events: list[BlockStored] = []
-        try:
-            self._cache = engine_cache(
-                vllm_config, kv_cache_config, _kind_of, self._settings.chunk_tokens, vllm.__version__
-            )
-        except Unsupported as reason:
-            logger.error("kvdepot is not used: %s", reason)
-        except Exception:
-            logger.exception("kvdepot failed and is not used; the engine goes on without it")
+        self._start = Start(vllm_config, kv_cache_config, self._settings, f"vllm {transfer.engine_id}"[:256])
+        self._cache: EngineCache | None = self._start.find_cache()
         if self._cache is not None and role is KVConnectorRole.SCHEDULER:
             set_failure_policy(transfer, keep=self._settings.keep_load_failure_policy)
 
@@ -207,44 +183,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Start the scheduler's side with the format that all workers registered; it blends if all of them can."""
         if self._cache is None or self._scheduler is not None or not told:
             return
-        formats = {each for each, _ in told}
         cache, self._cache = self._cache, None
-        if "" in formats or len(formats) > 1:
-            logger.error(
-                "kvdepot is not used by this engine: %s",
-                "a worker cannot use it, see its log" if "" in formats else f"its workers differ: {sorted(formats)}",
-            )
+        events = self._vllm_config.kv_events_config
+        self._scheduler = self._start.open_scheduler(
+            cache, told, self._on_stored if events is not None and events.enable_kv_cache_events else None
+        )
+        if self._scheduler is None:
             return
-        cache = replace(cache, format=next(iter(formats)))
-        config, events = self._vllm_config, self._vllm_config.kv_events_config
-        namespace = engine_namespace(config, self._settings)
-        client = SchedulerClient(
-            cache.spec,
-            self._instance,
-            model=str(config.model_config.model),
-            url=self._settings.url,
-            deadline_seconds=self._settings.deadline_seconds,
-        )
-        scheduler = SchedulerSide(
-            cache,
-            namespace,
-            self._settings,
-            client,
-            config.parallel_config.world_size,
-            on_stored=self._on_stored if events is not None and events.enable_kv_cache_events else None,
-            can_blend=all(can_blend for _, can_blend in told),
-        )
+        self._cache = cache
         if self._block_pool is not None:
-            scheduler.bind_block_pool(self._block_pool)
-        self._cache, self._scheduler = cache, scheduler
-        settings = self._settings
-        logger.info(
-            "model %s, tenant %s, namespace %s, chunks of %d tokens: %s %s the depot in %s",
-            config.model_config.model, settings.tenant, settings.namespace or "(default)", cache.chunk_tokens,
-            {"all": "stores prompts and answers", "prompt": "stores prompts", "none": "stores nothing"}[settings.store],
-            "in, and loads from," if settings.load else "in, and does not load from,",
-            directory_of_url(settings.url),
-        )  # fmt: skip
+            self._scheduler.bind_block_pool(self._block_pool)
 
     # --- worker ---------------------------------------------------------------------------------------------------
 
@@ -256,7 +204,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._cache is None:
             return
         try:
-            self._worker, self._unsaid = self._registered(self._cache, kv_caches)
+            self._worker, self._unsaid = self._start.register_worker(self._cache, kv_caches)
         except KVDepotError as reason:
             logger.error("kvdepot is not used by this worker: %s", reason)
         except Exception:
@@ -277,59 +225,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Give up what an earlier call registered: threads, streams and the registration at the depot."""
         if self._worker is not None:
             self._worker.close()
-
-    def _registered(self, cache: EngineCache, kv_caches: dict[str, Any]) -> tuple[WorkerSide, WorkerFormat]:
-        """Return this worker's side and the format under which it registers."""
-        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-        from vllm.platforms import current_platform
-
-        parallel = self._vllm_config.parallel_config
-        tp_rank, pp_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
-        shards_a_stage = cache.num_shards // parallel.pipeline_parallel_size
-        replicas = parallel.tensor_parallel_size // shards_a_stage
-        device = current_platform.device_type
-        backend = get_backend(device)
-        for name in self._settings.of_other_backends(device):
-            logger.warning("%s has no effect on %s and is ignored", name, device)
-        if device == "hpu":
-            gaudi.check(
-                cache,
-                prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
-                environment=os.environ,
-            )
-        layers = self._vllm_config.compilation_config.static_forward_context
-        cache = on_device(cache, layers, device_of_bytes(cache.dtype))
-        groups = worker_groups(
-            cache, kv_caches, self._kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
-        )
-        context = backend.create_context(
-            KVCache(
-                groups,
-                self._instance,
-                cache.dtype,
-                rank=pp_rank * parallel.tensor_parallel_size + tp_rank,
-                world_size=parallel.world_size,
-                model=str(self._vllm_config.model_config.model),
-                format=cache.format,
-                chunk_tokens=cache.chunk_tokens,
-            ),
-            url=self._settings.url,
-            deadline_seconds=self._settings.deadline_seconds,
-            synchronous=self._settings.is_synchronous(device),
-            # Not while vLLM captures its graphs: it reports captures that fail or hang beside a registration.
-            **({"register_when_asked": True} if device == "cuda" else {}),
-            **self._settings.backend_options(device),
-        )
-        only = cache.groups[0] if cache.num_groups == 1 else None
-        block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
-        blends = None
-        if self._settings.blend != "off":
-            from kvdepot_vllm.blend.starting import start_blending
-
-            blends = start_blending(self._vllm_config, self._kv_cache_config, self._settings, context)
-        return WorkerSide(context, cache.chunk_tokens, block_tokens, blends), WorkerFormat(
-            cache.format, blends is not None
-        )
 
     @_never_raises(_nothing)
     def reset_capture_state(self) -> None:
@@ -502,32 +397,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._events += stored_events(self._cache, self._kv_cache_config, store)
 
 
-def _kind_of(spec: Any) -> str:
-    return get_kv_cache_spec_kind(spec).value
-
-
 def _takes_no_part(connector: type[KVConnectorBase_V1]) -> bool:
     """Return whether a connector neither sends nor receives handshake metadata when the engine starts."""
     names = ("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware")
     return all(getattr(connector, name, None) is getattr(KVConnectorBase_V1, name) for name in names)
-
-
-class _Named(logging.Handler):
-    """Hands records to vLLM's handlers with kvdepot's name before the text: vLLM shows only the name of a file."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not str(record.msg).startswith("kvdepot"):
-            record = copy.copy(record)
-            record.msg = f"kvdepot: {record.msg}"
-        logging.getLogger("vllm").handle(record)
-
-
-def _log_like_vllm() -> None:
-    """Hand kvdepot's records to vLLM's handlers: nothing else configures logging in vLLM's processes."""
-    theirs = logging.getLogger("vllm")
-    for name in ("kvdepot", "kvdepot_vllm", "kvdepot_cpu", "kvdepot_cuda", "kvdepot_hpu"):
-        ours = logging.getLogger(name)
-        if not ours.handlers and not logging.getLogger().handlers:
-            ours.addHandler(_Named())
-            ours.setLevel(theirs.level)
-            ours.propagate = False

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, cast
 
-from kvdepot.client.scheduler import MISS, Lease, PendingLookup, SchedulerClient
+from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
+from kvdepot_vllm.asking import Question, Questions
 from kvdepot_vllm.blend.planning import Blends
 from kvdepot_vllm.blocks import blocks_to_fill
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob, Step, StepPlan, WorkerReport
@@ -31,12 +32,6 @@ from kvdepot_vllm.tracing import end_span, start_span
 
 logger = logging.getLogger(__name__)
 
-_FRESH_SECONDS: Final = 5.0  # an older answer is asked for again before it is used
-_HAND_OVER_SECONDS: Final = 0.005  # between two questions for a prompt that a prefill engine has not begun
-_IDLE_SECONDS: Final = 0.001  # to wait for an answer while nothing is computed; shorter than an empty step
-# The same for an answer that waits for a tier or another engine. Empty steps, one after the other, would take most of a
-# core, which on CPU the other engine computes with. A request that arrives meanwhile waits that long.
-_LONG_IDLE_SECONDS: Final = 0.010
 _SLOWEST_TOKEN_SECONDS: Final = 60.0  # the protocol's limit
 _NO_CHUNKS: Final = KeyRun(b"", 0, bytes(32))
 
@@ -48,20 +43,13 @@ class _Request:
     progress: StoreProgress
     may_load: bool
     hints: Hints | None
-    lookup: PendingLookup | None = None
-    lease: Lease | None = None  # the answer to the last lookup
-    asked_at: float = 0.0
-    waits_until: float = 0.0  # for chunks that others are computing
-    hand_over: HandOver | None = None  # a prefill engine computes the prompt
-    began_at: float = 0.0  # when the first question was sent
-    ask_at: float = 0.0  # when to ask again
-    announced: bool = False  # that it computes chunks: to be withdrawn when it ends
+    question: Question
     local_tokens: int = 0  # the hit in vLLM's own cache, as told with the last question
     loaded_at: int = -1  # preemption count when a load was last planned: each admission loads at most once
     load: LoadJob | None = None  # under way
     has_failed: bool = False  # the load under way
     has_noted: bool = False  # the depot knows its contents
-    span: Any = None  # of the lookup, then of the load
+    span: Any = None  # of the load
 
 
 class SchedulerSide:
@@ -100,14 +88,12 @@ class SchedulerSide:
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadJob] = []
         self._stores = Stores(cache, settings, num_workers, self._store_ended, clock)
-        self._late_hints: dict[str, tuple[KeyRun, Hints]] = {}  # kept until the last store of the request ends
-        self._late_withdrawals: set[str] = set()  # the same
-        self._is_idle = True  # the last step computed nothing
+        self._when_stored: dict[str, list[Callable[[], None]]] = {}  # until the last store of an ended request ends
         self._has_hit = False  # and the log says so
         self._pace = PrefillPace()
         self.counters = self._stores.counters
+        self._questions = Questions(cache.chunk_tokens, settings, client, self.counters, clock)
         self._blends = Blends(cache, settings, client, num_workers, self.counters, clock) if can_blend else None
-        self._late_notes: dict[str, tuple[EngineRequest, Namespace, KeyRun]] = {}  # until the last store has ended
 
     @property
     def is_connected(self) -> bool:
@@ -137,22 +123,23 @@ class SchedulerSide:
         hasher = PrefixHasher(self._namespace, chunk_tokens, self._identity.extra_keys(request))
         keys = RequestKeys(request, hasher, chunk_tokens)
         may_store = self._settings.store != "none" and wishes.get("store") is not False and not request.resumable
+        progress = StoreProgress(request, keys, may_store)
         state = _Request(
             request,
             keys,
-            StoreProgress(request, keys, may_store),
+            progress,
             may_load=self._settings.load and wishes.get("load") is not False and not request.resumable,
             hints=Hints.parse(wishes),
-            hand_over=HandOver.parse(request.kv_transfer_params),
+            question=Question(request, progress, HandOver.parse(request.kv_transfer_params)),
         )
         stale = self._requests.pop(request.request_id, None)
         if stale is not None:
             self._forget(stale)
         self._requests[request.request_id] = state
-        if state.may_load and not request.skip_reading_prefix_cache:
-            self._ask(state)
-            if self._blends is not None:
-                self._blends.begin(request, self._namespace, wishes)
+        asks = state.may_load and not request.skip_reading_prefix_cache
+        self._questions.open(state.question, asks=asks)
+        if asks and self._blends is not None:
+            self._blends.begin(request, self._namespace, wishes)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens past the local hit a load would bring; None while the depot has not answered.
@@ -165,14 +152,14 @@ class SchedulerSide:
         state.local_tokens = local_tokens
         state.progress.num_computed = 0
         if not state.may_load or request.skip_reading_prefix_cache or state.loaded_at == request.num_preemptions:
-            self._drop_lease(state)
+            self._questions.drop(state.question)
             return 0, False
-        if self._num_wanted(request) * self._cache.chunk_tokens <= local_tokens:
-            if state.lookup is not None and state.lookup.query():
-                state.progress.num_stored = self._take_answer(state, state.lookup).num_chunks
-            self._drop_lease(state)
+        if self._questions.num_wanted(request) * self._cache.chunk_tokens <= local_tokens:
+            num_stored = self._questions.settle(state.question)
+            if num_stored is not None:
+                state.progress.num_stored = num_stored
             return 0, False
-        lease = self._answer(state)
+        lease = self._questions.answer(state.question)
         if lease is None:
             return None, False
         state.progress.num_stored = lease.num_chunks
@@ -181,8 +168,7 @@ class SchedulerSide:
         if end is None:
             return None, False
         if exact == local_tokens:
-            self._drop_lease(state)
-            state.lease = MISS  # remembered, so that the lookup is not repeated while it is fresh
+            self._questions.remember_miss(state.question)
         return end - local_tokens, end > local_tokens
 
     def _offered(self, state: _Request, exact_tokens: int) -> int | None:
@@ -192,102 +178,8 @@ class SchedulerSide:
         end = self._blends.offer(state.request, exact_tokens, self._client.token_seconds)
         if end is not None and end > exact_tokens:
             state.progress.exact_tokens = self._blends.exact_tokens(state.request.request_id)
-            self._withdraw(state.request.request_id)  # what it computes from now on is for nobody else
+            self._questions.withdraw(state.request.request_id)  # blended KV is of no use to other engines
         return end
-
-    def _answer(self, state: _Request) -> Lease | None:
-        """Return what the depot has, asking again if the last answer is old; None while there is no answer."""
-        if state.lease is not None and self._clock() - state.asked_at <= _FRESH_SECONDS:
-            return state.lease
-        if state.lookup is None:
-            if self._clock() < state.ask_at:
-                if self._is_idle:
-                    self._is_idle = False
-                    time.sleep(_IDLE_SECONDS)
-                return None
-            self._drop_lease(state)
-            self._ask(state)
-        if state.lookup is None:
-            return state.lease or MISS
-        may_wait, self._is_idle = self._is_idle, False  # once a step, however many requests wait
-        is_late = self._clock() - state.asked_at > _LONG_IDLE_SECONDS
-        seconds = _LONG_IDLE_SECONDS if is_late else _IDLE_SECONDS
-        if not (state.lookup.wait(seconds) if may_wait else state.lookup.query()):
-            return None
-        lease = self._take_answer(state, state.lookup)
-        if self._asks_again(state, lease):
-            return None
-        self.counters["lookups"] += 1
-        return lease
-
-    def _asks_again(self, state: _Request, lease: Lease) -> bool:
-        """Ask again if others bring more chunks; False if the answer is final."""
-        now, hand_over = self._clock(), state.hand_over
-        if lease.num_pending and now < state.waits_until:
-            state.ask_at = now
-        elif hand_over is None or lease.num_chunks >= hand_over.num_chunks(
-            self._wanted(state), self._cache.chunk_tokens
-        ):
-            return False
-        elif now < state.began_at + hand_over.wait_seconds:
-            state.ask_at = now + _HAND_OVER_SECONDS
-        else:
-            state.hand_over, state.ask_at = None, now  # this question announces that the engine computes the rest
-            self.counters["hand_overs_missed"] += 1
-        self._drop_lease(state)
-        if state.ask_at <= now:
-            self._ask(state)
-        return True
-
-    def _num_wanted(self, request: EngineRequest) -> int:
-        """Return the chunks worth loading: at least one token is left to compute, as with vLLM's own prefix cache."""
-        return min(MAXIMUM_CHUNKS, max(0, request.num_tokens - 1) // self._cache.chunk_tokens)
-
-    def _wanted(self, state: _Request) -> KeyRun:
-        return state.keys.run(0, self._num_wanted(state.request))
-
-    def _ask(self, state: _Request) -> None:
-        key, now = self._wanted(state), self._clock()
-        if not key.num_chunks:
-            return
-        if state.asked_at + _FRESH_SECONDS < now or not state.waits_until:
-            # Waiting for others takes at most as long as computing the prompt, or a deadline.
-            seconds = state.request.num_tokens * self._client.token_seconds
-            state.began_at, state.waits_until = now, now + max(seconds, self._settings.deadline_seconds)
-        state.asked_at = now
-        tokens = key.num_chunks * self._cache.chunk_tokens
-        state.span = start_span("kvdepot lookup", state.request, wanted_tokens=tokens)
-        joins = self._settings.wait_for_others
-        announces = joins and state.progress.may_store and state.hand_over is None
-        state.announced |= announces
-        state.lookup = self._client.submit_lookup(
-            state.request.request_id, key, joins=joins, announces=announces, ahead_tokens=self._ahead_tokens(state)
-        )
-
-    def _ahead_tokens(self, state: _Request) -> int:
-        """Return the tokens of earlier prompts that are still to be computed, as far as that is known."""
-        chunk_tokens = self._cache.chunk_tokens
-        return sum(
-            max(0, other.request.num_prompt_tokens - max(progress.num_computed, progress.num_stored * chunk_tokens))
-            for other in self._requests.values()
-            if other is not state and other.lookup is None and (progress := other.progress)
-        )
-
-    def _take_answer(self, state: _Request, lookup: PendingLookup) -> Lease:
-        state.lease, state.lookup = lookup.result(), None
-        end_span(state.span, found_tokens=state.lease.num_chunks * self._cache.chunk_tokens)
-        state.span = None
-        return state.lease
-
-    def _drop_lease(self, state: _Request) -> None:
-        if state.lookup is not None:
-            state.lookup.cancel()
-            state.lookup = None
-            end_span(state.span, cancelled=True)
-            state.span = None
-        if state.lease is not None:
-            self._client.release(state.lease)
-            state.lease = None
 
     # --- loads ----------------------------------------------------------------------------------------------------
 
@@ -298,7 +190,7 @@ class SchedulerSide:
             return
         if not external_tokens:
             if state.load is None:
-                self._drop_lease(state)
+                self._questions.drop(state.question)
                 if self._blends is not None:
                     self._blends.drop(request.request_id)
             return
@@ -348,13 +240,14 @@ class SchedulerSide:
         stop, rest = divmod(stop_tokens, self._cache.chunk_tokens)
         pool = self._stores.pool
         null_block = pool.null_block.block_id if pool is not None else 0
+        lease = state.question.lease
         block_ids = None if rest else blocks_to_fill(self._cache, table, first, stop, null_block)
-        if block_ids is None or state.lease is None or stop > state.lease.num_chunks:
+        if block_ids is None or lease is None or stop > lease.num_chunks:
             logger.error(
                 "request %s: a load of tokens %d to %d does not fit the %d chunks of %d tokens that were found; they"
                 " are recomputed",
                 request_id, state.local_tokens, stop_tokens,
-                state.lease.num_chunks if state.lease else 0, self._cache.chunk_tokens,
+                lease.num_chunks if lease else 0, self._cache.chunk_tokens,
             )  # fmt: skip
             return None
         return LoadJob(request_id, state.keys.run(first, stop), block_ids, skip_tokens)
@@ -371,7 +264,7 @@ class SchedulerSide:
             tables.boundary_state_offloads if tables is not None else {}
         )
         for request_id in step.preempted_req_ids or ():
-            self._withdraw(request_id)
+            self._questions.withdraw(request_id)
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not num_tokens:
@@ -385,12 +278,12 @@ class SchedulerSide:
                 except Exception:
                     logger.exception("the rest of request %s is not stored", request_id)
                     progress.may_store = False
-        self._is_idle = not step.num_scheduled_tokens
+        is_idle = self._questions.may_idle = not step.num_scheduled_tokens
         self._pace.planned(self._clock(), sum(step.num_scheduled_tokens.values()))
         self._client.token_seconds = min(self._pace.token_seconds, _SLOWEST_TOKEN_SECONDS)
         loads, self._loads = tuple(self._loads), []
         blends, slice_of, given_up = self._blends.take_planned() if self._blends is not None else ((), None, ())
-        return StepPlan(loads, self._stores.take_planned(), self._is_idle, blends, slice_of, given_up)
+        return StepPlan(loads, self._stores.take_planned(), is_idle, blends, slice_of, given_up)
 
     def workers_reported(
         self, report: WorkerReport, finished: Collection[str], failed: Collection[str], invalid_blocks: set[int]
@@ -424,7 +317,7 @@ class SchedulerSide:
         state.load = None
         end_span(state.span, failed=has_failed)
         state.span = None
-        self._drop_lease(state)
+        self._questions.drop(state.question)
         if has_failed:
             self.counters["failed_loads"] += 1
             state.progress.num_stored = 0
@@ -444,26 +337,34 @@ class SchedulerSide:
         num_stored = min(num_chunks, progress.num_stored, MAXIMUM_CHUNKS)
         if not num_stored or (num_stored < num_chunks and not is_over):
             return
-        if not self._stores.is_storing(request.request_id):
-            self._blends.note(request, self._namespace, state.keys.run(0, num_stored))
+        key, namespace, blends = state.keys.run(0, num_stored), self._namespace, self._blends
+        if is_over:
+            self._once_stored(
+                request.request_id,
+                # After a reset, the chunks are of the generation before.
+                lambda: blends.note(request, namespace, key) if namespace == self._namespace else None,
+            )
+        elif not self._stores.is_storing(request.request_id):
+            blends.note(request, namespace, key)
             state.has_noted = True
-        elif is_over:
-            self._late_notes[request.request_id] = request, self._namespace, state.keys.run(0, num_stored)
 
-    def _note_late(self, request_id: str) -> None:
-        if self._blends is None:
-            return
-        if request_id in self._late_notes and not self._stores.is_storing(request_id):
-            self._blends.note(*self._late_notes.pop(request_id))
-        elif request_id in self._requests:
-            self._note(self._requests[request_id])
+    def _once_stored(self, request_id: str, send: Callable[[], None]) -> None:
+        """Call `send` once the last store of an ended request has ended: at once if none is under way."""
+        if self._stores.is_storing(request_id):
+            self._when_stored.setdefault(request_id, []).append(send)
+        else:
+            send()
 
     def _store_ended(self, store: EndedStore) -> None:
         if store.num_chunks and self._on_stored is not None:
             self._on_stored(store)
-        self._send_hints(store.request.request_id)
-        self._withdraw_late(store.request.request_id)
-        self._note_late(store.request.request_id)
+        request_id = store.request.request_id
+        if not self._stores.is_storing(request_id):
+            for send in self._when_stored.pop(request_id, ()):
+                send()
+        state = self._requests.get(request_id)
+        if state is not None:
+            self._note(state)
 
     @property
     def has_pending_stores(self) -> bool:
@@ -487,17 +388,16 @@ class SchedulerSide:
         if state is None:
             return None
         progress = state.progress
+        has_announced = self._questions.close(state.question)
         try:
             if progress.may_store and not has_failed and state.load is None:
                 computed = min(request.num_computed_tokens - request.num_in_flight_tokens, progress.num_computed)
                 self._stores.plan(progress, lambda: table, (), computed)
             if state.hints is not None:
                 key = state.keys.run(0, min(progress.num_stored, MAXIMUM_CHUNKS))
-                self._late_hints[request.request_id] = key, state.hints
-                self._send_hints(request.request_id)
-            if state.announced:
-                self._late_withdrawals.add(request.request_id)
-                self._withdraw_late(request.request_id)
+                self._once_stored(request.request_id, partial(self._send, state.hints, key))
+            if has_announced:
+                self._once_stored(request.request_id, partial(self._questions.end, request.request_id))
             self._note(state, is_over=True)
             return self._answer_of(state, has_failed=has_failed)
         finally:
@@ -514,25 +414,7 @@ class SchedulerSide:
             answer["kvdepot"] = {**answer.get("kvdepot", {}), "blend": blend}
         return answer or None
 
-    def _withdraw_late(self, request_id: str) -> None:
-        """Withdraw what an ended request announced, once its last store has ended: nothing more of it comes."""
-        if request_id in self._late_withdrawals and not self._stores.is_storing(request_id):
-            self._late_withdrawals.discard(request_id)
-            if request_id not in self._requests:  # nobody else has the name by now
-                self._client.end_request(request_id)
-
-    def _withdraw(self, request_id: str) -> None:
-        """Withdraw what a request announced that will not be computed for now."""
-        state = self._requests.get(request_id)
-        if state is not None and state.announced:
-            state.announced = False
-            self._client.end_request(request_id)
-
-    def _send_hints(self, request_id: str) -> None:
-        """Send the hints of an ended request, once its whole prefix is in the depot."""
-        if request_id not in self._late_hints or self._stores.is_storing(request_id):
-            return
-        key, hints = self._late_hints.pop(request_id)
+    def _send(self, hints: Hints, key: KeyRun) -> None:
         self._client.hint(
             key, session_ended=hints.session_ended, priority=hints.priority, ttl_seconds=hints.ttl_seconds
         )
@@ -541,7 +423,7 @@ class SchedulerSide:
         end_span(state.span, cancelled=True)
         state.span = None
         with contextlib.suppress(KVDepotError):
-            self._drop_lease(state)
+            self._questions.drop(state.question)
             if self._blends is not None:
                 self._blends.forget(state.request.request_id)
 
@@ -553,12 +435,11 @@ class SchedulerSide:
         self._namespace = replace(self._namespace, extra=(*extra, ("generation", uuid.uuid4().hex)))
         for state in self._requests.values():
             state.may_load = state.progress.may_store = False
-            self._drop_lease(state)
-            self._withdraw(state.request.request_id)
+            self._questions.drop(state.question)
+            self._questions.withdraw(state.request.request_id)
             state.has_noted = True  # its chunks are of the generation before
             if self._blends is not None:
                 self._blends.forget(state.request.request_id)
-        self._late_notes.clear()
         logger.info("the prefix cache was reset: this engine begins a new generation of keys")
 
     def close(self) -> None:

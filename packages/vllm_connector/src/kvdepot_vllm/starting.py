@@ -1,0 +1,188 @@
+# pyright: basic, reportMissingImports=false
+"""The start of both sides of the connector: each worker registers its cache, then the scheduler's side opens.
+
+`KVDepotConnector` calls `find_cache` when vLLM constructs it, `register_worker` in each worker's process, and
+`open_scheduler` in the scheduler's process once every worker has reported its format. A failure here means that the
+engine runs without a depot. Nothing here is used after the start.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+from kvdepot.backends import KVCache, get_backend
+from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.config import directory_of_url
+from kvdepot.layout import GroupKind
+from kvdepot_vllm import gaudi
+from kvdepot_vllm.device import device_of_bytes
+from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, worker_groups
+from kvdepot_vllm.identity import engine_namespace
+from kvdepot_vllm.scheduler import SchedulerSide
+from kvdepot_vllm.settings import Settings
+from kvdepot_vllm.stores import EndedStore
+from kvdepot_vllm.worker import WorkerSide
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class WorkerFormat(KVConnectorHandshakeMetadata):
+    """Carries the format of a worker's cache to the scheduler at start; "" if the worker uses no depot."""
+
+    format: str
+    can_blend: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """Opens the side of the connector that this process needs.
+
+    Attributes:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's, of this engine's cache.
+        settings: the user's.
+        instance: names the engine to the depot.
+    """
+
+    vllm_config: Any
+    kv_cache_config: Any
+    settings: Settings
+    instance: str
+
+    def find_cache(self) -> EngineCache | None:
+        """Return the engine's cache; None, with a log line, if kvdepot cannot keep it."""
+        try:
+            return engine_cache(
+                self.vllm_config, self.kv_cache_config, _kind_of, self.settings.chunk_tokens, vllm.__version__
+            )
+        except Unsupported as reason:
+            logger.error("kvdepot is not used: %s", reason)
+        except Exception:
+            logger.exception("kvdepot failed and is not used; the engine goes on without it")
+        return None
+
+    def register_worker(self, cache: EngineCache, kv_caches: dict[str, Any]) -> tuple[WorkerSide, WorkerFormat]:
+        """Register this process's KV cache with the depot.
+
+        Args:
+            cache: of the engine; its format is completed here with what only a worker knows.
+            kv_caches: tensors by layer name, as vLLM passes them.
+
+        Returns:
+            the worker's side, which the caller closes, and the format under which it registers.
+
+        Raises:
+            KVDepotError: the backend or the cache's layout cannot be used; the text says why.
+        """
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+        from vllm.platforms import current_platform
+
+        parallel = self.vllm_config.parallel_config
+        tp_rank, pp_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
+        shards_a_stage = cache.num_shards // parallel.pipeline_parallel_size
+        replicas = parallel.tensor_parallel_size // shards_a_stage
+        device = current_platform.device_type
+        backend = get_backend(device)
+        for name in self.settings.of_other_backends(device):
+            logger.warning("%s has no effect on %s and is ignored", name, device)
+        if device == "hpu":
+            gaudi.check(
+                cache,
+                prefix_caching=bool(self.vllm_config.cache_config.enable_prefix_caching),
+                environment=os.environ,
+            )
+        layers = self.vllm_config.compilation_config.static_forward_context
+        cache = on_device(cache, layers, device_of_bytes(cache.dtype))
+        groups = worker_groups(
+            cache, kv_caches, self.kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
+        )
+        context = backend.create_context(
+            KVCache(
+                groups,
+                self.instance,
+                cache.dtype,
+                rank=pp_rank * parallel.tensor_parallel_size + tp_rank,
+                world_size=parallel.world_size,
+                model=str(self.vllm_config.model_config.model),
+                format=cache.format,
+                chunk_tokens=cache.chunk_tokens,
+            ),
+            url=self.settings.url,
+            deadline_seconds=self.settings.deadline_seconds,
+            synchronous=self.settings.is_synchronous(device),
+            # Not while vLLM captures its graphs: it reports captures that fail or hang beside a registration.
+            **({"register_when_asked": True} if device == "cuda" else {}),
+            **self.settings.backend_options(device),
+        )
+        only = cache.groups[0] if cache.num_groups == 1 else None
+        block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
+        blends = None
+        if self.settings.blend != "off":
+            from kvdepot_vllm.blend.starting import start_blending
+
+            blends = start_blending(self.vllm_config, self.kv_cache_config, self.settings, context)
+        return WorkerSide(context, cache.chunk_tokens, block_tokens, blends), WorkerFormat(
+            cache.format, blends is not None
+        )
+
+    def open_scheduler(
+        self,
+        cache: EngineCache,
+        told: Collection[tuple[str, bool]],
+        on_stored: Callable[[EndedStore], None] | None,
+    ) -> SchedulerSide | None:
+        """Open the scheduler's side with the format that all workers registered. It blends if all of them can.
+
+        Args:
+            cache: of the engine.
+            told: format and ability to blend, of all workers.
+            on_stored: called for each store that brought in chunks.
+
+        Returns:
+            None, with a log line, if a worker uses no depot or the workers' formats differ.
+        """
+        formats = {each for each, _ in told}
+        if "" in formats or len(formats) > 1:
+            logger.error(
+                "kvdepot is not used by this engine: %s",
+                "a worker cannot use it, see its log" if "" in formats else f"its workers differ: {sorted(formats)}",
+            )
+            return None
+        cache = replace(cache, format=next(iter(formats)))
+        config, settings = self.vllm_config, self.settings
+        namespace = engine_namespace(config, settings)
+        client = SchedulerClient(
+            cache.spec,
+            self.instance,
+            model=str(config.model_config.model),
+            url=settings.url,
+            deadline_seconds=settings.deadline_seconds,
+        )
+        scheduler = SchedulerSide(
+            cache,
+            namespace,
+            settings,
+            client,
+            config.parallel_config.world_size,
+            on_stored=on_stored,
+            can_blend=all(can_blend for _, can_blend in told),
+        )
+        logger.info(
+            "model %s, tenant %s, namespace %s, chunks of %d tokens: %s %s the depot in %s",
+            config.model_config.model, settings.tenant, settings.namespace or "(default)", cache.chunk_tokens,
+            {"all": "stores prompts and answers", "prompt": "stores prompts", "none": "stores nothing"}[settings.store],
+            "in, and loads from," if settings.load else "in, and does not load from,",
+            directory_of_url(settings.url),
+        )  # fmt: skip
+        return scheduler
+
+
+def _kind_of(spec: Any) -> str:
+    return get_kv_cache_spec_kind(spec).value
