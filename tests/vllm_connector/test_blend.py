@@ -57,6 +57,7 @@ def test_everything_recomputed_is_a_full_prefill(engine: Engine) -> None:
     assert output["tokens"][:SAME] == engine.reference[1][:SAME]
 
 
+@pytest.mark.promise(76)
 def test_an_exact_request_behind_a_blended_one_is_exact(engine: Engine) -> None:
     engine.reset()
     (output,) = engine.generate([MOVED], params={"kvdepot": {"blend": {"policy": "none"}}})

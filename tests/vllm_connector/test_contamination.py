@@ -21,6 +21,7 @@ def run(nursery: Nursery, model: MakeModel) -> Any:
     return run_script
 
 
+@pytest.mark.promise(76)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_traffic_keeps_exact_caches_exact(run: Any, seed: int) -> None:
     counts = run(seed, "on")

@@ -4,10 +4,11 @@ import json
 import re
 import sys
 import tempfile
+from pathlib import Path
 
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.found import find_pools
-from support.vllm.engines import MakeModel
+from support.vllm.engines import MakeModel, prompts
 from support.vllm.examples import EXAMPLES, OPTIONS, free_port, run
 
 
@@ -32,3 +33,17 @@ def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: Ma
     counters = dict(re.findall(r"^(vllm:kvdepot_\w+_total)\{.*\} ([\d.e+]+)$", output, re.MULTILINE))
     assert float(counters["vllm:kvdepot_hit_tokens_total"]) == 640
     assert not [pool for pool in find_pools() if folder in pool.server]
+
+
+def test_documents_in_another_order_are_blended(model: MakeModel, tmp_path: Path) -> None:
+    documents = [tmp_path / f"{number}.txt" for number in range(4)]
+    for number, path in enumerate(documents):
+        path.write_text(" ".join(f"t{token}" for token in prompts(1, 400, seed=90 + number)[0]))
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
+    output = run(
+        "bash", str(EXAMPLES / "blend" / "serve.sh"), str(model("gqa")), *map(str, documents), "--", *flags,
+        "--enforce-eager", PORT=str(free_port()), POOL_SIZE="128MiB",
+        VLLM_SERVE=f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+    )  # fmt: skip
+    assert re.search(r"^blended +first token after +\d+ ms  \{.*'reused_tokens': \d{3,}", output, re.MULTILINE)
