@@ -116,7 +116,8 @@ class _Slice(NamedTuple):
 
     def _part(self, places: Places, block: int, offset: int) -> Any:
         page, dim = places.pages[block], places.token_dim
-        return page if dim is None else page.narrow(dim, offset, self.length)
+        whole = dim is None or page.shape[dim] == self.length
+        return page if whole else page.narrow(dim, offset, self.length)
 
 
 def _gather(layers: Sequence[Layer], source: Any, target: Any, turn: _Turn | None, *, in_place: bool) -> None:

@@ -44,11 +44,13 @@ class Places:
         pages: `(num_blocks, *digits)`, the digits of all axes in the order of memory.
         rows: `(num_blocks, *token digits, *digits)`, the digits of the other axes in the order of memory.
         axes: digits of each axis; the first is that of tokens.
+        token_dim: the dimension of tokens in one of `pages`; None if there are several.
     """
 
     pages: Any
     rows: Any
     axes: tuple[tuple[Digit, ...], ...]
+    token_dim: int | None
 
     @classmethod
     def of(cls, cache: Any, index: Any) -> "Places":
@@ -81,12 +83,8 @@ class Places:
             )
 
         pages = view(_in_memory(axes))
-        return cls(pages, view([*axes[0], *_in_memory(axes[1:])]), tuple(axes))
-
-    @property
-    def token_dim(self) -> int | None:
-        """The dimension of tokens in one of `pages`; None if there are several."""
-        return _in_memory(self.axes).index(self.axes[0][0]) if len(self.axes[0]) == 1 else None
+        token_dim = _in_memory(axes).index(axes[0][0]) if len(axes[0]) == 1 else None
+        return cls(pages, view([*axes[0], *_in_memory(axes[1:])]), tuple(axes), token_dim)
 
     def dim_of(self, axis: int, *, in_pages: bool) -> int:
         """Return the dimension of an axis that has one digit, in one of `pages` or in a selection of `rows`."""
