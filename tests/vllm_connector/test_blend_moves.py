@@ -128,8 +128,7 @@ def test_tokens_move_to_other_slots_of_other_blocks(layout: str, shift: int) -> 
     target = torch.cat([torch.arange(224, 256), torch.arange(128, 178)]) - shift
     old = torch.arange(len(source))
     layer = pages.layer(Rotation.of(angles, "cpu"))
-    move([layer, layer], source, target, old, old)
-    move([layer], target, target, old, old + 11)
+    move([layer, layer], source, target, old, old + 11)
     k, v = layer.rows(torch.arange(TOKENS))
     wanted_k, wanted_v = pages.k.clone(), pages.v.clone()
     wanted_k[target], wanted_v[target] = angles.turned(pages.k[source], torch.full((82,), 11)).float(), pages.v[source]

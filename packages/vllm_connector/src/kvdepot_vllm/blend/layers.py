@@ -108,6 +108,11 @@ class Layer:
         return (*layout_of(self.module), id(self.rotation))
 
     @property
+    def turns_all_of_k(self) -> bool:
+        """Whether no element of K keeps its value in a move."""
+        return self.rotation is not None and 2 * self.rotation.num_pairs == self.k_index.shape[-1]
+
+    @property
     def scale(self) -> float:
         """The factor on products of queries and keys."""
         return float(self.module.impl.scale)

@@ -89,10 +89,9 @@ class _Turn(NamedTuple):
         return cls(own, other, places.dim_of(2, in_pages=in_pages))
 
     def __call__(self, values: Any) -> Any:
-        """Return values after the turn, float32. Float32 values may be changed themselves."""
+        """Return values after the turn, float32."""
         values = values.float()
-        others = values.flip(self.dim)
-        return values.mul_(self.own).addcmul_(others, self.other)
+        return (values * self.own).addcmul_(values.flip(self.dim), self.other)
 
 
 class _Slice(NamedTuple):
@@ -107,12 +106,12 @@ class _Slice(NamedTuple):
     def move(self, layer: Layer, turn: _Turn | None, *, in_place: bool) -> None:
         """Move them in one layer."""
         if not in_place:
-            for places in (layer.k, layer.v):
+            for places in (layer.v,) if turn is not None and layer.turns_all_of_k else (layer.k, layer.v):
                 source = self._part(places, self.from_block, self.from_offset)
                 self._part(places, self.to_block, self.to_offset).copy_(source)
         if turn is not None and layer.turned is not None:
-            part = self._part(layer.turned, self.to_block, self.to_offset)
-            part.copy_(turn(part))
+            source = self._part(layer.turned, self.from_block, self.from_offset)
+            self._part(layer.turned, self.to_block, self.to_offset).copy_(turn(source))
 
     def _part(self, places: Places, block: int, offset: int) -> Any:
         page, dim = places.pages[block], places.token_dim
