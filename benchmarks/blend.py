@@ -69,7 +69,8 @@ def main() -> int:
                 name = f"{policy} {ratio:.0%}"
                 seconds, output = ask(engine, moved, {"policy": policy, "ratio": ratio})
                 times.setdefault(name, []).append(seconds)
-                answers[name] = ((output["params"] or {}).get("kvdepot") or {}).get("blend")
+                said: dict[str, dict[str, Any]] = output["params"] or {}
+                answers[name] = said.get("kvdepot", {}).get("blend")
             engine.reset()
             began = time.perf_counter()
             engine.ask("generate", prompts=[source], max_tokens=1)
@@ -77,13 +78,14 @@ def main() -> int:
     computed = min(times["computed"])
     print(f"{len(moved):,} tokens; computed: {computed:.2f} s")
     for name, seconds in times.items():
-        said = answers.get(name)
-        tokens = (
-            f"  reused {said['reused_tokens']:,}, again {said['recomputed_tokens']:,}, gaps {said['gap_tokens']:,}"
-            if said
-            else ""
+        answer = answers.get(name)
+        print(
+            f"{name:30} {min(seconds) / computed:5.2f}  (median {statistics.median(seconds) / computed:.2f})  ", end=""
         )
-        print(f"{name:30} {min(seconds) / computed:5.2f}  (median {statistics.median(seconds) / computed:.2f}){tokens}")
+        if answer:
+            reused, again, gaps = (answer[f"{kind}_tokens"] for kind in ("reused", "recomputed", "gap"))
+            print(f"reused {reused:,}, again {again:,}, gaps {gaps:,}", end="")
+        print()
     if arguments.json:
         arguments.json.write_text(json.dumps({"times": times, "answers": answers, "tokens": len(moved)}))
     return 0

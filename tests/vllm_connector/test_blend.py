@@ -25,7 +25,8 @@ PAYS = "import kvdepot_vllm.blend.planning as planning\nplanning._LEAST_GAIN = -
 
 def blended(output: dict[str, Any]) -> dict[str, Any] | None:
     """What an output says about its blend."""
-    return ((output["params"] or {}).get("kvdepot") or {}).get("blend")
+    params: dict[str, dict[str, Any]] = output["params"] or {}
+    return params.get("kvdepot", {}).get("blend")
 
 
 @pytest.fixture(scope="module")
