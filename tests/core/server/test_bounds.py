@@ -209,7 +209,7 @@ def test_a_boundary_of_states_is_looked_for_so_far_and_no_further(num_new: int, 
 @pytest.mark.promise(61)
 def test_a_victim_is_found_in_a_few_steps_when_nearly_all_was_used_again() -> None:
     """What leaves then need not be the very coldest, but none of those that were used last."""
-    bench = Bench(NUM_CHUNKS, filled=False)
+    bench = Bench(NUM_CHUNKS, filled=False, policy="lru")
     for name in range(NUM_CHUNKS):
         bench.store(prompt(name, 1))
     order = list(range(1, NUM_CHUNKS))

@@ -19,21 +19,19 @@ from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.asking import Question, Questions
 from kvdepot_vllm.blend.planning import Blends
-from kvdepot_vllm.blocks import blocks_to_fill
-from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob, Step, StepPlan, WorkerReport
+from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, Step, StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
 from kvdepot_vllm.hints import Hints
 from kvdepot_vllm.identity import RequestIdentity
+from kvdepot_vllm.loading import Load, Loads
 from kvdepot_vllm.pace import PrefillPace
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.stores import EndedStore, RequestKeys, StoreProgress, Stores
-from kvdepot_vllm.tracing import end_span, start_span
 
 logger = logging.getLogger(__name__)
 
 _SLOWEST_TOKEN_SECONDS: Final = 60.0  # the protocol's limit
-_NO_CHUNKS: Final = KeyRun(b"", 0, bytes(32))
 
 
 @dataclass(slots=True)
@@ -44,12 +42,8 @@ class _Request:
     may_load: bool
     hints: Hints | None
     question: Question
-    local_tokens: int = 0  # the hit in vLLM's own cache, as told with the last question
-    loaded_at: int = -1  # preemption count when a load was last planned: each admission loads at most once
-    load: LoadJob | None = None  # under way
-    has_failed: bool = False  # the load under way
+    load: Load
     has_noted: bool = False  # the depot knows its contents
-    span: Any = None  # of the load
 
 
 class SchedulerSide:
@@ -86,14 +80,13 @@ class SchedulerSide:
         self._clock = clock
         self._identity = RequestIdentity()
         self._requests: dict[str, _Request] = {}
-        self._loads: list[LoadJob] = []
         self._stores = Stores(cache, settings, num_workers, self._store_ended, clock)
         self._when_stored: dict[str, list[Callable[[], None]]] = {}  # until the last store of an ended request ends
-        self._has_hit = False  # and the log says so
         self._pace = PrefillPace()
         self.counters = self._stores.counters
         self._questions = Questions(cache.chunk_tokens, settings, client, self.counters, clock)
         self._blends = Blends(cache, settings, client, num_workers, self.counters, clock) if can_blend else None
+        self._loads = Loads(cache, self._blends, self._null_block)
 
     @property
     def is_connected(self) -> bool:
@@ -114,6 +107,9 @@ class SchedulerSide:
         if self._blends is not None:
             self._blends.pool = pool
 
+    def _null_block(self) -> int:
+        return self._stores.pool.null_block.block_id if self._stores.pool is not None else 0
+
     # --- admission ------------------------------------------------------------------------------------------------
 
     def begin(self, request: EngineRequest) -> None:
@@ -124,13 +120,15 @@ class SchedulerSide:
         keys = RequestKeys(request, hasher, chunk_tokens)
         may_store = self._settings.store != "none" and wishes.get("store") is not False and not request.resumable
         progress = StoreProgress(request, keys, may_store)
+        question = Question(request, progress, HandOver.parse(request.kv_transfer_params))
         state = _Request(
             request,
             keys,
             progress,
             may_load=self._settings.load and wishes.get("load") is not False and not request.resumable,
             hints=Hints.parse(wishes),
-            question=Question(request, progress, HandOver.parse(request.kv_transfer_params)),
+            question=question,
+            load=Load(question),
         )
         stale = self._requests.pop(request.request_id, None)
         if stale is not None:
@@ -149,9 +147,9 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             return 0, False
-        state.local_tokens = local_tokens
+        state.load.local_tokens = local_tokens
         state.progress.num_computed = 0
-        if not state.may_load or request.skip_reading_prefix_cache or state.loaded_at == request.num_preemptions:
+        if not state.may_load or request.skip_reading_prefix_cache or state.load.was_offered:
             self._questions.drop(state.question)
             return 0, False
         if self._questions.num_wanted(request) * self._cache.chunk_tokens <= local_tokens:
@@ -178,7 +176,6 @@ class SchedulerSide:
         end = self._blends.offer(state.request, exact_tokens, self._client.token_seconds)
         if end is not None and end > exact_tokens:
             state.progress.exact_tokens = self._blends.exact_tokens(state.request.request_id)
-            self._questions.withdraw(state.request.request_id)  # blended KV is of no use to other engines
         return end
 
     # --- loads ----------------------------------------------------------------------------------------------------
@@ -188,69 +185,10 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        if not external_tokens:
-            if state.load is None:
-                self._questions.drop(state.question)
-                if self._blends is not None:
-                    self._blends.drop(request.request_id)
-            return
-        state.loaded_at = request.num_preemptions
-        exact_end = self._blends.exact_end(request.request_id) if self._blends is not None else None
-        if self._blends is not None and exact_end is not None:
-            self._plan_blend(self._blends, state, table, exact_end, external_tokens)
-            return
-        try:
-            load = self._load_job(state, table, external_tokens)
-        except Exception:
-            logger.exception("request %s cannot be loaded", request.request_id)
-            load = None
-        state.load = load or LoadJob(request.request_id, _NO_CHUNKS, (), 0)
-        state.has_failed = False
-        self._loads.append(state.load)
-        state.span = start_span("kvdepot load", request, tokens=external_tokens)
-        if not self._has_hit:
-            self._has_hit = True
-            logger.info("first hit: request %s loads %d tokens from the depot", request.request_id, external_tokens)
-
-    def _plan_blend(
-        self, blends: Blends, state: _Request, table: BlockTable, exact_end: int, external_tokens: int
-    ) -> None:
-        """Plan the blend that was offered; vLLM recomputes what it does not bring."""
-        request, local_tokens = state.request, state.local_tokens
-        try:
-            exact = self._load_job(state, table, exact_end - local_tokens) if exact_end > local_tokens else None
-            is_planned = (exact is not None or exact_end <= local_tokens) and blends.allocated(
-                request, table, local_tokens, local_tokens + external_tokens, exact
-            )
-        except Exception:
-            logger.exception("request %s cannot be blended", request.request_id)
-            exact, is_planned = None, False
-        blocks = tuple(list(row) for row in table) if is_planned else ()
-        key, skip_tokens = (exact.key, exact.skip_tokens) if exact is not None else (_NO_CHUNKS, 0)
-        state.load = LoadJob(request.request_id, key, blocks, skip_tokens)
-        state.has_failed = False
-        state.span = start_span("kvdepot blend", request, tokens=external_tokens)
-        if not is_planned:
-            self._loads.append(LoadJob(request.request_id, _NO_CHUNKS, (), 0))
-
-    def _load_job(self, state: _Request, table: BlockTable, external_tokens: int) -> LoadJob | None:
-        """Return the load job; None, with a log line, if vLLM's blocks do not fit the lease."""
-        request_id, stop_tokens = state.request.request_id, state.local_tokens + external_tokens
-        first, skip_tokens = divmod(state.local_tokens, self._cache.chunk_tokens)
-        stop, rest = divmod(stop_tokens, self._cache.chunk_tokens)
-        pool = self._stores.pool
-        null_block = pool.null_block.block_id if pool is not None else 0
-        lease = state.question.lease
-        block_ids = None if rest else blocks_to_fill(self._cache, table, first, stop, null_block)
-        if block_ids is None or lease is None or stop > lease.num_chunks:
-            logger.error(
-                "request %s: a load of tokens %d to %d does not fit the %d chunks of %d tokens that were found; they"
-                " are recomputed",
-                request_id, state.local_tokens, stop_tokens,
-                lease.num_chunks if lease else 0, self._cache.chunk_tokens,
-            )  # fmt: skip
-            return None
-        return LoadJob(request_id, state.keys.run(first, stop), block_ids, skip_tokens)
+        if external_tokens:
+            self._loads.plan(state.load, table, external_tokens)
+        elif state.load.job is None:
+            self._drop(state)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -281,9 +219,8 @@ class SchedulerSide:
         is_idle = self._questions.may_idle = not step.num_scheduled_tokens
         self._pace.planned(self._clock(), sum(step.num_scheduled_tokens.values()))
         self._client.token_seconds = min(self._pace.token_seconds, _SLOWEST_TOKEN_SECONDS)
-        loads, self._loads = tuple(self._loads), []
         blends, slice_of, given_up = self._blends.take_planned() if self._blends is not None else ((), None, ())
-        return StepPlan(loads, self._stores.take_planned(), is_idle, blends, slice_of, given_up)
+        return StepPlan(self._loads.take_planned(), self._stores.take_planned(), is_idle, blends, slice_of, given_up)
 
     def workers_reported(
         self, report: WorkerReport, finished: Collection[str], failed: Collection[str], invalid_blocks: set[int]
@@ -301,30 +238,27 @@ class SchedulerSide:
         if self._blends is not None:
             self._blends.loaded(report.blends_loaded)
             self._blends.computed(report.blended)
-        if invalid_blocks:
-            for state in self._requests.values():
-                if state.load is not None and state.load.block_ids:
-                    state.has_failed |= not invalid_blocks.isdisjoint(state.load.block_ids[0])
+        self._loads.mark_invalid([state.load for state in self._requests.values()], invalid_blocks)
         for request_id in finished:
             state = self._requests.get(request_id)
-            has_failed = request_id in failed or (state is not None and state.has_failed)
+            has_failed = request_id in failed or (state is not None and state.load.has_failed)
             if self._blends is not None:
                 self._blends.ended(request_id, has_failed=has_failed)
-            if state is not None and state.load is not None:
-                self._load_ended(state, state.load, has_failed=has_failed)
+            if state is not None and state.load.job is not None:
+                self._load_ended(state, has_failed=has_failed)
 
-    def _load_ended(self, state: _Request, load: LoadJob, *, has_failed: bool) -> None:
-        state.load = None
-        end_span(state.span, failed=has_failed)
-        state.span = None
-        self._questions.drop(state.question)
+    def _load_ended(self, state: _Request, *, has_failed: bool) -> None:
+        num_tokens = self._loads.end(state.load, has_failed=has_failed)
+        self._drop(state)
         if has_failed:
             self.counters["failed_loads"] += 1
             state.progress.num_stored = 0
             state.progress.num_computed = 0
-        else:
-            self.counters["hit_tokens"] += load.key.num_chunks * self._cache.chunk_tokens - load.skip_tokens
-            self._note(state)
+            return
+        self.counters["hit_tokens"] += num_tokens
+        if state.progress.exact_tokens is not None:  # what it computes from now on is of no use to other engines
+            self._questions.withdraw(state.request.request_id)
+        self._note(state)
 
     def _note(self, state: _Request, *, is_over: bool = False) -> None:
         """Tell the depot what the prompt's chunks hold, once all of them are there or the request `is_over`."""
@@ -390,7 +324,7 @@ class SchedulerSide:
         progress = state.progress
         has_announced = self._questions.close(state.question)
         try:
-            if progress.may_store and not has_failed and state.load is None:
+            if progress.may_store and not has_failed and state.load.job is None:
                 computed = min(request.num_computed_tokens - request.num_in_flight_tokens, progress.num_computed)
                 self._stores.plan(progress, lambda: table, (), computed)
             if state.hints is not None:
@@ -419,9 +353,14 @@ class SchedulerSide:
             key, session_ended=hints.session_ended, priority=hints.priority, ttl_seconds=hints.ttl_seconds
         )
 
+    def _drop(self, state: _Request) -> None:
+        """Give back the leases of a request, whose load is decided or has ended."""
+        self._questions.drop(state.question)
+        if self._blends is not None:
+            self._blends.drop(state.request.request_id)
+
     def _forget(self, state: _Request) -> None:
-        end_span(state.span, cancelled=True)
-        state.span = None
+        self._loads.forget(state.load)
         with contextlib.suppress(KVDepotError):
             self._questions.drop(state.question)
             if self._blends is not None:

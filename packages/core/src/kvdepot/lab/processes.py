@@ -81,7 +81,7 @@ class DepotProcess:
         assert self._process is not None
         return child_of(self._process.pid) if self._has_prefix else self._process.pid
 
-    def start(self, timeout_seconds: float = 20.0) -> None:
+    def start(self, timeout_seconds: float = 60.0) -> None:
         """Start the server and wait until it answers.
 
         Raises:

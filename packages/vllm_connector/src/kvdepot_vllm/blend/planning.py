@@ -30,6 +30,7 @@ _RECOMPUTE_COST: Final = 1.6  # of one token recomputed, in tokens of a prefill:
 _LEAST_GAIN: Final = 0.1  # a blend that saves a smaller share of the computation is declined
 _FREE_SHARE: Final = 0.1  # of the engine's blocks, left to others when staging blocks are taken
 _NONCE_BYTES: Final = 32
+_SUFFIX: Final = " blend"
 
 
 @dataclass(slots=True)
@@ -111,7 +112,9 @@ class Blends:
             return
         tokens = request.all_token_ids[: request.num_prompt_tokens]
         segments = SegmentNamer(salted(namespace, request)).name(tokens, wish.borders)
-        lookup = self._client.submit_blend_lookup(request.request_id, segments, min_run_tokens=_LEAST_RUN_TOKENS)
+        # Under a name of its own: withdrawing an announcement releases all leases of the request.
+        name = request.request_id + _SUFFIX
+        lookup = self._client.submit_blend_lookup(name, segments, min_run_tokens=_LEAST_RUN_TOKENS)
         self._requests[request.request_id] = _Request(request, wish, segments, lookup)
 
     def offer(self, request: EngineRequest, exact_tokens: int, token_seconds: float) -> int | None:
@@ -157,12 +160,12 @@ class Blends:
     def _declined(self, request: EngineRequest, wish: BlendWish, offer: _Offer, token_seconds: float) -> str | None:
         """Return the counter of the reason for not blending, None if it pays."""
         reused = sum(run.length for run in offer.runs)
-        if reused < self._settings.blend_min_tokens:
-            return "blends_declined_short"
         first_block = offer.runs[0].position // self._block_tokens
         # Otherwise the hash of the first block, taken when the block fills up, would be exact.
         can_taint = len(request.block_hashes) == request.num_tokens // self._block_tokens > first_block
-        if not can_taint or not self._has_room(offer, request):
+        if not can_taint or reused < self._settings.blend_min_tokens:
+            return "blends_declined_short"
+        if not self._has_room(offer, request):
             return "blends_declined_room"
         total = offer.end - offer.begin
         recomputed = total - reused + (0 if wish.policy == "none" else wish.ratio * reused)
