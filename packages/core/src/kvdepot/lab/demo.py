@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvdepot.config import format_size
-from kvdepot.errors import KVDepotError
 from kvdepot.lab.demo_view import Lane, View, demo_view
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry
 from kvdepot.lab.fleet import EngineProcess, Fleet, Prompt
@@ -124,13 +123,13 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
 
 def _race(fleet: Fleet, conversations: list[list[Prompt]], view: View) -> tuple[Lane, Lane]:
     """Serve the conversations without a depot and with one, at the same time."""
-    errors: list[KVDepotError] = []
+    errors: list[Exception] = []
     total = sum(len(conversation) for conversation in conversations)
 
     def serve(lane: Lane, engines: list[EngineProcess]) -> None:
         try:
             fleet.run(conversations, lambda _engine, _prompt, report: lane.add(report), engines)
-        except KVDepotError as error:
+        except Exception as error:  # also of pipes that Ctrl-C closes, which nobody wants to read
             errors.append(error)
 
     alone, shared = view.lane("without a depot", total), view.lane("with a depot", total)

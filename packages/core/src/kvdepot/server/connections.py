@@ -1,19 +1,16 @@
-"""Connections of the control socket: whole frames come in, whole frames go out, and nobody holds up anybody else.
+"""Connections of the control socket: they take in and send whole frames, and none of them delays another.
 
-A connection begins with a greeting that names its owner: the token of a session, or nothing for an operator. After that
-every frame is a request. The server's loop calls `serve` when `fileno` is readable. A turn serves one frame of each
+A connection begins with a greeting that names its owner: the token of a session, or nothing for an operator. Every
+further frame is a request. The server's loop calls `serve` when `fileno` is readable. A turn serves one frame of each
 connection at a time, in rotation, until its time is over.
 
-Every bound is kept by not reading, so the kernel makes the sender wait: a connection is not read while a reply to it is
-unread, while too many bytes of its requests wait for an answer, or while all connections together hold too much. New
-connections wait in the kernel's queue while the reserve of descriptors is touched. A connection is closed when it
-breaks the framing, when a frame does not come whole in time, when a connection without a session falls silent, and,
-should unread replies of all together become too many, when it has the most of them. Its session ends with it, so that
-an engine never takes a lost connection for a depot that is there.
+The table keeps its bounds by not reading, so that the kernel makes the sender wait. It does not read a connection that
+has an unread reply or too many bytes of waiting requests, and reads none while all together hold too much. It closes a
+connection that breaks the framing, does not complete a frame in time, or falls silent without a session. If the unread
+replies of all connections become too many, it closes the one with the most. The session ends with its connection, so
+an engine never takes a lost connection for a living depot.
 """
 
-import logging
-import os
 import select
 import socket
 import time
@@ -23,12 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvdepot.errors import ConfigError
-from kvdepot.processes.descriptors import is_reserve_touched
-from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
+from kvdepot.server.access import Access
+from kvdepot.server.listening import Listeners, Warnings
 from kvdepot.wire import frames
-
-logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS: Final = 5.0  # for a greeting, for the rest of a frame, and between an operator's requests
 MAXIMUM_OF_OWNER: Final = 64  # connections of one session
@@ -39,8 +33,6 @@ MAXIMUM_UNREAD_BYTES: Final = 64 << 20  # of replies, in total
 _WAITING_BYTES: Final = 4096  # that a request which waits takes beside its frame: 3.4 KiB, measured
 _READ_BYTES: Final = 64 << 10  # at once; a smaller frame needs no room to be set aside
 _EVENTS: Final = 64
-_BACKLOG: Final = 1024
-_SECONDS_BETWEEN_WARNINGS: Final = 10.0
 _LENGTH_BYTES: Final = frames.LENGTH.size
 
 
@@ -54,11 +46,11 @@ class Connection:
     received: bytearray = field(default_factory=bytearray)  # what is no whole frame yet, or comes after one
     unread: bytearray = field(default_factory=bytearray)  # of replies that the kernel did not take
     held_bytes: int = 0  # of its requests that wait for an answer
-    set_aside_bytes: int = 0  # for the frame that is coming
+    set_aside_bytes: int = 0  # for the rest of a frame
     events: int = select.EPOLLIN
     is_queued: bool = False
-    is_parked: bool = False  # not read before others hold less
-    wanted_bytes: int = 0  # for which there has to be room then
+    is_parked: bool = False  # not read until others hold less
+    wanted_bytes: int = 0  # that must be free by then
 
 
 class ConnectionTable:
@@ -72,7 +64,7 @@ class ConnectionTable:
         handle: serves one frame, which is valid during the call, by `send`, now or after `hold`.
 
     Raises:
-        ConfigError: there is no listening on a path.
+        ConfigError: a path cannot be listened on.
     """
 
     def __init__(
@@ -83,29 +75,24 @@ class ConnectionTable:
         end_owner: Callable[[bytes], None],
         handle: Callable[[Connection, memoryview], None],
     ) -> None:
-        self._bound: list[Path] = []
-        self._access = access
         self._is_owner = is_owner
         self._end_owner = end_owner
         self._handle = handle
-        self._listeners: dict[int, socket.socket] = {}  # by descriptor
-        self._is_listening = True
         self._connections: dict[int, Connection] = {}
         self._of_owner: dict[bytes, set[Connection]] = {}
-        self._unfinished: dict[Connection, float] = {}  # who has to say something, and until when: the first one first
-        self._queue: deque[Connection] = deque()  # who may have a frame, in the order of their turns
+        self._unfinished: dict[Connection, float] = {}  # each owes a frame until a time, the earliest first
+        self._queue: deque[Connection] = deque()  # may have a frame, in the order of their turns
         self._parked: deque[Connection] = deque()
         self._held_bytes = 0
         self._unread_bytes = 0
         self._buffer = bytearray(_READ_BYTES)
         self._view = memoryview(self._buffer)
-        self._warned_at = float("-inf")
+        self._warnings = Warnings()
         self._epoll = select.epoll()
         try:
-            for path in paths:
-                self._listen(path)
+            self._listeners = Listeners(paths, access, self._epoll, self._warnings)
         except BaseException:
-            self.close()
+            self._epoll.close()
             raise
 
     def fileno(self) -> int:
@@ -127,9 +114,9 @@ class ConnectionTable:
             for fd, events in self._epoll.poll(0, _EVENTS):
                 connection = self._connections.get(fd)
                 if connection is None:
-                    self._accept(self._listeners[fd])
+                    self._accept(fd)
                 elif events & select.EPOLLHUP and not connection.events & select.EPOLLIN:
-                    self._close(connection)  # nobody reads what it is still to be sent
+                    self._close(connection)  # nobody reads its replies
                 elif not connection.is_queued:
                     connection.is_queued = True
                     queue.append(connection)
@@ -168,7 +155,7 @@ class ConnectionTable:
             self._update(connection)
         while self._unread_bytes > MAXIMUM_UNREAD_BYTES:
             greediest = max(self._connections.values(), key=lambda each: len(each.unread))
-            self._warn("closed a connection that left %d bytes of replies unread", len(greediest.unread))
+            self._warnings.warn("closed a connection that left %d bytes of replies unread", len(greediest.unread))
             self._break(greediest)
 
     def hold(self, connection: Connection, num_bytes: int) -> None:
@@ -189,7 +176,7 @@ class ConnectionTable:
             self._close(connection)
 
     def sweep(self, is_over: Callable[[], bool]) -> None:
-        """Close who has been silent for too long, one at least, until `is_over`, and listen again if there is room."""
+        """Close connections that were silent for too long, at least one, until `is_over`. Listen again if possible."""
         now = time.monotonic()
         while self._unfinished:
             connection, due = next(iter(self._unfinished.items()))
@@ -201,76 +188,25 @@ class ConnectionTable:
                 self._break(connection)
             if is_over():
                 break
-        if not self._is_listening:
-            self._set_listening(not self._is_crowded())
+        self._listeners.resume()
 
     def close(self) -> None:
         """Close every connection and remove the sockets. Twice is harmless."""
-        for listener in self._listeners.values():
-            listener.close()
-        self._listeners.clear()
+        self._listeners.close()
         for connection in list(self._connections.values()):
             connection.is_open = False
             connection.socket.close()
         self._connections.clear()
-        for path in self._bound:
-            path.unlink(missing_ok=True)
         self._epoll.close()
 
-    # --- accepting ------------------------------------------------------------------------------------------------
-
-    def _listen(self, path: Path) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._listeners[listener.fileno()] = listener
-        umask = os.umask(PRIVATE_UMASK)
-        try:
-            listener.bind(str(path))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {path}: {error}") from error
-        finally:
-            os.umask(umask)
-        self._bound.append(path)
-        self._access.open_socket(path)
-        listener.listen(_BACKLOG)
-        self._epoll.register(listener.fileno(), select.EPOLLIN)
-
-    def _is_crowded(self) -> bool:
-        return is_reserve_touched(self._epoll.fileno())
-
-    def _set_listening(self, is_listening: bool) -> None:
-        if is_listening != self._is_listening:
-            self._is_listening = is_listening
-            for fd in self._listeners:
-                self._epoll.modify(fd, select.EPOLLIN if is_listening else 0)
-
-    def _accept(self, listener: socket.socket) -> None:
-        if self._is_crowded():
-            self._warn("%d connections leave no descriptor for another: new ones wait", len(self._connections))
-            self._set_listening(False)
+    def _accept(self, listener: int) -> None:
+        accepted = self._listeners.accept(listener)
+        if accepted is None:
             return
-        try:
-            accepted, _ = listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._warn("cannot accept a connection: %s", error)
-            self._set_listening(False)
-            return
-        reason = self._access.why_not(accepted)
-        if reason is not None:
-            self._warn("refused a connection of process %d: %s", peer_credentials(accepted)[0], reason)
-            accepted.close()
-            return
-        accepted.setblocking(False)
         connection = Connection(accepted)
         self._connections[accepted.fileno()] = connection
         self._unfinished[connection] = time.monotonic() + SILENCE_SECONDS
         self._epoll.register(accepted.fileno(), connection.events)
-
-    def _warn(self, text: str, *values: object) -> None:
-        if time.monotonic() >= self._warned_at + _SECONDS_BETWEEN_WARNINGS:
-            self._warned_at = time.monotonic()
-            logger.warning(text, *values)
 
     # --- one connection's turn ------------------------------------------------------------------------------------
 
@@ -283,7 +219,7 @@ class ConnectionTable:
         try:
             frame = self._next_frame(connection)
         except ConnectionAbortedError as error:
-            self._warn("closed a connection: %s", error)
+            self._warnings.warn("closed a connection: %s", error)
             self._break(connection)
             return
         except OSError:
@@ -352,7 +288,7 @@ class ConnectionTable:
         return None
 
     def _greet(self, connection: Connection) -> bool:
-        """Take in whose connection it is, if that is here; False if it is not.
+        """Take in the greeting, which names the owner; False if it is not here yet.
 
         Raises:
             OSError: it is no greeting, or its session has too many connections.
@@ -393,11 +329,12 @@ class ConnectionTable:
         self._update(connection)
         return not connection.unread
 
-    # --- who is read ----------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------------------
 
     def _may_read(self, connection: Connection) -> bool:
-        """Whether to take in more of a connection. One that holds nothing waits for others only if they hold twice as
-        much as they may.
+        """Return whether to read a connection now; park it if the others hold too much.
+
+        A connection without a waiting request may read until twice the bound.
         """
         if not _is_readable(connection):
             return False
@@ -430,7 +367,7 @@ class ConnectionTable:
             self._held_bytes -= num_bytes
 
     def _expect(self, connection: Connection) -> None:
-        """Give a connection from now on `SILENCE_SECONDS` for its next frame."""
+        """Give a connection `SILENCE_SECONDS` from now for its next frame."""
         self._unfinished.pop(connection, None)
         self._unfinished[connection] = time.monotonic() + SILENCE_SECONDS
 
@@ -440,7 +377,7 @@ class ConnectionTable:
             self._queue.append(connection)
 
     def _update(self, connection: Connection) -> None:
-        """Tell the kernel what to wake for, after what a connection holds has changed."""
+        """Tell the kernel which events wake the loop, after a change of a connection."""
         if not connection.is_open:
             return
         may_read = _is_readable(connection)

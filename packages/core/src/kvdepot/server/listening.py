@@ -1,0 +1,119 @@
+"""The listening control sockets: they accept permitted processes, and pause while few descriptors are left."""
+
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from kvdepot.errors import ConfigError
+from kvdepot.processes.descriptors import is_reserve_touched
+from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG: Final = 1024
+_SECONDS_BETWEEN_WARNINGS: Final = 10.0
+
+
+class Warnings:
+    """Logs at most one warning in ten seconds: peers cause them, and must not fill the log."""
+
+    def __init__(self) -> None:
+        self._warned_at = float("-inf")
+
+    def warn(self, text: str, *values: object) -> None:
+        """Log a warning unless the last one was just now."""
+        if time.monotonic() >= self._warned_at + _SECONDS_BETWEEN_WARNINGS:
+            self._warned_at = time.monotonic()
+            logger.warning(text, *values)
+
+
+class Listeners:
+    """The sockets on which new connections arrive.
+
+    Args:
+        paths: of the sockets.
+        access: decides who may connect.
+        epoll: the caller's; it reports a listener whose `accept` has something to do.
+        warnings: for refused and failed connections.
+
+    Raises:
+        ConfigError: a path cannot be listened on.
+    """
+
+    def __init__(self, paths: Sequence[Path], access: Access, epoll: select.epoll, warnings: Warnings) -> None:
+        self._access = access
+        self._epoll = epoll
+        self._warnings = warnings
+        self._bound: list[Path] = []
+        self._sockets: dict[int, socket.socket] = {}  # by descriptor
+        self._is_listening = True
+        try:
+            for path in paths:
+                self._listen(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, path: Path) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._sockets[listener.fileno()] = listener
+        umask = os.umask(PRIVATE_UMASK)
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {path}: {error}") from error
+        finally:
+            os.umask(umask)
+        self._bound.append(path)
+        self._access.open_socket(path)
+        listener.listen(_BACKLOG)
+        self._epoll.register(listener.fileno(), select.EPOLLIN)
+
+    def accept(self, fd: int) -> socket.socket | None:
+        """Accept a connection of the listener with this descriptor; None if there is none that may connect."""
+        if self._is_crowded():
+            self._warnings.warn("few descriptors are left: new connections wait")
+            self._set_listening(False)
+            return None
+        try:
+            accepted, _ = self._sockets[fd].accept()
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self._warnings.warn("cannot accept a connection: %s", error)
+            self._set_listening(False)
+            return None
+        reason = self._access.why_not(accepted)
+        if reason is not None:
+            self._warnings.warn("refused a connection of process %d: %s", peer_credentials(accepted)[0], reason)
+            accepted.close()
+            return None
+        accepted.setblocking(False)
+        return accepted
+
+    def resume(self) -> None:
+        """Listen again, if it was paused and there are descriptors enough."""
+        if not self._is_listening:
+            self._set_listening(not self._is_crowded())
+
+    def _is_crowded(self) -> bool:
+        return is_reserve_touched(self._epoll.fileno())
+
+    def _set_listening(self, is_listening: bool) -> None:
+        if is_listening != self._is_listening:
+            self._is_listening = is_listening
+            for fd in self._sockets:
+                self._epoll.modify(fd, select.EPOLLIN if is_listening else 0)
+
+    def close(self) -> None:
+        """Stop listening and remove the sockets. Twice is harmless."""
+        for listener in self._sockets.values():
+            listener.close()
+        self._sockets.clear()
+        for path in self._bound:
+            path.unlink(missing_ok=True)
