@@ -9,18 +9,20 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.scheduler import BlendHit, BlendRun, PendingBlendLookup, SchedulerClient
-from kvdepot.client.segments import SegmentNamer, Segments
 from kvdepot.keys import KeyRun, Namespace
 from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob, RunJob
 from kvdepot_vllm.blend.wish import EVERYTHING, BlendWish
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from kvdepot.client.segments import Segments
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ _SUFFIX: Final = " blend"
 class _Request:
     request: EngineRequest
     wish: BlendWish
-    segments: Segments
+    segments: "Segments"
     lookup: PendingBlendLookup | None
     hit: BlendHit | None = None
     offered: "_Offer | None" = None
@@ -111,7 +113,7 @@ class Blends:
             logger.warning("request %s is not blended: %s", request.request_id, refusal)
             return
         tokens = request.all_token_ids[: request.num_prompt_tokens]
-        segments = SegmentNamer(salted(namespace, request)).name(tokens, wish.borders)
+        segments = named(namespace, request, tokens, wish.borders)
         # Under a name of its own: withdrawing an announcement releases all leases of the request.
         name = request.request_id + _SUFFIX
         lookup = self._client.submit_blend_lookup(name, segments, min_run_tokens=_LEAST_RUN_TOKENS)
@@ -346,7 +348,7 @@ class Blends:
             segments = state.segments.before(num_tokens)
         else:
             tokens = request.all_token_ids[: min(num_tokens, request.num_prompt_tokens)]
-            segments = SegmentNamer(salted(namespace, request)).name(tokens)
+            segments = named(namespace, request, tokens)
         self._client.note_contents(key, segments)
 
 
@@ -376,11 +378,15 @@ def refuse(request: EngineRequest) -> str | None:
     return None
 
 
-def salted(namespace: Namespace, request: EngineRequest) -> Namespace:
-    """Return the namespace of a request's contents: requests with different cache salts share nothing."""
-    if not request.cache_salt:
-        return namespace
-    return replace(namespace, extra=(*namespace.extra, ("cache salt", request.cache_salt)))
+def named(
+    namespace: Namespace, request: EngineRequest, tokens: Sequence[int], borders: Collection[int] = ()
+) -> "Segments":
+    """Return the segments of a prompt. Requests with different cache salts share none."""
+    from kvdepot.client.segments import SegmentNamer  # loads numpy, which engines that do not blend do not need here
+
+    if request.cache_salt:
+        namespace = replace(namespace, extra=(*namespace.extra, ("cache salt", request.cache_salt)))
+    return SegmentNamer(namespace).name(tokens, borders)
 
 
 def taint(request: EngineRequest, first_block: int) -> None:
