@@ -101,6 +101,7 @@ class Scene:
         fields: dict[str, Any] = {
             "request_id": name, "num_computed_tokens": 0, "num_in_flight_tokens": 0, "num_prompt_tokens": num_tokens,
             "num_preemptions": 0, "skip_reading_prefix_cache": False, "resumable": False, "kv_transfer_params": None,
+            "kv_hints": None,
             "cache_salt": None, "lora_request": None, "mm_features": [], "prompt_embeds": None, "trace_headers": None,
             "num_tokens": num_tokens, "all_token_ids": list(range(num_tokens)),
         }  # fmt: skip
@@ -619,3 +620,18 @@ def test_what_will_not_be_computed_is_withdrawn_at_once(scene: Callable[..., Sce
     else:
         it.side.reset()
     assert it.client.ended == ["r"]
+
+
+def test_settings_come_in_the_hints_of_a_router_too(scene: Callable[..., Scene]) -> None:
+    def hints(*payloads: Any, kind: str = "kvdepot") -> Any:
+        return SimpleNamespace(actions=[SimpleNamespace(action_type=kind, payload=payload) for payload in payloads])
+
+    it = scene(num_chunks=4)
+    assert it.side.matched_tokens(it.request(100, kv_hints=hints({"load": False})), 0) == (0, False)
+    assert it.side.matched_tokens(it.request(100, "b", kv_hints=hints({"load": False}, kind="other")), 0) == (64, True)
+    assert it.side.matched_tokens(it.request(100, "c", kv_hints=hints("load")), 0) == (64, True)
+    own = {"kvdepot": {"load": True}}
+    request = it.request(100, "d", kv_hints=hints({"load": False, "priority": 2}), kv_transfer_params=own)
+    assert it.side.matched_tokens(request, 0) == (64, True)
+    it.side.finished(request, (blocks(1, 7),))
+    assert it.client.hints[-1][1]["priority"] == 2

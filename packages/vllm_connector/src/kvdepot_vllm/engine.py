@@ -29,6 +29,7 @@ class EngineRequest(Protocol):
     skip_reading_prefix_cache: bool
     resumable: bool
     kv_transfer_params: dict[str, Any] | None
+    kv_hints: Any
     cache_salt: str | None
     lora_request: Any
     mm_features: Sequence[Any]

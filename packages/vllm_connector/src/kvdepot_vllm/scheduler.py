@@ -32,6 +32,7 @@ from kvdepot_vllm.stores import EndedStore, RequestKeys, StoreProgress, Stores
 logger = logging.getLogger(__name__)
 
 _SLOWEST_TOKEN_SECONDS: Final = 60.0  # the protocol's limit
+_OURS: Final = "kvdepot"  # the key of settings that a request brings
 
 
 @dataclass(slots=True)
@@ -387,7 +388,16 @@ class SchedulerSide:
 
 
 def _wishes(request: EngineRequest) -> Mapping[str, Any]:
-    """Return the request's own settings: `kv_transfer_params={"kvdepot": {"load": false, "store": false}}`."""
+    """Return the request's own settings: `kv_transfer_params={"kvdepot": {"load": false, "store": false}}`.
+
+    Actions of type `kvdepot` in the request's `kv_hints`, which routers send, give the same settings. Those of
+    `kv_transfer_params` have precedence.
+    """
+    wishes: dict[str, Any] = {}
+    for action in getattr(request.kv_hints, "actions", None) or ():
+        payload: Any = action.payload if action.action_type == _OURS else None
+        if isinstance(payload, dict):
+            wishes |= cast("dict[str, Any]", payload)
     params: Any = request.kv_transfer_params
-    wishes: Any = cast("dict[str, Any]", params).get("kvdepot") if isinstance(params, dict) else None
-    return cast("dict[str, Any]", wishes) if isinstance(wishes, dict) else {}
+    own: Any = cast("dict[str, Any]", params).get(_OURS) if isinstance(params, dict) else None
+    return wishes | cast("dict[str, Any]", own) if isinstance(own, dict) else wishes
