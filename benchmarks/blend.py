@@ -17,13 +17,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from kvdepot.lab.plot import curves_as_svg
 from kvdepot.lab.processes import DepotProcess
 from support.vllm.engines import Engine, Prompt, connector, prompts
 from support.vllm.models import make_model
 
-VARIANTS: list[tuple[str, float]] = [
-    ("none", 0.0), ("heads", 0.15), ("deviation", 0.15), ("mixkq", 0.15), ("mixkq", 0.3),
-]  # fmt: skip
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0", "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
 
@@ -41,8 +39,12 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=950, help="of a document")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--policies", nargs="*", default=["heads", "deviation", "mixkq"])
+    parser.add_argument("--shares", nargs="*", type=float, default=[0.15, 0.3])
     parser.add_argument("--json", type=Path, help="write every measurement here")
+    parser.add_argument("--plot", type=Path, help="draw time against share here, as SVG")
     arguments = parser.parse_args()
+    variants = [("none", 0.0), *((policy, share) for policy in arguments.policies for share in arguments.shares)]
     documents = prompts(arguments.documents, arguments.tokens, seed=1)
     system, question, other = (prompts(1, count, seed=seed)[0] for count, seed in ((20, 2), (40, 3), (30, 4)))
     source = system + [token for document in documents for token in document] + other
@@ -65,7 +67,7 @@ def main() -> int:
         for _ in range(arguments.rounds):
             seconds, _ = ask(engine, moved)
             times.setdefault("computed", []).append(seconds)
-            for policy, ratio in VARIANTS:
+            for policy, ratio in variants:
                 name = f"{policy} {ratio:.0%}"
                 seconds, output = ask(engine, moved, {"policy": policy, "ratio": ratio})
                 times.setdefault(name, []).append(seconds)
@@ -86,6 +88,18 @@ def main() -> int:
             reused, again, gaps = (answer[f"{kind}_tokens"] for kind in ("reused", "recomputed", "gap"))
             print(f"reused {reused:,}, again {again:,}, gaps {gaps:,}", end="")
         print()
+    if arguments.plot:
+        least = {name: min(seconds) / computed for name, seconds in times.items()}
+        curves = [
+            (
+                policy,
+                [(0.0, least["none 0%"]), *((share, least[f"{policy} {share:.0%}"]) for share in arguments.shares)],
+            )
+            for policy in arguments.policies
+        ]
+        title = f"Time to the first token of {len(moved):,} tokens, computing all of them is 100%"
+        label = "share of the reused tokens that is computed again"
+        arguments.plot.write_text(curves_as_svg(title, curves, label, lambda share: f"{share:.0%}", float))
     if arguments.json:
         arguments.json.write_text(json.dumps({"times": times, "answers": answers, "tokens": len(moved)}))
     return 0
