@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -16,27 +15,6 @@ def run(name: str, *arguments: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def check_loop(printed: str, num_kinds: int) -> None:
-    turns = [int(number) for number in re.findall(r"(\d+) turns  p99 ", printed)]
-    assert len(turns) == num_kinds
-    assert min(turns) > 0
-    total = re.findall(r"^\d+ of ([\d,]+) turns took more than 20 ms$", printed, re.MULTILINE)
-    assert [f"{sum(turns):,}"] == total
-
-
-def test_the_loop_s_turns_are_counted() -> None:
-    printed = run("loop.py", "--entries", "4000", "--seconds", "0.2")
-    check_loop(printed, 27 if find_spec("uvicorn") and find_spec("prometheus_client") else 26)
-    assert "2000 of 2000 chunks came from a tier" in printed
-    assert "500 of 500 chunks came from a disk" in printed
-
-
-def test_a_part_of_it_is_run_alone() -> None:
-    printed = run("loop.py", "--entries", "400", "--only", "caches", "--policy", "arc")
-    check_loop(printed, 2)
-    assert printed.startswith("first stores of 20 caches ")
 
 
 def test_a_table_is_read_back() -> None:
