@@ -16,7 +16,7 @@ class FoundPool:
 
     directory: Path
     allocated_bytes: int  # memory that all its files take
-    uid: int  # who owns it
+    uid: int  # of the owner
     used_at: float  # when its index changed last; seconds since the epoch
     server: str  # which depot has it, or had it last
     is_served: bool

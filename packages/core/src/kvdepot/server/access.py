@@ -1,4 +1,4 @@
-"""Who may connect on this machine: modes of the sockets, and what the kernel says about a peer.
+"""Access on this machine: modes of the sockets, and the credentials that the kernel gives of a peer.
 
 A depot is for its user and root. With a group its members are let in, too: they reach the sockets through directory
 0710 and socket 0660, and the session socket asks the kernel once more. Files of the pool stay the server's alone.
@@ -27,7 +27,7 @@ _MAXIMUM_GROUPS: Final = 65_536  # the kernel's
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may connect: the server's user and root, and the members of `group` unless that is None."""
+    """Lets the server's user and root connect, and the members of `group` unless that is None."""
 
     group: int | None = None
 

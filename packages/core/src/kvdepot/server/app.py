@@ -167,7 +167,7 @@ class DepotServer:
         )
         for endpoint, flag in ((config.events, "--events"), (config.events_replay, "--events-replay")):
             if endpoint is not None and not check_endpoint(endpoint, flag):
-                logger.warning("%s %s: whoever can connect sees keys of chunks", flag, endpoint)
+                logger.warning("%s %s: everybody who can connect sees keys of chunks", flag, endpoint)
         return events
 
     def _make_movers(self, sessions: SessionTable) -> MoverTable:

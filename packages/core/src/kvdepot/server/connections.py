@@ -58,7 +58,7 @@ class ConnectionTable:
 
     Args:
         paths: of the sockets to listen on.
-        access: who may connect.
+        access: decides which processes may connect.
         is_owner: whether a token is that of an open session.
         end_owner: ends the session of a token, which calls `close_owner`.
         handle: serves one frame, which is valid during the call, by `send`, now or after `hold`.

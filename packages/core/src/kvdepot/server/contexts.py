@@ -51,7 +51,7 @@ class Context:
 
     @property
     def fence(self) -> Fence:
-        """Who this is across sessions: a registration under the same name says that no old copy is running."""
+        """The worker's name across sessions. A registration under the same name says that no old copy is running."""
         return self.writer, self.owner
 
     @property

@@ -157,7 +157,7 @@ class Depot:
     def remove_corrupt(self, number: int, header: int, space: int | None = None) -> bool:
         """Remove a sealed entry whose bytes lack their checksum; False if it is another one by now.
 
-        Nothing is removed while an earlier server's table is being read back: whoever finds the bytes reports again.
+        Nothing is removed while an earlier server's table is being read back; the next reader reports it again.
         """
         if self.index.is_restoring:
             return False
@@ -179,7 +179,7 @@ class Depot:
         for context in self.contexts.of_session(session):
             self.flights.end_context(context)
             mover = self.contexts.remove(context)
-            fence = context.fence if mover is None else (mover, context.owner)  # who may be writing
+            fence = context.fence if mover is None else (mover, context.owner)  # the process that may be writing
             count = self.stores.end_context(context.number, fence)
             self.state.note(
                 f"{context.instance} left" + (", its unfinished stores wait for its process" if count else "")

@@ -33,7 +33,7 @@ from kvdepot.server.watch import TurnWatch
 logger = logging.getLogger(__name__)
 
 _SWEEP_SECONDS: Final = 0.5
-# Of a turn: whoever has more to do then goes on in the next. A request that has begun is served.
+# Of a turn. Work that is left then continues in the next turn; a request that has begun is served.
 _MESSAGE_SECONDS: Final = 0.0008
 _TASK_SECONDS: Final = 0.0006  # of each kind, tiers and restoring for example
 # Threads of tiers run Python, and the loop must not wait 5 ms for them. It gives the lock up itself that often while

@@ -1,4 +1,4 @@
-"""Sessions: who is connected, and who is dead.
+"""Sessions of connected clients, and the deaths of their processes.
 
 A client opens the session socket, says its protocol version and gets the descriptors of pool and table and a token. The
 token greets the depot on each of its connections to the control socket, so a message is known to come from that
@@ -57,7 +57,7 @@ class SessionTable:
 
     Args:
         path: the Unix stream socket.
-        access: who may connect to it.
+        access: decides which processes may connect.
         welcome: makes the answer to a handshake, with the descriptors to hand over, which are closed here.
         on_end: called with a session whose connection is over.
         on_death: called with a process that was being waited for and is dead now.

@@ -1,4 +1,4 @@
-"""What pools of other sizes would find of the same traffic, from a sample of the chunks.
+"""Estimates the hit rates of pools of other sizes for the same traffic, from a sample of the chunks.
 
 A chunk is sampled by its key alone (spatial sampling, SHARDS: Waldspurger and others, FAST 2015), so every access of it
 is. The sample is kept in the order of last use, cut into segments where pools of the chosen sizes, scaled down by the

@@ -1,4 +1,4 @@
-"""What the parts of one depot share: the index, its leases and names, the background, what is counted."""
+"""The state that the parts of one depot share: the index, its leases and names, the background, the counters."""
 
 from collections import Counter, deque
 from collections.abc import Callable

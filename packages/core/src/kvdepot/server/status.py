@@ -1,4 +1,4 @@
-"""What the depot says of itself: the fields of `DepotStatus` that need no socket."""
+"""The status of a depot: the fields of `DepotStatus` that need no socket."""
 
 from collections import Counter
 from typing import Any
