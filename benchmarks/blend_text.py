@@ -40,7 +40,7 @@ WAYS = [
 def descriptions(tokenizer: Any, count: int, length: int) -> list[tuple[str, list[int]]]:
     """Return the names of installed packages and `length` tokens of each one's description."""
     found: list[tuple[str, list[int]]] = []
-    for path in sorted(Path(torch.__file__).parents[1].glob("*.dist-info/METADATA")):
+    for path in sorted(Path(str(torch.__file__)).parents[1].glob("*.dist-info/METADATA")):
         text = path.read_text(errors="ignore").split("\n\n", 1)[-1]
         text = re.sub(r"<[^>]+>|https?://\S+|!?\[[^\]]*\]\([^)]*\)|[=*`#|-]{2,}", " ", text)
         ids = tokenizer.encode(re.sub(r"\s+", " ", text), add_special_tokens=False)
@@ -76,7 +76,7 @@ def main() -> int:
     documents = descriptions(tokenizer, count * (arguments.cases + arguments.skip), arguments.tokens)
     system = encode("<|im_start|>system\nYou answer from the documents.<|im_end|>\n<|im_start|>user\n")
     rng = random.Random(5)
-    sums = dict.fromkeys(WAYS, (0.0, 0))
+    sums: dict[tuple[str, float], tuple[float, int]] = dict.fromkeys(WAYS, (0.0, 0))
     num_tokens = 0
     for start in range(count * arguments.skip, len(documents), count):
         mine = documents[start : start + count]
