@@ -39,7 +39,7 @@ def engine(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
         yield engine
 
 
-def test_documents_in_another_order_are_reused(engine: Engine) -> None:
+def test_documents_in_another_order_are_reused(engine: Engine, depot: DepotProcess) -> None:
     engine.reset()
     (output,) = engine.generate([MOVED], params={"kvdepot": {"blend": True}})
     said = blended(output)
@@ -47,6 +47,7 @@ def test_documents_in_another_order_are_reused(engine: Engine) -> None:
     assert said["policy"] == "mixkq"
     assert said["reused_tokens"] + said["recomputed_tokens"] > 1500
     assert output["cached"] > 1500
+    assert any("blend is on; self-test: keys differ by" in context.blend for context in depot.status().contexts)
 
 
 def test_everything_recomputed_is_a_full_prefill(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index import contents
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.ops.status import describe_status
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.index import FULL, HYBRID, Bench, Worker
@@ -286,3 +287,17 @@ def test_a_new_server_is_told_again_and_cleared_chunks_are_no_sources() -> None:
         wait_until(lambda: depot.status().num_leases == 0)  # leased chunks stay
         ask_depot(o.Clear(), depot.url)
         assert runs() == ()
+
+
+def test_status_says_whether_an_engine_blends() -> None:
+    with (
+        DepotProcess() as depot,
+        SchedulerClient(SPEC, "one", url=depot.url, blend="blend is on; self-test: fine") as client,
+        SchedulerClient(SPEC, "two", url=depot.url) as other,
+    ):
+        client.wait_until_connected(10)
+        other.wait_until_connected(10)
+        said = {context.instance: context.blend for context in depot.status().contexts}
+        assert said == {"one": "blend is on; self-test: fine", "two": ""}
+        text = describe_status(depot.status())
+        assert "one, model ?, 0 leases\n    blend is on; self-test: fine" in text

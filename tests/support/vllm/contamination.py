@@ -360,7 +360,9 @@ def main(model: str, seed: int, num_steps: int, taint: str) -> None:
 
         planning.taint = lambda *_: None
     for number in range(num_steps):
-        burst = world.rng.choice([1, 1, 1, 1, 2, 2, 12]) if world.rng.random() < 0.2 else 0  # too many make vLLM preempt
+        burst = (
+            world.rng.choice([1, 1, 1, 1, 2, 2, 12]) if world.rng.random() < 0.2 else 0
+        )  # too many make vLLM preempt
         for place in range(burst if len(world.scheduler.requests) < 6 else 0):
             world.add(20 * number + place)
         if world.rng.random() < 0.02:

@@ -13,7 +13,7 @@ uses no depot, the whole engine uses none.
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -172,14 +172,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Take the formats of the workers' caches."""
         told = [each for each in metadata.values() if isinstance(each, WorkerFormat)]
-        self._take_formats({(each.format, each.can_blend) for each in told})
+        self._take_formats(told)
         if self._scheduler is not None:
             # With a running depot the first request is served already. A depot that starts later is used later.
             with contextlib.suppress(DepotUnavailable):
                 self._scheduler.wait_until_connected(_START_SECONDS)
 
     @_never_raises(_nothing)
-    def _take_formats(self, told: Collection[tuple[str, bool]]) -> None:
+    def _take_formats(self, told: Sequence[WorkerFormat]) -> None:
         """Start the scheduler's side with the format that all workers registered; it blends if all of them can."""
         if self._cache is None or self._scheduler is not None or not told:
             return
@@ -283,8 +283,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Report the stores that ended, and once the cache's format."""
         report = self._worker.take_report() if self._worker is not None else None
         if self._unsaid is not None:
-            told = frozenset({(self._unsaid.format, self._unsaid.can_blend)})
-            report = (report or WorkerReport()).merge(WorkerReport(formats=told))
+            report = (report or WorkerReport()).merge(WorkerReport(formats=(self._unsaid,)))
             self._unsaid = None
         return ReportMetadata(report) if report is not None else None
 

@@ -127,14 +127,13 @@ class WorkerReport:
 
     Attributes:
         ended: for each store job, how many workers ended it and how many chunks all of them stored.
-        formats: of the workers' caches, "" for a worker without a depot, with whether the worker can blend; each
-            worker reports them once.
+        formats: `WorkerFormat` of the workers; each reports its own once.
         blends_loaded: for each request to blend, how many workers ended its retrieves and whether all succeeded.
         blended: figures of blends that ended.
     """
 
     ended: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    formats: frozenset[tuple[str, bool]] = frozenset()
+    formats: tuple[Any, ...] = ()
     blends_loaded: dict[str, tuple[int, bool]] = field(default_factory=dict[str, tuple[int, bool]])
     blended: dict[str, BlendFigures] = field(default_factory=dict[str, BlendFigures])
 
@@ -148,4 +147,4 @@ class WorkerReport:
         for request_id, (count, is_whole) in other.blends_loaded.items():
             known_count, was_whole = loaded.get(request_id, (0, True))
             loaded[request_id] = (known_count + count, was_whole and is_whole)
-        return WorkerReport(merged, self.formats | other.formats, loaded, self.blended | other.blended)
+        return WorkerReport(merged, self.formats + other.formats, loaded, self.blended | other.blended)

@@ -8,7 +8,7 @@ engine runs without a depot. Nothing here is used after the start.
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,10 +34,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class WorkerFormat(KVConnectorHandshakeMetadata):
-    """Carries the format of a worker's cache to the scheduler at start; "" if the worker uses no depot."""
+    """Carries the format of a worker's cache to the scheduler at start; "" if the worker uses no depot.
+
+    `blend` says for operators whether the worker can blend, which `can_blend` repeats; "" if blend is not asked for.
+    """
 
     format: str
     can_blend: bool = False
+    blend: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,32 +127,32 @@ class Start:
         )
         only = cache.groups[0] if cache.num_groups == 1 else None
         block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
-        blends = None
+        blends, text = None, ""
         if self.settings.blend != "off":
             from kvdepot_vllm.blend.starting import start_blending
 
-            blends = start_blending(self.vllm_config, self.kv_cache_config, self.settings, context)
+            blends, text = start_blending(self.vllm_config, self.kv_cache_config, self.settings, context)
         return WorkerSide(context, cache.chunk_tokens, block_tokens, blends), WorkerFormat(
-            cache.format, blends is not None
+            cache.format, blends is not None, text
         )
 
     def open_scheduler(
         self,
         cache: EngineCache,
-        told: Collection[tuple[str, bool]],
+        told: Sequence[WorkerFormat],
         on_stored: Callable[[EndedStore], None] | None,
     ) -> SchedulerSide | None:
         """Open the scheduler's side with the format that all workers registered. It blends if all of them can.
 
         Args:
             cache: of the engine.
-            told: format and ability to blend, of all workers.
+            told: by all workers.
             on_stored: called for each store that brought in chunks.
 
         Returns:
             None, with a log line, if a worker uses no depot or the workers' formats differ.
         """
-        formats = {each for each, _ in told}
+        formats = {each.format for each in told}
         if "" in formats or len(formats) > 1:
             logger.error(
                 "kvdepot is not used by this engine: %s",
@@ -164,6 +168,7 @@ class Start:
             model=str(config.model_config.model),
             url=settings.url,
             deadline_seconds=settings.deadline_seconds,
+            blend=min(told, key=lambda each: each.can_blend).blend,
         )
         scheduler = SchedulerSide(
             cache,
@@ -172,7 +177,7 @@ class Start:
             client,
             config.parallel_config.world_size,
             on_stored=on_stored,
-            can_blend=all(can_blend for _, can_blend in told),
+            can_blend=all(each.can_blend for each in told),
         )
         logger.info(
             "model %s, tenant %s, namespace %s, chunks of %d tokens: %s %s the depot in %s",

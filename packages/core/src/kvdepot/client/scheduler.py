@@ -158,6 +158,7 @@ class SchedulerClient:
         model: shown to operators.
         url: of the depot, None for the one in the default directory.
         deadline_seconds: limit of one call.
+        blend: shown to operators: whether the engine blends.
     """
 
     def __init__(
@@ -168,10 +169,11 @@ class SchedulerClient:
         model: str = "",
         url: str | None = None,
         deadline_seconds: float = 2.0,
+        blend: str = "",
     ) -> None:
         self.deadline_seconds = deadline_seconds
         self.token_seconds = 0.0  # the engine needs to compute a token of prompt, 0 if unknown; set by its adapter
-        registration = m.RegisterScheduler(m.PROTOCOL_VERSION, instance, model, spec)
+        registration = m.RegisterScheduler(m.PROTOCOL_VERSION, instance, model, spec, blend[:1024])
         self._channel: Channel | None = None
         self._lock = threading.RLock()
         self._connection = Connection(

@@ -119,7 +119,8 @@ def describe_status(status: o.DepotStatus) -> str:
 def _describe_context(context: o.ContextStatus) -> list[str]:
     title, model = f"[{context.context}]", context.model or "?"
     if context.role == "scheduler":
-        return [f"{title} scheduler of {context.instance}, model {model}, {counted(context.num_leases, 'lease')}"]
+        scheduler = f"{title} scheduler of {context.instance}, model {model}, {counted(context.num_leases, 'lease')}"
+        return [scheduler, f"    {context.blend}"] if context.blend else [scheduler]
     worker = f"{context.instance} rank {context.rank} of {context.world_size} on {context.device}"
     lines = [f"{title} {worker} ({context.transfer_mode}, process {context.pid}), model {model}"]
     if context.mover:

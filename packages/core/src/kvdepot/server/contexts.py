@@ -37,6 +37,7 @@ class Context:
     groups: tuple[GroupOnWorker, ...] = ()
     token_seconds: float = 0.0  # to compute a token, as a scheduler said last
     writing_bytes: int = 0  # of its stores that it has not ended
+    blend: str = ""  # of a scheduler: whether its engine blends
     status: o.ContextStatus | None = None  # as it was last
 
     @property
@@ -177,7 +178,9 @@ class ContextTable:
         check_version(request.protocol_version)
         check_spec(request.spec)
         space = self._state.labels.space_of(request.spec)
-        context = Context(next(self._state.numbers), session, writer, request.instance, request.model, space)
+        context = Context(
+            next(self._state.numbers), session, writer, request.instance, request.model, space, blend=request.blend
+        )
         self._add(context)
         logger.info(
             "registered scheduler of %s (model %s) as context %d", request.instance, request.model, context.number

@@ -120,7 +120,8 @@ def _registered_status(context: Context) -> o.ContextStatus:
         num_leases=0, num_tickets=0, groups=[],
     )  # fmt: skip
     if registration is None:
-        return msgspec.structs.replace(common, groups=[_group_status(shape, None) for shape in spec.groups])
+        groups = [_group_status(shape, None) for shape in spec.groups]
+        return msgspec.structs.replace(common, groups=groups, blend=context.blend)
     groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
     return msgspec.structs.replace(
         common, role="worker", fallback=registration.fallback, rank=registration.rank,

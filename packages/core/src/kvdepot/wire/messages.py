@@ -159,12 +159,16 @@ class RegisterKVCache(Struct, array_like=True, tag="register_kv_cache", frozen=T
 
 
 class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", frozen=True):
-    """Register a scheduler for lookups in caches of this spec."""
+    """Register a scheduler for lookups in caches of this spec.
+
+    `blend` says for operators whether the engine blends, and why not; "" if nobody asked for it.
+    """
 
     protocol_version: Count
     instance: Name
     model: Label
     spec: CacheSpec
+    blend: Label = ""
 
 
 class Unregister(Struct, array_like=True, tag="unregister", frozen=True):

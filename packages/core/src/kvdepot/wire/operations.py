@@ -152,6 +152,7 @@ class ContextStatus(Struct, frozen=True, kw_only=True):
     device: str = ""
     transfer_mode: str = ""
     fallback: str = ""  # the reason for this mode, if another was intended
+    blend: str = ""  # of a scheduler: whether its engine blends
     mover: str = ""  # "starting", "ready", "ending" or "unavailable"
     mover_pid: int = 0
     why_no_mover: str = ""  # how the last one ended

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 def start_blending(
     vllm_config: Any, kv_cache_config: Any, settings: Settings, context: TransferContext
-) -> BlendWorker | None:
-    """Return the worker's side of blends; None, with the reason in the log, if this worker does not blend."""
+) -> tuple[BlendWorker | None, str]:
+    """Return the worker's side of blends, None if this worker does not blend, and one line for operators."""
     try:
         reason = why_not(vllm_config, kv_cache_config, lambda spec: get_kv_cache_spec_kind(spec).value)
         model = find_model() if reason is None else None
@@ -31,14 +31,15 @@ def start_blending(
             blocks = range(1, 1 + blocks_needed(blender.block_tokens))  # no request has any block yet
             result = self_test(blender, blocks, model_config.get_vocab_size(), model_config.max_model_len)
             if result.ok:
-                logger.info(
-                    "blend is on; self-test: keys differ by %.2g after rotation (%.2g without), values by %.2g",
-                    result.k_error, result.unrotated_error, result.v_error,
-                )  # fmt: skip
-                return BlendWorker(context, blender, blender.block_tokens, settings.blend_step_tokens)
+                text = (
+                    f"blend is on; self-test: keys differ by {result.k_error:.2g} after rotation"
+                    f" ({result.unrotated_error:.2g} without), values by {result.v_error:.2g}"
+                )
+                logger.info("%s", text)
+                return BlendWorker(context, blender, blender.block_tokens, settings.blend_step_tokens), text
             reason = f"the self-test failed: {result.why}"
     except Exception as error:
         logger.debug("blend cannot start", exc_info=True)
         reason = f"{type(error).__name__}: {error}"
     logger.warning("blend is off, requests are served exactly: %s", reason)
-    return None
+    return None, f"blend is off: {reason}"
