@@ -104,7 +104,7 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
                 restart, again = _restart(fleet, conversations, view)
                 after = fleet.depot.status()
     except KeyboardInterrupt:
-        say("Stopped. The depot and the engines have ended, and their memory is free.")
+        say("\nStopped. The depot and the engines have ended, and their memory is free.")
         raise
     say(_describe(alone, shared, restart, again))
     return {
