@@ -52,7 +52,7 @@ main(parser.parse_args())
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the client sends."""
+    """The requests that the client sends."""
 
     prefixes: int
     prefix_tokens: int

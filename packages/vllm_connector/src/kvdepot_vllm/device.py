@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""What vLLM's platform decides for a worker: how the bytes of a block are written, and when they are complete."""
+"""The platform's part of a worker: how the bytes of a block are written, and when they are complete."""
 
 from typing import Any
 

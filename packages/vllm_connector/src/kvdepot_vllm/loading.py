@@ -5,7 +5,7 @@ step, and tells of the loads that ended. The lease that keeps a load's chunks be
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ _NO_CHUNKS: Final = KeyRun(b"", 0, bytes(32))
 
 @dataclass(slots=True)
 class Load:
-    """What one request loads.
+    """The load of one request.
 
     Attributes:
         question: the request's; its lease names the chunks.
@@ -124,9 +124,9 @@ class Loads:
         planned, self._planned = tuple(self._planned), []
         return planned
 
-    def mark_invalid(self, loads: Collection[Load], invalid_blocks: set[int]) -> None:
+    def mark_invalid(self, loads: Iterable[Load], invalid_blocks: set[int]) -> None:
         """Take note of the blocks that loads, ended or not, left unfilled (one KV cache group)."""
-        for load in loads if invalid_blocks else ():
+        for load in loads:
             if load.job is not None and load.job.block_ids:
                 load.has_failed |= not invalid_blocks.isdisjoint(load.job.block_ids[0])
 

@@ -239,7 +239,8 @@ class SchedulerSide:
         if self._blends is not None:
             self._blends.loaded(report.blends_loaded)
             self._blends.computed(report.blended)
-        self._loads.mark_invalid([state.load for state in self._requests.values()], invalid_blocks)
+        if invalid_blocks:
+            self._loads.mark_invalid((state.load for state in self._requests.values()), invalid_blocks)
         for request_id in finished:
             state = self._requests.get(request_id)
             has_failed = request_id in failed or (state is not None and state.load.has_failed)

@@ -172,7 +172,7 @@ def _memcpy() -> Callable[[int, int, int], object]:
 
 @dataclass(frozen=True, slots=True)
 class _ClientTask:
-    """What one client process does between the two gates."""
+    """Run one client process between the two gates."""
 
     url: str
     chunk_tokens: int

@@ -54,7 +54,7 @@ GEOMETRY_8B: Final = Geometry("8B GQA", num_layers=32, num_kv_heads=8, head_dim=
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one request; tokens are whole chunks but for `prompt_tokens`."""
+    """The outcome of one request; tokens are whole chunks but for `prompt_tokens`."""
 
     prompt_tokens: int
     device_tokens: int = 0  # found in the engine's own cache

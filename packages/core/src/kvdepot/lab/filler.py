@@ -7,7 +7,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
 
 ENTRY_BYTES = 4096
-"""What an entry takes of the pool, unless said otherwise."""
+"""The bytes of the pool that an entry takes, unless said otherwise."""
 
 _PATIENT_SECONDS = 30.0
 

@@ -29,7 +29,7 @@ _START_SECONDS: Final = 30.0
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """What an engine process is told first."""
+    """The first message to an engine process."""
 
     instance: str
     url: str
@@ -49,7 +49,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What an engine process says: a report, or why it has none."""
+    """The answer of an engine process: a report, or why it has none."""
 
     request_id: str
     report: RequestReport | None = None

@@ -79,7 +79,7 @@ class SimulationTable:
 
     @property
     def unique_bytes(self) -> int:
-        """What an unlimited pool would hold in the end."""
+        """The content of an unlimited pool in the end."""
         return self.unique_chunks * self.chunk_bytes
 
     def row(self, policy: str, pool_bytes: int) -> SimulationRow:

@@ -62,7 +62,7 @@ class BlendJob:
 
 @dataclass(frozen=True, slots=True)
 class BlendFigures:
-    """What became of a blend, in tokens: taken over as they were, recomputed among the reused, and between runs."""
+    """The outcome of a blend, in tokens: taken over as they were, recomputed among the reused, and between runs."""
 
     reused: int
     recomputed: int

@@ -1,4 +1,4 @@
-"""What a request asks for: `kv_transfer_params={"kvdepot": {"blend": true | false | {...}}}`."""
+"""Reads a request's wish for a blend: `kv_transfer_params={"kvdepot": {"blend": true | false | {...}}}`."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ worker computes the same slice in the same step: the one that the scheduler name
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +17,7 @@ from kvdepot_vllm.blend.blender import Blender
 from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob
 from kvdepot_vllm.blend.policies import Budget
 from kvdepot_vllm.engine import StepPlan
+from kvdepot_vllm.worker import LoadResults
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +30,6 @@ class _Blend:
     slices: Iterator[None] | None = None
     is_reported: bool = False
     is_given_up: bool = False
-
-
-@dataclass(slots=True)
-class BlendResults:
-    """Blends that ended since the last poll, and the blocks that failed ones left unfilled."""
-
-    finished: set[str] = field(default_factory=set)
-    invalid_blocks: set[int] = field(default_factory=set)
 
 
 class BlendWorker:
@@ -55,7 +48,7 @@ class BlendWorker:
         self._block_tokens = block_tokens
         self._step_tokens = step_tokens
         self._blends: dict[str, _Blend] = {}
-        self._ended = BlendResults()
+        self._ended = LoadResults()
         self._loaded: dict[str, tuple[int, bool]] = {}
         self._figures: dict[str, BlendFigures] = {}
 
@@ -96,7 +89,7 @@ class BlendWorker:
                         future.result(seconds)
                     return
 
-    def poll(self) -> BlendResults:
+    def poll(self) -> LoadResults:
         """Return the blends that ended since the last poll. Afterwards nothing of this worker writes their blocks."""
         for blend in [blend for blend in self._blends.values() if all(future.query() for future in blend.futures)]:
             if blend.is_given_up:
@@ -104,7 +97,7 @@ class BlendWorker:
             elif not blend.is_reported:
                 blend.is_reported = True
                 self._loaded[blend.job.request_id] = (1, self._move(blend))
-        ended, self._ended = self._ended, BlendResults()
+        ended, self._ended = self._ended, LoadResults()
         return ended
 
     def _move(self, blend: _Blend) -> bool:
