@@ -25,7 +25,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operators import zeromq
 from kvdepot.operators.events import EventPublisher
-from kvdepot.operators.zeromq import Listeners, MessageReader
+from kvdepot.operators.zeromq import Listener, Listeners, MessageReader
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.server import connections as module
@@ -509,7 +509,10 @@ def test_a_subscriber_that_asks_in_very_many_frames_is_dropped_in_steps() -> Non
 
 
 @pytest.mark.promise(73)
-def test_zeromq_listens_only_while_the_reserve_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://[::1]:*", "ipc://{}/socket"])
+def test_zeromq_serves_the_connected_and_has_newcomers_wait_while_the_reserve_is_touched(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     touched = [False]
 
     def is_touched(_fd: int) -> bool:
@@ -517,40 +520,43 @@ def test_zeromq_listens_only_while_the_reserve_is_whole(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(zeromq, "is_reserve_touched", is_touched)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    listener = Listener(router, endpoint.format(tmp_path))
+    listeners = Listeners([listener])
+
+    def connected() -> "zmq.Socket[bytes]":
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IPV6, 1)
+        dealer.connect(listener.endpoint)
+        return dealer
+
     try:
-        router = context.socket(zmq.ROUTER)
-        router.bind("tcp://127.0.0.1:*")
-        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        listeners = Listeners([(router, endpoint)])
-
-        def is_listening() -> bool:
-            try:
-                socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2]))).close()
-            except ConnectionError:
-                return False
-            return True
-
-        friend = context.socket(zmq.DEALER)
-        friend.connect(endpoint)
+        friend = connected()
         friend.send(b"before")
         assert router.poll(10_000)
         assert router.recv_multipart()[1] == b"before"
-        listeners.leave_reserve(0)
-        assert is_listening()
+        listeners.look(0)
         touched[0] = True
-        listeners.leave_reserve(0)
-        wait_until(lambda: not is_listening())
-        listeners.listen_again(0)
-        assert not is_listening()
-        touched[0] = False
-        wait_until(lambda: listeners.listen_again(0) or is_listening())
-        newcomer = context.socket(zmq.DEALER)
-        newcomer.connect(endpoint)
-        newcomer.send(b"again")
+        listeners.look(0)
+        newcomer = connected()
+        newcomer.send(b"newcomer")
+        friend.send(b"meanwhile")
         assert router.poll(10_000)
-        assert router.recv_multipart()[1] == b"again"
+        name, question = router.recv_multipart()
+        assert question == b"meanwhile"
+        router.send_multipart((name, b"answer"))
+        assert friend.poll(10_000)
+        assert not router.poll(500), "the newcomer waits"
+        touched[0] = False
+        listeners.look(0)
+        assert router.poll(10_000)
+        assert router.recv_multipart()[1] == b"newcomer"
+        touched[0] = True
+        listeners.look(0)
     finally:
+        listeners.close()
         context.destroy(linger=0)
+    assert [each.name for each in tmp_path.iterdir() if each.name != "socket"] == []
 
 
 # --- other releases -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from kvdepot.config import is_loopback
 from kvdepot.errors import ConfigError
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
-from kvdepot.operators.zeromq import MessageReader
+from kvdepot.operators.zeromq import Listener, MessageReader
 
 MEDIUM: Final = "CPU"  # vLLM's word for host memory
 END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -97,21 +97,17 @@ class EventPublisher:
         self._asked: dict[bytes, int] = {}  # first batch wanted, by subscriber waiting for a replay
         self._is_replaying = False
         self._encoder = msgspec.msgpack.Encoder()
-        self._publisher = _listen(context, zmq.PUB, endpoint, "--events")
-        self.endpoint = self._publisher.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._publisher, heard = _listen(context, zmq.PUB, endpoint, "--events")
+        self.endpoint = heard.endpoint
+        self.listeners = [heard]
         self.replay: zmq.Socket[bytes] | None = None
         self.replay_endpoint = ""
         if replay_endpoint is not None:
-            self.replay = _listen(context, zmq.ROUTER, replay_endpoint, "--events-replay")
-            self.replay_endpoint = self.replay.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.replay, asked = _listen(context, zmq.ROUTER, replay_endpoint, "--events-replay")
+            self.replay_endpoint = asked.endpoint
+            self.listeners.append(asked)
             self._questions = MessageReader(self.replay, most_frames=3)
         index.on_shown, index.on_hidden = self._on_shown, self._on_hidden
-
-    @property
-    def bound(self) -> "list[tuple[zmq.Socket[bytes], str]]":
-        """The sockets and their endpoints."""
-        replay = [] if self.replay is None else [(self.replay, self.replay_endpoint)]
-        return [(self._publisher, self.endpoint), *replay]
 
     def _on_shown(self, node: int) -> None:
         index = self._index
@@ -203,20 +199,21 @@ def check_endpoint(endpoint: str, flag: str) -> bool:
     return is_loopback(endpoint)
 
 
-def _listen(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str, flag: str) -> "zmq.Socket[bytes]":
+def _listen(
+    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str, flag: str
+) -> "tuple[zmq.Socket[bytes], Listener]":
     check_endpoint(endpoint, flag)
-    listener = context.socket(kind)
-    listener.setsockopt(zmq.LINGER, 0)
-    listener.setsockopt(zmq.MAXMSGSIZE, 64)  # of incoming messages
-    listener.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
-    listener.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
-    listener.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # applies to later connections: before `bind`
+    bound = context.socket(kind)
+    bound.setsockopt(zmq.LINGER, 0)
+    bound.setsockopt(zmq.MAXMSGSIZE, 64)  # of incoming messages
+    bound.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
+    bound.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
+    bound.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # applies to later connections: before `bind`
     try:
-        listener.bind(endpoint)
+        return bound, Listener(bound, endpoint)
     except zmq.ZMQError as error:
-        listener.close()
+        bound.close()
         raise ConfigError(f"{flag} {endpoint}: cannot listen there: {error}") from error
-    return listener
 
 
 def _send(sender: "zmq.Socket[bytes]", frames: tuple[bytes, ...]) -> None:

@@ -4,7 +4,7 @@ It is separate from the Unix socket because CURVE applies to whole sockets and T
 freely; its messages never belong to a session. ZeroMQ's I/O thread asks about each key (ZAP, RFC 27), and the server's
 loop answers when `zap` is readable. A refused peer cannot send a message and holds no resources: ZeroMQ answers an
 unlisted key with ERROR 400, after which its client stops retrying, and closes connections that do not finish the
-handshake within two seconds. While few descriptors are left, the socket does not listen (`kvdepot.operators.zeromq`).
+handshake within two seconds. While few descriptors are left, new connections wait (`kvdepot.operators.zeromq`).
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Final
 import zmq
 
 from kvdepot.errors import ConfigError
-from kvdepot.operators.zeromq import MessageReader
+from kvdepot.operators.zeromq import Listener, MessageReader
 from kvdepot.wire.curve import ServerKeys
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 
 
 class RemoteSocket:
-    """The ROUTER (`router`), its endpoints, and the socket on which ZeroMQ asks who may connect (`zap`)."""
+    """The ROUTER (`router`), its `listeners`, and the socket on which ZeroMQ asks who may connect (`zap`)."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoints: Sequence[str], keys: ServerKeys) -> None:
         """Bind. `context` closes the sockets.
@@ -40,7 +40,7 @@ class RemoteSocket:
             ConfigError: an endpoint cannot be bound.
         """
         self.num_refused = 0
-        self.endpoints: list[str] = []
+        self.listeners: list[Listener] = []
         self._allowed = keys.allowed
         self._warned_at = float("-inf")
         self.zap = context.socket(zmq.REP)
@@ -61,16 +61,19 @@ class RemoteSocket:
         self.router.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
         self.router.setsockopt(zmq.ZAP_DOMAIN, b"kvdepot")
         for endpoint in endpoints:
-            self.router.setsockopt(zmq.IPV6, int("[" in endpoint))
             try:
-                self.router.bind(endpoint)
+                self.listeners.append(Listener(self.router, endpoint))
             except zmq.ZMQError as error:
                 raise ConfigError(
                     f"cannot listen on {endpoint}: {error}; give tcp://ADDRESS:PORT with an address of this machine"
                     " and a free port ('*' chooses one)"
                 ) from error
-            self.endpoints.append(self.router.getsockopt_string(zmq.LAST_ENDPOINT))
         self._reader = MessageReader(self.router, most_frames=2)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Where it listens."""
+        return [each.endpoint for each in self.listeners]
 
     def take(self) -> list[bytes] | None:
         """Return a routing id and the frames after it; see `MessageReader.take`."""

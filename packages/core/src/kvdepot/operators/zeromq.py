@@ -1,17 +1,22 @@
 """Protects ZeroMQ sockets from peers that open too many connections or send messages of too many frames.
 
 ZeroMQ's own thread accepts connections until no descriptor is left, and then aborts the process on a Unix socket. So
-`Listeners` stops listening while the reserve of descriptors is touched, which closes the connections there; ZeroMQ
-clients reconnect by themselves. ZeroMQ delivers a message with all its frames; `MessageReader` drops oversized ones in
-steps.
+`Listeners` has newcomers wait while the reserve of descriptors is touched, and leaves connections alone: the kernel
+drops what asks for a new TCP connection, and a Unix socket is out of sight under another name. Clients try again by
+themselves. ZeroMQ delivers a message with all its frames; `MessageReader` drops oversized ones in steps.
 """
 
+import ctypes
 import logging
+import socket
+import struct
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kvdepot.processes.descriptors import is_reserve_touched
 
@@ -21,44 +26,98 @@ LOOK_MILLISECONDS: Final = 50  # between two checks of the descriptors
 
 _SECONDS_BETWEEN_WARNINGS: Final = 10.0
 _TAKEN_AT_ONCE: Final = 256  # frames
+_IPC: Final = "ipc://"
+# From Linux's asm-generic/socket.h and filter.h: a program of one instruction, "return 0", which drops every packet.
+_SO_ATTACH_FILTER: Final = 26
+_SO_DETACH_FILTER: Final = 27
+_DROP_ALL: Final = struct.pack("HBBI", 0x06, 0, 0, 0)
+
+
+class Listener:
+    """One endpoint on which a ZeroMQ socket listens.
+
+    Attributes:
+        endpoint: with the port that was chosen for "*".
+
+    Raises:
+        zmq.ZMQError: the endpoint cannot be bound.
+    """
+
+    def __init__(self, bound: "zmq.Socket[bytes]", endpoint: str) -> None:
+        monitor = bound.get_monitor_socket(zmq.EVENT_LISTENING)
+        bound.setsockopt(zmq.IPV6, int("[" in endpoint))
+        try:
+            bound.bind(endpoint)
+            self._fd: int = recv_monitor_message(monitor)["value"]  # ZeroMQ's
+        finally:
+            bound.disable_monitor()
+            monitor.close()
+        self.endpoint = bound.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def pause(self) -> None:
+        """Have newcomers wait. Connections remain."""
+        if self.endpoint.startswith(_IPC):
+            self._path.rename(self._hidden)
+        else:
+            program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
+            self._set(_SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+
+    def resume(self) -> None:
+        """Let newcomers in."""
+        if self.endpoint.startswith(_IPC):
+            self._hidden.rename(self._path)
+        else:
+            self._set(_SO_DETACH_FILTER, 0)
+
+    def _set(self, option: int, value: bytes | int) -> None:
+        borrowed = socket.socket(fileno=self._fd)
+        try:
+            borrowed.setsockopt(socket.SOL_SOCKET, option, value)
+        finally:
+            borrowed.detach()
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.endpoint.removeprefix(_IPC))
+
+    @property
+    def _hidden(self) -> Path:
+        return self._path.with_name(f".{self._path.name}.paused")
 
 
 class Listeners:
-    """Listening ZeroMQ sockets with their endpoints."""
+    """All endpoints on which ZeroMQ listens."""
 
-    def __init__(self, bound: "Sequence[tuple[zmq.Socket[bytes], str]]") -> None:
-        self._bound = dict.fromkeys(bound, True)  # whether the socket listens
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = listeners
+        self._is_paused = False
         self._warned_at = float("-inf")
 
     def __bool__(self) -> bool:
-        return bool(self._bound)
+        return bool(self._listeners)
 
-    def leave_reserve(self, fd: int) -> None:
-        """Stop listening, which closes all connections, if the reserve is touched. `fd` is any open descriptor."""
-        if not any(self._bound.values()) or not is_reserve_touched(fd):
+    def look(self, fd: int) -> None:
+        """Pause if the reserve is touched, and resume if it is not. `fd` is any open descriptor."""
+        if not self._listeners or is_reserve_touched(fd) is self._is_paused:
             return
-        if time.monotonic() >= self._warned_at + _SECONDS_BETWEEN_WARNINGS:
+        if not self._is_paused and time.monotonic() >= self._warned_at + _SECONDS_BETWEEN_WARNINGS:
             self._warned_at = time.monotonic()
-            endpoints = ", ".join(endpoint for _, endpoint in self._bound)
-            logger.warning("few descriptors are left: closed all connections at %s; clients may reconnect", endpoints)
-        for (bound, endpoint), is_listening in self._bound.items():
-            if is_listening:
-                bound.unbind(endpoint)
-                self._bound[bound, endpoint] = False
+            endpoints = ", ".join(each.endpoint for each in self._listeners)
+            logger.warning("few descriptors are left: new connections to %s wait", endpoints)
+        self._set_paused(not self._is_paused)
 
-    def listen_again(self, fd: int) -> None:
-        """Resume listening if the reserve is no longer touched."""
-        if all(self._bound.values()) or is_reserve_touched(fd):
-            return
-        for (bound, endpoint), is_listening in self._bound.items():
-            if not is_listening:
-                try:
-                    bound.setsockopt(zmq.IPV6, int("[" in endpoint))
-                    bound.bind(endpoint)
-                except zmq.ZMQError as error:
-                    logger.debug("cannot listen on %s again yet: %s", endpoint, error)
-                else:
-                    self._bound[bound, endpoint] = True
+    def _set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        for each in self._listeners:
+            try:
+                each.pause() if is_paused else each.resume()
+            except OSError as error:
+                logger.warning("cannot %s %s: %s", "pause" if is_paused else "resume", each.endpoint, error)
+
+    def close(self) -> None:
+        """Let newcomers in, so that Unix sockets have their names."""
+        if self._is_paused:
+            self._set_paused(False)
 
 
 class MessageReader:

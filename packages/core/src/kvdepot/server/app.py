@@ -137,8 +137,8 @@ class DepotServer:
         undo.callback(connections.close)
         remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
         events = self._open_events()
-        bound = [] if remote is None else [(remote.router, each) for each in remote.endpoints]
-        listeners = Listeners([*bound, *([] if events is None else events.bound)])
+        listeners = Listeners([each for some in (remote, events) if some is not None for each in some.listeners])
+        undo.callback(listeners.close)
 
         def end_session(session: Session) -> None:
             assert session.token is not None

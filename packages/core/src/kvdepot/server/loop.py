@@ -103,7 +103,7 @@ class Loop:
                 if began >= next_sweep:
                     next_sweep = began + _SWEEP_SECONDS
                     self._sweep()
-                self._sockets.listeners.leave_reserve(self._results.fileno())
+                self._sockets.listeners.look(self._results.fileno())
                 self._serve_tiers()
                 if self._sockets.events is not None:
                     self._serve_events(self._sockets.events, events)
@@ -161,7 +161,6 @@ class Loop:
         sockets.connections.sweep(_after(_TASK_SECONDS))
         sockets.sessions.expire_handshakes(_after(_TASK_SECONDS))
         sockets.sessions.find_dead(_after(_TASK_SECONDS))
-        sockets.listeners.listen_again(self._results.fileno())
         gc.collect(1)
 
     def _serve_events(self, publisher: EventPublisher, events: Mapping[object, int]) -> None:
