@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvdepot.backends import NO_BLOCK
-from kvdepot.client.scheduler import Lease
+from kvdepot.client.answers import Lease
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
 from kvdepot_vllm import loading, stores

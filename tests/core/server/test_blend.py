@@ -7,8 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvdepot.client.answers import BlendRun
 from kvdepot.client.operator import ask_depot
-from kvdepot.client.scheduler import BlendRun, SchedulerClient
+from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.segments import SegmentNamer
 from kvdepot.errors import ErrorCode
 from kvdepot.index import contents

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvdepot.client.scheduler import MISS, BlendHit, BlendRun, Lease
+from kvdepot.client.answers import MISS, BlendHit, BlendRun, Lease
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvdepot.backends import KVCache as KVCache
     from kvdepot.backends import get_backend as get_backend
     from kvdepot.backends import list_backends as list_backends
-    from kvdepot.client.scheduler import Lease as Lease
+    from kvdepot.client.answers import Lease as Lease
     from kvdepot.client.scheduler import SchedulerClient as SchedulerClient
     from kvdepot.errors import KVDepotError as KVDepotError
     from kvdepot.keys import KeyRun as KeyRun

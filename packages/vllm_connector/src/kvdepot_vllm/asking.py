@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvdepot.client.scheduler import MISS, Lease, PendingLookup, SchedulerClient
+from kvdepot.client.answers import MISS, Lease
+from kvdepot.client.scheduler import PendingLookup, SchedulerClient
 from kvdepot.keys import KeyRun
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.engine import EngineRequest

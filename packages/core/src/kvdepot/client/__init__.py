@@ -8,12 +8,13 @@
 - `operator`, `remote`: one request without a session, to this machine or over TCP.
 """
 
+from kvdepot.client.answers import BlendHit, BlendRun, Lease
 from kvdepot.client.carrier import Carrier
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
 from kvdepot.client.link import Link
 from kvdepot.client.operator import ask_depot
-from kvdepot.client.scheduler import BlendHit, BlendRun, Lease, PendingBlendLookup, PendingLookup, SchedulerClient
+from kvdepot.client.scheduler import PendingBlendLookup, PendingLookup, SchedulerClient
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 
 __all__ = [

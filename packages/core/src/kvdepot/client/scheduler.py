@@ -5,15 +5,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
+from kvdepot.client.answers import MISS, NO_BLEND, BlendHit, Lease, hit_of, lease_of
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
 from kvdepot.client.link import Link
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
-from kvdepot.keys import DIGEST_BYTES, KeyRun
+from kvdepot.keys import KeyRun
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -28,63 +28,6 @@ _SILENT = (
     ErrorCode.UNKNOWN_OPERATION,  # an older depot
 )  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The answer to a lookup: `num_chunks` leading chunks are in the depot and stay there.
-
-    They stay until the lease is released, its request or its scheduler ends, or `lease_seconds` have passed. 0 chunks
-    are a miss: there is nothing to release.
-
-    Another request is computing the next `num_pending` chunks. They are worth waiting for: ask again.
-    """
-
-    num_chunks: int
-    number: int = 0
-    lease_seconds: float = 0.0
-    link: Link | None = None
-    num_pending: int = 0
-
-
-MISS = Lease(0)
-
-
-@dataclass(frozen=True, slots=True)
-class BlendRun:
-    """Tokens that lie in chunks of another prompt.
-
-    Attributes:
-        position: the first token in the asking prompt.
-        length: tokens.
-        source_position: the first token in the prompt whose chunks these are.
-        key: the chunks that hold the tokens; its `parent` is zeros, which only stores would need.
-    """
-
-    position: int
-    length: int
-    source_position: int
-    key: KeyRun
-
-    def clip(self, begin: int, end: int, chunk_tokens: int) -> "BlendRun | None":
-        """Return the part within tokens `begin` to `end` of the asking prompt, None if there is none."""
-        first, last = max(begin, self.position), min(end, self.position + self.length)
-        if first >= last:
-            return None
-        source = self.source_position + first - self.position
-        start = source // chunk_tokens - self.key.first_chunk
-        stop = (source + last - first - 1) // chunk_tokens + 1 - self.key.first_chunk
-        return BlendRun(first, last - first, source, self.key.slice(start, stop))
-
-
-@dataclass(frozen=True, slots=True)
-class BlendHit:
-    """The answer to a blend lookup: runs, ascending and not overlapping. `lease` keeps their chunks."""
-
-    runs: tuple[BlendRun, ...]
-    lease: Lease
-
-
-NO_BLEND = BlendHit((), MISS)
 
 Answer = TypeVar("Answer")
 
@@ -219,7 +162,7 @@ class SchedulerClient:
                 with contextlib.suppress(DepotUnavailable):
                     lookup = self._lookup(channel.link, request_id, key, joins, announces, ahead_tokens)
                     sequence = channel.submit(lookup)
-            return Pending(self, channel if sequence else None, sequence, MISS, _lease_of)
+            return Pending(self, channel if sequence else None, sequence, MISS, lease_of)
 
     def submit_blend_lookup(
         self, request_id: str, segments: "Segments", *, min_run_tokens: int = 0
@@ -234,7 +177,7 @@ class SchedulerClient:
                 context = channel.link.context
                 with contextlib.suppress(DepotUnavailable):
                     sequence = channel.submit(m.BlendLookup(context, request_id, segments.packed, min_run_tokens))
-            return Pending(self, channel if sequence else None, sequence, NO_BLEND, _hit_of)
+            return Pending(self, channel if sequence else None, sequence, NO_BLEND, hit_of)
 
     def note_contents(self, key: KeyRun, segments: "Segments") -> None:
         """Tell the depot which segments the chunks of `key`, a run from chunk 0 on, hold.
@@ -388,21 +331,3 @@ class SchedulerClient:
                 logger.warning("%s", error)
             if channel.num_owed:
                 self._connection.reap_soon()
-
-
-def _lease_of(reply: frames.Reply, link: Link) -> Lease | None:
-    if not isinstance(reply, m.LookupReply):
-        return None
-    if not reply.num_chunks:
-        return Lease(0, num_pending=reply.num_pending) if reply.num_pending else MISS
-    return Lease(reply.num_chunks, reply.lease, reply.lease_seconds, link, reply.num_pending)
-
-
-def _hit_of(reply: frames.Reply, link: Link) -> BlendHit | None:
-    if not isinstance(reply, m.BlendReply) or not reply.lease:
-        return None
-    runs: list[BlendRun] = []
-    for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
-        digests = reply.digests[start * DIGEST_BYTES : (start + count) * DIGEST_BYTES]
-        runs.append(BlendRun(position, length, source, KeyRun(digests, first, bytes(DIGEST_BYTES))))
-    return BlendHit(tuple(runs), Lease(0, reply.lease, reply.lease_seconds, link))

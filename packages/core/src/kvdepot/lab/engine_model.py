@@ -14,7 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from kvdepot.backends import CacheGroup, KVCache, get_backend
-from kvdepot.client.scheduler import Lease, SchedulerClient
+from kvdepot.client.answers import Lease
+from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import BackendUnavailable, ConfigError
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import default_chunk_tokens

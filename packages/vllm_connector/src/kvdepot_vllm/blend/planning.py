@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.client.scheduler import BlendHit, BlendRun, PendingBlendLookup, SchedulerClient
+from kvdepot.client.answers import BlendHit, BlendRun
+from kvdepot.client.scheduler import PendingBlendLookup, SchedulerClient
 from kvdepot.keys import KeyRun, Namespace
 from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob, RunJob
 from kvdepot_vllm.blend.wish import EVERYTHING, BlendWish

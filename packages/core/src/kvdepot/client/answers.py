@@ -1,0 +1,86 @@
+"""Answers to lookups: what was found, and the lease that keeps it in the depot."""
+
+from dataclasses import dataclass
+
+from kvdepot.client.link import Link
+from kvdepot.keys import DIGEST_BYTES, KeyRun
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The answer to a lookup: `num_chunks` leading chunks are in the depot and stay there.
+
+    They stay until the lease is released, its request or its scheduler ends, or `lease_seconds` have passed. 0 chunks
+    are a miss: there is nothing to release.
+
+    Another request is computing the next `num_pending` chunks. They are worth waiting for: ask again.
+    """
+
+    num_chunks: int
+    number: int = 0
+    lease_seconds: float = 0.0
+    link: Link | None = None
+    num_pending: int = 0
+
+
+MISS = Lease(0)
+
+
+@dataclass(frozen=True, slots=True)
+class BlendRun:
+    """Tokens that lie in chunks of another prompt.
+
+    Attributes:
+        position: the first token in the asking prompt.
+        length: tokens.
+        source_position: the first token in the prompt whose chunks these are.
+        key: the chunks that hold the tokens; its `parent` is zeros, which only stores would need.
+    """
+
+    position: int
+    length: int
+    source_position: int
+    key: KeyRun
+
+    def clip(self, begin: int, end: int, chunk_tokens: int) -> "BlendRun | None":
+        """Return the part within tokens `begin` to `end` of the asking prompt, None if there is none."""
+        first, last = max(begin, self.position), min(end, self.position + self.length)
+        if first >= last:
+            return None
+        source = self.source_position + first - self.position
+        start = source // chunk_tokens - self.key.first_chunk
+        stop = (source + last - first - 1) // chunk_tokens + 1 - self.key.first_chunk
+        return BlendRun(first, last - first, source, self.key.slice(start, stop))
+
+
+@dataclass(frozen=True, slots=True)
+class BlendHit:
+    """The answer to a blend lookup: runs, ascending and not overlapping. `lease` keeps their chunks."""
+
+    runs: tuple[BlendRun, ...]
+    lease: Lease
+
+
+NO_BLEND = BlendHit((), MISS)
+
+
+def lease_of(reply: frames.Reply, link: Link) -> Lease | None:
+    """Return the answer in a reply to a lookup, None if the reply is no answer."""
+    if not isinstance(reply, m.LookupReply):
+        return None
+    if not reply.num_chunks:
+        return Lease(0, num_pending=reply.num_pending) if reply.num_pending else MISS
+    return Lease(reply.num_chunks, reply.lease, reply.lease_seconds, link, reply.num_pending)
+
+
+def hit_of(reply: frames.Reply, link: Link) -> BlendHit | None:
+    """Return the answer in a reply to a blend lookup, None if nothing was found."""
+    if not isinstance(reply, m.BlendReply) or not reply.lease:
+        return None
+    runs: list[BlendRun] = []
+    for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
+        digests = reply.digests[start * DIGEST_BYTES : (start + count) * DIGEST_BYTES]
+        runs.append(BlendRun(position, length, source, KeyRun(digests, first, bytes(DIGEST_BYTES))))
+    return BlendHit(tuple(runs), Lease(0, reply.lease, reply.lease_seconds, link))
