@@ -110,7 +110,7 @@ def measure(url: str, num_rounds: int, seconds: float) -> None:
                 began = time.perf_counter()
                 lease = client.lookup("hit", key)
                 times.setdefault((num_chunks, is_slow), []).append(time.perf_counter() - began)
-                assert lease.num_chunks == num_chunks, "a lookup missed what was stored"
+                assert lease.num_chunks == num_chunks, "a lookup missed stored chunks"
                 client.release(lease)
                 time.sleep(0.002)
     waited = sum(cold.num_lookups for cold in colds)

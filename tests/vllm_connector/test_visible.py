@@ -92,4 +92,4 @@ def test_an_engine_that_found_no_depot_says_so_once(model: MakeModel, tmp_path: 
             engine.generate(PROMPT)
         lines = [line for line in engine.log().splitlines() if "no depot in" in line]
         assert len(lines) == 2, "the scheduler's side and the worker's"
-        assert all("kvdepot: no depot in" in line and "the engine goes on without it" in line for line in lines)
+        assert all("kvdepot: no depot in" in line and "the engine runs without it" in line for line in lines)

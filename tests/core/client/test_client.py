@@ -76,7 +76,7 @@ def test_one_outage_is_one_line_in_the_log(depot: DepotProcess, caplog: pytest.L
     wait_until(lambda: "refused" in connection.why_away, what="a try to connect")
     connection.close()
     (line,) = [record.getMessage() for record in caplog.records if "no depot in" in record.getMessage()]
-    assert line == f"no depot in {depot.url} (the connection was lost): the engine goes on without it until it is back"
+    assert line == f"no depot in {depot.url} (the connection was lost): the engine runs without it until it is back"
 
 
 @pytest.mark.promise(10)

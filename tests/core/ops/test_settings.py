@@ -95,7 +95,7 @@ def test_a_variable_that_is_none_is_said_so(caplog: pytest.LogCaptureFixture) ->
         ('ephemeral = "maybe"', "neither true nor false"),
         ("ephemeral = 3", "neither true nor false"),
         ('verify = "twice"', "there are off, sample, all"),
-        ('tier = "disk:///a"', "is no list"),
+        ('tier = "disk:///a"', "is not a list"),
         ("tier = [[]]", "neither a text nor a number"),
         ('quota = ["acme"]', "TENANT=SIZE"),
         ('lease_seconds = "long"', "lease_seconds"),

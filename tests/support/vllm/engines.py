@@ -191,7 +191,7 @@ def generate_until_stored(
 ) -> tuple[list[dict[str, Any]], DepotStatus]:
     """Serve prompts until the depot has so many chunks and no store is under way; return the last outputs and status.
 
-    On a machine that is too busy for the depot to answer in time an engine goes on without it, as it should.
+    On a machine that is too busy for the depot to answer in time an engine runs without it, as it should.
     """
     for _ in range(10):
         outputs = engine.generate(prompts)

@@ -351,7 +351,7 @@ class ServerConfig:
             if endpoint.startswith(("ipc://@", "ipc://*")) or endpoint == "ipc://":
                 raise ConfigError(f"--listen {endpoint}: give ipc://PATH, as access is by the modes of a file")
             if is_tcp(endpoint) and (self.curve_secret is None or self.curve_clients is None):
-                who = "any user of this machine" if is_loopback(endpoint) else "it is no loopback address, so anybody"
+                who = "any user of this machine" if is_loopback(endpoint) else "an address off loopback, so anybody"
                 raise ConfigError(
                     f"--listen {endpoint} needs --curve-secret and --curve-clients ({who} could connect):"
                     " make keys with 'kvdepot keys generate DIR', or leave --listen out, as engines do not need it"

@@ -55,7 +55,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The KV cache of one worker: its tensors, and what the depot has to know about them.
+    """The KV cache of one worker: its tensors, and the facts that the depot needs about them.
 
     All workers of an engine and its scheduler use the same `dtype`, `format` and `chunk_tokens`.
     """

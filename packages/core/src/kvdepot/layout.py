@@ -60,7 +60,7 @@ def strided_pages(address: int, shape: Sequence[int], strides: Sequence[int], it
     vLLM's views differs from that of the memory.
 
     Raises:
-        LayoutError: there are no blocks, or the bytes of a block are not contiguous.
+        LayoutError: without blocks, or if the bytes of a block are not contiguous.
     """
     if not shape or shape[0] < 1:
         raise LayoutError(f"a cache of shape {shape}: the first dimension counts the blocks")
@@ -173,7 +173,7 @@ def check_block_ids(
     `may_skip` allows -1 for unwanted blocks.
 
     Raises:
-        LayoutError: the ids are no whole number of chunks or more than the run has, or the worker lacks a block.
+        LayoutError: the ids are not a whole number of chunks, or exceed the run, or the worker lacks a block.
     """
     per_chunk = group.blocks_per_chunk(chunk_tokens)
     covered, rest = divmod(len(block_ids), per_chunk)

@@ -208,7 +208,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except KVDepotError as reason:
             logger.error("kvdepot is not used by this worker: %s", reason)
         except Exception:
-            logger.exception("kvdepot failed and is not used by this worker; the engine goes on without it")
+            logger.exception("kvdepot failed and is not used by this worker; the engine runs without it")
 
     def unregister_kv_caches(self) -> None:
         """Give the cache's memory up, before vLLM takes it away: until `restore_kv_caches` every load is a miss."""

@@ -69,7 +69,7 @@ class Start:
         except Unsupported as reason:
             logger.error("kvdepot is not used: %s", reason)
         except Exception:
-            logger.exception("kvdepot failed and is not used; the engine goes on without it")
+            logger.exception("kvdepot failed and is not used; the engine runs without it")
         return None
 
     def register_worker(self, cache: EngineCache, kv_caches: dict[str, Any]) -> tuple[WorkerSide, WorkerFormat]:

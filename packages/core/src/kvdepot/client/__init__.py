@@ -1,6 +1,6 @@
 """The engine's side: lookups for schedulers, transfers for workers, and requests of operators' tools.
 
-- `connection`, `link`, `channel`: a session that comes back by itself, and requests over it.
+- `connection`, `link`, `channel`: a session that reconnects, and requests over it.
 - `scheduler`: lookups and leases. `segments`: names of a prompt's pieces, for blends; it loads
   numpy, so it is imported by itself.
 - `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (threads), `exchange` (the

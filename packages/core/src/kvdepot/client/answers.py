@@ -1,4 +1,4 @@
-"""Answers to lookups: what was found, and the lease that keeps it in the depot."""
+"""Answers to lookups: the chunks found, and the lease that keeps them in the depot."""
 
 from dataclasses import dataclass
 
@@ -67,7 +67,7 @@ NO_BLEND = BlendHit((), MISS)
 
 
 def lease_of(reply: frames.Reply, link: Link) -> Lease | None:
-    """Return the answer in a reply to a lookup, None if the reply is no answer."""
+    """Return the answer in a reply to a lookup, None if it is a reply of another kind."""
     if not isinstance(reply, m.LookupReply):
         return None
     if not reply.num_chunks:

@@ -134,7 +134,7 @@ class Channel:
         """Send unsent requests and take in replies. Never wait.
 
         Raises:
-            DepotUnavailable: the connection was lost, or the bytes received are no reply.
+            DepotUnavailable: the connection was lost, or the bytes received are not a reply.
         """
         if self._unsent:
             self._flush()

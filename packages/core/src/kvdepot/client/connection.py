@@ -1,4 +1,4 @@
-"""`Connection`: keeps a link to the depot and comes back by itself.
+"""`Connection`: keeps a link to the depot, and reconnects.
 
 Each connection has one thread, which owns the session socket and sleeps in a read. The server's death wakes it at once;
 then it tries to connect again, waiting longer each time, registers, and publishes a new **link**. There is no link
@@ -121,7 +121,7 @@ class Connection:
         if not link.suspended:
             link.suspended = True
             self.why_away = f"it did not answer within {self.deadline_seconds} s"
-            logger.warning("the depot in %s: %s; the engine goes on without it until it does", self.directory,
+            logger.warning("the depot in %s: %s; until it does, the engine runs without it", self.directory,
                            self.why_away)  # fmt: skip
             self._wake()
 
@@ -134,7 +134,7 @@ class Connection:
         if link.slowness >= SLOW_WAITS_TO_SUSPEND and not link.suspended:
             link.suspended = True
             self.why_away = f"calls waited for more than {self._slow_seconds:g} s again and again"
-            logger.warning("the depot in %s is slow (%s): the engine goes on without it until it recovers",
+            logger.warning("the depot in %s is slow (%s): the engine runs without it until it recovers",
                            self.directory, self.why_away)  # fmt: skip
             self._wake()
 
@@ -199,7 +199,7 @@ class Connection:
     def _say_why(self, why: str, level: int) -> None:
         """Log one line for each outage, and each reason for a refusal."""
         if not self._is_away or (level == logging.ERROR and why != self.why_away):
-            text = "no depot in %s (%s): the engine goes on without it until it is back"
+            text = "no depot in %s (%s): the engine runs without it until it is back"
             logger.log(level, text, self.directory, why)
         self._is_away, self.why_away = True, why
 
@@ -231,7 +231,7 @@ class Connection:
             raise
 
     def _watch(self, connection: socket.socket, link: Link) -> None:
-        """Serve the session socket until the session is over."""
+        """Serve the session socket until the session ends."""
         connection.setblocking(False)
         poller = select.poll()
         poller.register(connection, select.POLLIN)
@@ -293,7 +293,7 @@ def open_session(
     Raises:
         RemoteError: the server refused.
         DepotUnavailable: it broke off.
-        OSError: there is no server, or no answer within the socket's timeout.
+        OSError: no server answers within the socket's timeout.
     """
     connection.connect(str(path))
     connection.sendall(frames.encode_session(frames.OpenSession(m.PROTOCOL_VERSION, name)))

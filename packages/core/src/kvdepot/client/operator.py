@@ -22,7 +22,7 @@ def ask_depot(
 
     Raises:
         ConfigError: the URL and the keys do not go together, or the URL is malformed.
-        DepotUnavailable: there is no depot, or it does not answer; the text says which.
+        DepotUnavailable: no depot runs there, or it does not answer; the text says which.
         RemoteError: it refused.
     """
     if is_tcp(url) != (keys is not None):

@@ -40,7 +40,7 @@ class RemoteChannel:
         Raises:
             RemoteError: the depot refused the request.
             DepotTimeout: no reply in time.
-            DepotUnavailable: the bytes received are no reply.
+            DepotUnavailable: the bytes received are not a reply.
         """
         self._sequence += 1
         self._socket.send(frames.encode_frame(self._sequence, request))

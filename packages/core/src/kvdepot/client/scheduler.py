@@ -40,7 +40,7 @@ class Pending(Generic[Answer]):
         channel: of the request, None if it was not sent.
         sequence: of the request.
         missing: the answer if none comes.
-        read: returns the answer in a reply, None if the reply is no answer.
+        read: returns the answer in a reply, None if it is a reply of another kind.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class SchedulerClient:
         return self._channel
 
     def _post(self, link: Link, request: frames.Request) -> None:
-        """Send over the channel of a link, also of a suspended one: a hung depot gets it when it goes on."""
+        """Send over the channel of a link, also of a suspended one: a hung depot gets it when it resumes."""
         with self._lock:
             channel = self._channel
             if channel is None or channel.link is not link:

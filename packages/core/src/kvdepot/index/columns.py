@@ -36,7 +36,7 @@ class Links:
             self._following[end] = self._preceding[end] = end
 
     def list_of(self, number: int) -> int | None:
-        """Return the list that has a number, None if there is none."""
+        """Return the list with a number, None if no list has it."""
         place = self._list_of[number]
         return place - 1 if place else None
 

@@ -77,7 +77,7 @@ class ContentIndex:
     def runs(self, space: Space, segments: Iterable[Segment]) -> Iterator[SourceRun]:
         """Find segments, ascending, and yield the runs that neighbours form.
 
-        A segment goes on in the source of the one before it if it can, else it begins a run in the newest source.
+        A segment continues in the source of the one before it if it can, else it begins a run in the newest source.
         """
         places, run = self._places.get(space.number, {}), None
         for name, position, length in segments:

@@ -85,7 +85,7 @@ class Entries:
         return any(self.is_sealed(record) for record in self.of(node))
 
     def find(self, node: int, group: int, shard: int) -> int | None:
-        """Return the record of an entry, sealed or being written; None if there is none."""
+        """Return the record of an entry, sealed or being written; None without such an entry."""
         place = group, shard
         record = self._first[node]
         while record != NO_RECORD:
@@ -99,7 +99,7 @@ class Entries:
         return self.find(node, group, shard) is not None
 
     def extent_of(self, node: int, group: int, shard: int, layout: int) -> tuple[int, int, int, int] | None:
-        """Return record, header, offset and bytes of a sealed entry with this layout; None if there is none."""
+        """Return record, header, offset and bytes of a sealed entry with this layout; None without such an entry."""
         record = self.find(node, group, shard)
         if record is None or self._table.layout_of(record) != layout:
             return None
@@ -130,7 +130,7 @@ class Entries:
         self._first[node] = NO_RECORD
 
     def take_record(self) -> int | None:
-        """Return a free record, None if there is none."""
+        """Return a free record, None if all are taken."""
         record = self._free
         if record != NO_RECORD:
             self._free = self._next[record]

@@ -32,7 +32,7 @@ NORMAL: Final = 1  # a client's priority 0; higher ones add to it
 
 @dataclass(slots=True)
 class Preference:
-    """Which rule finds more of the present traffic; whoever watches the traffic sets it."""
+    """The rule that finds more of the present traffic; set by the code that watches the traffic."""
 
     lru: bool = False  # otherwise ARC
 
@@ -112,7 +112,7 @@ class _Leaves:
             self._queued[node] = 0
 
     def first(self) -> int | None:
-        """Return the coldest leaf, None if there is none."""
+        """Return the coldest leaf, None without leaves."""
         heap, last_use, belongs = self._heap, self._last_use, self._belongs
         coldest, num_mended = NO_NODE, 0
         for _ in range(_MOST_LOOKED_AT):

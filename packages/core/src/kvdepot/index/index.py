@@ -174,9 +174,9 @@ class ChunkIndex:
         Its header once sealed is the present one with the state SEALED. The chunk before it must have a node.
 
         Returns:
-            its record. None if there is no room and nothing more to evict, or if its share has as many unfinished
+            its record. None without room if nothing more can be evicted, or if its share has as many unfinished
             bytes as it may. Also None if `most_evicted` chunks did not make room, as small chunks that leave are
-            rarely neighbours: the next attempt goes on from there.
+            rarely neighbours: the next attempt continues from there.
         """
         share, size, is_owed = self.quotas.share_of(place.label), extent_size(place.num_bytes), False
         if self.quotas.num_shares > 1:

@@ -114,7 +114,7 @@ class Priorities:
                     break  # it left meanwhile
                 if keys[start] == start_key and tree.priority[start] != priority:
                     break
-                # If the chunk below was ENDED and has since been evicted, go on. Otherwise a later hint may have
+                # If the chunk below was ENDED and has since been evicted, continue. Otherwise a later hint may have
                 # changed its priority, so stop.
                 if (tree.priority[below] if keys[below] == below_key else ENDED) != priority:
                     break

@@ -79,7 +79,7 @@ class Room:
     def settle(self, node: int) -> int:
         """Drop an unneeded ghost, and unneeded ghosts before it. Tell the policy about an unneeded chunk.
 
-        Return the chunk that can leave now, `NO_NODE` if there is none.
+        Return the chunk that can leave now, `NO_NODE` if none can.
         """
         while self._entries.is_ghost(node):
             self._shares.policy_of(node).removed(node)

@@ -1,1 +1,1 @@
-"""Engines without a model, and what is measured and shown with them."""
+"""Engines without a model, and the measurements and demonstrations that use them."""

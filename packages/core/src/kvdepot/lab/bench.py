@@ -1,4 +1,4 @@
-"""`kvdepot bench transfer|lookup|blend|server`: what the depot costs here, as ratios within one run.
+"""`kvdepot bench transfer|lookup|blend|server`: the depot's cost on this machine, as ratios within one run.
 
 Machines differ and are shared, so every figure stands beside its reference of the same run and comes with its spread:
 memcpy for transfers, 1,000 entries for 1,000,000. Each bench starts its own depot and removes it.
@@ -36,7 +36,7 @@ _LOOKUPS_PER_REQUEST: Final = 16  # leases are given back with their request
 
 
 def describe_machine() -> str:
-    """Return what the figures were measured on."""
+    """Describe the machine of the measurement."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -82,7 +82,7 @@ def bench_transfer(
     """
     rows: list[dict[str, Any]] = []
     for case in cases:
-        gc.collect()  # what the engine before had: giving it back takes 0.3 s, which must not fall into a round
+        gc.collect()  # memory of the engine before: freeing it takes 0.3 s, outside of any round
         rows.append(_transfer_row(case, geometry, num_bytes, rounds))
         say(_transfer_line(rows[-1]))
     return {"bench": "transfer", "machine": describe_machine(), "geometry": geometry.name, "rows": rows}
@@ -216,7 +216,7 @@ def _run_clients(tasks: Sequence[_ClientTask]) -> tuple[list[float], float]:
     found = [results.get(timeout=120) for _ in processes]
     for process in processes:
         process.join(30)
-    assert not any(misses for _, misses in found), "a lookup missed what was stored"
+    assert not any(misses for _, misses in found), "a lookup missed stored chunks"
     times = [seconds for client_times, _ in found for seconds in client_times]
     return times, sum(len(client_times) for client_times, _ in found) / tasks[0].seconds
 

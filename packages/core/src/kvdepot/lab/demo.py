@@ -1,8 +1,8 @@
 """`kvdepot demo`: the same conversations with and without a depot, side by side, and a depot that is killed.
 
-Two engines share a depot, two others have none. Conversations of several turns share system prompts; each turn goes to
-whichever engine is free, so an engine often needs what the other one computed. Every byte that comes from the depot is
-compared. In the end the depot is killed and started again: the cache is still there.
+Two engines share a depot, two others have none. Conversations of several turns share system prompts. Each turn goes to
+a free engine, which often needs chunks that the other one computed. Every byte from the depot is compared. In the end
+the depot is killed and started again, and the cache is still there.
 """
 
 import random
@@ -152,7 +152,7 @@ def _restart(fleet: Fleet, conversations: list[list[Prompt]], view: View) -> tup
     started = time.monotonic()
     fleet.depot.start()
     seconds = time.monotonic() - started
-    # Each engine comes back by itself, with its scheduler and its worker.
+    # Each engine reconnects, with its scheduler and its worker.
     wait_until(lambda: fleet.depot.status().num_sessions == 2 * len(fleet.engines), what="engines to come back")
     back_seconds = time.monotonic() - started
     view.step("asking for the last turns again")
@@ -169,7 +169,7 @@ def _restart(fleet: Fleet, conversations: list[list[Prompt]], view: View) -> tup
 
 
 def _describe(alone: Lane, shared: Lane, restart: dict[str, Any], again: Lane) -> str:
-    """Return what the depot saved, in lines of at most 80 characters."""
+    """Describe the savings, in lines of at most 80 characters."""
     a, s = alone.totals, shared.totals
 
     def row(name: str, without: float, with_depot: float, unit: str, decimals: int = 0) -> str:

@@ -56,7 +56,7 @@ class View:
 
 @contextmanager
 def demo_view(*, quiet: bool) -> Generator[View]:
-    """Show a demo until the context ends; what was drawn last stays on the terminal."""
+    """Show a demo until the context ends; the last drawing stays on the terminal."""
     if quiet:
         yield View()
         return

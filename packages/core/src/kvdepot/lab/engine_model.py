@@ -128,7 +128,7 @@ class EngineModel:
         self.cache: Any = flat[skip : skip + geometry.num_layers * num_blocks * words].reshape(
             geometry.num_layers, num_blocks, words
         )
-        self.cache.fill(0)  # the first touch of memory is slow and not what is measured
+        self.cache.fill(0)  # the first touch of memory is slow, and not measured
         self._pattern = PagePattern(geometry.page_size_bytes)
         self.blocks = BlockTable(num_blocks // self.blocks_per_chunk, self.blocks_per_chunk)
         self._stored: set[bytes] = set()
@@ -175,7 +175,7 @@ class EngineModel:
             self.blocks.unpin(chunks)
 
     def abandon(self, request_id: str, tokens: Sequence[int]) -> RequestReport:
-        """Look a prompt up and give the request up, without a word to the depot but what the lookup itself says."""
+        """Look a prompt up and drop the request, without a further message to the depot."""
         hasher = PrefixHasher(self._namespace, self.chunk_tokens)
         hasher.extend(tokens)
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Entries without bytes: what fills an index when the index is what is looked at."""
+"""Entries without bytes, to fill an index that is to be examined."""
 
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
@@ -13,12 +13,12 @@ _PATIENT_SECONDS = 30.0
 
 
 def filler_spec(chunk_tokens: int) -> m.CacheSpec:
-    """Return the spec of what a filler stores: one group of full attention."""
+    """Return the spec of a filler's entries: one group of full attention."""
     return m.CacheSpec(chunk_tokens, (m.GroupShape(GroupKind.FULL_ATTENTION, chunk_tokens),), "bytes", "filler")
 
 
 def prompt_key(prompt: int, num_chunks: int, tenant: str = "default") -> KeyRun:
-    """Return the key of a tenant's prompt; its digests are what a real one of `num_chunks` chunks has."""
+    """Return the key of a tenant's prompt, with digests like those of a real one of `num_chunks` chunks."""
     run = hash_prefix(Namespace(f"prompt {prompt}"), 1, range(num_chunks))
     return KeyRun(run.digests, 0, run.parent, tenant)
 
@@ -49,7 +49,7 @@ class IndexFiller:
         return plan
 
     def store(self, key: KeyRun, *, whole: bool = True) -> None:
-        """Store a prompt; if it need not be `whole`, what is declined is left out.
+        """Store a prompt; if it need not be `whole`, declined chunks are left out.
 
         Raises:
             AssertionError: something of it was declined.

@@ -67,7 +67,7 @@ def tokens_of(segments: Iterable[tuple[int, int]]) -> list[int]:
 
 
 class EngineProcess:
-    """One engine in a process of its own; it starts while the caller goes on. `serve` is for one thread at a time."""
+    """One engine in a process of its own; it starts in the background. `serve` is for one thread at a time."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.instance = settings.instance
@@ -105,7 +105,7 @@ class EngineProcess:
         return answer.report
 
     def kill(self) -> None:
-        """End the process now; whoever waits for its answer gets an error."""
+        """End the process now; callers that wait for its answer get an error."""
         self._process.kill()
 
     def close(self) -> None:
@@ -284,7 +284,7 @@ class Fleet:
 def main() -> None:
     """Be one engine until the input or the thread that started this process ends."""
     be_a_child(int(sys.argv[1]))
-    logging.getLogger("kvdepot").setLevel(logging.ERROR)  # the terminal belongs to whoever started the fleet
+    logging.getLogger("kvdepot").setLevel(logging.ERROR)  # the terminal belongs to the process that started the fleet
     line = sys.stdin.buffer.readline()
     if not line:
         return

@@ -1,4 +1,4 @@
-"""Bytes that follow from a key: what a KV cache must hold if nothing was mixed up.
+"""Bytes that follow from a key, as a KV cache must hold them if nothing was mixed up.
 
 Each 8-byte word of a page is a random word at that place, combined with a number that follows from chunk key, tag, page
 and block. A shifted, torn, swapped or stale page differs.

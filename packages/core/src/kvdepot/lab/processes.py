@@ -42,7 +42,7 @@ class DepotProcess:
         pool_size: as in `--pool-size`.
         directory: where; None for a temporary one.
         prefix: a command that runs the server as its last argument, `unshare` for example; it has one child.
-        module: what is run.
+        module: to run.
         new_session: a session of its own, and with Linux's autogroups a share of the cores: beside vLLM on a busy
             machine a depot in that of its tests stood in the run queue for half a minute at a time. It outlives tests
             that are killed.
@@ -160,7 +160,7 @@ def child_of(pid: int) -> int:
     """Return the only child of a process.
 
     Raises:
-        ProcessLookupError: there is none.
+        ProcessLookupError: no such process runs.
     """
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

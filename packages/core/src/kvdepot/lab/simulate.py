@@ -83,7 +83,7 @@ class SimulationTable:
         return self.unique_chunks * self.chunk_bytes
 
     def row(self, policy: str, pool_bytes: int) -> SimulationRow:
-        """Return one row, KeyError if there is none."""
+        """Return one row; raise KeyError without it."""
         for row in self.rows:
             if (row.policy, row.pool_bytes) == (policy, pool_bytes):
                 return row
@@ -182,7 +182,7 @@ def simulate(
 
     Args:
         requests: the trace.
-        pool_sizes: in bytes; none: `LADDER`, of what the trace's chunks take.
+        pool_sizes: in bytes; none: `LADDER`, as shares of all the trace's chunks.
         policies: names of `POLICIES`.
         bytes_per_token: of the model's KV cache, on all workers together.
         session_ends: share of the requests after which nothing that only they have is asked for again that say so, as a

@@ -88,9 +88,9 @@ class Soak:
     Args:
         seconds: how long the load lasts; the audit comes after it.
         num_engines: processes, each with a scheduler and a worker.
-        seed: of prompts and of what is killed when.
+        seed: of prompts and kills.
         verify: as `kvdepot serve --verify`.
-        disk: a folder for a tier below the pool, which then holds a third of what is asked for.
+        disk: a folder for a tier below the pool, which then holds a third of the requested prompts.
         say: is told how it goes.
     """
 
@@ -253,7 +253,7 @@ class Soak:
         with contextlib.suppress(AssertionError):
             wait_until(lambda: self._is_at_rest(), 15, "the depot to come to rest")
         status = self._depot.status()
-        with contextlib.suppress(RemoteError):  # what a tier that is suspended keeps is counted
+        with contextlib.suppress(RemoteError):  # entries that a suspended tier keeps are counted
             ask_depot(o.Clear(), self._depot.url, _HANG_SECONDS)
         cleared = self._depot.status()
         with contextlib.suppress(AssertionError):  # the depot sees a moment later that a command has hung up

@@ -83,7 +83,7 @@ class _Depot:
         self._lock = threading.Lock()
 
     def receive(self) -> ToMover | None:
-        """Return the next message, None if there are no more."""
+        """Return the next message, None after the last."""
         try:
             length = int.from_bytes(self._read(4), "little")
             return decode_request(self._read(length)) if 0 < length <= MAXIMUM_FRAME_BYTES else None

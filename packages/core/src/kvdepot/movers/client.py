@@ -52,7 +52,7 @@ def move(channel: Channel, direction: Direction, batch: CopyBatch, deadline_seco
     """Have a batch copied. Return, once the bytes are in place, whether the mover has warmed up.
 
     After an exception, too, no block of a retrieve is written any more. If the mover is another user's process, which
-    cannot be killed, a retrieve waits for a hanging depot until that goes on or dies.
+    cannot be killed, a retrieve waits for a hanging depot until the depot resumes or dies.
 
     Args:
         channel: of this thread.

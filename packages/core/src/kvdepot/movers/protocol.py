@@ -61,14 +61,14 @@ class Copied(Struct, frozen=True, array_like=True, tag="copied"):
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
-    """A copy does not fit the cache and was not started; the mover goes on."""
+    """A copy does not fit the cache and was not started; the mover continues."""
 
     number: int
     text: str
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="failed"):
-    """The mover's last message: it cannot go on and exits."""
+    """The mover's last message: it cannot continue and exits."""
 
     text: str
     is_final: bool = False
@@ -89,7 +89,7 @@ def encode(message: ToMover | FromMover) -> bytes:
 
 
 def decode_request(body: bytes) -> ToMover:
-    """Return the request in a frame's body; raise `msgspec.DecodeError` if there is none."""
+    """Return the request in a frame's body; raise `msgspec.DecodeError` if it is malformed."""
     return _to_mover.decode(body)
 
 

@@ -44,7 +44,7 @@ class MoverState(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
     ENDING = "ending"  # killed, and not dead yet
-    UNAVAILABLE = "unavailable"  # there is none, and none will come
+    UNAVAILABLE = "unavailable"  # none runs, and none will
 
 
 class MoveRefused(Exception):
@@ -142,7 +142,7 @@ class MoverTable:
             self._start(mover)
 
     def end(self, context: int) -> Writer | None:
-        """Kill the mover of a context that is over. Return the process if it is not dead yet."""
+        """Kill the mover of a context that ended. Return the process if it is not dead yet."""
         mover = self._movers.pop(context, None)
         if mover is None:
             return None

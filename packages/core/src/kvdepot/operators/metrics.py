@@ -72,7 +72,7 @@ TIER_COUNTERS: Final = {
     "deadline_misses": "Calls that took longer than their deadline",
     "breaker_opened": "Times the tier was suspended after failures",
     "errors": "Failed calls",
-    "usage_failed": "Times the tier could not say what it holds",
+    "usage_failed": "Times the tier could not list its entries",
 }
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -199,7 +199,7 @@ class StatusCollector(Collector):
     def _tiers(self) -> Iterator[Metric]:
         tiers = self._status.tiers
         for name, text in {
-            "num_entries": "Entries in the tier, if its storage tells",
+            "num_entries": "Entries in the tier, if its storage counts them",
             "used_bytes": "Bytes in use in the tier's storage",
             "capacity_bytes": "Capacity of the tier's storage",
             "queued_write_bytes": "Bytes waiting to be written",

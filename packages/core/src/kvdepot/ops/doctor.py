@@ -303,7 +303,7 @@ def _choice(path: Path) -> str:
 
 
 def _is_in_container() -> bool:
-    """Return whether this looks like a container; there is no sure sign."""
+    """Return whether this looks like a container; no sign is certain."""
     with contextlib.suppress(OSError, IndexError):
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("NSpid"))
         return len(line.split()) > 2 or Path("/.dockerenv").exists() or "KUBERNETES_SERVICE_HOST" in os.environ

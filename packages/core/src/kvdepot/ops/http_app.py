@@ -2,7 +2,7 @@
 
 A separate process serves HTTP and asks the depot over its control socket, like any operator's tool. It shares only the
 listening socket with the depot (`kvdepot.ops.http_process`), so HTTP requests cannot break or block the server's loop,
-and the health check tells whether that loop answers.
+and the health check says whether that loop answers.
 
 Any user of the machine can connect, so operations need the bearer token. Health, readiness, the page without data and
 the OpenAPI document do not, nor do metrics on loopback, which then count all tenants as one. Concurrent requests

@@ -133,7 +133,7 @@ class HttpServer:
 
     @property
     def pid(self) -> int:
-        """The id of the process that answers, 0 if there is none at the moment."""
+        """The id of the process that answers, 0 while none does."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else 0
 

@@ -307,7 +307,7 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _describe_setting(name: str, value: Any) -> str:
-    """Return a line of `kvdepot.toml`, none for what is not set."""
+    """Return a line of `kvdepot.toml`, none for a setting that is not set."""
     match name, value:
         case _, None:
             return ""

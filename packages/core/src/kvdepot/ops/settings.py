@@ -137,7 +137,7 @@ def _read(setting: Setting, value: object, source: str) -> Any:
     if isinstance(value, dict):
         value = [f"{name}={item}" for name, item in cast("dict[str, object]", value).items()]
     if not isinstance(value, list):
-        raise ConfigError(f"{source}: {value!r} is no list")
+        raise ConfigError(f"{source}: {value!r} is not a list")
     return setting.collect([_read_one(setting, item, source) for item in cast("list[object]", value)])
 
 

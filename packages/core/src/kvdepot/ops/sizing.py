@@ -8,7 +8,7 @@ Pure arithmetic on the `config.json` that comes with a model. The kind of a laye
 - linear attention and state spaces: a state of fixed size, wherever a prefix ends.
 
 Many published configurations leave the kinds to defaults of their model type; `_layer_kinds` knows these defaults. A
-guess is never silent: `Sizing.notes` says what the configuration leaves open.
+guess is never silent: `Sizing.notes` lists everything that the configuration leaves open.
 """
 
 import enum
@@ -80,7 +80,7 @@ class Sizing:
     window_bytes_per_token: int  # of the layers with a window, for each token inside it
     state_bytes: int  # of the layers with a state, per possible end of a prefix; 0: unknown
     is_mla: bool
-    notes: tuple[str, ...] = ()  # what the configuration leaves open, a sentence each
+    notes: tuple[str, ...] = ()  # a sentence for each thing that the configuration leaves open
 
     def prefix_bytes(self, num_tokens: int) -> int:
         """Return the size of one prefix of this length, with windows and states kept only at its end."""
@@ -205,7 +205,7 @@ def _number(config: Mapping[str, Any], key: str) -> int:
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> tuple[list[_Keeps], tuple[str, ...]]:
-    """Return what each layer keeps, and what the configuration leaves open.
+    """Return the memory of each layer, and notes on what the configuration leaves open.
 
     Raises:
         ConfigError: a layer is of a kind that is not known.

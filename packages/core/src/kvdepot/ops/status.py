@@ -24,7 +24,7 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
         client: has the options that name a depot.
         json_output: has `--json`.
     """
-    status = commands.add_parser("status", parents=[client, json_output], help="show what a depot holds and for whom")
+    status = commands.add_parser("status", parents=[client, json_output], help="show a depot's contents and engines")
     status.set_defaults(run=_status)
 
     top = commands.add_parser("top", parents=[client], help="watch a depot at work")

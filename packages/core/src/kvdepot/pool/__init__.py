@@ -1,1 +1,1 @@
-"""The files that outlive the server: bytes, index table, names, and who has them."""
+"""The files that outlive the server: bytes, index table, names, and their locks."""

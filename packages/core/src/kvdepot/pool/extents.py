@@ -1,7 +1,7 @@
 """Space of the pool: extents, aligned to 4 KiB, given out best fit first and joined with their neighbours when freed.
 
 Pure bookkeeping on offsets; nothing here touches memory. With one extent size in use (the common case: one model) each
-freed extent is exactly what the next allocation needs.
+freed extent fits the next allocation exactly.
 """
 
 from bisect import bisect_left, insort
@@ -30,7 +30,7 @@ def sorted_runs(numbers: list[int]) -> Iterator[list[int]]:
 
 
 class ExtentAllocator:
-    """Gives out and takes back extents of `[0, capacity_bytes)`, of which `grow` has made the first part usable."""
+    """Allocates and frees extents of `[0, capacity_bytes)`, of which `grow` has made the first part usable."""
 
     def __init__(self, capacity_bytes: int, ready_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes

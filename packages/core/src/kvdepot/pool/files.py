@@ -2,7 +2,7 @@
 
 The server owns them; workers get the descriptors over the session socket. A server that is started again in the same
 folder finds all three; what does not fit together is refused as a whole and replaced. The server never maps
-the pool: only whoever copies does (`PoolMemory`).
+the pool: only copying processes do (`PoolMemory`).
 """
 
 import contextlib
@@ -34,7 +34,7 @@ ENLARGE_TMPFS = (
     "enlarge the tmpfs (mount -o remount,size=SIZE /dev/shm; docker run --shm-size=SIZE or --ipc=host; in Kubernetes an"
     " emptyDir of medium Memory)"
 )
-"""Advice for whoever has too little room for a pool; containers have 64 MiB in /dev/shm by default."""
+"""Advice for a machine with too little room for a pool; containers have 64 MiB in /dev/shm by default."""
 
 POOL_FILE = "pool"
 TABLE_FILE = "index"
@@ -97,7 +97,7 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
         directory: made if it is not there.
         size_bytes: of the pool.
         num_records: of the index table, if it is new.
-        server: says to whoever finds the pool locked which server has it.
+        server: named in the error of a second server that finds the pool locked.
         fresh: make a new pool in any case.
 
     Raises:
@@ -135,7 +135,7 @@ def _refuse_foreign(directory: Path) -> None:
     for name in found:
         path = directory / name
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise PoolError(f"{path} is no regular file, so this is no pool: remove it, or choose another --pool-dir")
+            raise PoolError(f"{path} is not a regular file, so not a pool: remove it, or choose another --pool-dir")
     if found and not is_pool(directory):
         raise PoolError(
             f"{directory} holds a file {found[0]!r} that is not a depot's: choose another --pool-dir, or move it away"
@@ -153,7 +153,7 @@ def is_pool(directory: Path) -> bool:
 
 
 def size_of_pool(directory: Path) -> int | None:
-    """Return the bytes of the pool in a folder, None if there is none whose space is allocated to the end."""
+    """Return the bytes of the pool in a folder, None without a pool whose space is allocated to the end."""
     path = directory / POOL_FILE
     try:
         status = path.stat()
@@ -187,7 +187,7 @@ def _is_ours(path: Path, magic: bytes) -> bool:
 
 
 def lock_earlier(directory: Path) -> int | None:
-    """Return a descriptor of the pool's file that is there, locked; None if there is none.
+    """Return a descriptor of the existing pool's file, locked; None without one.
 
     Raises:
         DepotBusy: its server lives.
@@ -309,7 +309,7 @@ def open_with_lock(fd: int, number: int) -> int:
     """Open a file once more, with a lock on one byte, far behind its end, that nobody else has.
 
     The lock lasts as long as anything of the new descriptor: itself, what was handed to other processes or inherited by
-    them, and mappings made through it. So it tells of writers that have no process number here.
+    them, and mappings made through it. So it shows writers that have no process number here.
     """
     copy = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -352,7 +352,7 @@ def allocate_in_background(
 ) -> threading.Thread:
     """Give the rest of the pool's file its space, step by step: a full tmpfs is then an error, not a SIGBUS later.
 
-    `on_progress` gets the bytes that are ready so far. Both are called on the thread, which ends by itself.
+    `on_progress` gets the bytes that are ready so far. Both are called on the thread.
     """
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Pools that lie on this machine, served or left behind by a depot that ended: for whoever wants the memory back."""
+"""Pools on this machine, served or left behind, for operators who want the memory back."""
 
 import os
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def find_pools(parent: Path = SHARED_MEMORY) -> list[FoundPool]:
 
 
 def look_at(directory: Path) -> FoundPool:
-    """Return what is known of the pool in `directory`.
+    """Describe the pool in `directory`.
 
     Raises:
         PoolError: there is none.

@@ -1,6 +1,6 @@
 """The file of the names that records of the index table refer to by number: caches, tenants and models.
 
-It only grows: a frame for what has become known at a time, so that one more name costs the same however many there are.
+It only grows, by a frame for each batch of new names, so the cost of a name does not depend on their number.
 """
 
 import logging
@@ -80,7 +80,7 @@ class NamesFile:
         """Make a file without names.
 
         Raises:
-            OSError: it is there, or there is no room.
+            OSError: the file exists, or the disk is full.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         file = cls(fd, Names(), 0)
@@ -104,7 +104,7 @@ class NamesFile:
             raw = path.read_bytes()
             names, size_bytes = decode_names(raw)
             if size_bytes < len(raw):
-                logger.warning("the last %d bytes of %s are no whole name: cut off", len(raw) - size_bytes, path)
+                logger.warning("the last %d bytes of %s are not a whole name: cut off", len(raw) - size_bytes, path)
                 os.ftruncate(fd, size_bytes)
         except BaseException:
             os.close(fd)
@@ -115,7 +115,7 @@ class NamesFile:
         """Add the names that follow those that are here, all or nothing.
 
         Raises:
-            OSError: there is no room.
+            OSError: the disk is full.
         """
         self._append(encode_names(names))
         self.num_spaces += len(names.spaces)

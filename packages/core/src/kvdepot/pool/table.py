@@ -68,7 +68,7 @@ class Writer:
     """
 
     pid: int = 0
-    start_time: int = 0  # clock ticks since boot, from /proc: tells a process from a later one with its number
+    start_time: int = 0  # clock ticks since boot, from /proc: distinguishes a process from a later one with its number
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def table_size_bytes(num_records: int) -> int:
 
 
 def holder_of(header_page: bytes) -> str:
-    """Return who has the table, as its header page says; nothing if it does not."""
+    """Return the server named in the table's header page; "" if none is."""
     (length,) = _U32.unpack_from(header_page, _HOLDER_OFFSET) if len(header_page) >= HEADER_PAGE_BYTES else (0,)
     start = _HOLDER_OFFSET + _U32.size
     return header_page[start : start + min(length, HEADER_PAGE_BYTES - start)].decode(errors="replace")

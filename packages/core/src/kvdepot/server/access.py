@@ -36,7 +36,7 @@ class Access:
         """Return the access of a group that is named, or given as a number.
 
         Raises:
-            ConfigError: there is no such group.
+            ConfigError: the group does not exist.
         """
         if name is None:
             return cls()
@@ -46,7 +46,7 @@ class Access:
             return cls(grp.getgrnam(name).gr_gid)
         except KeyError:
             raise ConfigError(
-                f"--socket-group {name}: there is no such group; 'getent group' lists them, 'groupadd {name}' makes one"
+                f"--socket-group {name}: no such group; 'getent group' lists them, 'groupadd {name}' makes one"
             ) from None
 
     def prepare_directory(self, directory: Path) -> None:
@@ -100,7 +100,7 @@ class Access:
     def why_not(self, connection: socket.socket) -> str | None:
         """Return why the process at the other end of a Unix socket is not let in, None if it is.
 
-        The kernel tells its user and groups as they were when it connected.
+        The kernel reports its user and groups as they were when it connected.
         """
         _, uid, gid = peer_credentials(connection)
         if uid in (0, os.getuid()):
@@ -109,7 +109,7 @@ class Access:
             return f"user {uid} is neither the server's nor root (--socket-group lets a group in)"
         if self.group == gid or self.group in _supplementary_groups(connection):
             return None
-        return f"user {uid} is no member of group {self.group}"
+        return f"user {uid} is not a member of group {self.group}"
 
 
 def make_room(path: Path) -> None:
@@ -137,7 +137,7 @@ def open_lock(path: Path) -> int:
     """Open the file that a server locks, made if it is not there.
 
     Raises:
-        ConfigError: it cannot be opened, or is no file.
+        ConfigError: it cannot be opened, or is not a file.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
@@ -145,7 +145,7 @@ def open_lock(path: Path) -> int:
         raise ConfigError(f"cannot open {path}: {_reason(error)}; choose another --dir") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise ConfigError(f"{path} is no file: move it away, or choose another --dir")
+        raise ConfigError(f"{path} is not a file: move it away, or choose another --dir")
     return fd
 
 

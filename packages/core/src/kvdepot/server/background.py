@@ -27,8 +27,8 @@ class Kind(Enum):
 
     OPERATOR = "requests of operators"
     HINT = "long prefixes whose end a request has ranked"
-    ENDING = "prefixes whose time to live is over"
-    UNPINNING = "pins whose time is over"
+    ENDING = "prefixes whose time to live has passed"
+    UNPINNING = "pins whose time has passed"
     SAMPLE = "a very long lookup, counted for the estimates"
     REPLAY = "events sent again"
 
@@ -41,7 +41,7 @@ class Background:
 
     Args:
         epoch: stands in every reply.
-        counters: a task that fails is counted in `chores_failed`, and the others go on.
+        counters: a task that fails is counted in `chores_failed`, and the others continue.
     """
 
     def __init__(self, epoch: int, counters: Counter[str]) -> None:

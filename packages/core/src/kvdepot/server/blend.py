@@ -1,4 +1,4 @@
-"""Blend: tells engines where text of their prompts lies in other prompts, and takes note of what chunks hold."""
+"""Blend: finds text of a prompt in chunks of other prompts, and notes the contents of chunks."""
 
 from typing import Final
 
@@ -70,7 +70,7 @@ class BlendLookups:
         return m.BlendReply(state.epoch, lease, state.leases.lease_seconds, bytes(runs), bytes(digests))
 
     def _keys(self, space: Space, node: int, first: int, count: int) -> bytes | None:
-        """Return the keys of chunks `first` on, of which `node` is the last one; None if one of them was removed."""
+        """Return the keys of chunks `first` on, of which `node` is the last one; None if one was removed."""
         keys: list[bytes] = []
         for chunk in range(first + count - 1, first - 1, -1):
             key = self._index.key_of(node)

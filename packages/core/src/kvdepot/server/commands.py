@@ -1,4 +1,4 @@
-"""Operators' commands: find, clear, warm, unpin, quotas, tiers, draining, what is logged, settings.
+"""Operators' commands: find, clear, warm, unpin, quotas, tiers, draining, the log's level, settings.
 
 None of them waits and none needs a session. Long ones run in the background and reply when they are done. Nothing of
 them outlives the server: the next one starts from its flags again.
@@ -285,7 +285,7 @@ def add_tier(
             if depot.state.tiering is None:
                 depot.state.tiering = make_tiering([])
             depot.state.tiering.add(result)
-        except OSError as error:  # no memory for what is known of its entries
+        except OSError as error:  # no memory for the table of its entries
             result.close()
             text = f"tier {result.name} cannot be used: {error}"
             deferred.send(m.ErrorReply(depot.state.epoch, ErrorCode.OUT_OF_RANGE, text))

@@ -2,7 +2,7 @@
 
 A connection begins with a greeting that names its owner: the token of a session, or nothing for an operator. Every
 further frame is a request. The server's loop calls `serve` when `fileno` is readable. A turn serves one frame of each
-connection at a time, in rotation, until its time is over.
+connection at a time, in rotation, until its time is up.
 
 The table keeps its bounds by not reading, so that the kernel makes the sender wait. It does not read a connection that
 has an unread reply or too many bytes of waiting requests, and reads none while all together hold too much. It closes a
@@ -43,7 +43,7 @@ class Connection:
     socket: socket.socket
     owner: bytes | None = None  # None before the greeting, b"" for an operator
     is_open: bool = True
-    received: bytearray = field(default_factory=bytearray)  # what is no whole frame yet, or comes after one
+    received: bytearray = field(default_factory=bytearray)  # less than a frame, or more than one
     unread: bytearray = field(default_factory=bytearray)  # of replies that the kernel did not take
     held_bytes: int = 0  # of its requests that wait for an answer
     set_aside_bytes: int = 0  # for the rest of a frame
@@ -104,7 +104,7 @@ class ConnectionTable:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to do that `fileno` does not tell of."""
+        """Whether work waits that `fileno` does not show."""
         return bool(self._queue) or self._can_unpark()
 
     def serve(self, until: float) -> None:
@@ -171,7 +171,7 @@ class ConnectionTable:
         self._update(connection)
 
     def close_owner(self, owner: bytes) -> None:
-        """Close the connections of a session that is over."""
+        """Close the connections of a session that ended."""
         for connection in list(self._of_owner.get(owner, ())):
             self._close(connection)
 
@@ -183,7 +183,7 @@ class ConnectionTable:
             if due > now:
                 break
             if connection.held_bytes or (not connection.unread and _has_more(connection.socket)):
-                self._expect(connection)  # it has spoken: the depot is slow
+                self._expect(connection)  # the client has sent something: the depot is slow
             else:
                 self._break(connection)
             if is_over():
@@ -211,7 +211,7 @@ class ConnectionTable:
     # --- one connection's turn ------------------------------------------------------------------------------------
 
     def _attend(self, connection: Connection) -> None:
-        """Send what waits to be sent, or take in what has come and serve one frame."""
+        """Send unread replies, or receive and serve one frame."""
         if connection.unread and not self._flush(connection):
             return
         if not self._may_read(connection):
@@ -239,7 +239,7 @@ class ConnectionTable:
         """Return the next frame if it is here whole, reading once at most.
 
         Raises:
-            OSError: the connection is over, or what came is no frame.
+            OSError: the connection ended, or the bytes are not a frame.
         """
         received = connection.received
         frame = self._take(connection) if received else None
@@ -262,7 +262,7 @@ class ConnectionTable:
         return self._take(connection)
 
     def _take(self, connection: Connection) -> memoryview | None:
-        """Return the first frame of what was received, after the greeting, if it is whole."""
+        """Return the first received frame after the greeting, if it is whole."""
         if connection.owner is None and not self._greet(connection):
             return None
         received = connection.received
@@ -291,7 +291,7 @@ class ConnectionTable:
         """Take in the greeting, which names the owner; False if it is not here yet.
 
         Raises:
-            OSError: it is no greeting, or its session has too many connections.
+            OSError: the bytes are not a greeting, or the session has too many connections.
         """
         received = connection.received
         if len(received) < _LENGTH_BYTES:
@@ -316,7 +316,7 @@ class ConnectionTable:
         return True
 
     def _flush(self, connection: Connection) -> bool:
-        """Send what the kernel takes; return whether it was everything."""
+        """Send as much as the kernel takes; return whether that was everything."""
         try:
             sent = connection.socket.send(memoryview(connection.unread)[:_READ_BYTES])
         except BlockingIOError:
@@ -344,7 +344,7 @@ class ConnectionTable:
         return False
 
     def _park(self, connection: Connection, wanted_bytes: int = 0) -> None:
-        """Do not read a connection until others hold less, and there is room for what it wants."""
+        """Suspend reading until others hold less and `wanted_bytes` fit."""
         connection.wanted_bytes = wanted_bytes
         connection.is_parked = True
         self._parked.append(connection)

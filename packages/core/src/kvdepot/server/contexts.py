@@ -142,7 +142,7 @@ class ContextTable:
         """Register a worker.
 
         Raises:
-            Refused: its session has too many contexts, or what it says cannot be.
+            Refused: its session has too many contexts, or the registration contradicts itself.
         """
         self._check_room(session)
         groups = check_worker(request)
@@ -172,7 +172,7 @@ class ContextTable:
         """Register a scheduler.
 
         Raises:
-            Refused: its session has too many contexts, or what it says cannot be.
+            Refused: its session has too many contexts, or the registration contradicts itself.
         """
         self._check_room(session)
         check_version(request.protocol_version)
@@ -245,7 +245,7 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
     """Check how many chunks at the end of a run each layer group of a worker is to store or retrieve.
 
     Raises:
-        Refused: it is no worker, or the counts do not fit.
+        Refused: it is not a worker, or the counts do not fit.
     """
     if context.registration is None:
         raise Refused(

@@ -1,6 +1,6 @@
 """Dispatches each message to the part of the depot that serves it, without a socket or a clock of its own.
 
-The loop hands in requests with the session that they came from, and tells of sessions that ended and of processes that
+The loop hands in requests with the session that they came from, and reports sessions that ended and processes that
 died. Every request gets one reply; a request that cannot be served raises `Refused`, which becomes an error reply and
 has changed nothing.
 """
@@ -114,7 +114,7 @@ class Depot:
         return m.Done(self.state.epoch, 1)
 
     def _move(self, context: Context, request: m.Move) -> frames.Reply | Deferred:
-        """Have the mover of a worker copy what a ticket or a lease names."""
+        """Have a worker's mover copy the extents of a ticket or a lease."""
         epoch, movers = self.state.epoch, self.state.movers
         if movers is None or not context.has_mover:
             return m.Moved(epoch, m.MoveOutcome.UNAVAILABLE, "this worker offered no memory")
@@ -199,7 +199,7 @@ class Depot:
         self.end_process(writer)
 
     def expire(self) -> None:
-        """End what has lived too long."""
+        """End leases, tickets, pins and hints that expired."""
         now, background = self.state.clock(), self.background
         self.index.now = int(now)
         if not self._is_expiring and (self.leases.has_expired(now) or self.stores.has_late(now)):

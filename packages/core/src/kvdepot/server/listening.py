@@ -75,7 +75,7 @@ class Listeners:
         self._epoll.register(listener.fileno(), select.EPOLLIN)
 
     def accept(self, fd: int) -> socket.socket | None:
-        """Accept a connection of the listener with this descriptor; None if there is none that may connect."""
+        """Accept a connection of the listener with this descriptor; None if no permitted process waits."""
         if self._is_crowded():
             self._warnings.warn("few descriptors are left: new connections wait")
             self._set_listening(False)

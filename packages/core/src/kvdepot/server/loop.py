@@ -61,8 +61,8 @@ class Loop:
         movers: of the depot.
         requests: answers frames that come over TCP.
         results: of threads.
-        restoring: of an earlier server's table; None if there is none.
-        files: the pool's, of which spare ones are removed now and then.
+        restoring: of an earlier server's table; None without one.
+        files: the pool's; the loop removes spare ones now and then.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class QuarantineTable:
             yield
 
     def abandon_some(self) -> bool:
-        """Take some entries out of their chunks, so that what is before those can leave; False if none is left."""
+        """Take some entries out of their chunks, so that the chunks before can leave; False if none is left."""
         index = self._state.index
         for quarantine in self.held:
             if quarantine.num_abandoned < len(quarantine.records):

@@ -2,7 +2,7 @@
 
 A client opens the session socket, says its protocol version and gets the descriptors of pool and table and a token. The
 token greets the depot on each of its connections to the control socket, so a message is known to come from that
-process. Bytes sent later are pings and are echoed. When the connection closes, the session is over; but a killed
+process. Bytes sent later are pings and are echoed. When the connection closes, the session ends; but a killed
 process lives on for up to 150 ms after its connection closed (measured), so what it may still be writing is freed by
 its pidfd. A process of another PID namespace that a later server has to wait for is known by the lock on the pool that
 its mapping keeps.
@@ -59,7 +59,7 @@ class SessionTable:
         path: the Unix stream socket.
         access: decides which processes may connect.
         welcome: makes the answer to a handshake, with the descriptors to hand over, which are closed here.
-        on_end: called with a session whose connection is over.
+        on_end: called with a session whose connection ended.
         on_death: called with a process that was being waited for and is dead now.
         is_awaited: whether anything waits for the death of a process.
         is_mapping: whether a process without a number still maps the pool.
@@ -135,7 +135,7 @@ class SessionTable:
     def serve(self, is_over: Callable[[], bool]) -> None:
         """Do what there is to do, one thing at least, until `is_over`; never waits.
 
-        One at a time: the kernel puts whoever was served behind all others, so that no flood holds up the rest.
+        One at a time: the kernel puts a served connection behind all others, so that no flood holds up the rest.
         """
         while events := self._epoll.poll(0, 1):
             fd, _ = events[0]
@@ -233,7 +233,7 @@ class SessionTable:
         except OSError:
             connection.close()  # its death would go unseen, or be seen while it lives
             return
-        # A process of another PID namespace has no number here; its descriptor still tells of its death.
+        # A process of another PID namespace has no number here; its descriptor still reports its death.
         writer = Writer(max(pid, 0), started_at)
         session = Session(self._next, connection, writer, pidfd, time.monotonic(), received=bytearray())
         self._next += 1

@@ -29,7 +29,7 @@ class Usage:
         self.store_seconds = Histogram(0.0001)  # from plan to commit
         self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
         self.tenant_tokens: dict[str, list[int]] = {}  # asked for, found in the pool, found in tiers
-        self.saved_seconds = 0.0  # of computing, by what was retrieved
+        self.saved_seconds = 0.0  # of computing, by retrieved chunks
 
     def tokens_of(self, tenant: str) -> list[int]:
         """Return the tokens of a tenant that were asked for, found in the pool and found in tiers, to be counted up."""

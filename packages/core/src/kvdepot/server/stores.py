@@ -195,7 +195,7 @@ class Stores:
         """Have the mover write a ticket; return its extents and what to call when the mover has ended.
 
         Raises:
-            Refused: there is no such ticket, or it is being written.
+            Refused: the ticket is unknown, or is being written.
         """
         ticket = self._find(context, number)
         if ticket.is_moving:
@@ -269,7 +269,7 @@ class Stores:
         self._counters["stores_late"] += 1
 
     def _end_one_above_quota(self) -> bool:
-        """End one store of a share above its quota, so that what is before it can leave; False if there is none.
+        """End one store of a share above its quota, so that the chunks before it can leave; False without one.
 
         If there is no store, some entries in quarantine.
         """

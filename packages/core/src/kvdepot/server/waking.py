@@ -1,4 +1,4 @@
-"""Wakes the loop from other threads, and tells it how much of the pool is allocated."""
+"""Wakes the loop from other threads, and reports how much of the pool is allocated."""
 
 import contextlib
 import logging

@@ -2,9 +2,9 @@
 
 The child's module calls `obey` with a function that makes its worker. It answers each line on its input with one on its
 output: `store SALT N` and `retrieve SALT N` move the first N chunks of a prompt and say how many came into place (a
-retrieve "wrong" if a byte is not what was stored), `lookup SALT N` says how many chunks are there, under a lease.
-`gate store|retrieve before|half|after` stops the next copy of that direction there: the child says `reached` and goes
-on when it is told `go`. Only for contexts that are built on `WorkerTransfers`.
+retrieve says "wrong" if a byte differs from the stored one). `lookup SALT N` leases chunks and reports their number.
+`gate store|retrieve before|half|after` stops the next copy of that direction there: the child says `reached` and
+continues when it is told `go`. Only for contexts that are built on `WorkerTransfers`.
 """
 
 import os

@@ -100,7 +100,7 @@ class FaultSuite:
     def test_a_stopped_worker_keeps_its_space_until_it_is_dead(
         self, depot: DepotProcess, victim: EngineProcess, other: Cache
     ) -> None:
-        """It may go on and write there."""
+        """It may resume and write there."""
         victim.expect("armed", "gate store half")
         victim.expect("reached", "store 1 4")
         victim.signal(signal.SIGSTOP)
@@ -139,7 +139,7 @@ class FaultSuite:
     def test_a_server_killed_in_a_store_makes_it_a_miss(
         self, where: str, depot: DepotProcess, victim: EngineProcess
     ) -> None:
-        """What was stored before is there again, and the worker comes back by itself."""
+        """Everything stored before is found again, and the worker reconnects."""
         victim.expect("4", "store 1 4")
         victim.expect("armed", f"gate store {where}")
         victim.expect("reached", "store 2 4")
@@ -157,7 +157,7 @@ class FaultSuite:
     def test_worker_and_server_killed_in_a_store_leave_what_was_sealed(
         self, where: str, depot: DepotProcess, victim: EngineProcess, other: Cache
     ) -> None:
-        """And nothing of what was not."""
+        """And no bytes that were not stored."""
         victim.expect("4", "store 1 4")
         victim.expect("armed", f"gate store {where}")
         victim.expect("reached", "store 2 4")

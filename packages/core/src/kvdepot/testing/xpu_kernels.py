@@ -73,7 +73,7 @@ class FakeKernels:
         for namespace, names in ((operators._C, ("xpu_host_register", "xpu_host_unregister")),
                                  (operators._C_cache_ops, ("swap_blocks_batch",))):  # fmt: skip
             for name in names:
-                if name in vars(namespace):  # torch remembers what was asked for
+                if name in vars(namespace):  # torch remembers the first request
                     delattr(namespace, name)
         for library in self._libraries:
             library._destroy()

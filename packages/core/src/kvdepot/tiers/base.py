@@ -20,7 +20,7 @@ class TierPool:
 class TierUsage:
     """The contents of a tier, as far as it knows without asking the storage. Sizes are bytes; 0 stands for unknown.
 
-    A tier that makes room by itself counts the removed entries as "evicted".
+    A tier that evicts on its own counts the removed entries as "evicted".
     """
 
     num_entries: int = 0
@@ -65,7 +65,7 @@ class Tier(Protocol):
     def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bytes | None]:
         """Fill extents and return the seal stored beside each payload; None for an entry that is not here.
 
-        Return b"" for an entry that cannot be what was written, for example because it has another size. The depot
+        Return b"" for an entry that cannot be the one written, for example because it has another size. The depot
         removes it. The extents of such entries and of misses may hold anything.
         """
         ...

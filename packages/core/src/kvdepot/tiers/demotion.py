@@ -26,7 +26,7 @@ _RESERVE_SHARE: Final = 0.05  # of the pool, kept free with `--demote evict`
 
 
 class Demotions:
-    """Decides what is written to tiers, and submits it.
+    """Chooses the entries to write to tiers, and submits them.
 
     Args:
         index: of the pool.

@@ -51,7 +51,7 @@ class Part:
     outcomes: Sequence[bool]
     is_last: bool = False  # no other part of the job follows
     corrupt: Sequence[int] = ()  # places in `keys` whose bytes did not match: neither written nor served
-    checksums: Sequence[bytes] = ()  # of what was read, one for each outcome, empty for a miss
+    checksums: Sequence[bytes] = ()  # one for each outcome of a read, empty for a miss
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ class KnownTier:
         num_records: records of the pool's table.
 
     Raises:
-        OSError: there is no memory for the table of its entries.
+        OSError: not enough memory for the table of its entries.
     """
 
     def __init__(self, queue: TierQueue, num_records: int) -> None:

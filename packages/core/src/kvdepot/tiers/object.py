@@ -187,7 +187,7 @@ class ObjectTier:
         return True
 
     async def _get(self, key: bytes, payload: memoryview) -> bytes | None:
-        """Fill `payload` and return its seal: b"" if the object has another size, None if there is no object."""
+        """Fill `payload` and return its seal: b"" if the object has another size, None without an object."""
         try:
             result = await obstore.get_async(self.store, object_name(key))
         except FileNotFoundError:

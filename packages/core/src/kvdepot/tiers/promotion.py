@@ -44,7 +44,7 @@ class Promotion:
         tiers: fastest first; the list may grow.
         prefix: the chunks to bring up.
         found: leading chunks that the pool has.
-        waiter: the lookup; it is answered when `run` ends or its time is over.
+        waiter: the lookup; it is answered when `run` ends or its time is up.
         wake: called when `run` can continue.
     """
 
@@ -291,7 +291,7 @@ class Promotions:
                 promotion.stop()
 
     def turn(self, is_over: IsOver) -> None:
-        """Answer lookups whose time is over. Resume one promotion that can continue, then more until `is_over`."""
+        """Answer lookups whose time is up. Resume one promotion that can continue, then more until `is_over`."""
         for promotion, waiter in self._late(self._context.clock()):
             self._context.counters["promotions_late"] += 1
             queue = promotion.waits_for

@@ -189,7 +189,7 @@ class TierQueue:
             self._usage = self.tier.usage()
         except Exception:
             if not self.counters["usage_failed"]:
-                logger.exception("tier %s cannot say what it holds", self.name)
+                logger.exception("tier %s cannot list its entries", self.name)
             self.counters["usage_failed"] += 1
         return self._usage
 

@@ -29,7 +29,7 @@ from kvdepot.tiers.queue import TierQueue
 # One step takes at most about half a millisecond, then the loop looks at the time.
 QUESTIONS_A_STEP: Final = 128  # entries looked up
 _ENTRIES_A_STEP: Final = 24  # begun, or sealed
-_LEAST_ENTRIES: Final = 8  # begun even if time is over, as tiers take several at a time
+_LEAST_ENTRIES: Final = 8  # begun even if time is up, as tiers take several at a time
 
 IsOver: TypeAlias = Callable[[], bool]
 Entry: TypeAlias = tuple[int, ShardPlace]  # chunk and place

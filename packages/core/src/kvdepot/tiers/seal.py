@@ -36,7 +36,7 @@ def verify(seal: bytes, key: bytes, num_bytes: int, payload: bytes | memoryview)
     """Compare a payload of `num_bytes` with the seal that lay beside it; return the payload's checksum.
 
     Raises:
-        BrokenEntry: this is not what was stored under `key`.
+        BrokenEntry: this is not the entry stored under `key`.
     """
     body = seal[: _SEAL.size]
     if len(seal) != SEAL_BYTES or xxhash.xxh3_128_digest(body) != seal[_SEAL.size :]:

@@ -1,6 +1,6 @@
 """Seals the entries that go down to a tier and verifies those that come back, on the threads of its queue.
 
-The tier only keeps each seal beside its payload and returns both. An entry that is not what was written under its key
+The tier only keeps each seal beside its payload and returns both. An entry other than the one written under its key
 is a miss. It is removed, and the queue counts it as "corrupt". Each payload is hashed once: the checksums that
 `--verify` keeps in the pool are those of the seals.
 """

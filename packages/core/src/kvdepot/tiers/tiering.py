@@ -2,7 +2,7 @@
 
 Down (`demotion`): entries are written in the background and stay in the pool meanwhile. Up (`promotion`): a lookup that
 the pool answers only in part asks the tiers, in their order, for the missing entries. It is answered when all of them
-are there or its time is over. Later entries stay in the pool for the next lookup. A tier is not read if it would bring
+are there or its time is up. Later entries stay in the pool for the next lookup. A tier is not read if it would bring
 entries later than the engine computes them, judging by the recent pace of both.
 
 Everything here runs on the depot's loop and only submits jobs. `TierQueue` waits for the storage.
@@ -128,12 +128,12 @@ class Tiering:
         """Use one more tier, below the others. Entries of the pool go there as they are used.
 
         Raises:
-            OSError: there is no memory for the table of its entries; the tier is not used.
+            OSError: not enough memory for the table of its entries; the tier is not used.
         """
         self._tiers.append(KnownTier(queue, self._index.table.num_records))
 
     def remove(self, name: str) -> bool:
-        """Stop using a tier: fail its waiting calls, and close it once none runs. Return False if there is none."""
+        """Stop using a tier: fail its waiting calls, and close it once none runs. Return False for an unknown name."""
         for queue in self.queues:
             if queue.name == name and not queue.is_retired:
                 queue.retire()
@@ -203,7 +203,7 @@ class Tiering:
         on_answer: Callable[[], None],
         token_seconds: float = 0.0,
     ) -> bool:
-        """Ask the tiers for what the pool lacks of a prefix.
+        """Ask the tiers for the part of a prefix that the pool lacks.
 
         Args:
             space: of the chunks.
@@ -213,7 +213,7 @@ class Tiering:
             found: leading chunks that the pool has.
             pins: their nodes, kept until the end.
             wait_seconds: how long the lookup may wait.
-            on_answer: called once, when no more entries can come or the time is over.
+            on_answer: called once, when no more entries can come or the time is up.
             token_seconds: the engine's time per computed token, 0 for unknown. Slower tiers are not read.
 
         Returns:

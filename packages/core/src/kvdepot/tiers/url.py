@@ -44,7 +44,7 @@ class TierUrl:
         """Parse a URL.
 
         Raises:
-            ConfigError: this is no URL.
+            ConfigError: this is not a URL.
         """
         try:
             parts = urlsplit(text)
@@ -76,7 +76,7 @@ class TierUrl:
         """Take out an option that is a number of at least `least` and at most `most`.
 
         Raises:
-            ConfigError: it is no such number.
+            ConfigError: it is not such a number.
         """
         text = self.options.pop(option, None)
         if text is None:
@@ -117,7 +117,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
     """Open the tier that a URL names. Take its options out, `deadline` and `threads` first.
 
     Raises:
-        ConfigError: there is no such tier, a library is missing, or the URL cannot work; the text says what to do.
+        ConfigError: the tier does not exist, a library is missing, or the URL cannot work; the text says what to do.
     """
     entry = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}.get(url.scheme)
     if entry is None:

@@ -118,7 +118,7 @@ class Workers:
             self._on_ended(call)
 
     def _next(self) -> Call | None:
-        """Wait for a call. None tells this thread to end."""
+        """Wait for a call. None ends this thread."""
         with self._lock:
             while (operation := self._next_operation()) is None:
                 if self._is_closed:

@@ -29,7 +29,7 @@ _KEY_CHARACTERS: Final = 40
 _HOW_TO_MAKE_KEYS: Final = "make keys with 'kvdepot keys generate DIR'"
 _PUBLIC_FILE: Final = """\
 #   ZeroMQ CURVE Public Certificate
-#   For whoever talks to the owner of this key; see that it arrives unchanged.
+#   For everybody who talks to the owner of this key; make sure that it arrives unchanged.
 
 metadata
 curve
@@ -107,7 +107,7 @@ def load_pair(path: Path, flag: str) -> KeyPair:
     """Return the pair in a secret file. Errors name `flag`.
 
     Raises:
-        ConfigError: it is no secret file, or everybody on this machine may read it.
+        ConfigError: it is not a secret file, or everybody on this machine may read it.
     """
     public, secret = _load(path, flag)
     if secret is None:
@@ -124,7 +124,7 @@ def load_public(path: Path, flag: str) -> bytes:
     """Return the public key in a file. Errors name `flag`.
 
     Raises:
-        ConfigError: it is no key file.
+        ConfigError: it is not a key file.
     """
     return _load(path, flag)[0]
 
@@ -133,7 +133,7 @@ def load_allowed(path: Path, flag: str) -> dict[bytes, str]:
     """Return the public keys in the folder (`*.key`) or the file `path`: names by keys of 32 bytes.
 
     Raises:
-        ConfigError: a file is damaged, or there is none, so that nobody could connect.
+        ConfigError: a file is damaged or missing, so nobody could connect.
     """
     files = sorted(path.glob(f"*{PUBLIC_SUFFIX}")) if path.is_dir() else [path]
     if not files:

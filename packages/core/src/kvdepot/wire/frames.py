@@ -113,7 +113,7 @@ def operation_of(kind: type[Any]) -> str:
 
 
 class FrameError(Exception):
-    """A frame is no valid message. The error reply carries `code` and the text."""
+    """A frame is not a valid message. The error reply carries `code` and the text."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)

@@ -184,7 +184,7 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     `token_seconds` is the engine's time to compute one prompt token, 0 for unknown. A tier is not read if it would be
     slower. Retrieved tokens count as this much time saved.
 
-    `announces`: the engine is about to compute what the reply lacks, behind `ahead_tokens` others, and stores it.
+    `announces`: the engine is about to compute the missing chunks, behind `ahead_tokens` others, and stores it.
     `joins`: wait, within `wait_seconds`, for chunks that another lookup has announced (single flight).
     """
 
@@ -390,7 +390,7 @@ class BlendReply(Struct, array_like=True, tag="blend_reply", frozen=True):
 
 
 class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):
-    """The extents to write. Without missing chunks there is no ticket (0) and nothing to do.
+    """The extents to write. Without missing chunks the ticket is 0.
 
     `extents` are packed `EXTENT` records. `num_present` entries are already here or being stored by another worker;
     `num_declined` found no room.

@@ -6,7 +6,7 @@ then, once the event has happened, the slot's bytes go to the extents. A move in
 device touches the staging slots alone, never the pool.
 
 Where the device compiles each new shape (a Gaudi, for seconds) everything on it has one of the shapes that `warm_up`
-has run. Waiting and launching are apart: `Bridge.launch` starts what was put off and waits for nothing (a Gaudi's
+has run. Waiting and launching are apart: `Bridge.launch` starts deferred work and waits for nothing (a Gaudi's
 mark_step), an event waits and may launch nothing. So every hand-over is: work, launch, event, wait.
 """
 
@@ -142,7 +142,7 @@ class StagedCopier(Copier):
             for group in layout.groups
         ]
         self._pages = [[byte_view(tensor, bridge.torch.int8) for tensor in group] for group in tensors]
-        self._compute = bridge.module.current_stream()  # what the engine's work runs on
+        self._compute = bridge.module.current_stream()  # of the engine's work
         self._issuing = threading.Lock()  # lazy mode accumulates for the process: a move is issued in one piece
         self._stores, self._retrieves = (_Buffers(bridge, self._shapes) for _ in range(2))
         bridge.launch()
@@ -237,7 +237,7 @@ class StagedCopier(Copier):
             views.ids.copy_(views.staged_ids[number], non_blocking=self._is_late)
             for page, rows in zip(self._pages[move.group], views.pages, strict=True):
                 index_select(page, 0, views.ids, out=rows)
-            self._bridge.launch()  # so that the copy is no part of the compiled graph
+            self._bridge.launch()  # so that the copy stays out of the compiled graph
             views.staged[number].copy_(views.gathered, non_blocking=self._is_late)
             self._launch_store()
             slot.event.record(direction.stream)

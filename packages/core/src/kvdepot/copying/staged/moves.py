@@ -30,7 +30,7 @@ def bucket_sizes(block_size_bytes: int, staging_bytes: int, max_blocks: int) -> 
 def cut(num_blocks: int, largest: int) -> Iterator[tuple[int, int]]:
     """Yield `(blocks, bucket)` until `num_blocks` are moved; buckets are powers of two up to `largest`, one too.
 
-    A bucket is filled up with padding only if that is at most a quarter of it; else what is left is split.
+    A bucket is filled up with padding only if that is at most a quarter of it; else the rest is split.
     """
     while num_blocks:
         bucket = min(largest, 1 << (num_blocks - 1).bit_length())
@@ -142,7 +142,7 @@ class Move:
 
 
 def moves(batch: CopyBatch, shapes: Sequence[GroupShape]) -> Iterator[Move]:
-    """Yield what is to be moved, group by group, each block once; those that are not wanted are left out."""
+    """Yield the blocks to move, group by group, each once; skip unwanted ones."""
     records = np.frombuffer(batch.extents, EXTENT_DTYPE)
     for number, shape in enumerate(shapes):
         mine = records[records["group"] == number]

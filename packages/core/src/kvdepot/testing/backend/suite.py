@@ -303,7 +303,7 @@ class BackendSuite:
     def test_a_killed_depot_is_a_miss_and_its_successor_has_the_cache(
         self, cache: MakeCache, depot: DepotProcess
     ) -> None:
-        """The worker comes back by itself."""
+        """The worker reconnects."""
         worker = cache()
         assert worker.store(prompt(4))
         depot.kill()
@@ -355,7 +355,7 @@ class BackendSuite:
 
     @pytest.mark.promise(16)
     def test_a_pool_full_of_leased_chunks_declines(self, cache: MakeCache, depot: DepotProcess) -> None:
-        """The store is counted and not waited for; what is leased stays."""
+        """The store is counted and does not wait; leased chunks stay."""
         plan = replace(PLANS["large pages"], num_blocks=64)
         worker = cache(plan)
         chunk_bytes = 4 * 2 * 65536

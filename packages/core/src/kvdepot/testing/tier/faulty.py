@@ -129,7 +129,7 @@ class FaultyTier:
         self.inner.close()
 
     def let_go(self) -> None:
-        """Let every call that waits go on."""
+        """Let every waiting call continue."""
         for event in (*self._stranded, self._go_on):
             event.set()
 
@@ -188,7 +188,7 @@ class FaultyBench:
         return job
 
     def take(self) -> list[Part]:
-        """Take in what has ended."""
+        """Collect the calls that ended."""
         parts = self.queue.poll()
         for part in parts:
             if id(part.job) in self.outcomes:
@@ -209,7 +209,7 @@ class FaultyBench:
         return write(self.queue, self.keys[first:last], extents_of(first, [4096] * (last - first)))
 
     def read(self, first: int, last: int) -> list[bool]:
-        """Read some of the keys into the extents from 32 on and wait; what is said to be there has the right bytes."""
+        """Read some of the keys into the extents from 32 on and wait; check the bytes of those reported as read."""
         self.wipe(32, last - first)
         outcomes = read(self.queue, self.keys[first:last], extents_of(32, [4096] * (last - first)))
         self._check(self.keys[first:last], extents_of(32, [4096] * (last - first)), outcomes)
@@ -221,7 +221,7 @@ class FaultyBench:
             self.pool.view[offset : offset + size] = bytes(size)
 
     def checked(self, job: Job) -> list[bool]:
-        """Return the outcomes of a read that has ended; what is said to be there has the right bytes."""
+        """Return the outcomes of a read that ended; check the bytes of those reported as read."""
         outcomes = self.outcomes[id(job)]
         self._check(job.keys, job.extents, outcomes)
         return outcomes
@@ -241,7 +241,7 @@ class FaultyBench:
         self.wait_for_calls(self._calls_before[id(jobs[0])] + min(self.num_threads - only_writes, num_calls))
 
     def let_pass(self, seconds: float) -> tuple[list[Job], int]:
-        """Return what is late then, and how many keys failed."""
+        """Return the late calls and the number of failed keys."""
         self.clock.now += seconds
         return self.queue.expire(), sum(len(part.outcomes) for part in self.take())
 

@@ -52,10 +52,10 @@ class TierSuite:
         raise NotImplementedError
 
     def damage(self, key: bytes, other: bytes, how: Damage) -> None:
-        """Damage the stored entry `key`; for `SWAPPED` put what is stored for `other` in its place."""
+        """Damage the stored entry `key`; for `SWAPPED` put the entry of `other` in its place."""
         pytest.skip("this tier's storage cannot be damaged from here")
 
-    survives_restart: bool = True  # whether a tier opened again finds what the one before wrote
+    survives_restart: bool = True  # whether a tier that is opened again finds the entries of the one before
 
     @pytest.fixture
     def pool(self) -> TierPool:
@@ -114,7 +114,7 @@ class TierSuite:
         assert contains(queue, [make_key(0), make_key(1)]) == [True, False]
 
     def test_an_entry_of_another_size_is_a_miss(self, queue: TierQueue, pool: TierPool) -> None:
-        """The payload's size is part of what is asked for."""
+        """The payload's size is part of the request."""
         fill(pool, 0, [make_key(0)], [4096])
         write(queue, [make_key(0)], extents_of(0, [4096]))
         assert read(queue, [make_key(0)], extents_of(1, [8192])) == [False]
@@ -202,7 +202,7 @@ class TierSuite:
 
     @pytest.mark.promise(31)
     def test_a_storage_that_hangs_costs_one_deadline_until_it_comes_back(self, faulty: FaultyBench) -> None:
-        """Nothing is taken meanwhile, and what a call may still touch is not given back."""
+        """No call is accepted meanwhile, and extents that a call may still touch are not freed."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
         job = faulty.submit(Operation.READ, 0, 8, to=32)
@@ -260,7 +260,7 @@ class TierSuite:
         assert faulty.queue.counters["breaker_opened"] == 1
 
     def test_one_error_costs_one_call(self, faulty: FaultyBench) -> None:
-        """What was not written is not there, what was is read the next time."""
+        """Unwritten entries are not found, written ones are read the next time."""
         faulty.tier.error = OSError(5, "Input/output error")
         assert faulty.write(0, 1) == [False]
         faulty.tier.error = None

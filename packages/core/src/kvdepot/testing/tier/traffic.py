@@ -52,7 +52,7 @@ def run(queue: TierQueue, *jobs: Job, woken: threading.Event | None = None) -> l
     Args:
         queue: which does them.
         jobs: to be done.
-        woken: what the queue sets when it has something; without it is asked now and then, which costs up to 5 ms.
+        woken: set by the queue when it has something; without it the queue is polled, which costs up to 5 ms.
     """
     outcomes = {id(job): [False] * len(job.keys) for job in jobs}
     for job in jobs:
@@ -86,14 +86,14 @@ def read(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[bool
 
 
 def write_to(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extents) -> list[bool]:
-    """Write to a tier on this thread, as a queue's threads do, but without deadlines; raise what the tier raises."""
+    """Write to a tier on this thread, as a queue's threads do, but without deadlines; the tier's errors propagate."""
     call = Call(Job(Operation.WRITE, keys, extents), 0, len(keys))
     SealedTier(tier, pool, "test").write(call)
     return list(call.outcomes or ())
 
 
 def read_from(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extents) -> list[bool]:
-    """Read from a tier on this thread, as a queue's threads do, but without deadlines; raise what the tier raises."""
+    """Read from a tier on this thread, as a queue's threads do, but without deadlines; the tier's errors propagate."""
     call = Call(Job(Operation.READ, keys, extents), 0, len(keys))
     SealedTier(tier, pool, "test").read(call)
     return list(call.outcomes or ())

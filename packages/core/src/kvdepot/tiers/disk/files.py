@@ -148,7 +148,7 @@ class Folder:
         """Fill a payload. Return how many bytes were read, including the page behind it, and this page.
 
         Raises:
-            FileNotFoundError: there is no such entry.
+            FileNotFoundError: the entry does not exist.
             OSError: it cannot be read.
         """
         trailer, done = memoryview(self._page()), 0

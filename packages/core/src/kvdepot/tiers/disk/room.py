@@ -86,7 +86,7 @@ class Room:
         return True
 
     def release(self, size: int) -> None:
-        """End a reservation: the file exists and counts by itself, or it failed."""
+        """End a reservation: the file exists and is counted, or the write failed."""
         with self._coming_lock:
             self._coming_bytes -= size
 
@@ -95,7 +95,7 @@ class Room:
         self._counters["no_space"] += 1
         with self.lock:
             if self._entries.used_bytes < 2 * size or time.monotonic() < self._patient_until:
-                self.decline("there is no space, and evicting does not help")
+                self.decline("no space is left, and evicting does not help")
                 return
             self._patient_until = time.monotonic() + _PATIENCE_SECONDS  # or until a write succeeds
             self._evict(self._entries.used_bytes - 2 * size)

@@ -35,7 +35,7 @@ class DiskTier:
         pool: contains the extents.
         directory: made if it does not exist.
         capacity_bytes: limit for all files, as they lie on disk.
-        num_threads: concurrent calls, of which all but one may be writes.
+        num_threads: concurrent calls; all but one may be writes.
 
     Raises:
         ConfigError: the folder cannot be made or written, or another depot uses it. A full or read-only file system is

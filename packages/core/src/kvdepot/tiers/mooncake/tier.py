@@ -78,7 +78,7 @@ class MooncakeTier:
         yield self._child.ask(m.Clear(tenant, model), m.Cleared).count
 
     def probe(self) -> None:
-        """See `Tier`. Starts the child if there is none."""
+        """See `Tier`. Starts the child if none runs."""
         with self._lock:
             if self._child.dead.is_set() and not self._is_closed:
                 self._child = self._new_child()

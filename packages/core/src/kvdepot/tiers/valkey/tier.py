@@ -177,7 +177,7 @@ class ValkeyTier:
         """Run commands in one round trip.
 
         Raises:
-            OSError: the server does not answer, or refuses a command. With `may_be_full`, lack of memory is no error.
+            OSError: the server does not answer, or refuses a command other than for lack of memory with `may_be_full`.
         """
         if not commands:
             return []
