@@ -127,7 +127,7 @@ def test_the_command_finds_the_bench_and_says_that_no_gpu_is_behind_it(capsys: p
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", "cuda", "--fake", "--rounds", "1"])
     out = capsys.readouterr().out
-    assert "there is no GPU behind these figures" in out
+    assert "these figures come from no GPU" in out
     assert "merged batch" in out
 
 

@@ -1,6 +1,6 @@
 """kvdepot on CPUs: engines whose KV cache lies in host memory attach to a depot.
 
-`backend` is what the entry point names; it imports nothing heavy. `CpuTransferContext` is in `kvdepot_cpu.context`.
+The entry point names `backend`, which imports nothing heavy. `CpuTransferContext` is in `kvdepot_cpu.context`.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """kvdepot on CUDA devices: engines whose KV cache lies in device memory attach to a depot.
 
-`backend` is what the entry point names; it imports nothing heavy. `CudaTransferContext` is in `kvdepot_cuda.context`.
+The entry point names `backend`, which imports nothing heavy. `CudaTransferContext` is in `kvdepot_cuda.context`.
 Written against the driver's documentation and tested over a driver without a device: it never ran on a GPU.
 """
 

@@ -3,8 +3,8 @@
 A cell of the table is a page size, a number of pages and a direction. The pages lie in order in host memory, as in an
 extent, and scattered on the device, for the merged batch in stretches of 16 neighbours. The reference is one copy of as
 many contiguous, registered bytes in the same round. Times are those of the host, from the first call until the stream
-is synchronised, over as many repetitions as make 64 MiB: what a retrieve would wait. Every way's bytes are compared
-before it is timed. `--tune` turns the table into the two numbers of `KernelUse`.
+is synchronised, as a retrieve waits, over as many repetitions as make 64 MiB. Every way's bytes are compared before it
+is timed. `--tune` turns the table into the two numbers of `KernelUse`.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def tune(rows: Sequence[Row]) -> Tuning:
     without = statistics.fmean(row["ways"]["batch"]["ratio"] for row in cells)
     programs = {int(way.removeprefix("kernel ")) for row in cells for way in row["ways"] if way.startswith("kernel ")}
     sizes, counts = {row["page_bytes"] for row in cells}, {row["count"] for row in cells}
-    # Of what is equally good, the kernel for fewer calls and with fewer programs.
+    # Among equally good ones, the kernel with fewer calls and fewer programs.
     for use in itertools.starmap(
         KernelUse, itertools.product(sorted(sizes), sorted(counts, reverse=True), sorted(programs))
     ):
@@ -371,7 +371,7 @@ class CudaBench:
             driver.close()
         result["is_a_gpu"] = not options.fake
         if options.fake:
-            say("there is no GPU behind these figures: they say nothing about one, set nothing by them")
+            say("these figures come from no GPU: they say nothing about one, set nothing by them")
         if options.tune:
             tuning = tune(result["rows"])
             result["tuning"] = {

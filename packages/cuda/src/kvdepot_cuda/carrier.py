@@ -183,7 +183,7 @@ class MoverCarrier(Carrier):
             self.fall_back(f"no mover: {error}")
 
     def fall_back(self, why: str) -> None:
-        """Make the worker copy by itself from the next session on, which begins at once."""
+        """Begin a new session, in which the worker copies by itself."""
         with self._falling_back:
             if self.transfer_mode == DIRECT:
                 return

@@ -6,8 +6,8 @@ registered (yet). A driver that fails a batch is asked for single copies at once
 small runs go by one launch of a kernel instead, where `KernelUse` says so; a kernel that cannot be loaded or launched
 is not used again. Each of these steps down is one warning.
 
-Nothing is reported before the stream was synchronised, and nothing is thrown either: what a failed transfer had begun
-could otherwise still be written when its extents and blocks belong to others.
+Nothing is reported or raised before the stream was synchronised: a copy that a failed transfer had begun could
+otherwise still be written when its extents and blocks belong to others.
 """
 
 import collections
@@ -114,11 +114,11 @@ class CopyEngine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether what can be registered of the pool is, and the kernel is loaded if it can be."""
+        """Whether registering the pool and loading the kernel have ended, whatever the driver refused."""
         return self._registering is not None and not self._registering.is_alive()
 
     def covers(self, batch: CopyBatch) -> bool:
-        """Return whether what a batch names of the pool begins and ends in registered memory."""
+        """Return whether each extent of a batch begins and ends in registered memory."""
         registration = self._registration
         if registration is None or registration.mapping is not batch.mapping:
             return False
@@ -155,7 +155,7 @@ class CopyEngine:
             self._driver.wait_for_event(self._streams[direction], event)
 
     def wait_here(self, ready: ReadyEvent) -> None:
-        """Wait in this thread until `ready` is over: by the driver if it has a handle, which lets captures go on."""
+        """Wait in this thread for `ready`: by the driver if it has a handle, which lets captures continue."""
         event = _event_of(ready)
         if not event:
             ready.synchronize()
@@ -187,7 +187,7 @@ class CopyEngine:
                 self._put_off = lambda: self._attach(mapping, barrier, only_at)
 
     def start_registering(self) -> None:
-        """Register what was attached, and what will be, without waiting for a copy. Twice is harmless."""
+        """Register attached mappings, and later ones, without waiting for a copy. Twice is harmless."""
         with self._attaching:
             self._may_register = True
             put_off, self._put_off = self._put_off, None

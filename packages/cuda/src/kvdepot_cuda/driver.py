@@ -99,11 +99,11 @@ class Driver(Protocol):
         ...
 
     def wait_for_event(self, stream: int, event: int) -> None:
-        """Have what the stream gets from now on wait, on the device, for what the event stands for now."""
+        """Have later work of the stream wait, on the device, for the event as recorded now."""
         ...
 
     def synchronize_event(self, event: int) -> None:
-        """Wait in this thread until what the event stands for is done; others run meanwhile."""
+        """Wait in this thread until the recorded work is done; other threads run meanwhile."""
         ...
 
     def export_memory(self, address: int) -> tuple[bytes, int, int]:
@@ -153,7 +153,7 @@ class Driver(Protocol):
     ) -> None:
         """Put a kernel into a stream, `num_programs` thread blocks of `num_threads`.
 
-        `arguments` are ctypes values, which can be reused after the call. What the kernel does wrong is raised by a
+        `arguments` are ctypes values, which can be reused after the call. Errors of the kernel are raised by a
         later `synchronize_stream`, and is permanent.
         """
         ...

@@ -6,7 +6,7 @@ from kvdepot_cuda.driver import Driver, DriverError
 from kvdepot_cuda.gather import KernelUse
 
 MOVER = "cuda"
-"""The entry point of the mover that opens what is exported here."""
+"""The entry point of the mover that opens the exported memory."""
 
 
 def offer_of(

@@ -42,11 +42,11 @@ class KernelUse:
 
     run_bytes: int = 0
     min_runs: int = KERNEL_RUNS
-    num_programs: int = KERNEL_PROGRAMS  # thread blocks: what the kernel takes from the model beside it
+    num_programs: int = KERNEL_PROGRAMS  # thread blocks: the share of the device that the kernel takes from the model
 
     @classmethod
     def of_options(cls, options: Mapping[str, int]) -> "KernelUse":
-        """Return what a worker has named by `options`; other names are left alone.
+        """Read the options of a worker; ignore other names.
 
         Raises:
             ConfigError: numbers that cannot work.

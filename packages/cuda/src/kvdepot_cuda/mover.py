@@ -4,7 +4,7 @@ The depot starts one for each worker (`kvdepot.movers.child`). It needs cuda-bin
 only the worker's device, which it finds by its UUID. The pool is registered with the device from the first copy on, in
 the background. `kvdepot_cuda.copy` makes the copies, with its kernel if the worker asks for that and Triton is here.
 
-What a worker says about its memory is believed as far as the driver confirms it: every page has to lie in the
+A worker's claims about its memory are believed as far as the driver confirms them: every page has to lie in the
 allocation that was opened, and every run is compared with the opened ranges and with the pool before the first copy.
 """
 
@@ -36,7 +36,7 @@ class CheckedRuns(BatchRuns):
 
     Args:
         layout: where the pages are; each lies in one of the ranges.
-        ranges: `(address, bytes)` of what was opened.
+        ranges: `(address, bytes)` of the opened allocations.
         pool_size_bytes: of the pool.
     """
 
@@ -103,7 +103,7 @@ class CudaMover:
 
     Raises:
         DriverError: a handle cannot be opened.
-        MoverError: it is another device, or the memory is not what the worker says.
+        MoverError: it is another device, or the memory differs from the worker's claims.
         LayoutError: a layout that cannot be.
     """
 

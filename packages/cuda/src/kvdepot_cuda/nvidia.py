@@ -3,7 +3,7 @@
 Nothing of CUDA is imported before the first use. The driver API, and not the runtime's, because its errors stay in the
 return codes: a failed runtime call leaves its error behind for torch to find.
 
-It works in the device's primary context, which is the one that torch uses. The API makes no context current by itself,
+It works in the device's primary context, which is the one that torch uses. The API does not make a context current,
 so each use pushes it and takes it off again. For as long, the thread's capture mode is relaxed: with the default a
 registration or a wait here would break a CUDA graph that the engine is capturing in another thread.
 """
@@ -56,7 +56,7 @@ class CudaDriver:
         prefers_overlap: hint in every batch that its copies run beside kernels. Not measured yet, so off.
 
     Raises:
-        DriverError: there is no driver, no such device, or it cannot be used.
+        DriverError: no driver, no such device, or it cannot be used.
     """
 
     def __init__(self, ordinal: int, *, prefers_overlap: bool = False) -> None:
@@ -250,7 +250,7 @@ class CudaDriver:
         """See `Driver`: one call with the arrays as they are; the binding's own wants lists of Python objects."""
         assert self._batch_copy is not None
         sources, targets, sizes = (np.ascontiguousarray(column, np.uint64) for column in (sources, targets, sizes))
-        # What a store reads was written in stream order; what a retrieve reads is leased, and does not change.
+        # A store reads blocks that were written in stream order; a retrieve reads leased extents, which do not change.
         order = _ORDER_STREAM if direction is CopyKind.TO_HOST else _ORDER_ANY
         attributes = _CopyAttributes(source_order=order, flags=self._copy_flags)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_FAILURE_INDEX)
@@ -269,7 +269,7 @@ class CudaDriver:
             self._call("cuDevicePrimaryCtxRelease", self._device)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Make one call and return what it returns but for the code: nothing, one value or a tuple."""
+        """Make one call and return its results without the code: nothing, one value or a tuple."""
         try:
             code, *values = getattr(self._cuda, name)(*arguments)
         except (KeyError, ValueError) as error:  # how bindings answer a code that is newer than they are
@@ -299,7 +299,7 @@ def _name_of(cuda: Any, code: int) -> str:
 def _load() -> Any:
     try:
         cuda = importlib.import_module("cuda.bindings.driver")
-        code, _ = cuda.cuDriverGetVersion()  # the first call looks for the driver, and raises if there is none
+        code, _ = cuda.cuDriverGetVersion()  # the first call looks for the driver, and raises without one
     except (ImportError, RuntimeError, KeyError, ValueError) as error:
         raise DriverError("loading the CUDA driver", "not possible", str(error)) from error
     if int(code):

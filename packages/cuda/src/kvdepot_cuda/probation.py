@@ -1,8 +1,8 @@
-"""Whether a mover is slower than the worker would be by itself: found out in mode `auto`, over a few real retrieves.
+"""Compares a mover with the worker itself in mode `auto`, over a few real retrieves.
 
-A retrieve only reads the pool, under a lease that is the worker's, and its end is the same whoever copied: the worker
-looks at the headers. So the worker may copy a batch of a retrieve itself, in a session in which a mover copies. Stores
-it may not, as the records name the mover as who writes.
+A retrieve only reads the pool, under the worker's lease, and ends in the same way whoever copied: the worker compares
+the headers. So the worker may copy a batch of a retrieve itself while the session has a mover. It may not copy stores,
+as their records name the mover as the writer.
 
 It begins when the mover says that it is settled, its part of the pool registered: the worker registers the piece of
 the pool that the last batch began in, and loads its kernel if it has one. Batches of some size that lie in registered
@@ -60,14 +60,14 @@ class Probation:
         self._has_begun = False
         self._num_seen = 0  # since it has
         self.is_over = False
-        self.why_slower = ""  # once it is over: why the worker had better copy, "" if not
+        self.why_slower = ""  # at the end: the reason for the worker to copy, "" for none
 
     def retrieve(self, batch: CopyBatch, move: Callable[[], bool]) -> None:
         """Have a batch copied by the mover, or copy it.
 
         Args:
             batch: of a retrieve.
-            move: has the mover copy it, and returns whether the mover is settled; what it raises is raised.
+            move: has the mover copy it, and returns whether the mover is settled; its errors propagate.
 
         Raises:
             DriverError: the worker's device is lost.
@@ -99,7 +99,7 @@ class Probation:
             self.end()
 
     def end(self) -> None:
-        """Give back what is registered; from now on the mover copies. Twice is harmless."""
+        """Unregister the pool; from now on the mover copies. Twice is harmless."""
         if not self.is_over:
             self.is_over = True
             if self._has_begun:

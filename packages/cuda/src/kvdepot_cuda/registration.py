@@ -71,9 +71,9 @@ class PoolRegistration:
         return np.where(bases == 0, bases, bases + rests)
 
     def register(self, stop: threading.Event, *, only_at: int | None = None) -> None:
-        """Register the pieces, until `stop` is set. One warning says what the driver refused.
+        """Register the pieces, until `stop` is set. One warning lists the refused pieces.
 
-        Refused pieces are halved as long as that is of use: not after one of which nothing was taken, until another is.
+        Refused pieces are halved while that helps: not after a piece of which nothing was taken, until another one is.
 
         Args:
             stop: checked between calls of the driver.
@@ -102,7 +102,7 @@ class PoolRegistration:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Unregister what is registered. Nothing may be copied here any more. Twice is harmless.
+        """Unregister all pieces. Nothing may be copied here any more. Twice is harmless.
 
         What the driver does not give back keeps the mapping for the life of the process.
         """

@@ -1,6 +1,6 @@
 """kvdepot on Intel Gaudi: engines whose KV cache lies in the memory of an HPU attach to a depot.
 
-`backend` is what the entry point names; it imports neither torch nor habana_frameworks. `HpuTransferContext` is in
+The entry point names `backend`, which imports neither torch nor habana_frameworks. `HpuTransferContext` is in
 `kvdepot_hpu.context`. Tested on a pretend device alone, see `docs/hpu.md`: it has never run on a Gaudi.
 """
 

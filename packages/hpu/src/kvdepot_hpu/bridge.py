@@ -7,7 +7,7 @@ from kvdepot.copying.staged.bridge import Bridge
 
 
 def load_bridge() -> Bridge:
-    """Import it. What lazy mode has accumulated is launched by mark_step, which is harmless in eager mode."""
+    """Import it. mark_step launches the work that lazy mode has accumulated, and is harmless in eager mode."""
     importlib.import_module("habana_frameworks.torch")  # registers torch.hpu
     core = importlib.import_module("habana_frameworks.torch.core")
     torch: Any = importlib.import_module("torch")

@@ -78,7 +78,7 @@ def _never_raises(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
             try:
                 return hook(self, *args, **kwargs)
             except Exception:
-                logger.exception("%s failed; the engine goes on without the depot here", hook.__name__)
+                logger.exception("%s failed; the engine continues without the depot here", hook.__name__)
                 return default()
 
         return guarded  # type: ignore[return-value]
@@ -197,7 +197,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker ---------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register this worker's KV cache with the depot. If that fails, the engine goes on without a depot."""
+        """Register this worker's KV cache with the depot. If that fails, the engine runs without a depot."""
         self._leave_as_worker()
         self._worker, self._unsaid = WorkerSide(None, 1, 0), WorkerFormat("")
         self._kv_caches = kv_caches

@@ -38,7 +38,7 @@ def stored_events(cache: EngineCache, kv_cache_config: Any, store: EndedStore) -
 
 
 def _stored_event(group: EngineGroup, kv_cache_config: Any, request: Any, start: int, stop: int) -> BlockStored | None:
-    """Return the event for tokens `start` to `stop` of a group, None if there is no whole block with a hash."""
+    """Return the event for tokens `start` to `stop` of a group, None without a whole block that has a hash."""
     size = group.block_tokens
     hashes = resolve_block_hashes(request.block_hashes, kv_cache_config.hash_block_size, size)
     first, last = start // size, min(stop // size, len(hashes))

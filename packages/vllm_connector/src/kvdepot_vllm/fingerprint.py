@@ -33,7 +33,7 @@ class Fingerprint:
     """Identifies the weights in a folder.
 
     Attributes:
-        digest: empty if there are no weights.
+        digest: empty without weights.
         coarse: files whose tensors could not be found. They were sampled evenly, so a change in place may go unnoticed.
     """
 
@@ -66,7 +66,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | None:
-    """Return the listing of a file's tensors and where they lie; None if there is none that can be read."""
+    """Return the listing of a file's tensors and where they lie; None without a readable one."""
     if file.suffix == ".safetensors":
         length = int.from_bytes(os.pread(place, 8, 0), "little")
         if length > min(size - 8, _LARGEST_HEADER_BYTES):

@@ -161,7 +161,7 @@ def _weights_fingerprint(model: Any, load_config: Any) -> str:
 
 
 def _fingerprint_of(path: Path, what: str) -> str:
-    """Return a text that identifies the weights in a folder; empty, with a log line, if there is none.
+    """Return a text that identifies the weights in a folder; empty, with a log line, without weights.
 
     It does not depend on the path, unless the fingerprint covers too little of some file.
     """

@@ -34,7 +34,7 @@ class Settings:
     """
 
     url: str | None = None  # None: the depot in the default directory
-    namespace: str = ""  # engines share only within one; for operators who know more than the model's identity tells
+    namespace: str = ""  # engines share only within one; for operators who know more than the model's identity says
     tenant: str = "default"
     tenant_salt: str = ""
     weights: str = ""  # names the weights instead of a fingerprint of their files

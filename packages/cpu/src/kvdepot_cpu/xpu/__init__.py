@@ -1,6 +1,6 @@
 """kvdepot on Intel GPUs (XPU): engines whose KV cache lies in the memory of one attach to a depot.
 
-`backend` is what the entry point names; it imports no torch. `XpuTransferContext` is in `kvdepot_cpu.xpu.context`.
+The entry point names `backend`, which does not import torch. `XpuTransferContext` is in `kvdepot_cpu.xpu.context`.
 Tested on a pretend device alone, see `docs/xpu.md`: it has never run on an Intel GPU.
 """
 

@@ -26,7 +26,7 @@ class Kernels:
     """Registers host memory and copies runs.
 
     Raises:
-        NoKernels: not installed, or without what is needed.
+        NoKernels: not installed, or without the needed functions.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -39,7 +39,7 @@ class Kernels:
             self._copy = torch.ops._C_cache_ops.swap_blocks_batch
             first = self._register.default._schema.arguments[0]
         except Exception as error:  # an extension that does not load raises anything
-            raise NoKernels(f"{_PACKAGE} does not offer what is needed ({error}): {WAY_OUT}") from error
+            raise NoKernels(f"{_PACKAGE} lacks a needed function ({error}): {WAY_OUT}") from error
         self._torch = torch
         self._takes_tensor = str(first.type) == "Tensor"  # versions differ: a number, or a tensor of one
 

@@ -36,13 +36,13 @@ def gather_runs(table, num_runs, WORDS: tl.constexpr):  # noqa: N803  # Triton's
         source = tl.load(row)
         target = tl.load(row + 1)
         size = tl.load(row + 2)
-        # In words where both addresses allow it; what is left, or all, in bytes.
+        # In words where both addresses allow it; the rest, or all, in bytes.
         words = tl.where(((source | target) & 15) == 0, size // 16 * 2, 0)
         wide_source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
         wide_target = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         for at in range(0, words, WORDS):
             inside = at + lane < words
-            # Read once: it is not to drive out of the caches what the model needs.
+            # Read once: it must not evict the model's data from the caches.
             value = tl.load(wide_source + at + lane, mask=inside, eviction_policy="evict_first")
             tl.store(wide_target + at + lane, value, mask=inside)
         byte_source = source.to(tl.pointer_type(tl.int8))

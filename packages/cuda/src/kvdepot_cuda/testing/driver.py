@@ -219,7 +219,7 @@ class FakeDriver:
         if event not in self._events:
             raise DriverError("wait_for_event", "CUDA_ERROR_INVALID_HANDLE (400)")
         recorded = self._events[event]
-        if recorded is None:  # an event that was never recorded is over
+        if recorded is None:  # an event that was never recorded has happened
             return
 
         def wait() -> None:
@@ -403,7 +403,7 @@ class FakeDriver:
         return self._stream(stream, call)
 
     def _is_registered(self, source: int, target: int, num_bytes: int, direction: CopyKind, call: str) -> bool:
-        """Refuse what a driver refuses; return whether the host side is registered."""
+        """Refuse copies that a driver refuses; return whether the host side is registered."""
         device, host = (source, target) if direction is CopyKind.TO_HOST else (target, source)
         if num_bytes <= 0 or not self.memory.is_on_device(device, num_bytes):
             raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", f"{num_bytes} bytes at {device:#x} on the device")

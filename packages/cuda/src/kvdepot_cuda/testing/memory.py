@@ -55,7 +55,7 @@ class FakeTensor:
 
 
 class FakeMemory:
-    """Refuses what a driver refuses, by `DriverError`.
+    """Refuses, by `DriverError`, what a driver refuses.
 
     Args:
         root: the folder of device memory; None: memory without handles.
