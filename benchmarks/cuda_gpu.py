@@ -956,7 +956,6 @@ def limit_of(name: str, wanted: list[str], left: float, steps: Steps) -> float:
 def run_step(name: str, limit: float, *, is_fake: bool, script: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run one step in a process group of its own; return what it found, and how it ended."""
     command = [sys.executable, str(script), "--step", name, "--limit", str(limit)]
-    pools = set(Path("/dev/shm").glob("kvdepot-pool-*"))
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
@@ -971,7 +970,7 @@ def run_step(name: str, limit: float, *, is_fake: bool, script: Path) -> tuple[l
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for pool in set(Path("/dev/shm").glob("kvdepot-pool-*")) - pools:  # of depots that were killed with the step
+        for pool in Path("/dev/shm").glob(f"kvdepot-pool-{process.pid}-*"):  # of depots that were killed with the step
             shutil.rmtree(pool, ignore_errors=True)
         out.seek(0)
         err.seek(0)

@@ -61,7 +61,7 @@ class DepotProcess:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvdepot-") if directory is None else None
         self.directory = Path(self._temporary.name) if self._temporary else directory or Path()
         self.url = str(self.directory)
-        self.pool_directory = Path(tempfile.mkdtemp(prefix="kvdepot-pool-", dir="/dev/shm"))
+        self.pool_directory = Path(tempfile.mkdtemp(prefix=f"kvdepot-pool-{os.getsid(0)}-", dir="/dev/shm"))
         self._has_prefix = bool(prefix)
         self._new_session = new_session
         self._arguments = [
