@@ -1,14 +1,15 @@
 """Compare eviction policies on generated traffic, and on a trace: `python benchmarks/policies.py [TRACE.jsonl]`.
 
 Prints for each kind of traffic the share of the prompt tokens that each policy finds, with pools of 2 to 80 % of the
-different chunks, and where `auto` is furthest below the better of LRU and ARC. Takes some minutes.
+different chunks, and how far each is below the better of LRU and ARC at worst. Each kind is replayed twice: without
+hints, and with every session reporting its end. Takes some minutes.
 """
 
 import math
 import random
 import sys
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, product
 from typing import Final
 
 from kvdepot.index.eviction import AUTO
@@ -128,15 +129,16 @@ def main() -> None:
     for name, prompts in generated.items():
         traces[name] = [TraceRequest(0, len(prompt) * BLOCK_TOKENS, 1, tuple(prompt)) for prompt in prompts]
     worst = {"lru": 0.0, "arc": 0.0, AUTO: 0.0}
-    for name, requests in traces.items():
+    for (name, requests), ends in product(traces.items(), (0.0, 1.0)):
         unique = simulate(requests, [CHUNK_BYTES], []).unique_chunks
-        table = simulate(requests, [int(size * unique) * CHUNK_BYTES for size in SIZES])
+        table = simulate(requests, [int(size * unique) * CHUNK_BYTES for size in SIZES], session_ends=ends)
         rates: dict[str, list[float]] = {policy: [] for policy in worst}
         for row in table.rows:
             if row.policy in rates:
                 rates[row.policy].append(row.hit_rate)
         limit = table.row(UNLIMITED, table.unique_bytes).hit_rate
-        print(f"{name}: {len(requests):,} requests, {unique:,} different chunks, at most {limit:.1%}")
+        hints = ", sessions report their ends" if ends else ""
+        print(f"{name}{hints}: {len(requests):,} requests, {unique:,} different chunks, at most {limit:.1%}")
         for policy, found in rates.items():
             print(f"  {policy:5}", *(f"{rate:6.1%}" for rate in found), flush=True)
             gaps = [rate - max(best) for rate, *best in zip(found, rates["lru"], rates["arc"], strict=True)]

@@ -49,6 +49,19 @@ def test_an_ended_session_leaves_first_and_what_it_shares_stays(policy: str) -> 
     bench.drain()
 
 
+def test_index_names_the_chunks_that_ended() -> None:
+    bench = Bench(pages=5)
+    worker, ended = bench.worker(), list[bytes]()
+    bench.index.on_ended = ended.append
+    for name in (1, 2):
+        worker.store(session(name))
+    hint(worker, session(1), priority=1)
+    assert not ended
+    hint(worker, session(2), session_ended=True)
+    digests = session(2).digests
+    assert ended == [digests[64:], digests[32:64]], "its own chunks, the last one first"
+
+
 @policies
 def test_a_session_that_goes_on_has_not_ended(policy: str) -> None:
     worker = Bench(pages=4, policy=policy).worker()

@@ -58,6 +58,7 @@ def replay_index(workload: module._Workload, ends: Sequence[int], policy: str, c
     """The chunks found by each request and the chunks evicted, with the real index and what the depot watches."""
     index = ChunkIndex(ExtentAllocator(capacity * PAGE), IndexTable.in_memory(capacity), policy)
     shadow = ShadowIndex(capacity * PAGE, index.preference, (1.0,))
+    index.on_ended = shadow.ended
     space = index.space(CacheSpec(1, (GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes"))
     found: list[int] = []
     for path, packed, is_end in zip(workload.paths, workload.packed, ends, strict=True):

@@ -100,6 +100,20 @@ def test_what_was_only_stored_is_found_and_not_counted_as_asked() -> None:
     assert shadow.estimates()[0].hit_chunks == shadow.num_chunks
 
 
+def test_chunks_whose_session_ended_are_not_found() -> None:
+    shadow = ShadowIndex(4096 * CHUNK)
+    digests = random.Random(5).randbytes(32 * 800)
+    shadow.looked_up(digests, CHUNK)
+    assert shadow.num_sampled > 0
+    for place in range(0, len(digests), 32):
+        shadow.ended(digests[place : place + 32])
+    assert shadow.num_sampled == 0
+    shadow.looked_up(digests, CHUNK)
+    assert [estimate.hit_chunks for estimate in shadow.estimates()] == [0] * len(SCALES)
+    shadow.looked_up(digests, CHUNK)
+    assert shadow.estimates()[0].hit_chunks > 0, "a use takes the end back"
+
+
 def test_one_chunk_at_a_time_is_sampled_as_a_run_is() -> None:
     digests = random.Random(4).randbytes(32 * 2000)
     whole, single = ShadowIndex(4096 * CHUNK), ShadowIndex(4096 * CHUNK)

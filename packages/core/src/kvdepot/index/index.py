@@ -43,6 +43,7 @@ class ChunkIndex:
         self.end_store: Callable[[], bool] = lambda: False
         self.on_shown: Callable[[int], object] | None = None  # called with each node that lookups find from now on
         self.on_hidden: Callable[[int], object] | None = None  # and with each that they do not find any more
+        self.on_ended: Callable[[bytes], object] = lambda _key: None  # called with the key of each chunk that ended
         self._space_by_spec: dict[bytes, Space] = {}
         self.preference = Preference()  # that the policy "auto" follows
         self._policy = policy
@@ -52,8 +53,9 @@ class ChunkIndex:
         """Begin without a node or a record."""
         self.extents = extents
         self.parts = parts = Parts.make(
-            self.table, extents, self.spaces, self.quotas, self._make_policy, self._tell_shown, self._tell_hidden
-        )
+            self.table, extents, self.spaces, self.quotas, self._make_policy, self._tell_shown, self._tell_hidden,
+            lambda key: self.on_ended(key),
+        )  # fmt: skip
         parts.room.end_store = lambda: self.end_store()
         nodes, visibility, entries, room = parts.nodes, parts.visibility, parts.entries, parts.room
         priorities = parts.priorities

@@ -36,14 +36,14 @@ class Parts:
     def make(
         cls, table: IndexTable, extents: ExtentAllocator, spaces: list[Space], quotas: QuotaTable,
         make_policy: Callable[[ChunkTree], EvictionPolicy], on_shown: Callable[[int], object],
-        on_hidden: Callable[[int], object],
+        on_hidden: Callable[[int], object], on_ended: Callable[[bytes], object],
     ) -> "Parts":  # fmt: skip
         """Return parts without a node or a record."""
         nodes = Nodes(2 * table.num_records + _SPARE_NODES, spaces)
         visibility = Visibility(nodes, on_shown, on_hidden)
         entries = Entries(nodes, table, extents, quotas)
         shares = Shares(nodes, entries, quotas, make_policy)
-        priorities = Priorities(nodes, shares)
+        priorities = Priorities(nodes, shares, on_ended)
         room = Room(nodes, visibility, entries, shares, priorities)
         return cls(table, extents, nodes, visibility, entries, shares, priorities, room)
 

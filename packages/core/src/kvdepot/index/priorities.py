@@ -15,11 +15,12 @@ _SPARE_DEADLINES: Final = 1024
 
 
 class Priorities:
-    """Hints for prefixes, and the deadlines of sessions."""
+    """Hints for prefixes, and the deadlines of sessions. Calls `on_ended` with the key of each chunk that ended."""
 
-    def __init__(self, nodes: Nodes, shares: Shares) -> None:
+    def __init__(self, nodes: Nodes, shares: Shares, on_ended: Callable[[bytes], object]) -> None:
         self._nodes = nodes
         self._shares = shares
+        self._on_ended = on_ended
         self._num_uses = 0
         self._used_at = make_column("Q", nodes.tree.capacity)  # the count of all uses at its last one
         self._deadlines: dict[int, int] = {}  # seconds, by the last node of a session
@@ -105,6 +106,8 @@ class Priorities:
         node, count, began, start_key = start, 0, self._num_uses, keys[start]
         while node != NO_NODE and is_wanted(node, count) and (priority != ENDED or self._used_at[node] <= began):
             self._shares.set_priority(node, priority)
+            if priority == ENDED and (ended := keys[node]) is not None:
+                self._on_ended(ended)
             below, node = node, tree.parent[node]
             count += 1
             if count % _STEP == 0 and node != NO_NODE:

@@ -270,11 +270,13 @@ class _Workload:
 class _Prioritized:
     """The policies of a pool where sessions say that they end, as one policy."""
 
-    def __init__(self, nodes: Nodes, make_policy: Callable[[ChunkTree], EvictionPolicy]) -> None:
+    def __init__(
+        self, nodes: Nodes, make_policy: Callable[[ChunkTree], EvictionPolicy], on_ended: Callable[[bytes], object]
+    ) -> None:
         self._priority = nodes.tree.priority
         self._priority[:] = bytes([NORMAL]) * nodes.tree.capacity
         self._shares = Shares(nodes, self, QuotaTable(1), make_policy)
-        self._priorities = Priorities(nodes, self._shares)
+        self._priorities = Priorities(nodes, self._shares, on_ended)
 
     def has_sealed(self, _node: int) -> bool:
         return True
@@ -313,7 +315,10 @@ def _replay(workload: _Workload, policy_name: str, capacity_chunks: int, ends: b
     tree.keys.extend([None] * num_chunks)
     preference = Preference()
     shadow = ShadowIndex(max(1, capacity_chunks), preference, (1.0,)) if policy_name == AUTO else None
-    prioritized = _Prioritized(nodes, lambda tree: POLICIES[policy_name](tree, preference)) if any(ends) else None
+    prioritized = None
+    if any(ends):
+        on_ended: Callable[[bytes], object] = shadow.ended if shadow is not None else lambda _key: None
+        prioritized = _Prioritized(nodes, lambda tree: POLICIES[policy_name](tree, preference), on_ended)
     policy = prioritized or POLICIES[policy_name](tree, preference)
     keys, parents, children, holds = tree.keys, tree.parent, tree.num_children, tree.holds
     found: list[int] = []

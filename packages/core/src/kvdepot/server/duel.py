@@ -1,8 +1,9 @@
 """Whether LRU or ARC finds more of the present traffic, on a sample of the chunks.
 
 `ShadowIndex` samples; it has LRU with a pool of the present size in its segments, so only ARC is here. Both see the
-same chunks, and the one that found more of them lately should choose what leaves the pool. The sample knows nothing of
-prefixes: LRU and ARC hardly differ with and without.
+same chunks. The rule that found more of them lately should choose the victims, but only if its lead is no accident of
+the sample: each change of the rule spoils the lists that ARC needs. The sample knows nothing of prefixes: LRU and ARC
+hardly differ with and without.
 """
 
 from collections import OrderedDict
@@ -13,6 +14,7 @@ _ONCE: Final = 0
 _AGAIN: Final = 1
 _GHOSTS: Final = 2  # lists of evicted chunks begin here, in the same order
 _MEMORY: Final = 8  # pools of lookups until the score has forgotten most of a difference
+_SURE: Final = 2.0  # standard deviations by which a rule has to lead before it is taken
 
 
 class Duel:
@@ -20,16 +22,13 @@ class Duel:
 
     def __init__(self) -> None:
         self.limit_bytes = 0.0  # of a pool, scaled down by the sampling rate
-        self.score = 0.0  # lookups that ARC found and LRU did not, less the others
+        self.prefers_lru = False  # LRU found more lately; otherwise ARC
+        self.score = 0.0  # chunks that ARC found and LRU did not, less the others
+        self._variance = 0.0  # of the score: the squares of the lookups' differences
         # Seen once, again, and what was evicted of both: key -> bytes, the coldest first.
         self._lists: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(4)]
         self._sizes = [0] * 4
         self._target_once = 0.0  # bytes
-
-    @property
-    def prefers_lru(self) -> bool:
-        """Whether LRU found more lately; ARC if both found the same."""
-        return self.score < 0
 
     def looked_up(self, keys: Sequence[bytes], num_bytes: int, found_by_lru: int) -> None:
         """Count a lookup of sampled chunks, so many of which LRU has, and use them; each has `num_bytes`."""
@@ -44,13 +43,22 @@ class Duel:
                 found += 1
             else:
                 self._insert(key, num_bytes)
-        self.score *= 1 - min(1.0, len(keys) * num_bytes / (_MEMORY * self.limit_bytes))
-        self.score += found - found_by_lru
+        kept = 1 - min(1.0, len(keys) * num_bytes / (_MEMORY * self.limit_bytes))
+        self.score = self.score * kept + found - found_by_lru
+        self._variance = self._variance * kept + (found - found_by_lru) ** 2
+        if self.score**2 > _SURE**2 * self._variance:
+            self.prefers_lru = self.score < 0
 
     def stored(self, key: bytes, num_bytes: int) -> None:
         """Note that a sampled chunk was stored."""
         if key not in self._lists[_ONCE] and key not in self._lists[_AGAIN]:
             self._insert(key, num_bytes)
+
+    def ended(self, key: bytes) -> None:
+        """Evict a sampled chunk whose session ended, as the pool does before all others."""
+        for which in (_ONCE, _AGAIN):
+            if key in self._lists[which]:
+                self._evict(key, which)
 
     def keep(self, limit_bytes: float, is_wanted: Callable[[bytes], bool]) -> None:
         """Change the size of the pool; forget the chunks that are not wanted."""
@@ -74,12 +82,11 @@ class Duel:
             which = _ONCE
         self._put(key, num_bytes, which)
         while self._sizes[_ONCE] + self._sizes[_AGAIN] > self.limit_bytes:
-            self._evict()
+            is_once = self._sizes[_ONCE] > self._target_once or not self._lists[_AGAIN]
+            which = _ONCE if is_once else _AGAIN
+            self._evict(next(iter(self._lists[which])), which)
 
-    def _evict(self) -> None:
-        is_once = self._sizes[_ONCE] > self._target_once or not self._lists[_AGAIN]
-        which = _ONCE if is_once else _AGAIN
-        key = next(iter(self._lists[which]))
+    def _evict(self, key: bytes, which: int) -> None:
         self._put(key, self._take(key, which), _GHOSTS + which)
         while self._sizes[_GHOSTS + which] > self.limit_bytes:
             self._take(next(iter(self._lists[_GHOSTS + which])), _GHOSTS + which)

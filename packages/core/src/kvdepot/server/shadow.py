@@ -3,9 +3,10 @@
 A chunk is sampled by its key alone (spatial sampling, SHARDS: Waldspurger and others, FAST 2015), so every access of it
 is. The sample is kept in the order of last use, cut into segments where pools of the chosen sizes, scaled down by the
 sampling rate, would end: the segment in which a chunk is found again says which of those pools would have had it. That
-is LRU's stack distance, as exactly as is needed. A prefix is used from its end to its start, so what a chunk hangs on
-is never colder. What is stored counts as used; only lookups count as asked. The same sample decides between LRU and ARC
-(`Duel`).
+is LRU's stack distance, as exactly as is needed. A prefix is used from its end to its start, so the chunks before a
+chunk are never colder. Stored chunks count as used; only lookups count as asked. A chunk whose session ended leaves the
+sample, because it leaves every full pool first. The sample ignores other priorities. It also decides between LRU and
+ARC (`Duel`).
 
 The rate begins where it suits the pool and is halved whenever the sample outgrows its budget, so memory is bounded,
 and a lookup costs a slice of its digests and a few operations on dictionaries. Pools of some hundred chunks are too
@@ -107,6 +108,14 @@ class ShadowIndex:
         for key in self._sampled(digests):
             self._use(key, chunk_bytes)
             self._duel.stored(key, chunk_bytes)
+
+    def ended(self, key: bytes) -> None:
+        """Forget a chunk whose session ended. The next lookup misses it."""
+        if key < self._end:
+            segment = self._where.pop(key, None)
+            if segment is not None:
+                self._sizes[segment] -= self._segments[segment].pop(key)
+            self._duel.ended(key)
 
     def estimates(self) -> list[PoolEstimate]:
         """Return what pools of other sizes would have found so far."""

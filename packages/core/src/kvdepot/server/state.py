@@ -26,6 +26,7 @@ class Usage:
 
     def __init__(self, index: ChunkIndex) -> None:
         self.shadow = ShadowIndex(index.extents.capacity_bytes, index.preference)
+        index.on_ended = self.shadow.ended
         self.store_seconds = Histogram(0.0001)  # from plan to commit
         self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
         self.tenant_tokens: dict[str, list[int]] = {}  # asked for, found in the pool, found in tiers
