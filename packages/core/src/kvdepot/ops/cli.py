@@ -263,6 +263,7 @@ def _replay(options: argparse.Namespace) -> int:
         print(json.dumps(table.as_dict(), indent=2) if options.json else table.describe())
         if options.plot:
             options.plot.write_text(table.plot())
+            print(f"the plot is in {options.plot}", file=sys.stderr)
         return 0
     if options.plot:
         raise ConfigError("--plot needs --simulate")

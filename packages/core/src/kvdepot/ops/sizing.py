@@ -149,7 +149,10 @@ def read_model_config(path: Path | str) -> Mapping[str, Any]:
         path = path / "config.json"
     try:
         config: Any = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"{path} cannot be read: {why} (give the config.json of a model on this machine)") from error
+    except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a model's configuration")
