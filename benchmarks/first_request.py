@@ -1,10 +1,11 @@
 """Measures the first requests after a depot starts: `python benchmarks/first_request.py` in tox's environment `vllm`.
 
 A fresh depot zeroes its pool and each worker maps it, beside the threads of the model. Two engines of the same model,
-warmed up, take turns; nothing else runs:
+warmed up without a depot, take turns; nothing else runs:
 
 - `without` has no connector, and no depot runs meanwhile;
-- `depot` has one that was started just before: its requests begin as soon as scheduler and worker are connected.
+- `depot` is new in each pair. A depot starts beside it, and its requests begin as soon as scheduler and worker are
+  connected.
 
 Each serves `--requests` prompts that nobody knows, one after the other, so that `depot` stores each. Every pair has the
 same prompts, a new depot and the other order. Prints the median of the time to the first token for the first request,
@@ -12,7 +13,6 @@ the second and so on, and the median of the ratios within a pair.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -37,14 +37,26 @@ def serve(engine: Engine, wanted: list[Prompt], output_tokens: int) -> list[floa
     return [1e3 * answer["first_token_seconds"] for answer in answers]
 
 
-def serve_beside(engine: Engine, wanted: list[Prompt], output_tokens: int, directory: Path, pool_size: str) -> Any:
-    """Start a depot, serve, and end it. Return the times, and how much of the pool was ready before and after."""
-    with DepotProcess(pool_size=pool_size, directory=directory, new_session=True) as depot:
-        wait_until(lambda: len(depot.status().contexts) == 2, 60, "scheduler and worker")
-        before = depot.status()
-        times = serve(engine, wanted, output_tokens)
-        after = depot.status()
-        stored = after.counters.get("entries_stored", 0)
+def start(model: Path, config: dict[str, Any] | None, arguments: argparse.Namespace) -> Engine:
+    """Start an engine and warm it up."""
+    engine = Engine(model, config, kv_cache_memory_bytes=512 << 20, max_model_len=2048, expects_depot=False)
+    serve(engine, prompts(_WARM_UP, arguments.tokens, seed=99), arguments.output_tokens)
+    return engine
+
+
+def serve_beside_a_depot(model: Path, wanted: list[Prompt], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Start an engine, then a depot. Return the times, and the bytes of the pool that were ready before and after."""
+    with tempfile.TemporaryDirectory(prefix="kvdepot-") as directory:
+        engine = start(model, connector(directory), arguments)
+        try:
+            with DepotProcess(pool_size=arguments.pool_size, directory=Path(directory), new_session=True) as depot:
+                wait_until(lambda: len(depot.status().contexts) == 2, 60, "scheduler and worker")
+                before = depot.status()
+                times = serve(engine, wanted, arguments.output_tokens)
+                after = depot.status()
+        finally:
+            engine.close()
+    stored = after.counters.get("entries_stored", 0)
     return {"ms": times, "ready": [before.pool_ready_bytes, after.pool_ready_bytes], "entries_stored": stored}
 
 
@@ -70,29 +82,23 @@ def main() -> int:
     parser.add_argument("--pool-size", default="6GiB")
     parser.add_argument("--json", type=Path, help="write every measurement here")
     arguments = parser.parse_args()
-    options: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 2048, "expects_depot": False}
     pairs: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdepot-")))
-        model = make_model(folder, arguments.model)
-        engines: dict[str, Engine] = {}
-        for name, config in (("without", None), ("depot", connector(str(sockets)))):
-            engines[name] = Engine(model, config, **options)
-            stack.callback(engines[name].close)
-            serve(engines[name], prompts(_WARM_UP, arguments.tokens, seed=99), arguments.output_tokens)
-        for number in range(arguments.pairs):
-            wanted = prompts(arguments.requests, arguments.tokens, seed=number)
-            pair: dict[str, Any] = {}
-            for name in ("without", "depot") if number % 2 else ("depot", "without"):
-                if name == "without":
-                    pair[name] = serve(engines[name], wanted, arguments.output_tokens)
-                else:
-                    pair[name] = serve_beside(
-                        engines[name], wanted, arguments.output_tokens, sockets, arguments.pool_size
-                    )
-            pairs.append({**pair, "load": os.getloadavg()[0]})
-            print(json.dumps(pairs[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), arguments.model)
+        without = start(model, None, arguments)
+        try:
+            for number in range(arguments.pairs):
+                wanted = prompts(arguments.requests, arguments.tokens, seed=number)
+                pair: dict[str, Any] = {}
+                for name in ("without", "depot") if number % 2 else ("depot", "without"):
+                    if name == "depot":
+                        pair[name] = serve_beside_a_depot(model, wanted, arguments)
+                    else:
+                        pair[name] = serve(without, wanted, arguments.output_tokens)
+                pairs.append({**pair, "load": os.getloadavg()[0]})
+                print(json.dumps(pairs[-1]), flush=True)
+        finally:
+            without.close()
     print(table(pairs))
     if arguments.json:
         arguments.json.write_text(json.dumps({"arguments": vars(arguments), "pairs": pairs}, indent=2, default=str))
