@@ -400,6 +400,12 @@ class DepotOfCluster:
     def ask(self, command: str) -> list[str]:
         return self._engine.ask(command)
 
+    def say(self, command: str) -> None:
+        self._engine.say(command)
+
+    def listen(self) -> list[str]:
+        return self._engine.listen()
+
     def settle(self) -> None:
         wait_until(lambda: not self.depot.status().tiers[0].queued_write_bytes, what="the end of writes")
 
@@ -431,6 +437,23 @@ def test_what_an_engine_stored_serves_engines_of_other_nodes_and_a_killed_depot_
         wait_until(lambda: is_dead(child_pid), what="the end of the child")
         assert two.ask("lookup 2 16")[0] == "0", "it died with its node"
         assert two.ask("lookup 1 16")[0] == "16", "it was promoted"
+
+
+@needs_sdk
+@pytest.mark.promise(77)
+def test_an_engine_waits_for_what_an_engine_of_another_node_hands_over(master: Master) -> None:
+    with (
+        contextlib.closing(DepotOfCluster(master, "segment=256MiB")) as one,
+        contextlib.closing(DepotOfCluster(master, "segment=0")) as two,
+    ):
+        for salt in range(3, 6):
+            two.say(f"await {salt} 16")
+            wait_until(lambda: two.depot.status().num_flights == 1, what="a lookup that waits")
+            assert one.ask(f"hand_over {salt} 16") == ["True", "16"]
+            assert two.listen() == ["16"]
+            assert two.ask(f"retrieve {salt} 16") == ["16", "0"]
+        assert two.depot.status().num_flights == 0
+        assert two.ask("await 6 16") == ["0"], "it is answered at its deadline"
 
 
 @needs_sdk

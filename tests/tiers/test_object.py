@@ -1,5 +1,6 @@
 """The tier in object stores passes the suite on files and against a real S3 server, and outlives one that is away."""
 
+import contextlib
 import socket
 import sys
 import threading
@@ -12,12 +13,14 @@ import pytest
 from obstore.store import S3Store
 
 from kvdepot.errors import ConfigError
-from kvdepot.lab.processes import wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite, content, extents_of, fill, make_key, make_pool, read_from, write_to
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.object import ObjectTier, copy, object_name
 from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
+from kvdepot.wire import messages as m
+from support.peer import Peer, prompt
 from support.tiers.kept import KEPT_KEY, KEPT_SEAL
 from support.tiers.servers import S3Server, listening
 
@@ -299,3 +302,25 @@ def test_stores_of_other_clouds_open_without_asking_them(monkeypatch: pytest.Mon
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c29tZXRoaW5n")
     for text in ("az://container/prefix?account=someone", "gs://bucket/prefix"):
         open_url(text, make_pool()).close()
+
+
+@pytest.mark.promise(77)
+def test_a_lookup_waits_for_what_another_depot_writes_to_shared_files(tmp_path: Path) -> None:
+    with (
+        DepotProcess("--tier", f"file://{tmp_path}") as one,
+        DepotProcess("--tier", f"file://{tmp_path}") as two,
+        contextlib.closing(Peer(one)) as prefill,
+        contextlib.closing(Peer(two)) as decode,
+    ):
+        for salt in ("first", "second"):
+            run = prompt(16, salt)
+            lookup = m.Lookup(decode.context, "r", run.digests, run.tenant, 30.0, joins=True, awaits=16)
+            sequence = decode.channel.submit(lookup)
+            wait_until(lambda: two.status().num_flights == 1, what="a lookup that waits")
+            prefill.ask(m.Lookup(prefill.context, "r", run.digests, run.tenant, hands_over=True))
+            assert prefill.store(run.slice(0, 8)) == 8
+            assert prefill.store(run.slice(8)) == 8
+            reply = decode.channel.wait(sequence, 20.0)
+            assert isinstance(reply, m.LookupReply)
+            assert (reply.num_chunks, reply.num_pending) == (16, 0)
+            assert two.status().num_flights == 0

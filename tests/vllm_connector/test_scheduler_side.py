@@ -39,10 +39,18 @@ class Client:
     num_pending: int = 0
     announced: list[int] = field(default_factory=list[int])  # tokens ahead of each lookup that announces
     ended: list[str] = field(default_factory=list[str])
+    awaited: list[int] = field(default_factory=list[int])  # chunks that each lookup expects of another engine
+    handing_over: list[str] = field(default_factory=list[str])
 
-    def submit_lookup(self, request_id: str, key: KeyRun, *, joins: bool, announces: bool, ahead_tokens: int) -> Any:
+    def submit_lookup(
+        self, request_id: str, key: KeyRun, *, joins: bool, announces: bool, ahead_tokens: int, awaits: int,
+        hands_over: bool,
+    ) -> Any:  # fmt: skip
         assert joins or not announces
         self.asked.append(key.num_chunks)
+        self.awaited.append(awaits)
+        if hands_over:
+            self.handing_over.append(request_id)
         if announces:
             self.announced.append(ahead_tokens)
         lease = Lease(min(self.num_chunks, key.num_chunks), 7, num_pending=self.num_pending)
@@ -550,6 +558,7 @@ def test_a_prefill_engine_says_what_it_computed_if_it_is_asked(scene: Callable[.
         it.side.matched_tokens(request, 0)
         it.step(request, 50, (blocks(1, 4),))
         told.append(it.side.finished(request, (blocks(1, 4),)))
+    assert it.client.handing_over == ["a"]
     prefix = key_of(48).digests[-32:].hex()
     assert told == [
         {"do_remote_prefill": True, "do_remote_decode": False, "kvdepot": {"num_tokens": 48, "prefix": prefix}}, None,
@@ -567,6 +576,7 @@ def test_a_decode_engine_waits_for_what_is_handed_over_and_then_computes(scene: 
     assert it.side.matched_tokens(request, 0) == (None, False)
     assert it.side.matched_tokens(request, 0) == (None, False)
     assert it.client.asked == [6], "it does not ask in every step"
+    assert it.client.awaited == [3], "the depot waits for those, too, if they come from another node"
     it.clock[0] = 0.4
     assert it.side.matched_tokens(request, 0) == (None, False)
     assert it.client.announced == []
@@ -581,6 +591,7 @@ def test_a_decode_engine_computes_what_never_comes(scene: Callable[..., Scene]) 
     it.clock[0] = 0.5
     assert it.side.matched_tokens(request, 0) == (None, False)
     assert it.client.announced == [0], "others may wait for it now"
+    assert it.client.awaited == [3, 0]
     assert it.side.matched_tokens(request, 0) == (16, True)
     assert it.side.counters["hand_overs_missed"] == 1
 

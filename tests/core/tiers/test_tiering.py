@@ -19,7 +19,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
-from kvdepot.server import commands
+from kvdepot.server import commands, flights
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Deferred, Refused
 from kvdepot.testing.tier import FaultyTier, make_pool
@@ -151,9 +151,10 @@ class Bench:
         return reply.num_chunks
 
     def begin_lookup(
-        self, run: KeyRun, wait_seconds: float = 5.0, token_seconds: float = 0.0
+        self, run: KeyRun, wait_seconds: float = 5.0, token_seconds: float = 0.0, name: str = "r", **fields: Any
     ) -> m.LookupReply | Deferred:
-        return self.ask(m.Lookup(self.contexts[0], "r", run.digests, run.tenant, wait_seconds, token_seconds))
+        request = m.Lookup(self.contexts[0], name, run.digests, run.tenant, wait_seconds, token_seconds, **fields)
+        return self.ask(request)
 
     def wait(self, reply: Any) -> Any:
         if not isinstance(reply, Deferred):
@@ -1312,3 +1313,126 @@ def test_a_tier_whose_queue_fails_costs_no_store(monkeypatch: pytest.MonkeyPatch
     bench.store(prompt(2))
     assert bench.lookup(prompt(2)) == 2
     assert bench.tiering.counters["demotions_failed"] == 2, "the store, and the use of what was stored"
+
+
+# --- hand-over from another node ------------------------------------------------------------------------------------
+
+
+class OtherNode:
+    """Has brought the first `num_here` chunks of `run` to the only tier; counts the questions about them."""
+
+    def __init__(self, bench: Bench, run: KeyRun) -> None:
+        self.bench = bench
+        self.num_here = self.num_questions = 0
+        bench.store(run)
+        bench.forget()
+        contains, hidden = bench.tiers[0].contains, [run.digests[end - 32 : end] for end in range(32, 257, 32)]
+
+        def answer(keys: Sequence[bytes]) -> list[bool]:
+            self.num_questions += 1
+            away = hidden[self.num_here :]
+            return [
+                is_there and not any(key.endswith(digest) for digest in away)
+                for key, is_there in zip(keys, contains(keys), strict=True)
+            ]
+
+        bench.tiers[0].contains = answer  # type: ignore[method-assign]
+
+    def wait(self, asked: Any, seconds: float = 1.0) -> Any:
+        """Return the answer to a lookup; None if there is none after these seconds of the clock."""
+        bench, until = self.bench, self.bench.clock.now + seconds
+        while asked.reply is None and bench.clock.now < until:
+            bench.clock.now += 0.005
+            bench.depot.flights.expire(bench.clock.now)
+            bench.finish_promotions()
+        return asked.reply
+
+
+@pytest.fixture
+def awaited(make: Maker, monkeypatch: pytest.MonkeyPatch) -> OtherNode:
+    monkeypatch.setattr(flights, "_LEAST_TOKENS", 2)
+    return OtherNode(make(), prompt(8))
+
+
+def awaits(node: OtherNode, num_chunks: int = 8, **fields: Any) -> Deferred:
+    asked = node.bench.begin_lookup(prompt(8), joins=True, awaits=num_chunks, **fields)
+    assert isinstance(asked, Deferred)
+    assert node.wait(asked, 0.1) is None
+    return asked
+
+
+@pytest.mark.promise(77)
+def test_a_lookup_waits_for_chunks_that_another_node_brings_to_a_tier(awaited: OtherNode) -> None:
+    asked = awaits(awaited)
+    awaited.num_here = 3
+    assert awaited.wait(asked, 0.1) is None
+    awaited.num_here = 8
+    reply = awaited.wait(asked, 0.1)
+    assert (reply.num_chunks, reply.num_pending) == (8, 0)
+    awaited.bench.check(prompt(8))
+
+
+def test_it_waits_for_the_chunks_that_are_handed_over_and_no_others(awaited: OtherNode) -> None:
+    asked = awaits(awaited, 5)
+    awaited.num_here = 5
+    reply = awaited.wait(asked, 0.1)
+    assert reply.num_chunks == 5
+
+
+@pytest.mark.promise(77)
+@pytest.mark.parametrize("num_here", [0, 3])
+def test_at_its_deadline_it_says_whether_more_is_to_be_expected(num_here: int, awaited: OtherNode) -> None:
+    asked = awaits(awaited, wait_seconds=0.5)
+    awaited.num_here = num_here
+    reply = awaited.wait(asked, 0.45)
+    assert (reply.num_chunks, reply.num_pending) == (num_here, 5 if num_here else 0)
+    assert awaited.bench.clock.now < 50.0 + 0.52
+
+
+def test_a_tier_is_asked_at_a_bounded_pace_and_only_while_a_lookup_waits(awaited: OtherNode) -> None:
+    before = awaited.num_questions
+    asked = [awaits(awaited, name=str(number), wait_seconds=0.5) for number in range(3)]
+    for each in asked:
+        assert awaited.wait(each, 1.0) is not None
+    num_polls = awaited.num_questions - before - len(asked)
+    assert 10 <= num_polls <= 41, "every 20 ms, in 0.8 s"
+    idle = Deferred()
+    assert awaited.wait(idle, 1.0) is None
+    assert awaited.num_questions - before - len(asked) <= num_polls + 1
+
+
+def test_an_engine_of_this_node_that_begins_takes_over(awaited: OtherNode) -> None:
+    """It waits for nobody, and its end is noticed at once."""
+    asked = awaits(awaited)
+    announced = awaited.bench.begin_lookup(prompt(8), name="prefill", joins=True, announces=True)
+    assert awaited.wait(announced, 0.02) is not None
+    reply = awaited.wait(asked, 0.0)
+    assert (reply.num_chunks, reply.num_pending) == (0, 8)
+    asked = awaits(awaited)
+    awaited.bench.ask(m.EndRequest(awaited.bench.contexts[0], "prefill"))
+    assert asked.reply is not None
+
+
+@pytest.mark.parametrize("rule", Demotion)
+def test_what_is_handed_over_is_written_first_whatever_the_rule(rule: Demotion, make: Maker) -> None:
+    bench = make(pages=64, demotion=rule)
+    tier = bench.tiers[0]
+    tier.hang = True
+    bench.store_long(prompt(8, name=1))
+    bench.begin_lookup(prompt(4), hands_over=True)
+    bench.store(prompt(4))
+    written: list[bytes] = []
+    write = tier.write
+
+    def note(keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        written.extend(key[-DIGEST_BYTES:] for key in keys)
+        return write(keys, seals, extents)
+
+    tier.write = note  # type: ignore[method-assign]
+    tier.hang = False
+    bench.settle()
+    assert set(written[:4]) == {prompt(4).digests[start : start + 32] for start in range(0, 128, 32)}
+    bench.ask(m.EndRequest(bench.contexts[0], "r"))
+    bench.store(prompt(4, name=2))
+    bench.settle()
+    assert (len(written) > 4) is (rule is Demotion.STORE), "the hand-over is over"

@@ -1,7 +1,8 @@
 """An engine in a process of its own, for tests that kill it. Run: python engine_child.py URL INSTANCE
 
 Reads one command a line and answers each with a line: `store SALT N`, `retrieve SALT N` (and ends the
-request), `lookup SALT N`, `prepare SALT N` (asks for extents, writes half of the first and stops there), `exit`.
+request), `lookup SALT N`, `await SALT N` (a lookup for chunks that another engine hands over), `hand_over SALT N` (a
+store for such a lookup), `prepare SALT N` (asks for extents, writes half of the first and stops there), `exit`.
 """
 
 import sys
@@ -46,7 +47,9 @@ def answer(command: str, salt: int, num_chunks: int, cache: list[Any], context: 
     run = prompt(num_chunks, salt=salt)
     blocks = list(range(num_chunks * 4))
     match command:
-        case "store":
+        case "store" | "hand_over":
+            if command == "hand_over":
+                scheduler.submit_lookup("request", run, hands_over=True).result()
             write(cache, salt, blocks)
             future = context.submit_store("request", run, [blocks])
             return [future.result(20), future.num_chunks]
@@ -59,6 +62,8 @@ def answer(command: str, salt: int, num_chunks: int, cache: list[Any], context: 
             return [future.num_chunks, count_wrong(cache, salt, blocks[: future.num_chunks * 4])]
         case "lookup":
             return [scheduler.lookup("request", run).num_chunks]
+        case "await":
+            return [scheduler.submit_lookup("request", run, joins=True, awaits=num_chunks).result().num_chunks]
         case "prepare":
             link = context.connection.wait_until_open(10)
             channel = context.connection.channel(link)

@@ -16,7 +16,7 @@ from kvdepot.client.scheduler import PendingLookup, SchedulerClient
 from kvdepot.keys import KeyRun
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.engine import EngineRequest
-from kvdepot_vllm.hand_over import HandOver
+from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.stores import StoreProgress
 from kvdepot_vllm.tracing import end_span, start_span
@@ -51,7 +51,8 @@ class Question:
     waits_until: float = 0.0  # for chunks that others are computing
     began_at: float = 0.0  # when the first lookup was sent
     ask_at: float = 0.0  # when to ask again
-    has_announced: bool = False  # that the engine computes chunks: to be withdrawn when the request ends
+    awaits: int = 0  # leading chunks that the last lookup expects of a prefill engine
+    has_announced: bool = False  # that the engine computes or hands over chunks: withdrawn when the request ends
     span: Any = None  # of the lookup
 
 
@@ -180,13 +181,18 @@ class Questions:
         question.span = start_span("kvdepot lookup", question.request, wanted_tokens=tokens)
         joins = self._settings.wait_for_others
         announces = joins and question.progress.may_store and question.hand_over is None
-        question.has_announced |= announces
+        hand_over = question.hand_over
+        question.awaits = 0 if hand_over is None else hand_over.num_chunks(key, self._chunk_tokens)
+        hands_over = question.progress.may_store and asks_for_hand_over(question.request.kv_transfer_params)
+        question.has_announced |= announces or hands_over
         question.lookup = self._client.submit_lookup(
             question.request.request_id,
             key,
             joins=joins,
             announces=announces,
             ahead_tokens=self._ahead_tokens(question),
+            awaits=question.awaits,
+            hands_over=hands_over,
         )
 
     def _asks_again(self, question: Question, lease: Lease) -> bool:
@@ -194,7 +200,7 @@ class Questions:
         now, hand_over = self._clock(), question.hand_over
         if lease.num_pending and now < question.waits_until:
             question.ask_at = now
-        elif hand_over is None or lease.num_chunks >= hand_over.num_chunks(self._wanted(question), self._chunk_tokens):
+        elif hand_over is None or lease.num_chunks >= question.awaits:
             return False
         elif now < question.began_at + hand_over.wait_seconds:
             question.ask_at = now + _HAND_OVER_SECONDS

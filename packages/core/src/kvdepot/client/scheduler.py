@@ -142,7 +142,15 @@ class SchedulerClient:
         return self.submit_lookup(request_id, key).result()
 
     def submit_lookup(
-        self, request_id: str, key: KeyRun, *, joins: bool = False, announces: bool = False, ahead_tokens: int = 0
+        self,
+        request_id: str,
+        key: KeyRun,
+        *,
+        joins: bool = False,
+        announces: bool = False,
+        ahead_tokens: int = 0,
+        awaits: int = 0,
+        hands_over: bool = False,
     ) -> PendingLookup:
         """Like `lookup`, without waiting.
 
@@ -153,6 +161,9 @@ class SchedulerClient:
             announces: the engine is about to compute the chunks that are not found, and stores them. `end_request`
                 withdraws it.
             ahead_tokens: that the engine computes before those.
+            awaits: leading chunks that another engine, perhaps of another node, computes for this request. A depot with
+                tiers waits until these bring them, within the deadline.
+            hands_over: another engine waits for what the request stores. `end_request` withdraws it.
         """
         if key.first_chunk:
             raise KVDepotError(f"a lookup starts at chunk 0, not at {key.first_chunk}")
@@ -160,7 +171,11 @@ class SchedulerClient:
             channel, sequence = self._current(), 0
             if channel is not None and key.digests:
                 with contextlib.suppress(DepotUnavailable):
-                    lookup = self._lookup(channel.link, request_id, key, joins, announces, ahead_tokens)
+                    lookup = m.Lookup(
+                        channel.link.context, request_id, key.digests, key.tenant,
+                        self.deadline_seconds * _SHARE_FOR_WAITING, self.token_seconds, announces, ahead_tokens,
+                        joins, awaits, hands_over,
+                    )  # fmt: skip
                     sequence = channel.submit(lookup)
             return Pending(self, channel if sequence else None, sequence, MISS, lease_of)
 
@@ -188,14 +203,6 @@ class SchedulerClient:
             channel = self._current()
             if channel is not None and key.digests and segments:
                 self._post(channel.link, m.NoteContents(channel.link.context, key.digests, segments.packed))
-
-    def _lookup(
-        self, link: Link, request_id: str, key: KeyRun, joins: bool, announces: bool, ahead_tokens: int
-    ) -> m.Lookup:
-        return m.Lookup(
-            link.context, request_id, key.digests, key.tenant, self.deadline_seconds * _SHARE_FOR_WAITING,
-            self.token_seconds, announces, ahead_tokens, joins,
-        )  # fmt: skip
 
     def release(self, lease: Lease) -> None:
         """Release a lease. Twice is harmless; leases of an earlier server are gone."""

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
 MAXIMUM_CONTEXTS: Final = 64  # of one session
+MAXIMUM_HAND_OVERS: Final = 4096
 
 
 @dataclass(slots=True)
@@ -134,6 +135,7 @@ class ContextTable:
         self.by_number: dict[int, Context] = {}
         self.chunk_bytes: dict[int, int] = {}  # of all shards and groups, by space
         self.token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
+        self.handing_over: set[tuple[str, str]] = set()  # instances and requests whose chunks another engine waits for
         self._state = state
         self._counts: Counter[int] = Counter()  # by session
         self._workers: dict[int, Workers] = {}  # by space
@@ -203,12 +205,18 @@ class ContextTable:
             del self._counts[context.session]
         if context.registration is None:
             self.token_seconds.pop(context.instance, None)
+            self.handing_over = {each for each in self.handing_over if each[0] != context.instance}
         else:
             self._workers[context.space.number].remove(context)
         state = self._state
         count = state.leases.count_of(context.number)
         state.background.add_urgent(state.leases.end_context(context.number), count)
         return None if state.movers is None else state.movers.end(context.number)
+
+    def begin_hand_over(self, instance: str, request_id: str) -> None:
+        """Note that another engine waits for what a request stores, unless very many are."""
+        if len(self.handing_over) < MAXIMUM_HAND_OVERS:
+            self.handing_over.add((instance, request_id))
 
     def find(self, session: int, number: int) -> Context:
         """Return a context of a session.

@@ -5,6 +5,10 @@ Another lookup of the same tenant that misses the same chunk can join the flight
 the two have in common are here, when the flight ends without them, or at its own deadline. A flight ends when its
 chunks are here, its request ends, its engine leaves, or nothing of it arrives in time.
 
+A remote flight is one that an engine of another node computes and that comes through a tier. Nobody announces it here:
+it begins when a lookup names its chunks (`Lookup.awaits`). While a lookup waits for it, the tiers are asked for the
+next chunk again and again. Only lookups that name its chunks join it.
+
 The first chunk of a flight that is not here yet finds it, because a lookup that shares this chunk misses it, too. Only
 models whose groups are all full attention have flights: only there, each chunk follows the one before it.
 """
@@ -13,6 +17,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -28,6 +33,8 @@ _LEAST_TOKENS: Final = 256  # fewer are computed again sooner than they are wait
 _PATIENCE: Final = 2.0  # times what computing would take: estimates of two equal engines differ that much
 _GRACE_SECONDS: Final = 1.0  # that a flight may take beside twice its estimate
 _UNKNOWN_SECONDS: Final = 5.0  # that it may take without an estimate
+_POLL_SECONDS: Final = 0.02  # between two questions to the tiers for one remote flight
+_MOST_POLLS: Final = 400  # a second, for all remote flights together
 
 
 @dataclass(slots=True, eq=False)
@@ -56,11 +63,23 @@ class Flight:
     moved_at: float
     due: float = 0.0
     waiting: list[_Waiting] = field(default_factory=list["_Waiting"])
+    ask_tiers: "AskTiers | None" = None  # of a remote flight
+    has_moved: bool = False  # a chunk has arrived since it began
+    is_polled: bool = False  # the next question to the tiers is under way or has its time
 
     def seconds_to(self, chunk: int, now: float) -> float:
         """Return how long the engine will probably take for the chunks before `chunk`; 0.0 if that is unknown."""
         tokens = self.ahead_tokens + (chunk - self.position) * self.context.space.spec.chunk_tokens
         return max(0.0, self.moved_at + tokens * self.token_seconds - now)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether an engine of another node computes it."""
+        return self.ask_tiers is not None
+
+
+# Has the tiers bring what they have of a flight's chunks, and then calls the function. False: they cannot be asked now.
+AskTiers = Callable[[Flight, Callable[[], None]], bool]
 
 
 class FlightTable:
@@ -77,10 +96,13 @@ class FlightTable:
         self._clock = clock
         self._counters = counters
         self._by_request: dict[tuple[int, str], Flight] = {}  # by context and request
-        self._by_chunk: dict[tuple[int, bytes], dict[str, Flight]] = {}  # by space and first missing chunk, by tenant
-        self._deadlines: list[tuple[float, int, Flight | _Waiting]] = []  # a heap; some are of what has ended
+        # By space and first missing chunk, then by tenant and whether it is remote.
+        self._by_chunk: dict[tuple[int, bytes], dict[tuple[str, bool], Flight]] = {}
+        # A heap of what is to be called with the time; some of it is of what has ended.
+        self._deadlines: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
         self._num_digest_bytes = 0
+        self._num_remote = 0
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -92,21 +114,31 @@ class FlightTable:
         """Begin a flight for the chunks from `found` on, unless they are few or somebody else has begun one."""
         space, stop = context.space, len(digests) // DIGEST_BYTES
         flight = self._by_request.get((context.number, request_id))
-        if flight is not None and (flight.digests, flight.position) == (digests, found):
+        if flight is not None and not flight.is_remote and (flight.digests, flight.position) == (digests, found):
             flight.ahead_tokens, flight.moved_at = ahead_tokens, self._clock()  # it has asked again
             self._expect(flight)
             return
         self.end_request(context, request_id)
-        if (stop - found) * space.spec.chunk_tokens < _LEAST_TOKENS or space.windows:
-            return
-        if len(self._by_request) >= MAXIMUM_FLIGHTS or self._num_digest_bytes + len(digests) > MAXIMUM_DIGEST_BYTES:
+        if (stop - found) * space.spec.chunk_tokens < _LEAST_TOKENS:
             return
         flight = Flight(context, request_id, tenant, digests, found, stop, ahead_tokens, token_seconds, self._clock())
-        if self._enter(flight):
-            self._by_request[context.number, request_id] = flight
-            self._num_digest_bytes += len(digests)
-            self._expect(flight)
-            self._counters["flights"] += 1
+        if self._begin(flight):
+            remote = self._find(space, tenant, digests, found, is_remote=True)
+            if remote is not None:
+                self._end(remote)  # its lookups ask again and join this one, whose end they notice
+
+    def _begin(self, flight: Flight) -> bool:
+        """Add a flight; False if it is one too many, another one has its next chunk, or the model has none."""
+        num_bytes = self._num_digest_bytes + len(flight.digests)
+        is_full = len(self._by_request) >= MAXIMUM_FLIGHTS or num_bytes > MAXIMUM_DIGEST_BYTES
+        if is_full or flight.context.space.windows or not self._enter(flight):
+            return False
+        self._by_request[flight.context.number, flight.request_id] = flight
+        self._num_digest_bytes = num_bytes
+        self._num_remote += flight.is_remote
+        self._expect(flight)
+        self._counters["flights"] += 1
+        return True
 
     def join(
         self, context: Context, request_id: str, tenant: str, digests: bytes, *, found: int, token_seconds: float,
@@ -125,22 +157,92 @@ class FlightTable:
             on_end: called once, when the lookup is to be answered with what is here then.
         """
         flight = self._find(context.space, tenant, digests, found)
-        if flight is None or len(flight.waiting) >= MAXIMUM_WAITING or until <= self._clock():
+        if flight is None:
             return False
         num_chunks = self.pending(context, request_id, tenant, digests, found=found, token_seconds=token_seconds)
-        if not num_chunks:
+        return num_chunks > 0 and self._wait_for(flight, _Waiting(context, found + num_chunks, until, on_end, flight))
+
+    def await_remote(
+        self, context: Context, request_id: str, tenant: str, digests: bytes, *, found: int, until: float,
+        on_end: Callable[[], None], ask_tiers: AskTiers,
+    ) -> bool:  # fmt: skip
+        """Wait for chunks that an engine of another node brings to a tier; False if too many do, or it is too late.
+
+        Args:
+            context: of the lookup.
+            request_id: of the lookup.
+            tenant: of the lookup.
+            digests: of the chunks that come, from chunk 0 on.
+            found: those that are here.
+            until: the lookup's deadline.
+            on_end: called once, when the lookup is to be answered with what is here then.
+            ask_tiers: called at a bounded pace while a lookup waits.
+        """
+        flight = self._find(context.space, tenant, digests, found, is_remote=True)
+        if flight is None:
+            self.end_request(context, request_id)
+            stop, now = len(digests) // DIGEST_BYTES, self._clock()
+            flight = Flight(
+                context, request_id, tenant, digests, found, stop, 0, token_seconds=0.0, moved_at=now,
+                ask_tiers=ask_tiers,
+            )  # fmt: skip
+            if not self._begin(flight):
+                return False
+        stop = common_chunks(flight.digests, digests, found)
+        return self._wait_for(flight, _Waiting(context, stop, until, on_end, flight))
+
+    def _wait_for(self, flight: Flight, waiting: _Waiting) -> bool:
+        if len(flight.waiting) >= MAXIMUM_WAITING or waiting.until <= self._clock():
             return False
-        waiting = _Waiting(context, found + num_chunks, until, on_end, flight)
         flight.waiting.append(waiting)
-        heapq.heappush(self._deadlines, (until, next(self._numbers), waiting))
+        self._call_at(waiting.until, partial(self._is_late, waiting))
         self._counters["flights_joined"] += 1
+        if flight.is_remote and not flight.is_polled:
+            self._poll_soon(flight)
         return True
 
+    def _call_at(self, when: float, call: Callable[[float], None]) -> None:
+        heapq.heappush(self._deadlines, (when, next(self._numbers), call))
+
+    def _poll_soon(self, flight: Flight) -> None:
+        flight.is_polled = True
+        seconds = max(_POLL_SECONDS, self._num_remote / _MOST_POLLS)
+        self._call_at(self._clock() + seconds, partial(self._poll, flight))
+
+    def _poll(self, flight: Flight, _: float) -> None:
+        """Ask the tiers for the chunks of a remote flight, and again when they have answered."""
+        flight.is_polled = False
+        self._advance_if_under_way(flight)
+        if flight.waiting and flight.ask_tiers is not None:
+            flight.is_polled = True
+            if not flight.ask_tiers(flight, partial(self._polled, flight)):
+                self._poll_soon(flight)
+
+    def _polled(self, flight: Flight) -> None:
+        self._advance_if_under_way(flight)
+        if flight.waiting:
+            self._poll_soon(flight)
+        else:
+            flight.is_polled = False
+
+    def _advance_if_under_way(self, flight: Flight) -> None:
+        if self._by_request.get((flight.context.number, flight.request_id)) is flight:
+            self._advance(flight)
+
     def pending(
-        self, context: Context, request_id: str, tenant: str, digests: bytes, *, found: int, token_seconds: float
-    ) -> int:
-        """Return how many chunks from `found` on come sooner from another request's flight than from computing them."""
+        self, context: Context, request_id: str, tenant: str, digests: bytes, *, found: int, token_seconds: float,
+        awaits: int = 0,
+    ) -> int:  # fmt: skip
+        """Return how many chunks from `found` on come sooner from another request's flight than from computing them.
+
+        A lookup that `awaits` chunks counts those of a remote flight once one of them has arrived.
+        """
         flight = self._find(context.space, tenant, digests, found)
+        if flight is None and found < awaits:
+            flight = self._find(context.space, tenant, digests, found, is_remote=True)
+            return (
+                0 if flight is None or not flight.has_moved else common_chunks(flight.digests, digests, found) - found
+            )
         if flight is None or (flight.context is context and flight.request_id == request_id):
             return 0
         stop = common_chunks(flight.digests, digests, found)
@@ -168,6 +270,7 @@ class FlightTable:
             return
         self._leave(flight)
         flight.position, flight.ahead_tokens, flight.moved_at = position, 0, self._clock()
+        flight.has_moved = True
         if not self._enter(flight):
             self._end(flight)  # another request brings the same
             return
@@ -193,17 +296,21 @@ class FlightTable:
                 self.end_request(context, flight.request_id)
 
     def expire(self, now: float) -> None:
-        """Answer lookups whose time is over, and end flights that are late."""
+        """Answer lookups whose time is over, end flights that are late, and ask tiers for remote ones."""
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now:
-            _, _, late = heapq.heappop(deadlines)
-            if isinstance(late, _Waiting):
-                if late.flight is not None and late in late.flight.waiting:
-                    late.flight.waiting.remove(late)
-                    self._answer(late)
-            elif late.due <= now and self._by_request.get((late.context.number, late.request_id)) is late:
-                self._counters["flights_failed"] += 1
-                self._end(late)
+            _, _, call = heapq.heappop(deadlines)
+            call(now)
+
+    def _is_late(self, waiting: _Waiting, _: float) -> None:
+        if waiting.flight is not None and waiting in waiting.flight.waiting:
+            waiting.flight.waiting.remove(waiting)
+            self._answer(waiting)
+
+    def _is_due(self, flight: Flight, now: float) -> None:
+        if flight.due <= now and self._by_request.get((flight.context.number, flight.request_id)) is flight:
+            self._counters["flights_failed"] += 1
+            self._end(flight)
 
     def next_deadline(self) -> float | None:
         """Return when `expire` has something to do, None if there is nothing to wait for."""
@@ -213,12 +320,13 @@ class FlightTable:
         now = self._clock()
         seconds = 2 * flight.seconds_to(flight.stop, now) if flight.token_seconds else _UNKNOWN_SECONDS
         flight.due = now + _GRACE_SECONDS + seconds
-        heapq.heappush(self._deadlines, (flight.due, next(self._numbers), flight))
+        self._call_at(flight.due, partial(self._is_due, flight))
 
     def _end(self, flight: Flight) -> None:
         del self._by_request[flight.context.number, flight.request_id]
         self._leave(flight)
         self._num_digest_bytes -= len(flight.digests)
+        self._num_remote -= flight.is_remote
         waiting, flight.waiting = flight.waiting, []
         for each in waiting:
             self._answer(each)
@@ -227,20 +335,20 @@ class FlightTable:
         waiting.flight = None
         waiting.on_end()
 
-    def _find(self, space: Space, tenant: str, digests: bytes, chunk: int) -> Flight | None:
+    def _find(self, space: Space, tenant: str, digests: bytes, chunk: int, *, is_remote: bool = False) -> Flight | None:
         flights = self._by_chunk.get((space.number, _digest(digests, chunk)))
-        return None if flights is None else flights.get(tenant)
+        return None if flights is None else flights.get((tenant, is_remote))
 
     def _enter(self, flight: Flight) -> bool:
         """Let a flight be found by its first missing chunk; False if another one is."""
         key = flight.context.space.number, _digest(flight.digests, flight.position)
-        return self._by_chunk.setdefault(key, {}).setdefault(flight.tenant, flight) is flight
+        return self._by_chunk.setdefault(key, {}).setdefault((flight.tenant, flight.is_remote), flight) is flight
 
     def _leave(self, flight: Flight) -> None:
         key = flight.context.space.number, _digest(flight.digests, flight.position)
         flights = self._by_chunk.get(key, {})
-        if flights.get(flight.tenant) is flight:
-            del flights[flight.tenant]
+        if flights.get((flight.tenant, flight.is_remote)) is flight:
+            del flights[flight.tenant, flight.is_remote]
             if not flights:
                 del self._by_chunk[key]
 

@@ -1,6 +1,6 @@
 """Lookups, hints and retrieves: what engines ask of prefixes that the depot may have."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvdepot.errors import ErrorCode
@@ -8,10 +8,9 @@ from kvdepot.index.index import Space, pack_extent
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.server.background import Kind, Task
 from kvdepot.server.contexts import Context, ContextTable, check_covered
-from kvdepot.server.flights import FlightTable
+from kvdepot.server.flights import Flight, FlightTable
 from kvdepot.server.replies import Deferred, Refused, count_digests
 from kvdepot.server.state import DepotState
-from kvdepot.tiers.tiering import Tiering
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -43,6 +42,8 @@ class Lookups:
         counters["lookup_chunks"] += num_chunks
         counters["lookup_chunks_pool_hit"] += found
         self._observe(request.digests, space)
+        if request.hands_over:
+            self._contexts.begin_hand_over(context.instance, request.request_id)
         tokens = self._usage.tokens_of(request.tenant or _DEFAULT_TENANT)
         tokens[0] += num_chunks * space.spec.chunk_tokens
         tokens[1] += found * space.spec.chunk_tokens
@@ -51,39 +52,41 @@ class Lookups:
                 deferred = Deferred()
                 if self._join(context, request, found, self._state.clock(), deferred):
                     return deferred
-            tiering = self._state.tiering
-            if tiering is not None and self._state.accepts_stores:
-                deferred = self._promote(tiering, context, request, found, nodes, tokens)
-                if deferred is not None:
-                    return deferred.reply or deferred
+            deferred = self._promote(context, request, found, nodes, tokens)
+            if deferred is not None:
+                return deferred.reply or deferred
         return self._found(context, request, found, nodes)
 
     def _join(self, context: Context, request: m.Lookup, found: int, began: float, deferred: Deferred) -> bool:
         """Wait for chunks that another request is computing; False if there are none."""
-
-        def answer() -> None:
-            here, nodes = self._index.longest_prefix(context.space, request.digests)
-            deferred.send(self._found(context, request, here, nodes, self._state.clock() - began))
-
         return self._flights.join(
             context, request.request_id, request.tenant, request.digests, found=found,
-            token_seconds=request.token_seconds, until=began + request.wait_seconds, on_end=answer,
+            token_seconds=request.token_seconds, until=began + request.wait_seconds,
+            on_end=lambda: self._answer(context, request, began, deferred),
         )  # fmt: skip
 
+    def _await(self, context: Context, request: m.Lookup, found: int, began: float, deferred: Deferred) -> bool:
+        """Wait for chunks that an engine of another node brings to a tier; False if the lookup names none."""
+
+        def ask(flight: Flight, on_answer: Callable[[], None]) -> bool:
+            here, nodes = self._index.longest_prefix(context.space, flight.digests)
+            return self._ask_tiers(flight.context, flight.tenant, flight.digests, here, nodes, on_answer)
+
+        digests = request.digests[: request.awaits * DIGEST_BYTES]
+        return found * DIGEST_BYTES < len(digests) and self._flights.await_remote(
+            context, request.request_id, request.tenant, digests, found=found, until=began + request.wait_seconds,
+            on_end=lambda: self._answer(context, request, began, deferred), ask_tiers=ask,
+        )  # fmt: skip
+
+    def _answer(self, context: Context, request: m.Lookup, began: float, deferred: Deferred) -> None:
+        here, nodes = self._index.longest_prefix(context.space, request.digests)
+        deferred.send(self._found(context, request, here, nodes, self._state.clock() - began))
+
     def _promote(
-        self, tiering: Tiering, context: Context, request: m.Lookup, found: int, nodes: tuple[int, ...],
-        tokens: list[int],
-    ) -> Deferred | None:  # fmt: skip
+        self, context: Context, request: m.Lookup, found: int, nodes: tuple[int, ...], tokens: list[int]
+    ) -> Deferred | None:
         """Ask the tiers for the rest of a prefix; None if they cannot have it."""
         space, state = context.space, self._state
-        places, model = self._contexts.places(space, context.instance)
-        if not places:
-            return None
-        try:
-            label = state.labels.number_of(request.tenant, model)
-        except (Refused, OSError):  # a tenant too many, or no room for its name
-            self._counters["lookups_without_name"] += 1
-            return None
         deferred = Deferred()
         began = state.clock()
 
@@ -95,18 +98,39 @@ class Lookups:
             here, nodes = self._index.longest_prefix(space, request.digests)
             tokens[2] += max(0, here - found) * space.spec.chunk_tokens
             is_waiting = (
-                self._flights and request.joins and here * DIGEST_BYTES < len(request.digests)
-                and self._join(context, request, here, began, deferred)
+                request.joins and here * DIGEST_BYTES < len(request.digests)
+                and ((self._flights and self._join(context, request, here, began, deferred))
+                     or self._await(context, request, here, began, deferred))
             )  # fmt: skip
             if not is_waiting:
                 deferred.send(self._found(context, request, here, nodes, state.clock() - began))
 
-        is_asking = tiering.promote(
-            space, request.digests, places, label, found=found, pins=nodes,
-            wait_seconds=min(request.wait_seconds, tiering.settings.promotion_seconds), on_answer=answer,
-            token_seconds=request.token_seconds,
-        )  # fmt: skip
+        is_asking = self._ask_tiers(
+            context, request.tenant, request.digests, found, nodes, answer, request.wait_seconds, request.token_seconds
+        )
         return deferred if is_asking else None
+
+    def _ask_tiers(
+        self, context: Context, tenant: str, digests: bytes, found: int, nodes: tuple[int, ...],
+        on_answer: Callable[[], None], wait_seconds: float = 60.0, token_seconds: float = 0.0,
+    ) -> bool:  # fmt: skip
+        """Have the tiers bring what they have of a prefix, and then call `on_answer`; False if they cannot be asked."""
+        tiering = self._state.tiering
+        if tiering is None or not self._state.accepts_stores:
+            return False
+        places, model = self._contexts.places(context.space, context.instance)
+        if not places:
+            return False
+        try:
+            label = self._state.labels.number_of(tenant, model)
+        except (Refused, OSError):  # a tenant too many, or no room for its name
+            self._counters["lookups_without_name"] += 1
+            return False
+        return tiering.promote(
+            context.space, digests, places, label, found=found, pins=nodes,
+            wait_seconds=min(wait_seconds, tiering.settings.promotion_seconds), on_answer=on_answer,
+            token_seconds=token_seconds,
+        )  # fmt: skip
 
     def _observe(self, digests: bytes, space: Space) -> None:
         """Count a lookup for the estimates, the end of a long prompt first; not while another long one is counted."""
@@ -150,7 +174,7 @@ class Lookups:
         """Return how many of the chunks that are not here another request is bringing."""
         return self._flights.pending(
             context, request.request_id, request.tenant, request.digests, found=found,
-            token_seconds=request.token_seconds,
+            token_seconds=request.token_seconds, awaits=request.awaits,
         )  # fmt: skip
 
     def release(self, context: Context, request: m.Release) -> frames.Reply:
@@ -160,6 +184,7 @@ class Lookups:
     def end_request(self, context: Context, request: m.EndRequest) -> frames.Reply:
         """End every lease of a request, and its flight; the reply counts leases."""
         self._flights.end_request(context, request.request_id)
+        self._contexts.handing_over.discard((context.instance, request.request_id))
         count = self._leases.count_of_request(context.number, request.request_id)
         self._state.background.add_urgent(self._leases.end_request(context.number, request.request_id), count)
         return m.Done(self._state.epoch, count)

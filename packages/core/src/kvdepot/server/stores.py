@@ -178,7 +178,8 @@ class Stores:
         state.usage.store_seconds.add(now - ticket.began)
         state.usage.bytes_of(context.device)[0] += ticket.num_bytes
         if state.tiering is not None:
-            state.tiering.stored(ticket.records)
+            is_first = (context.instance, ticket.request_id) in self._contexts.handing_over
+            state.tiering.stored(ticket.records, is_first=is_first)
         if self._flights:
             self._flights.arrived(map(self._index.node_of, ticket.records))
         return m.Done(state.epoch, len(ticket.records))

@@ -1,7 +1,8 @@
 """Writes entries of the pool to tiers: when they are stored, when they are used again, or when they are about to leave.
 
 The entries stay in the pool meanwhile. Each tier has a bound of waiting bytes. As its queue fills up, the depot drops
-more and more of the end of each prefix.
+more and more of the end of each prefix. Entries that are handed over to an engine of another node go first, whatever
+the rule, and none of them is dropped before the queue is full.
 """
 
 import itertools
@@ -62,16 +63,19 @@ class Demotions:
         """Whether `turn` has something to do now."""
         return bool(self._prefixes)
 
-    def stored(self, records: Sequence[int]) -> None:
-        """Write newly sealed entries, in the order of their chunks, if the rule says so."""
+    def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
+        """Write newly sealed entries, in the order of their chunks, if they go first or the rule says so."""
         index = self._index
-        if self._rule is not Demotion.STORE or not records or not self._is_long(index.node_of(records[-1])):
+        if not records:
+            return
+        if not is_first and (self._rule is not Demotion.STORE or not self._is_long(index.node_of(records[-1]))):
             return
         before = index.parent_of(index.node_of(records[0]))
         if before != NO_NODE and self._is_missing(before):
-            self._begin(index.node_of(records[-1]))  # a tier cannot use them without the chunks before them
+            # A tier cannot use them without the chunks before them.
+            self._begin(index.node_of(records[-1]), is_first=is_first)
         else:
-            self._write(records)
+            self._write(records, is_first=is_first)
 
     def used(self, node: int) -> None:
         """Write the prefix that ends with this chunk and was found, if the rule says so."""
@@ -90,14 +94,14 @@ class Demotions:
         if self._rule is Demotion.EVICT:
             self._make_reserve(is_over)
 
-    def _begin(self, node: int) -> None:
+    def _begin(self, node: int, *, is_first: bool = False) -> None:
         """Write the end of a prefix that tiers lack: a short one now, the rest of a long one in steps."""
         if node not in self._prefixes and len(self._prefixes) < _MOST_PREFIXES:
-            steps = self._missing_end(node)
+            steps = self._missing_end(node, is_first=is_first)
             if next(steps, False) is None:
                 self._prefixes[node] = steps
 
-    def _missing_end(self, node: int) -> Iterator[None]:
+    def _missing_end(self, node: int, *, is_first: bool) -> Iterator[None]:
         """Walk from a chunk towards the root as far as tiers lack chunks, then write them from the first one on.
 
         Stop once a tier drops an entry: nobody could use those behind it. The next use tries again.
@@ -118,7 +122,7 @@ class Demotions:
             del path[-_CHUNKS_A_STEP:]
             records = [record for node in here for record in index.entries(node) if not self._is_written(record)]
             if records:
-                self._write(records, asks_first=True)
+                self._write(records, asks_first=True, is_first=is_first)
             if self._counters["demotions_dropped"] != num_dropped:
                 return
             if path:
@@ -136,18 +140,20 @@ class Demotions:
         header = self._index.table.header(record)
         return all(tier.queue.is_suspended or tier.headers[record] == header for tier in self._tiers)
 
-    def _write(self, records: Sequence[int], *, evicts: bool = False, asks_first: bool = False) -> bool:
+    def _write(
+        self, records: Sequence[int], *, evicts: bool = False, asks_first: bool = False, is_first: bool = False
+    ) -> bool:
         """Write entries to every tier that lacks them, in their order. Return False if no tier takes any.
 
         With `asks_first`, ask the tier before: it may have them from an earlier server, and writing may be slow. With
-        `evicts`, evict them afterwards.
+        `evicts`, evict them afterwards. With `is_first`, write them before those that wait.
         """
         index, table, is_taken = self._index, self._index.table, False
         for tier in self._tiers:
             if tier.queue.is_suspended:
                 continue
             missing = [record for record in records if tier.headers[record] != table.header(record)]
-            num_kept = _num_taken(tier.queue, len(missing))
+            num_kept = len(missing) if is_first else _num_taken(tier.queue, len(missing))
             self._counters["demotions_dropped"] += len(missing) - num_kept
             missing = missing[:num_kept]
             if not missing:
@@ -158,6 +164,7 @@ class Demotions:
                 [table.extent(record) for record in missing],
                 [table.owner_of(record) for record in missing],
                 asks_first=asks_first,
+                is_first=is_first,
             )
             if not tier.queue.submit(job):
                 self._counters["demotions_dropped"] += len(missing)

@@ -30,6 +30,7 @@ class Job:
     checksums: Sequence[bytes] = ()  # of payloads to write, empty or zeros if unknown; others are not written
     labels: tuple[bytes | None, bytes | None] = (None, None)  # to clear
     asks_first: bool = False  # write only entries that the tier lacks
+    is_first: bool = False  # written before others: an engine of another node waits for it
     on_part: "Callable[[Part], object]" = _ignore  # the queue's owner calls it with each part
     on_late: Callable[[], object] = _ignore  # likewise, once, for a late call; parts may follow
     num_left: int = 0  # keys without an outcome

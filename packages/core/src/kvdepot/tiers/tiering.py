@@ -174,9 +174,9 @@ class Tiering:
 
     # --- the depot ------------------------------------------------------------------------------------------------
 
-    def stored(self, records: Sequence[int]) -> None:
-        """Note that entries were sealed, in the order of their chunks."""
-        self._demote(self._demotions.stored, records)
+    def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
+        """Note that entries were sealed, in the order of their chunks; `is_first`: write them before all others."""
+        self._demote(partial(self._demotions.stored, is_first=is_first), records)
 
     def used(self, node: int) -> None:
         """Note that a lookup found a prefix that ends with this chunk."""

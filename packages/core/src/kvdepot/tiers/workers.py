@@ -1,4 +1,6 @@
-"""Threads that make a tier's calls, in the order contains, read, clear, write. At least one thread never takes writes.
+"""Threads that make a tier's calls, in the order contains, read, clear, first writes, other writes.
+
+At least one thread never takes writes.
 
 A clear waits for running writes, and writes wait for it. The depot's loop hands calls in. It shares one lock with the
 threads, which hold it only for a few operations on deques. One call wakes one thread: after waking all of them, the
@@ -43,6 +45,7 @@ class Workers:
         self._has_work = threading.Condition(self._lock)  # workers wait for it
         self._has_ended = threading.Condition(self._lock)  # `close` waits for it
         self._waiting: tuple[deque[Call], ...] = tuple(deque[Call]() for _ in Operation)
+        self._first_writes = deque[Call]()  # of jobs that go first
         self._running: set[Call] = set()
         self._num_to_end = 0  # dismissed threads that have not ended
         self._num_hired = 0
@@ -63,12 +66,18 @@ class Workers:
         """Queue calls."""
         with self._lock:
             for call in calls:
-                self._waiting[call.operation].append(call)
+                is_first = call.job.is_first and call.operation is Operation.WRITE
+                (self._first_writes if is_first else self._waiting[call.operation]).append(call)
                 self._has_work.notify()
 
     def num_waiting(self, operation: Operation) -> int:
         """Return how many calls of a kind wait."""
-        return len(self._waiting[operation])
+        return sum(map(len, self._queues(operation)))
+
+    def _queues(self, operation: Operation) -> tuple[deque[Call], ...]:
+        """Return the waiting calls of a kind, the next ones first."""
+        waiting = self._waiting[operation]
+        return (self._first_writes, waiting) if operation is Operation.WRITE else (waiting,)
 
     def running(self) -> list[Call]:
         """Return the calls that have begun and not ended."""
@@ -76,24 +85,28 @@ class Workers:
             return list(self._running)
 
     def take_back(self, operation: Operation, most: int, is_wanted: Callable[[Call], bool]) -> list[Call]:
-        """Remove and return the wanted ones of the next `most` waiting calls of a kind.
+        """Remove and return the wanted ones of the next `most` waiting calls of a kind; twice as many writes.
 
         The others keep waiting, behind those that were not examined.
         """
         with self._lock:
-            waiting, taken = self._waiting[operation], list[Call]()
-            for _ in range(min(most, len(waiting))):
-                call = waiting.popleft()
-                (taken if is_wanted(call) else waiting).append(call)
+            taken = list[Call]()
+            for waiting in self._queues(operation):
+                for _ in range(min(most, len(waiting))):
+                    call = waiting.popleft()
+                    (taken if is_wanted(call) else waiting).append(call)
             return taken
 
     def close(self, drain_seconds: float, running_seconds: float, num_hung: int) -> None:
         """Wait for the writes, drop waiting calls, then wait for the running calls that do not hang. Both waits end."""
         with self._lock:
-            self._has_ended.wait_for(lambda: not (self._waiting[Operation.WRITE] or self._num_writing), drain_seconds)
+            self._has_ended.wait_for(
+                lambda: not (self.num_waiting(Operation.WRITE) or self._num_writing), drain_seconds
+            )
             self._is_closed = True
-            for waiting in self._waiting:
-                waiting.clear()
+            for operation in Operation:
+                for waiting in self._queues(operation):
+                    waiting.clear()
             self._has_ended.wait_for(lambda: len(self._running) <= num_hung, running_seconds)
         self.end()
 
@@ -127,7 +140,7 @@ class Workers:
                     self._num_to_end -= 1
                     return None
                 self._has_work.wait()
-            call = self._waiting[operation].popleft()
+            call = next(filter(None, self._queues(operation))).popleft()
             call.started_at = self._clock()
             self._running.add(call)
             return call
@@ -139,7 +152,7 @@ class Workers:
         is_clearing = any(call.operation is Operation.CLEAR and not call.is_late for call in self._running)
         if self._waiting[Operation.CLEAR]:
             return None if is_clearing or self._num_writing else Operation.CLEAR
-        if self._waiting[Operation.WRITE] and not is_clearing and self._num_writing < self._most_writes:
+        if self.num_waiting(Operation.WRITE) and not is_clearing and self._num_writing < self._most_writes:
             return Operation.WRITE
         return None
 

@@ -186,6 +186,9 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
 
     `announces`: the engine is about to compute the missing chunks, behind `ahead_tokens` others, and stores it.
     `joins`: wait, within `wait_seconds`, for chunks that another lookup has announced (single flight).
+    `awaits`: an engine, perhaps of another node, computes the first `awaits` chunks for this request. If the depot has
+    tiers, wait, within `wait_seconds`, until they bring these.
+    `hands_over`: another engine waits for what this request stores: write it to the tiers before anything else.
     """
 
     context: Identifier
@@ -197,6 +200,8 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     announces: bool = False
     ahead_tokens: Count = 0
     joins: bool = False
+    awaits: Count = 0
+    hands_over: bool = False
 
 
 class Release(Struct, array_like=True, tag="release", frozen=True):
