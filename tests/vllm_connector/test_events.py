@@ -85,3 +85,29 @@ def test_vllm_s_decoder_reads_a_depot_s_events(depot: DepotProcess, run_code: Ru
     assert stored == ["BlockStored", keys, True, 64, None]
     assert removed == ["BlockRemoved", keys[::-1], True, None, None]
     assert end.hex() == vllm_s_end
+
+
+_STORED = """
+import torch
+from types import SimpleNamespace
+from vllm import SamplingParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
+from kvdepot.layout import GroupKind
+from kvdepot_vllm.events import stored_events
+from kvdepot_vllm.groups import EngineCache, EngineGroup
+from kvdepot_vllm.stores import EndedStore
+
+request = Request("r", list(range(40)), SamplingParams(max_tokens=1), None, session_id="a conversation")
+request.block_hashes = [bytes([number]) * 32 for number in range(2)]
+spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+config = SimpleNamespace(hash_block_size=16, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+group = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a",), False, False)
+cache = EngineCache((group,), 1, 16, 1, "bytes", "test", 0)
+(event,) = stored_events(cache, config, EndedStore(request, 0, 2, (2,)))
+print(len(event.token_ids), event.session_id)
+"""
+
+
+def test_an_engine_s_event_names_the_session_of_its_request(run_code: RunCode) -> None:
+    assert run_code(_STORED).splitlines()[-1] == "32 a conversation"

@@ -210,11 +210,26 @@ def test_vllm_may_take_fewer_tokens_than_were_offered(scene: Callable[..., Scene
     assert (load.key.first_chunk, load.key.num_chunks, load.block_ids, load.skip_tokens) == (1, 2, ([2, 3],), 0)
 
 
+def test_vllm_may_end_a_load_within_a_chunk(scene: Callable[..., Scene]) -> None:
+    small = EngineGroup(0, GroupKind.FULL_ATTENTION, 4, 0, ("a",), False, False)
+    window = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 40, ("b",), False, False)
+    it = scene(small, window, num_chunks=4)
+    request = it.request(100)
+    it.side.matched_tokens(request, 16)
+    it.side.allocated(request, (blocks(1, 20), [0, 42, 43, 44]), 22)
+    plan = it.step(request, 0, ((), ()))
+    (load,) = plan.loads
+    assert (load.key.first_chunk, load.key.num_chunks, load.skip_tokens) == (1, 2, 0)
+    assert load.block_ids == ([5, 6, 7, 8, 9, 10, NO_BLOCK, NO_BLOCK], [42, 43])
+    it.report(plan, finished=["r"])
+    assert it.side.counters["hit_tokens"] == 22
+
+
 def test_a_load_that_does_not_fit_is_reported_as_failed(scene: Callable[..., Scene]) -> None:
-    it = scene(num_chunks=4)
+    it = scene(FULL, STATE, num_chunks=4)
     request = it.request(100)
     it.side.matched_tokens(request, 0)
-    it.side.allocated(request, (blocks(1, 7),), 40)  # not whole chunks
+    it.side.allocated(request, (blocks(1, 7), [0, 0, 11, 0]), 40)  # there is no state within a chunk
     (load,) = it.step(request, 0, (blocks(1, 7),)).loads
     assert load.key.num_chunks == 0
 

@@ -14,12 +14,15 @@ def blocks_per_chunk(cache: EngineCache, group: EngineGroup) -> int:
 
 
 def blocks_to_fill(
-    cache: EngineCache, table: BlockTable, first: int, stop: int, null_block: int
+    cache: EngineCache, table: BlockTable, first: int, stop_tokens: int, null_block: int
 ) -> tuple[list[int], ...] | None:
-    """Return the blocks that a load of chunks `first` to `stop` fills, as `BlockIds`; None if one is missing."""
+    """Return the blocks that a load from chunk `first` up to a token fills, as `BlockIds`; None if one is missing.
+
+    The last chunk may go on behind that token. Its further blocks are `NO_BLOCK`.
+    """
     result: list[list[int]] = []
     for group in cache.groups:
-        ids = _blocks_to_fill(cache, group, table[group.number], first, stop, null_block)
+        ids = _blocks_to_fill(cache, group, table[group.number], first, stop_tokens, null_block)
         if ids is None:
             return None
         result.append(ids)
@@ -27,18 +30,23 @@ def blocks_to_fill(
 
 
 def _blocks_to_fill(
-    cache: EngineCache, group: EngineGroup, row: Sequence[int], first: int, stop: int, null_block: int
+    cache: EngineCache, group: EngineGroup, row: Sequence[int], first: int, stop_tokens: int, null_block: int
 ) -> list[int] | None:
+    stop, rest = divmod(stop_tokens, cache.chunk_tokens)
     if group.kind is GroupKind.RECURRENT:
         last = stop * cache.chunk_tokens // group.block_tokens - 1
         ids = list(row[last : last + 1])
-        return None if ids in ([], [null_block]) else ids
+        return None if rest or ids in ([], [null_block]) else ids
     step = cache.chunk_tokens // group.block_tokens
-    ids = list(row[first * step : stop * step])
-    if len(ids) != (stop - first) * step:
+    num_blocks = -(-stop_tokens // group.block_tokens)
+    ids = list(row[first * step : num_blocks])
+    if len(ids) != num_blocks - first * step:
         return None
+    if group.kind is GroupKind.FULL_ATTENTION and null_block in ids:
+        return None
+    ids += [null_block] * (-num_blocks % step)
     if group.kind is GroupKind.FULL_ATTENTION:
-        return None if null_block in ids else ids
+        return [NO_BLOCK if block == null_block else block for block in ids]
     while ids and all(block == null_block for block in ids[:step]):
         del ids[:step]
     return [NO_BLOCK if block == null_block else block for block in ids]

@@ -30,6 +30,7 @@ class EngineRequest(Protocol):
     resumable: bool
     kv_transfer_params: dict[str, Any] | None
     kv_hints: Any
+    session_id: str | None
     cache_salt: str | None
     lora_request: Any
     mm_features: Sequence[Any]

@@ -62,4 +62,5 @@ def _stored_event(group: EngineGroup, kv_cache_config: Any, request: Any, start:
         kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
         kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
         locality="LOCAL",
+        session_id=request.session_id,
     )

@@ -37,6 +37,7 @@ class Load:
     question: Question
     local_tokens: int = 0
     job: LoadJob | None = None
+    stop_tokens: int = 0  # where it ends, which may be within a chunk
     planned_at: int = -1  # preemption count when a load was last planned
     has_failed: bool = False
     span: Any = None
@@ -107,9 +108,9 @@ class Loads:
         request_id, chunk_tokens = load.question.request.request_id, self._cache.chunk_tokens
         stop_tokens = load.local_tokens + external_tokens
         first, skip_tokens = divmod(load.local_tokens, chunk_tokens)
-        stop, rest = divmod(stop_tokens, chunk_tokens)
+        stop = -(-stop_tokens // chunk_tokens)  # vLLM may end a load within a chunk
         lease = load.question.lease
-        block_ids = None if rest else blocks_to_fill(self._cache, table, first, stop, self._null_block())
+        block_ids = blocks_to_fill(self._cache, table, first, stop_tokens, self._null_block())
         if block_ids is None or lease is None or stop > lease.num_chunks:
             logger.error(
                 "request %s: a load of tokens %d to %d does not fit the %d chunks of %d tokens that were found; they"
@@ -117,6 +118,7 @@ class Loads:
                 request_id, load.local_tokens, stop_tokens, lease.num_chunks if lease else 0, chunk_tokens,
             )  # fmt: skip
             return None
+        load.stop_tokens = stop_tokens
         return LoadJob(request_id, load.question.progress.keys.run(first, stop), block_ids, skip_tokens)
 
     def take_planned(self) -> tuple[LoadJob, ...]:
@@ -136,7 +138,7 @@ class Loads:
         job, load.job = load.job, None
         end_span(load.span, failed=has_failed)
         load.span = None
-        return 0 if has_failed else job.key.num_chunks * self._cache.chunk_tokens - job.skip_tokens
+        return 0 if has_failed or not job.key.num_chunks else load.stop_tokens - load.local_tokens
 
     def forget(self, load: Load) -> None:
         """Take note of the end of a request."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.backends import ReadyEvent, TransferContext, TransferFuture
+from kvdepot.backends import NO_BLOCK, ReadyEvent, TransferContext, TransferFuture
 from kvdepot.errors import LayoutError
 from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob, WorkerReport
 
@@ -148,7 +148,7 @@ class WorkerSide:
     def _unfilled(self, load: _Load) -> Collection[int]:
         filled = load.future.num_chunks if load.future is not None else 0
         first = max(filled * self._chunk_tokens, load.job.skip_tokens) // self._block_tokens
-        return load.job.block_ids[0][first:]
+        return [block for block in load.job.block_ids[0][first:] if block != NO_BLOCK]
 
     def take_report(self) -> WorkerReport | None:
         """Return the stores that ended since the last report, None if there are none."""
