@@ -1,6 +1,7 @@
 """Two engines that get the same prompt compute it once."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,29 @@ def test_a_prompt_that_two_engines_get_at_once_is_computed_once(
         computed.append(sum(len(prompt) - each for each in cached(outputs)) / len(prompt))
     assert min(computed) <= 1.1, "on a busy machine an engine may find that it is quicker alone, but not each time"
     assert depot.status().counters["flights_joined"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"), [("short-windows", 1408), ("recurrent", 1280)], ids=["windows", "recurrent states"]
+)
+@pytest.mark.promise(75)
+def test_a_prompt_of_a_hybrid_model_is_computed_once(
+    name: str, whole: int, depot: DepotProcess, model: MakeModel
+) -> None:
+    given = prompts(3, 1500, seed=76)
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 512}
+    options |= {"dtype": "bfloat16"} if name == "recurrent" else {}
+    one = Engine(model(name), connector(depot.url), reference=given, multiprocessing=True, **options)
+    with one, Engine(model(name), connector(depot.url), **options) as other:
+        one.generate(prompts(1, 700, seed=77))
+        found: list[int] = []
+        for number, prompt in enumerate(given):
+            one.send("generate", prompts=[prompt], max_tokens=one.max_tokens)
+            other.send("generate", prompts=[prompt], max_tokens=one.max_tokens)
+            outputs = one.answer()["outputs"] + other.answer()["outputs"]
+            assert tokens(outputs) == [one.reference[number]] * 2
+            found.append(sum(cached(outputs)))
+        assert max(found) == whole, "on a busy machine an engine may find that it is quicker alone, but not each time"
 
 
 def test_an_engine_that_is_asked_right_after_another_finds_every_whole_chunk(first: Engine, second: Engine) -> None:

@@ -10,7 +10,7 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.server import flights
 from kvdepot.server.replies import Deferred
 from kvdepot.wire import messages as m
-from support.index import HYBRID, SHARDED, Bench, Worker, prompt
+from support.index import HYBRID, ONLY_WINDOW, PLAIN, SHARDED, Bench, Worker, prompt
 
 WAIT_SECONDS = 1.5
 PACE = 0.01  # seconds a token
@@ -144,6 +144,8 @@ def test_nobody_waits_for_what_it_computes_sooner(other: dict[str, Any]) -> None
     Asked(bench.worker(), prompt(4), **other)
     asked = Asked(bench.worker(), prompt(4))
     assert (asked.found, asked.answers[0].num_pending) == (0, 0)
+    told = Asked(bench.worker(), prompt(4), awaits=4)
+    assert told.found is None, "but if its request says that another engine computes the prompt"
 
 
 def test_without_an_estimate_it_waits() -> None:
@@ -202,10 +204,38 @@ def test_every_shard_has_to_arrive() -> None:
     assert waiting.found == 4
 
 
-def test_few_tokens_and_hybrid_models_have_no_flights() -> None:
-    for bench, run in ((Bench(), prompt(1)), (Bench(HYBRID), prompt(4))):
+def test_few_tokens_and_models_without_full_attention_have_no_flights() -> None:
+    for bench, run in ((Bench(), prompt(1)), (Bench(ONLY_WINDOW), prompt(4))):
         Asked(bench.worker(), run)
         assert Asked(bench.worker(), run).found == 0
+
+
+@pytest.mark.promise(75)
+def test_a_hybrid_model_s_lookup_waits_for_the_last_state() -> None:
+    bench = Bench(HYBRID)
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(6))
+    waiting = Asked(second, prompt(6))
+    first.store(prompt(6).slice(0, 3), 3, 3, 1)
+    late = Asked(second, prompt(6), "late")
+    first.store(prompt(6).slice(3), 3, 3, 0)
+    assert (waiting.found, late.found) == (None, None), "all attention is here, and no state at the end"
+    later = Asked(second, prompt(6), "later")
+    assert later.found is None
+    first.store(prompt(6).slice(5), 1, 1, 1)
+    assert (waiting.found, late.found, later.found) == (6, 6, 6)
+    assert not bench.depot.flights
+
+
+def test_a_longer_prompt_of_a_hybrid_model_waits_and_one_that_diverges_does_not() -> None:
+    bench = Bench(HYBRID)
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(4))
+    waiting = Asked(second, prompt(7), "longer")
+    other = hash_prefix(Namespace("model"), 1, [0, 1, 2, 900])
+    assert [Asked(second, run, "other").found for run in (other, prompt(3))] == [0, 0]
+    first.store(prompt(4), 4, 4, 1)
+    assert waiting.found == 4
 
 
 def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +254,14 @@ def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(bench.depot.flights) == 1
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("groups", [PLAIN, HYBRID], ids=["plain", "hybrid"])
+@pytest.mark.parametrize("seed", range(40))
 @pytest.mark.promise(75)
-def test_whatever_happens_everybody_is_answered_in_time_and_nothing_stays(seed: int) -> None:
+def test_whatever_happens_everybody_is_answered_in_time_and_nothing_stays(
+    seed: int, groups: tuple[m.GroupShape, ...]
+) -> None:
     rng = random.Random(seed)
-    bench = Bench(pages=256, num_records=256)
+    bench = Bench(groups, pages=256, num_records=256)
     engines = [bench.worker() for _ in range(3)]
     asked: list[Asked] = []
     computing: list[tuple[Worker, KeyRun, int]] = []

@@ -64,7 +64,7 @@ class ChunkIndex:
         self.parent_of, self.num_children, self.idle_seconds = nodes.parent_of, nodes.num_children, nodes.idle_seconds
         self.is_held, self.is_chain = nodes.is_held, nodes.is_chain
         self.visible, self.is_reachable = visibility.find, visibility.is_reachable
-        self.longest_prefix = visibility.longest_prefix
+        self.longest_prefix, self.full_prefix = visibility.longest_prefix, visibility.full_prefix
         self.entry, self.has_entry, self.entries = entries.find, entries.has, entries.sealed
         self.extent_of, self.node_of = entries.extent_of, entries.node_of
         self.free_abandoned = entries.free_abandoned

@@ -104,14 +104,8 @@ class Visibility:
         Returns:
             its chunks, and the nodes to pin so that all of it stays.
         """
-        limit = len(digests) // DIGEST_BYTES
-        if self.broken and space.full_mask:
-            limit = self._first_break(space, digests, limit)
+        limit, has = self._unbroken(space, digests), self._has(space, digests)
         nodes, is_visible, depths, sealed = space.nodes, self.is_visible, self._nodes.depth, self.sealed_groups
-
-        def has(chunk: int, bits: int) -> bool:
-            node = nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
-            return node is not None and is_visible[node] != 0 and depths[node] == chunk and sealed[node] & bits == bits
 
         def last_boundary(limit: int, lowest: int) -> int:
             mask = space.window_mask
@@ -132,6 +126,24 @@ class Visibility:
             for chunk in range(start, limit)
         )
         return limit, tuple(node for node in found if node is not None)
+
+    def full_prefix(self, space: Space, digests: bytes) -> int:
+        """Return how many leading chunks are visible: those of a usable prefix, and of one without its windows."""
+        return usable_prefix(self._unbroken(space, digests), self._has(space, digests), space.full, is_closed=True)
+
+    def _has(self, space: Space, digests: bytes) -> Callable[[int, int], bool]:
+        """Return a function that says whether a chunk is visible and has some groups."""
+        nodes, is_visible, depths, sealed = space.nodes, self.is_visible, self._nodes.depth, self.sealed_groups
+
+        def has(chunk: int, bits: int) -> bool:
+            node = nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+            return node is not None and is_visible[node] != 0 and depths[node] == chunk and sealed[node] & bits == bits
+
+        return has
+
+    def _unbroken(self, space: Space, digests: bytes) -> int:
+        limit = len(digests) // DIGEST_BYTES
+        return self._first_break(space, digests, limit) if self.broken and space.full_mask else limit
 
     def _first_break(self, space: Space, digests: bytes, limit: int) -> int:
         """Return how many chunks come before the first broken one. Walk chunks or breaks, whichever are fewer."""

@@ -10,7 +10,10 @@ it begins when a lookup names its chunks (`Lookup.awaits`). While a lookup waits
 next chunk again and again. Only lookups that name its chunks join it.
 
 The first chunk of a flight that is not here yet finds it, because a lookup that shares this chunk misses it, too. Only
-models whose groups are all full attention have flights: only there, each chunk follows the one before it.
+models with a group of full attention have flights: only there, each chunk follows the one before it. If there are
+windows or recurrent states beside it, "here" means the full attention of a chunk until the last chunk, and with the
+last one all that a lookup needs. Nobody can say whether shorter parts of such a flight will be usable, so only a lookup
+that shares all of its chunks joins it.
 """
 
 import heapq
@@ -21,7 +24,7 @@ from functools import partial
 from itertools import count
 from typing import Final
 
-from kvdepot.index.index import ChunkIndex, Space
+from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.server.contexts import Context
 
@@ -72,6 +75,11 @@ class Flight:
         tokens = self.ahead_tokens + (chunk - self.position) * self.context.space.spec.chunk_tokens
         return max(0.0, self.moved_at + tokens * self.token_seconds - now)
 
+    def stop_of(self, digests: bytes, found: int) -> int:
+        """Return up to which chunk a lookup, `found` of whose chunks are here, can wait for this flight."""
+        stop = common_chunks(self.digests, digests, found)
+        return found if self.context.space.windows and stop < self.stop else stop
+
     @property
     def is_remote(self) -> bool:
         """Whether an engine of another node computes it."""
@@ -112,18 +120,20 @@ class FlightTable:
         token_seconds: float,
     ) -> None:  # fmt: skip
         """Begin a flight for the chunks from `found` on, unless they are few or somebody else has begun one."""
-        space, stop = context.space, len(digests) // DIGEST_BYTES
+        space, stop, position = context.space, len(digests) // DIGEST_BYTES, self._position(context, digests, found)
         flight = self._by_request.get((context.number, request_id))
-        if flight is not None and not flight.is_remote and (flight.digests, flight.position) == (digests, found):
+        if flight is not None and not flight.is_remote and (flight.digests, flight.position) == (digests, position):
             flight.ahead_tokens, flight.moved_at = ahead_tokens, self._clock()  # it has asked again
             self._expect(flight)
             return
         self.end_request(context, request_id)
         if (stop - found) * space.spec.chunk_tokens < _LEAST_TOKENS:
             return
-        flight = Flight(context, request_id, tenant, digests, found, stop, ahead_tokens, token_seconds, self._clock())
+        flight = Flight(
+            context, request_id, tenant, digests, position, stop, ahead_tokens, token_seconds, self._clock()
+        )
         if self._begin(flight):
-            remote = self._find(space, tenant, digests, found, is_remote=True)
+            remote = self._find(context, tenant, digests, found, is_remote=True)
             if remote is not None:
                 self._end(remote)  # its lookups ask again and join this one, whose end they notice
 
@@ -131,7 +141,7 @@ class FlightTable:
         """Add a flight; False if it is one too many, another one has its next chunk, or the model has none."""
         num_bytes = self._num_digest_bytes + len(flight.digests)
         is_full = len(self._by_request) >= MAXIMUM_FLIGHTS or num_bytes > MAXIMUM_DIGEST_BYTES
-        if is_full or flight.context.space.windows or not self._enter(flight):
+        if is_full or not flight.context.space.full_mask or not self._enter(flight):
             return False
         self._by_request[flight.context.number, flight.request_id] = flight
         self._num_digest_bytes = num_bytes
@@ -142,7 +152,7 @@ class FlightTable:
 
     def join(
         self, context: Context, request_id: str, tenant: str, digests: bytes, *, found: int, token_seconds: float,
-        until: float, on_end: Callable[[], None],
+        until: float, on_end: Callable[[], None], awaits: int = 0,
     ) -> bool:  # fmt: skip
         """Wait for a flight that has the chunk `found`; False if there is none, or waiting takes longer than computing.
 
@@ -155,11 +165,14 @@ class FlightTable:
             token_seconds: its engine's time for a token, 0 for unknown.
             until: the lookup's deadline.
             on_end: called once, when the lookup is to be answered with what is here then.
+            awaits: chunks that its request was told to wait for, however long computing them would take.
         """
-        flight = self._find(context.space, tenant, digests, found)
+        flight = self._find(context, tenant, digests, found)
         if flight is None:
             return False
-        num_chunks = self.pending(context, request_id, tenant, digests, found=found, token_seconds=token_seconds)
+        num_chunks = self.pending(
+            context, request_id, tenant, digests, found=found, token_seconds=token_seconds, awaits=awaits
+        )
         return num_chunks > 0 and self._wait_for(flight, _Waiting(context, found + num_chunks, until, on_end, flight))
 
     def await_remote(
@@ -178,18 +191,18 @@ class FlightTable:
             on_end: called once, when the lookup is to be answered with what is here then.
             ask_tiers: called at a bounded pace while a lookup waits.
         """
-        flight = self._find(context.space, tenant, digests, found, is_remote=True)
+        flight = self._find(context, tenant, digests, found, is_remote=True)
         if flight is None:
             self.end_request(context, request_id)
-            stop, now = len(digests) // DIGEST_BYTES, self._clock()
+            position, stop = self._position(context, digests, found), len(digests) // DIGEST_BYTES
             flight = Flight(
-                context, request_id, tenant, digests, found, stop, 0, token_seconds=0.0, moved_at=now,
+                context, request_id, tenant, digests, position, stop, 0, token_seconds=0.0, moved_at=self._clock(),
                 ask_tiers=ask_tiers,
             )  # fmt: skip
             if not self._begin(flight):
                 return False
-        stop = common_chunks(flight.digests, digests, found)
-        return self._wait_for(flight, _Waiting(context, stop, until, on_end, flight))
+        stop = flight.stop_of(digests, found)
+        return stop > found and self._wait_for(flight, _Waiting(context, stop, until, on_end, flight))
 
     def _wait_for(self, flight: Flight, waiting: _Waiting) -> bool:
         if len(flight.waiting) >= MAXIMUM_WAITING or waiting.until <= self._clock():
@@ -235,19 +248,17 @@ class FlightTable:
     ) -> int:  # fmt: skip
         """Return how many chunks from `found` on come sooner from another request's flight than from computing them.
 
-        A lookup that `awaits` chunks counts those of a remote flight once one of them has arrived.
+        A lookup that `awaits` chunks does not compare. It counts those of a remote flight once one of them has arrived.
         """
-        flight = self._find(context.space, tenant, digests, found)
+        flight = self._find(context, tenant, digests, found)
         if flight is None and found < awaits:
-            flight = self._find(context.space, tenant, digests, found, is_remote=True)
-            return (
-                0 if flight is None or not flight.has_moved else common_chunks(flight.digests, digests, found) - found
-            )
+            flight = self._find(context, tenant, digests, found, is_remote=True)
+            return 0 if flight is None or not flight.has_moved else flight.stop_of(digests, found) - found
         if flight is None or (flight.context is context and flight.request_id == request_id):
             return 0
-        stop = common_chunks(flight.digests, digests, found)
+        stop = flight.stop_of(digests, found)
         own_seconds = (stop - found) * context.space.spec.chunk_tokens * token_seconds
-        if token_seconds and flight.seconds_to(stop, self._clock()) > _PATIENCE * own_seconds:
+        if token_seconds and found >= awaits and flight.seconds_to(stop, self._clock()) > _PATIENCE * own_seconds:
             return 0
         return stop - found
 
@@ -263,6 +274,8 @@ class FlightTable:
         position = began
         while position < flight.stop and index.visible(space, _digest(flight.digests, position), position) is not None:
             position += 1
+        if position == flight.stop and space.windows and index.longest_prefix(space, flight.digests)[0] < position:
+            position -= 1
         if position == began:
             return
         if position == flight.stop:
@@ -335,9 +348,21 @@ class FlightTable:
         waiting.flight = None
         waiting.on_end()
 
-    def _find(self, space: Space, tenant: str, digests: bytes, chunk: int, *, is_remote: bool = False) -> Flight | None:
-        flights = self._by_chunk.get((space.number, _digest(digests, chunk)))
+    def _find(
+        self, context: Context, tenant: str, digests: bytes, found: int, *, is_remote: bool = False
+    ) -> Flight | None:
+        position = self._position(context, digests, found)
+        flights = self._by_chunk.get((context.space.number, _digest(digests, position)))
         return None if flights is None else flights.get((tenant, is_remote))
+
+    def _position(self, context: Context, digests: bytes, found: int) -> int:
+        """Return the first chunk whose full attention is missing, the last one at most. The first `found` are usable.
+
+        Where all groups are full attention, it is `found`.
+        """
+        if not context.space.windows:
+            return found
+        return min(self._index.full_prefix(context.space, digests), len(digests) // DIGEST_BYTES - 1)
 
     def _enter(self, flight: Flight) -> bool:
         """Let a flight be found by its first missing chunk; False if another one is."""

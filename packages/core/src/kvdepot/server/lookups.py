@@ -62,7 +62,7 @@ class Lookups:
         return self._flights.join(
             context, request.request_id, request.tenant, request.digests, found=found,
             token_seconds=request.token_seconds, until=began + request.wait_seconds,
-            on_end=lambda: self._answer(context, request, began, deferred),
+            on_end=lambda: self._answer(context, request, began, deferred), awaits=request.awaits,
         )  # fmt: skip
 
     def _await(self, context: Context, request: m.Lookup, found: int, began: float, deferred: Deferred) -> bool:
