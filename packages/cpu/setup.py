@@ -1,4 +1,4 @@
-"""Builds the copy kernel; everything else is in pyproject.toml.
+"""Builds the copy kernels; everything else is in pyproject.toml.
 
 The library has no Python in it (it is called through ctypes), so one build serves every Python 3. It is optional: where
 there is no compiler the package is installed without it.
@@ -10,7 +10,7 @@ setup(
     ext_modules=[
         Extension(
             "kvdepot_cpu.kernels._copy_runs",
-            ["src/kvdepot_cpu/kernels/copy_runs.c"],
+            ["src/kvdepot_cpu/kernels/copy_runs.c", "src/kvdepot_cpu/kernels/move_tokens.c"],
             extra_compile_args=["-O3"],
             py_limited_api=True,
             optional=True,

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kvdepot.errors import LayoutError
+from kvdepot_cpu.kernels.move import native_move_tokens
 from kvdepot_vllm.blend.layers import Layer, Rotation
-from kvdepot_vllm.blend.moves import move
+from kvdepot_vllm.blend.moves import move, token_layout
 
 HEADS, DIM, BLOCK_TOKENS, BLOCKS = 2, 64, 32, 8
 TOKENS = BLOCKS * BLOCK_TOKENS
@@ -153,3 +154,51 @@ def test_a_layer_without_rotation_is_copied_only() -> None:
     k, v = layer.rows(target)
     assert torch.equal(k, pages.k[source])
     assert torch.equal(v, pages.v[source])
+
+
+@pytest.mark.parametrize("where", ["in place", "aligned", "elsewhere"])
+@pytest.mark.parametrize("is_neox_style", [True, False])
+@pytest.mark.parametrize("pairs", [DIM // 2, DIM // 4, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_compiled_move_does_what_torch_does(
+    dtype: Any, pairs: int, is_neox_style: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdepot_cpu.kernels.move._BYTES_WORTH_A_THREAD", 1)
+    compiled = native_move_tokens(num_threads=2)
+    if compiled is None:
+        pytest.skip("the compiled move was not built, or this processor cannot run it")
+    rotation = Rotation.of(Angles(pairs, is_neox_style=is_neox_style), "cpu") if pairs else None
+    source = torch.cat([torch.arange(3, 96), torch.arange(100, 105)])  # 1 to 32 tokens of a block
+    target = {"in place": source, "aligned": source + 128, "elsewhere": source + 141}[where]
+    old = torch.arange(len(source)) + 300
+    new = torch.where(old < 340, old + 57, torch.where(old < 370, old - 300, old))
+    layers = [Pages(*LAYOUTS["dims outermost"], dtype).layer(rotation) for _ in range(4)]
+    assert token_layout(layers[0]) is not None
+    move(layers[:2], source, target, old, new, compiled)
+    move(layers[2:], source, target, old, new)
+    for got, wanted in (layers[::2], layers[1::2]):
+        (k, v), (wanted_k, wanted_v) = (layer.rows(torch.arange(TOKENS)) for layer in (got, wanted))
+        assert ((k.float() - wanted_k.float()).abs() <= 4 * torch.finfo(dtype).eps).all()  # torch may round once more
+        assert torch.equal(k[..., 2 * pairs :], wanted_k[..., 2 * pairs :])
+        assert torch.equal(v, wanted_v)
+
+
+@pytest.mark.parametrize("layout", ["tokens outermost", "heads outermost", "tiles"])
+def test_other_layouts_are_left_to_torch(layout: str) -> None:
+    assert token_layout(Pages(*LAYOUTS[layout], torch.float32).layer(None)) is None
+
+
+def test_a_compiled_move_of_odd_values_is_that_of_torch() -> None:
+    compiled = native_move_tokens(1)
+    if compiled is None:
+        pytest.skip("the compiled move was not built, or this processor cannot run it")
+    rotation, slots = Rotation.of(Angles(DIM // 2, is_neox_style=True), "cpu"), torch.arange(TOKENS)
+    for dtype in (torch.bfloat16, torch.float16):
+        got, wanted = (Pages(*LAYOUTS["dims outermost"], dtype) for _ in range(2))
+        for pages, way in ((got, compiled), (wanted, None)):
+            odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 6e4, 1e-7], dtype=dtype)
+            layer = pages.layer(rotation)
+            pages.kv_cache.view(-1)[: 7 * 500] = odd.repeat(500)
+            move([layer], slots, slots, slots, slots + 9, way)
+        assert torch.equal(got.kv_cache.isnan(), wanted.kv_cache.isnan())
+        torch.testing.assert_close(got.kv_cache, wanted.kv_cache, equal_nan=True)

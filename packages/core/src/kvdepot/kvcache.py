@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, default_chunk_tokens
 from kvdepot.pool.files import PoolMemory
@@ -26,6 +26,28 @@ class Direction(enum.IntEnum):
 
     STORE = 0  # from the device to the pool
     RETRIEVE = 1
+
+
+class TokenLayout(NamedTuple):
+    """Where K and V of a token lie in the pages of a layer, if K has its tokens innermost and V its dims.
+
+    Offsets are from the start of a block; they and strides are in elements. `move_tokens.c` reads the same fields.
+    """
+
+    item_bytes: int
+    is_bfloat16: bool
+    block_stride: int
+    heads: int
+    k_offset: int
+    k_head_stride: int
+    k_dim_stride: int
+    k_dims: int
+    v_offset: int
+    v_head_stride: int
+    v_dims: int
+    pairs: int  # of K's first `2 * pairs` dims, which turn; 0: none does
+    pair_stride: int
+    member_stride: int  # from the first dim of a pair to the second
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from kvdepot.backends import KVCache
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 from kvdepot_cpu.arrays import page_layout_of
 from kvdepot_cpu.kernels.copy import PageCopier
+from kvdepot_cpu.kernels.move import native_move_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,9 @@ class CpuOptions(TransferOptions):
 class CpuTransferContext(WorkerTransfers):
     """Moves blocks between an engine's KV cache in host memory and the depot.
 
+    Attributes:
+        move_tokens: moves tokens within the cache for blends (`kernels.move`), None if it was not compiled.
+
     Raises:
         LayoutError: the tensors do not fit their description.
     """
@@ -40,3 +44,4 @@ class CpuTransferContext(WorkerTransfers):
         layout = cache.layout(page_layout_of)
         copier = PageCopier(layout, options.num_threads, keep_alive=cache)
         super().__init__(cache.registration(layout, "cpu"), layout, copier, options)
+        self.move_tokens = native_move_tokens(options.num_threads[1])

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvdepot.errors import LayoutError
 from kvdepot_vllm.blend.layers import layers_of
-from kvdepot_vllm.blend.moves import move
+from kvdepot_vllm.blend.moves import MoveTokens, move
 from kvdepot_vllm.blend.policies import POLICIES, Budget, Run
 from kvdepot_vllm.blend.scores import ModelScores
 
@@ -54,6 +54,7 @@ class Blender:
         vllm_config: `VllmConfig`.
         kv_cache_config: `KVCacheConfig`.
         scratch_block: a block that no request has yet; its bytes are overwritten and restored.
+        move_tokens: the compiled move of tokens that a backend brings.
 
     Attributes:
         block_tokens: of a block in the tables.
@@ -64,7 +65,15 @@ class Blender:
         LayoutError: the pages, the rotation or the backend of a layer cannot be used.
     """
 
-    def __init__(self, model: Any, vllm_config: Any, kv_cache_config: Any, scratch_block: int = 1) -> None:
+    def __init__(
+        self,
+        model: Any,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        scratch_block: int = 1,
+        move_tokens: MoveTokens | None = None,
+    ) -> None:
+        self._move_tokens = move_tokens
         (group,) = kv_cache_config.kv_cache_groups
         self.model, self._vllm_config = model, vllm_config
         modules = vllm_config.compilation_config.static_forward_context
@@ -101,7 +110,7 @@ class Blender:
     def move(self, from_slots: Any, to_slots: Any, old_positions: Any, new_positions: Any) -> None:
         """Move KV to other slots and positions in all layers, see `moves.move`."""
         with torch.inference_mode():
-            move(self.layers, from_slots, to_slots, old_positions, new_positions)
+            move(self.layers, from_slots, to_slots, old_positions, new_positions, self._move_tokens)
 
     def forward(self, tokens: Any, positions: Any, table: Any, *, shift: int = 0, compiled: bool = False) -> Any:
         """Run the model over positions of a prompt. Return hidden states in the order of positions, `(n, hidden)`.

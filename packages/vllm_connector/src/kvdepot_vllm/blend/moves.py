@@ -1,26 +1,33 @@
 # pyright: basic, reportMissingImports=false
 """Moves tokens' KV to other slots and positions: K is turned by the distance, everything else is copied.
 
-Slots and positions are CPU int64. A CPU moves slices of blocks, each of which stays in its cache. A device gathers and
-scatters tokens, and so does a CPU where tokens lie in tiles that a slice would cut. The work on indices and angles is
-done once for each kind of layer.
+Slots and positions are CPU int64. The CPU backend brings a compiled move for the usual layout of its pages. Otherwise a
+CPU moves slices of blocks, each of which stays in its cache. A device gathers and scatters tokens, and so does a CPU
+where tokens lie in tiles that a slice would cut. The work on indices and angles is done once for each kind of layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from kvdepot.kvcache import TokenLayout
 from kvdepot_vllm.blend.layers import Layer
 from kvdepot_vllm.blend.places import Places
 
 _SLICE_ELEMENTS: Final = 1 << 12  # of K in a block: smaller slices cost more than gathering
 _GATHERED_ELEMENTS: Final = 1 << 18  # of K at once on a CPU
 _GATHERED_ELEMENTS_OF_DEVICES: Final = 1 << 25
+_COMPILED: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+MoveTokens = Callable[[Sequence[int], Any, TokenLayout, Any, bool], None]
+"""The compiled move, as `kvdepot_cpu.kernels.move` describes it."""
 
 
-def move(layers: Sequence[Layer], from_slots: Any, to_slots: Any, old: Any, new: Any) -> None:
+def move(
+    layers: Sequence[Layer], from_slots: Any, to_slots: Any, old: Any, new: Any, compiled: MoveTokens | None = None
+) -> None:
     """Move tokens' KV. No tokens are no error.
 
     Args:
@@ -30,6 +37,7 @@ def move(layers: Sequence[Layer], from_slots: Any, to_slots: Any, old: Any, new:
             slot in common.
         old: `(n,)`, the positions at which the KV was computed.
         new: `(n,)`, its positions from now on. Long stretches of one distance are fast.
+        compiled: for layers in host memory whose pages have the layout that it needs; None if there is none.
     """
     if not len(from_slots):
         return
@@ -42,7 +50,83 @@ def move(layers: Sequence[Layer], from_slots: Any, to_slots: Any, old: Any, new:
         for begin, end in _stretches(distances[1:] == distances[:-1]):
             distance = int(distances[begin]) if alike[0].rotation is not None else 0
             if not in_place or distance:
-                _move(alike, from_slots[begin:end], to_slots[begin:end], distance, in_place=in_place)
+                source, target = from_slots[begin:end], to_slots[begin:end]
+                layout = token_layout(alike[0]) if compiled is not None else None
+                if compiled is not None and layout is not None:
+                    _move_compiled(compiled, layout, alike, source, target, distance, in_place=in_place)
+                else:
+                    _move(alike, source, target, distance, in_place=in_place)
+
+
+def token_layout(layer: Layer) -> TokenLayout | None:
+    """Return the layout of a layer's pages, None if they are not such that the compiled move can be used."""
+    cache, k, v = layer.module.kv_cache, layer.k_index, layer.v_index
+    is_straight = all(len(axis) <= 1 for places in (layer.k, layer.v) for axis in places.axes)
+    if not is_straight or cache.device.type != "cpu" or cache.dtype not in _COMPILED:
+        return None
+    if layer.k.axes[0] != ((layer.block_tokens, 1),) or _steps(v)[0::2] != [v.shape[-1], 1]:
+        return None
+    _, k_head_stride, k_dim_stride = _steps(k)
+    turned = None if layer.rotation is None else layer.rotation.pairs(k)
+    _, _, member_stride, pair_stride = [0] * 4 if turned is None else _steps(turned)
+    return TokenLayout(
+        item_bytes=cache.element_size(),
+        is_bfloat16=cache.dtype == torch.bfloat16,
+        block_stride=cache.stride(0),
+        heads=k.shape[1],
+        k_offset=int(k[0, 0, 0]),
+        k_head_stride=k_head_stride,
+        k_dim_stride=k_dim_stride,
+        k_dims=k.shape[2],
+        v_offset=int(v[0, 0, 0]),
+        v_head_stride=_steps(v)[1],
+        v_dims=v.shape[2],
+        pairs=0 if turned is None else turned.shape[-1],
+        pair_stride=pair_stride,
+        member_stride=member_stride,
+    )
+
+
+def _steps(index: Any) -> list[int]:
+    """Return the stride of each axis of an index of places; 0 for an axis of length 1."""
+    start = [0] * index.dim()
+    first = int(index[tuple(start)])
+    return [
+        int(index[(*start[:axis], 1, *start[axis + 1 :])]) - first if index.shape[axis] > 1 else 0
+        for axis in range(index.dim())
+    ]
+
+
+def _follows(source: Any, target: Any, size: int) -> Any:
+    """Return for all tokens but the first whether they continue the slice of a block that the one before is in."""
+    follows = (source[1:] == source[:-1] + 1) & (target[1:] == target[:-1] + 1)
+    return follows & (source[1:] % size != 0) & (target[1:] % size != 0)
+
+
+def _move_compiled(
+    compiled: MoveTokens,
+    layout: TokenLayout,
+    layers: Sequence[Layer],
+    source: Any,
+    target: Any,
+    distance: int,
+    *,
+    in_place: bool,
+) -> None:
+    """Move tokens by one distance, in layers of one kind, by the compiled move."""
+    size, rotation = layers[0].block_tokens, layers[0].rotation
+    cuts = torch.tensor(_stretches(_follows(source, target, size)))
+    starts = cuts[:, 0]
+    source, target = source[starts], target[starts]
+    slices = torch.stack([source // size, source % size, target // size, target % size, cuts[:, 1] - starts], 1)
+    turn = torch.empty(2, 0)
+    if rotation is None or not distance:
+        layout = layout._replace(pairs=0)
+    else:
+        turn = rotation.table[abs(distance)].clone()
+        turn[1] *= 1 if distance > 0 else -1
+    pages = [layer.module.kv_cache.data_ptr() for layer in layers]
+    compiled(pages, slices.numpy(), layout, turn.numpy(), in_place)
 
 
 def _move(layers: Sequence[Layer], source: Any, target: Any, distance: int, *, in_place: bool) -> None:
@@ -55,9 +139,7 @@ def _move(layers: Sequence[Layer], source: Any, target: Any, distance: int, *, i
     if not is_cpu or elements < _SLICE_ELEMENTS:
         left.append(torch.arange(len(source)))
     else:
-        follows = (source[1:] == source[:-1] + 1) & (target[1:] == target[:-1] + 1)
-        follows &= (source[1:] % size != 0) & (target[1:] % size != 0)
-        for begin, end in _stretches(follows):
+        for begin, end in _stretches(_follows(source, target, size)):
             if end - begin == size or layer.k.token_dim is not None:
                 slices.append(_Slice(*divmod(int(source[begin]), size), *divmod(int(target[begin]), size), end - begin))
             else:

@@ -1,0 +1,64 @@
+"""Moves of tokens within a paged cache, by `move_tokens.c`: reuse of text at other positions turns K on its way."""
+
+import ctypes
+import importlib.util
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdepot.kvcache import TokenLayout
+
+_BYTES_WORTH_A_THREAD: Final = 8 << 20
+
+MoveTokens = Callable[[Sequence[int], NDArray[np.int64], TokenLayout, NDArray[np.float32], bool], None]
+"""Moves slices of tokens in several layers.
+
+Args: the address of each layer's pages; the slices, `(n, 5)`: from block, from offset, to block, to offset, length in
+tokens, each within one block; the layout; the cosines and sines of the turn, `(2, layout.pairs)`; whether the slices
+stay in place and only turn. Otherwise no slot is both source and target.
+"""
+
+
+def native_move_tokens(num_threads: int) -> MoveTokens | None:
+    """Return the compiled move, None if it was not built here or this processor cannot run it."""
+    spec = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs")
+    if spec is None or spec.origin is None:
+        return None
+    library = ctypes.CDLL(spec.origin)
+    if not library.kvdepot_can_move_tokens():
+        return None
+    function = library.kvdepot_move_tokens
+    array: Any = ctypes.c_void_p
+    function.argtypes = [array, ctypes.c_size_t, array, ctypes.c_size_t, array, array, array, ctypes.c_int]
+    function.restype = None
+
+    def move_tokens(
+        pages: Sequence[int],
+        slices: NDArray[np.int64],
+        layout: TokenLayout,
+        turn: NDArray[np.float32],
+        in_place: bool,
+    ) -> None:
+        slices, numbers = np.ascontiguousarray(slices), np.array(layout, np.int64)
+        cosines, sines = (np.ascontiguousarray(each) for each in turn)
+
+        def move(some: NDArray[np.uint64]) -> None:
+            function(
+                some.ctypes.data, len(some), slices.ctypes.data, len(slices), numbers.ctypes.data,
+                cosines.ctypes.data, sines.ctypes.data, in_place,
+            )  # fmt: skip
+
+        addresses = np.array(pages, np.uint64)
+        token_bytes = layout.heads * (layout.k_dims + layout.v_dims) * layout.item_bytes
+        num_bytes = len(pages) * int(slices[:, 4].sum()) * token_bytes
+        parts = min(num_threads, len(pages), 1 + num_bytes // _BYTES_WORTH_A_THREAD)
+        if parts == 1:
+            move(addresses)
+            return
+        with ThreadPoolExecutor(parts) as pool:
+            list(pool.map(move, np.array_split(addresses, parts)))
+
+    return move_tokens
