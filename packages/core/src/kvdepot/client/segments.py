@@ -72,14 +72,15 @@ class SegmentNamer:
         lengths = np.diff(cuts)
         is_named = (lengths >= _LEAST_TOKENS) & (lengths <= MAXIMUM_SEGMENT_TOKENS)
         starts, lengths = cuts[:-1][is_named][:MAXIMUM_SEGMENTS], lengths[is_named][:MAXIMUM_SEGMENTS]
-        data, names = ids.astype("<u4").tobytes(), bytearray()
+        data, names = ids.astype("<u4", copy=False).tobytes(), list[bytes]()
         hasher = blake3(key=self._key)  # resetting one takes half the time of making one for each name
+        reset, update, digest, name = hasher.reset, hasher.update, hasher.digest, names.append
         for start, stop in zip((4 * starts).tolist(), (4 * (starts + lengths)).tolist(), strict=True):
-            hasher.reset()
-            hasher.update(data[start:stop])
-            names += hasher.digest(SEGMENT_NAME_BYTES)
+            reset()
+            update(data[start:stop])
+            name(digest(SEGMENT_NAME_BYTES))
         records = np.empty(len(starts), _TYPE)
-        records["name"] = np.frombuffer(names, f"V{SEGMENT_NAME_BYTES}")
+        records["name"] = np.frombuffer(b"".join(names), f"V{SEGMENT_NAME_BYTES}")
         records["position"], records["length"] = starts, lengths
         return Segments(records.tobytes())
 
@@ -109,7 +110,9 @@ def _anchors(ids: NDArray[np.uint32]) -> NDArray[Any]:
     hashes, length, power = ids + np.uint32(1), 1, _BASE
     with np.errstate(over="ignore"):
         while length < _WINDOW:  # of windows twice as long each time
-            hashes = hashes[:-length] * power + hashes[length:]
+            longer = hashes[:-length] * power
+            longer += hashes[length:]  # memory for one more result costs more than the sum
+            hashes = longer
             power, length = power * power, length * 2
         hashes *= _MIX  # makes the high bits depend on all others
     return np.flatnonzero(hashes < _CHOSEN) + _WINDOW

@@ -79,16 +79,28 @@ class ContentIndex:
 
         A segment continues in the source of the one before it if it can, else it begins a run in the newest source.
         """
-        places, run = self._places.get(space.number, {}), None
+        places, run, end, following = self._places.get(space.number, {}), None, -1, 0
+        find = places.get
         for name, position, length in segments:
-            known = places.get(name, ())
+            known = find(name, ())
+            if run is not None and position == end:
+                for key, source in known:
+                    if source == following and (key == run.key or self._enters(space, run, key, source + length)):
+                        break
+                else:
+                    end = -1
+            if run is not None and position == end:
+                run.length += length
+                run.num_segments += 1
+                end, following = end + length, following + length
+                continue
             if run is not None:
-                if run.position + run.length == position and self._goes_on(space, run, known, length):
-                    continue
                 yield run
             run = self._begin(space, known, position, length)
             if run is None:
                 places.pop(name, None)  # nothing, or chunks that have left
+            else:
+                end, following = position + length, run.source_position + length
         if run is not None:
             yield run
 
@@ -99,24 +111,17 @@ class ContentIndex:
                 return SourceRun(position, length, source, node, key)
         return None
 
-    def _goes_on(self, space: Space, run: SourceRun, known: Iterable[Place], length: int) -> bool:
-        """Append a segment to a run if it lies right behind it in the same source."""
-        following = run.source_position + run.length
-        for key, source in known:
-            if source != following:
-                continue
-            if key != run.key:  # not within the same chunk
-                node = self._index.visible(space, key, (source + length - 1) // space.spec.chunk_tokens)
-                if node is None or not self._is_below(node, run.node):
-                    continue
-                run.node, run.key = node, key
-            run.length += length
-            run.num_segments += 1
-            return True
-        return False
-
-    def _is_below(self, node: int, ancestor: int) -> bool:
-        index = self._index
-        for _ in range(index.depth_of(node) - index.depth_of(ancestor)):
-            node = index.parent_of(node)
-        return node == ancestor
+    def _enters(self, space: Space, run: SourceRun, key: bytes, end: int) -> bool:
+        """Let a run go on to the chunk `key`, with the source's token before `end`, if it is below the run's chunk."""
+        chunk_tokens = space.spec.chunk_tokens
+        chunk = (end - 1) // chunk_tokens
+        node = self._index.visible(space, key, chunk)
+        if node is None:
+            return False
+        above = node
+        for _ in range(chunk - (run.source_position + run.length - 1) // chunk_tokens):
+            above = self._index.parent_of(above)
+        if above != run.node:
+            return False
+        run.node, run.key = node, key
+        return True

@@ -1,0 +1,103 @@
+"""Measures loads that a blend moves to other positions: `python benchmarks/blend_moves.py` in tox's `vllm`.
+
+Pages as vLLM has them on a CPU without AMX, in bfloat16 and of the shape of SmolLM2-135M: 30 layers, three heads of 64
+dims, blocks of 128 tokens. Each round retrieves a prompt from a depot as an exact hit does, then moves it in place, or
+out of staging blocks to places that no block begins with, by torch and by the compiled move. Prints the time of a
+retrieve and a move as a ratio to the retrieve alone, in the same round.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvdepot.backends import CacheGroup, KVCache, get_backend
+from kvdepot.keys import Namespace, hash_prefix
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot_cpu.kernels.move import native_move_tokens
+from kvdepot_vllm.blend.layers import Layer, Rotation
+from kvdepot_vllm.blend.moves import move
+
+LAYERS, HEADS, DIM, BLOCK_TOKENS = 30, 3, 64, 128
+
+
+class Attention:
+    """Writes K with its tokens innermost and V with its dims innermost, head by head."""
+
+    scale = 1.0
+
+    def do_kv_cache_update(self, module: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+        """Write one block."""
+        del module
+        pages = cache.view(len(cache), HEADS, 2 * BLOCK_TOKENS, DIM)[int(slots[0]) // BLOCK_TOKENS]
+        pages[:, :BLOCK_TOKENS] = k.permute(1, 2, 0).reshape(HEADS, BLOCK_TOKENS, DIM)
+        pages[:, BLOCK_TOKENS:] = v.transpose(0, 1)
+
+
+class Angles:
+    """A rotary embedding."""
+
+    is_neox_style = True
+
+    def _compute_cos_sin_cache(self) -> Any:
+        angles = torch.outer(torch.arange(8192.0), 1e4 ** -(torch.arange(DIM // 2) / (DIM // 2)))
+        return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+def layers_of(num_blocks: int) -> list[Layer]:
+    """Return layers with pages of random values."""
+    rotation, layers = Rotation.of(Angles(), "cpu"), list[Layer]()
+    for _ in range(LAYERS):
+        cache = torch.randn(num_blocks, HEADS, BLOCK_TOKENS, 2 * DIM).bfloat16()
+        module = SimpleNamespace(
+            impl=Attention(), kv_cache=cache, num_heads=HEADS, num_kv_heads=HEADS, head_size=DIM, head_size_v=DIM
+        )
+        layers.append(Layer(module, rotation, BLOCK_TOKENS, 0, layers[0] if layers else None))
+    return layers
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=40, help="of the prompt")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1, help="of a retrieve and of the compiled move")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    num_tokens = arguments.blocks * BLOCK_TOKENS
+    layers = layers_of(2 * arguments.blocks + 2)
+    old = torch.arange(num_tokens)
+    places = {"in place": old, "from staging blocks": old + num_tokens + 37}
+    ways = {"torch": None, "compiled": native_move_tokens(arguments.threads)}
+    ratios: dict[str, list[float]] = {}
+    with DepotProcess(pool_size="512MiB") as depot:
+        group = CacheGroup([layer.module.kv_cache for layer in layers], BLOCK_TOKENS)
+        context = get_backend("cpu").create_context(
+            KVCache([group], "bench", "bfloat16", chunk_tokens=BLOCK_TOKENS),
+            url=depot.url, copy_threads=arguments.threads,
+        )  # fmt: skip
+        context.wait_until_connected(10)
+        wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes)
+        key, blocks = hash_prefix(Namespace("bench"), BLOCK_TOKENS, old.tolist()), [list(range(arguments.blocks))]
+        assert context.submit_store("r", key, blocks).result()
+        for turn in range(arguments.rounds + 1):
+            for place, target in places.items():
+                for way, compiled in ways.items():
+                    began = time.perf_counter()
+                    assert context.submit_retrieve("r", key, blocks).result()
+                    retrieved = time.perf_counter()
+                    move(layers, old, target, old, old + 1000, compiled)
+                    ended = time.perf_counter()
+                    if turn:  # the first round warms up
+                        ratios.setdefault(f"{place}, {way}", []).append((ended - began) / (retrieved - began))
+        context.close()
+    for name, each in ratios.items():
+        print(f"{name:30} {statistics.median(each):5.2f}  ({min(each):.2f} to {max(each):.2f})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
