@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.backends import BackendStatus
+from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import ServerConfig
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, Verdict, diagnose, read_facts
@@ -55,6 +56,22 @@ def test_each_trouble_is_named(change: dict[str, object], subject: str, words: s
     found = troubles(replace(SOUND, **change))  # type: ignore[arg-type]
     assert list(found) == [subject]
     assert found[subject].startswith(words)
+
+
+def test_engines_say_whether_they_blend() -> None:
+    on, off = "blend is on; self-test: keys differ by 0.013", "blend is off: the KV cache is quantized (fp8)"
+    with DepotProcess() as depot:
+        config = ServerConfig(directory=Path(depot.url))
+        clients = [SchedulerClient(SPEC, name, url=depot.url, blend=text) for name, text in (("a", on), ("b\x1b", off))]
+        clients.append(SchedulerClient(SPEC, "exact", url=depot.url))
+        for client in clients:
+            client.wait_until_connected(10)
+        findings = {finding.subject: finding for finding in diagnose(read_facts(config))}
+        for client in clients:
+            client.close()
+    engines = {name: finding for name, finding in findings.items() if name.startswith("engine")}
+    assert {name: finding.text for name, finding in engines.items()} == {"engine a": on, "engine b\\x1b": off}
+    assert [finding.verdict for finding in engines.values()] == [Verdict.FINE, Verdict.SLOWER]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,14 @@ def test_rates_are_of_the_time_between_two_frames(busy: tuple[o.DepotStatus, o.D
     assert "draining" in text_of(msgspec.structs.replace(after, draining=True), before, 1.0)
 
 
+def test_blends_are_shown_once_there_are_any(busy: tuple[o.DepotStatus, o.DepotStatus]) -> None:
+    _, after = busy
+    assert "blends" not in text_of(after, after, 2.0)
+    counters = {"blend_lookups": 1204, "blend_tokens_found": 5_120_000}
+    more = msgspec.structs.replace(after, counters={**after.counters, **counters})
+    assert "602 /s, 1,204 looked up, 5,120,000 tokens found" in text_of(more, after, 2.0)
+
+
 def test_the_map_is_darker_where_the_pool_is_fuller(busy: tuple[o.DepotStatus, o.DepotStatus]) -> None:
     _, after = busy
     assert sum(after.pool_regions) == after.pool_used_bytes

@@ -19,13 +19,14 @@ from typing import Final
 from kvdepot.backends import BackendStatus, list_backends
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig, counted, format_size
-from kvdepot.errors import KVDepotError
+from kvdepot.errors import KVDepotError, printable
 from kvdepot.ops.nodes import Nodes, read_nodes
 from kvdepot.pool.files import ENLARGE_TMPFS
 from kvdepot.pool.found import find_pools
 from kvdepot.pool.room import MEMORY_FILE_SYSTEMS, SHARE_OF_FREE_MEMORY, available_memory_bytes, file_system_of
 from kvdepot.processes.descriptors import reserve_of
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 KERNEL_POPULATE: Final = (5, 14)  # MADV_POPULATE_WRITE
 LEAST_DESCRIPTORS: Final = 4096
@@ -74,6 +75,7 @@ class Facts:
     directory_is_writable: bool
     depot: str  # the depot that answers there, "" if none
     has_compiler: bool
+    blends: tuple[tuple[str, str], ...] = ()  # engines attached to it that were told to blend, and what they say of it
     num_stopped_pools: int = 0  # of depots that do not run, in other folders
     stopped_pool_bytes: int = 0
     backends: tuple[BackendStatus, ...] = ()
@@ -104,6 +106,7 @@ def read_facts(config: ServerConfig) -> Facts:
         directory=config.directory,
         directory_is_writable=_is_writable(config.directory),
         depot=_depot(config.directory),
+        blends=_blends(config.directory),
         has_compiler=any(map(shutil.which, ("cc", "gcc", "clang"))),
         num_stopped_pools=len(stopped),
         stopped_pool_bytes=sum(pool.allocated_bytes for pool in stopped),
@@ -239,6 +242,14 @@ def _judge_place(facts: Facts) -> Iterator[Finding]:
             f" {facts.directory} with it, no IPC or PID namespace",
         )  # fmt: skip
     yield _fine("depot", facts.depot or f"no depot answers in {facts.directory}")
+    for engine, text in facts.blends:
+        if text.startswith("blend is off"):
+            yield _slower(
+                f"engine {printable(engine)}", printable(text),
+                "remove kvdepot.blend from its settings, or see docs/blend.md, Limits; it serves all requests exactly",
+            )  # fmt: skip
+        else:
+            yield _fine(f"engine {printable(engine)}", printable(text))
 
 
 def _judge_backends(facts: Facts) -> Iterator[Finding]:
@@ -321,6 +332,15 @@ def _depot(directory: Path) -> str:
     except KVDepotError:
         return ""
     return f"kvdepot {reply.server_version}, process {reply.pid}" if isinstance(reply, m.HelloReply) else ""
+
+
+def _blends(directory: Path) -> tuple[tuple[str, str], ...]:
+    try:
+        reply = ask_depot(o.Status(), str(directory), 1.0)
+    except KVDepotError:
+        return ()
+    contexts = reply.status.contexts if isinstance(reply, o.StatusReply) else []
+    return tuple((context.instance, context.blend) for context in contexts if context.blend)
 
 
 def _versions() -> dict[str, str]:
