@@ -4,6 +4,10 @@ The model has the shape of SmolLM2-135M in bfloat16, with random weights, and on
 stored; then the same documents are asked for in another order, so that about 90 % of the tokens recur at other
 positions. Prints the time to the first token for each policy and share, as a ratio to computing the whole prompt, which
 is measured in turns in the same run. Of each variant the least time of all rounds counts.
+
+`--cost PAIRS` measures what `kvdepot.blend` = "request" costs requests that do not opt in: two engines, one with it and
+one without, compute and store prompts of 1,000 tokens and load them again, in turns. Prints the median of the ratios of
+each pair.
 """
 
 import argparse
@@ -34,6 +38,35 @@ def ask(engine: Engine, prompt: Prompt, blend: Any = None) -> tuple[float, dict[
     return time.perf_counter() - began, output
 
 
+def measure_cost(pairs: int) -> None:
+    """Time requests that do not opt in on an engine that could blend, beside one that could not."""
+    settings: dict[str, Any] = {
+        "environment": ENVIRONMENT, "dtype": "bfloat16", "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20,
+    }  # fmt: skip
+    ratios: dict[str, list[float]] = {"computed and stored": [], "loaded": []}
+    with tempfile.TemporaryDirectory() as directory, DepotProcess(pool_size="4GiB", new_session=True) as depot:
+        model = make_model(Path(directory), "smol")
+        with (
+            Engine(model, connector(depot.url, blend="off"), **settings) as off,
+            Engine(model, connector(depot.url, blend="request"), **settings) as request,
+        ):
+            for turn in range(pairs + 1):
+                seconds: dict[tuple[str, str], float] = {}
+                engines = [("off", off), ("request", request)]
+                for number, (name, engine) in enumerate(engines[:: -1 if turn % 2 else 1]):
+                    prompt = prompts(1, 1000, seed=2 * turn + number + 100)[0]
+                    for kind in ("computed and stored", "loaded"):
+                        engine.reset()
+                        began = time.perf_counter()
+                        engine.ask("generate", prompts=[prompt], max_tokens=1)
+                        seconds[kind, name] = time.perf_counter() - began
+                for kind, each in ratios.items():
+                    each.append(seconds[kind, "request"] / seconds[kind, "off"])
+    for kind, (_, *each) in ratios.items():  # the first pair warms up
+        quarters = statistics.quantiles(each, n=4)
+        print(f"{kind:20} {statistics.median(each):.3f}  ({quarters[0]:.3f} to {quarters[2]:.3f}, {pairs} pairs)")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=7)
@@ -41,9 +74,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--policies", nargs="*", default=["heads", "deviation", "mixkq"])
     parser.add_argument("--shares", nargs="*", type=float, default=[0.15, 0.3])
+    parser.add_argument("--cost", type=int, metavar="PAIRS", help="measure requests that do not opt in, nothing else")
     parser.add_argument("--json", type=Path, help="write every measurement here")
     parser.add_argument("--plot", type=Path, help="draw time against share here, as SVG")
     arguments = parser.parse_args()
+    if arguments.cost:
+        measure_cost(arguments.cost)
+        return 0
     variants = [("none", 0.0), *((policy, share) for policy in arguments.policies for share in arguments.shares)]
     documents = prompts(arguments.documents, arguments.tokens, seed=1)
     system, question, other = (prompts(1, count, seed=seed)[0] for count, seed in ((20, 2), (40, 3), (30, 4)))

@@ -1,4 +1,4 @@
-"""What is in `deploy/` is what its readers take it for; nothing of it is built or run here."""
+"""`deploy/` and `.github/workflows/` are what their readers take them for; nothing of them is built or run here."""
 
 import json
 import re
@@ -20,6 +20,7 @@ from kvdepot.ops.serve import read_configs
 from support.http import status_of_app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+WORKFLOWS = sorted((DEPLOY.parent / ".github" / "workflows").glob("*.yml"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
@@ -53,6 +54,13 @@ def test_hadolint_has_nothing_to_say(path: Path) -> None:
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_kubernetes_knows_every_field(path: Path) -> None:
     run("kubernetes-validate", "--strict", str(path))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_github_knows_every_field_of_a_workflow_and_its_scripts_exist(path: Path) -> None:
+    run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", str(path))
+    for name in re.findall(r"(?:benchmarks|tests)/[\w/]+\.py", path.read_text()):
+        assert (DEPLOY.parent / name).is_file()
 
 
 def test_compose_knows_every_field() -> None:
