@@ -7,7 +7,7 @@ is measured in turns in the same run. Of each variant the least time of all roun
 
 `--cost PAIRS` measures what `kvdepot.blend` = "request" costs requests that do not opt in: two engines, one with it and
 one without, compute and store prompts of 1,000 tokens and load them again, in turns. Prints the median of the ratios of
-each pair.
+each pair, in time and in the engine's CPU time, which a busy machine disturbs less.
 """
 
 import argparse
@@ -38,12 +38,17 @@ def ask(engine: Engine, prompt: Prompt, blend: Any = None) -> tuple[float, dict[
     return time.perf_counter() - began, output
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of all threads of a process."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
 def measure_cost(pairs: int) -> None:
     """Time requests that do not opt in on an engine that could blend, beside one that could not."""
     settings: dict[str, Any] = {
         "environment": ENVIRONMENT, "dtype": "bfloat16", "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20,
     }  # fmt: skip
-    ratios: dict[str, list[float]] = {"computed and stored": [], "loaded": []}
+    ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory, DepotProcess(pool_size="4GiB", new_session=True) as depot:
         model = make_model(Path(directory), "smol")
         with (
@@ -51,20 +56,21 @@ def measure_cost(pairs: int) -> None:
             Engine(model, connector(depot.url, blend="request"), **settings) as request,
         ):
             for turn in range(pairs + 1):
-                seconds: dict[tuple[str, str], float] = {}
-                engines = [("off", off), ("request", request)]
-                for number, (name, engine) in enumerate(engines[:: -1 if turn % 2 else 1]):
+                taken: dict[tuple[str, Engine], float] = {}
+                for number, engine in enumerate((request, off) if turn % 2 else (off, request)):
                     prompt = prompts(1, 1000, seed=2 * turn + number + 100)[0]
                     for kind in ("computed and stored", "loaded"):
                         engine.reset()
-                        began = time.perf_counter()
+                        began = time.perf_counter(), cpu_seconds(engine.pid)
                         engine.ask("generate", prompts=[prompt], max_tokens=1)
-                        seconds[kind, name] = time.perf_counter() - began
-                for kind, each in ratios.items():
-                    each.append(seconds[kind, "request"] / seconds[kind, "off"])
-    for kind, (_, *each) in ratios.items():  # the first pair warms up
+                        taken[f"{kind}, time", engine] = time.perf_counter() - began[0]
+                        taken[f"{kind}, CPU time", engine] = cpu_seconds(engine.pid) - began[1]
+                for kind, engine in taken:
+                    if turn and engine is off:  # the first pair warms up
+                        ratios.setdefault(kind, []).append(taken[kind, request] / taken[kind, off])
+    for kind, each in ratios.items():
         quarters = statistics.quantiles(each, n=4)
-        print(f"{kind:20} {statistics.median(each):.3f}  ({quarters[0]:.3f} to {quarters[2]:.3f}, {pairs} pairs)")
+        print(f"{kind:30} {statistics.median(each):.3f}  ({quarters[0]:.3f} to {quarters[2]:.3f}, {pairs} pairs)")
 
 
 def main() -> int:

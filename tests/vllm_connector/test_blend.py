@@ -48,6 +48,8 @@ def test_documents_in_another_order_are_reused(engine: Engine, depot: DepotProce
     assert said["reused_tokens"] + said["recomputed_tokens"] > 1500
     assert output["cached"] > 1500
     assert any("blend is on; self-test: keys differ by" in context.blend for context in depot.status().contexts)
+    wait_until(lambda: depot.status().counters["blend_reused_tokens"] == said["reused_tokens"])
+    assert depot.status().counters["blend_recomputed_tokens"] == said["recomputed_tokens"]
 
 
 def test_everything_recomputed_is_a_full_prefill(engine: Engine) -> None:

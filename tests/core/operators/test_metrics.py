@@ -91,6 +91,15 @@ def test_blends_are_counted(depot: DepotProcess, peer: Peer) -> None:
     assert found["kvdepot_blend_tokens_found_total"] == 120
     assert found["kvdepot_blend_index_segments"] == 5
     assert "blends   1; 6 of 6 segments found, 120 tokens in 2 runs" in describe_status(depot.status()).splitlines()
+    peer.ask(m.Release(peer.context, (1,)))
+    assert "blended" not in describe_status(depot.status())
+    peer.ask(m.Release(peer.context, (2,), 5102, 900))
+    found = samples(depot)
+    assert found["kvdepot_blends_total"] == 1
+    assert found["kvdepot_blend_reused_tokens_total"] == 5102
+    assert found["kvdepot_blend_recomputed_tokens_total"] == 900
+    line = "blended  1 prompt; 5,102 tokens reused, 900 computed again"
+    assert line in describe_status(depot.status()).splitlines()
 
 
 def test_estimates_of_other_pool_sizes_come_with_the_status(depot: DepotProcess, peer: Peer) -> None:

@@ -63,9 +63,10 @@ def test_rates_are_of_the_time_between_two_frames(busy: tuple[o.DepotStatus, o.D
 def test_blends_are_shown_once_there_are_any(busy: tuple[o.DepotStatus, o.DepotStatus]) -> None:
     _, after = busy
     assert "blends" not in text_of(after, after, 2.0)
-    counters = {"blend_lookups": 1204, "blend_tokens_found": 5_120_000}
-    more = msgspec.structs.replace(after, counters={**after.counters, **counters})
-    assert "602 /s, 1,204 looked up, 5,120,000 tokens found" in text_of(more, after, 2.0)
+    counters = {"blend_lookups": 1204, "blends": 17, "blend_reused_tokens": 5_120, "blend_recomputed_tokens": 900}
+    text = text_of(msgspec.structs.replace(after, counters={**after.counters, **counters}), after, 2.0)
+    assert "17 of 1,204 lookups" in text
+    assert "5,120 tokens reused, 900 computed again" in text
 
 
 def test_the_map_is_darker_where_the_pool_is_fuller(busy: tuple[o.DepotStatus, o.DepotStatus]) -> None:

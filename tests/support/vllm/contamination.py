@@ -157,8 +157,9 @@ class Client:
     def note_contents(self, key: KeyRun, segments: Any) -> None:
         self._worker.ask(m.NoteContents(self._worker.context, key.digests, segments.packed))
 
-    def release(self, lease: Lease) -> None:
-        self._worker.ask(m.Release(self._worker.context, (lease.number,)))
+    def release(self, lease: Lease, *, reused_tokens: int = 0, recomputed_tokens: int = 0) -> None:
+        context = self._worker.context
+        self._worker.ask(m.Release(context, (lease.number,), reused_tokens, recomputed_tokens))
 
     def end_request(self, request_id: str) -> None:
         self._worker.ask(m.EndRequest(self._worker.context, request_id))

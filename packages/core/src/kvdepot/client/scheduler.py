@@ -204,10 +204,14 @@ class SchedulerClient:
             if channel is not None and key.digests and segments:
                 self._post(channel.link, m.NoteContents(channel.link.context, key.digests, segments.packed))
 
-    def release(self, lease: Lease) -> None:
-        """Release a lease. Twice is harmless; leases of an earlier server are gone."""
+    def release(self, lease: Lease, *, reused_tokens: int = 0, recomputed_tokens: int = 0) -> None:
+        """Release a lease. Twice is harmless; leases of an earlier server are gone.
+
+        After a blend, tell the depot how many of its tokens were reused as they were, and how many computed again.
+        """
         if lease.link is not None:
-            self._post(lease.link, m.Release(lease.link.context, (lease.number,)))
+            context = lease.link.context
+            self._post(lease.link, m.Release(context, (lease.number,), reused_tokens, recomputed_tokens))
 
     def end_request(self, request_id: str) -> None:
         """Release every lease of a request, also those of lookups under way, and withdraw what it announced."""

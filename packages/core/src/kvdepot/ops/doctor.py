@@ -340,7 +340,7 @@ def _blends(directory: Path) -> tuple[tuple[str, str], ...]:
     except KVDepotError:
         return ()
     contexts = reply.status.contexts if isinstance(reply, o.StatusReply) else []
-    return tuple((context.instance, context.blend) for context in contexts if context.blend)
+    return tuple(sorted((context.instance, context.blend) for context in contexts if context.blend))
 
 
 def _versions() -> dict[str, str]:

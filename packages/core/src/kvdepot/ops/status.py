@@ -96,6 +96,11 @@ def describe_status(status: o.DepotStatus) -> str:
             f"blends   {counters['blend_lookups']:,}; {found:,} of {asked:,} segments found,"
             f" {counters['blend_tokens_found']:,} tokens in {counted(counters['blend_runs'], 'run')}"
         )
+    if counters.get("blends"):
+        reused, again = counters["blend_reused_tokens"], counters["blend_recomputed_tokens"]
+        lines.append(
+            f"blended  {counted(counters['blends'], 'prompt')}; {reused:,} tokens reused, {again:,} computed again"
+        )
     if status.prefill_seconds_saved:
         lines.append(f"saved    about {status.prefill_seconds_saved:,.1f} s of computing prompts")
     slow = f"; {status.loop_slow_turns:,} of more than 20 ms" if status.loop_slow_turns else ""

@@ -88,9 +88,11 @@ def _summary(status: o.DepotStatus, before: o.DepotStatus, seconds: float) -> Ta
     table.add_row("store", f"{moved('stored_bytes'):.2f} GB/s")
     table.add_row("evicted", f"{gained('chunks_evicted') / seconds:,.0f} chunks/s" if seconds else "-")
     if status.counters.get("blend_lookups"):
-        found = f"{status.counters['blend_tokens_found']:,} tokens found"
-        rate = f"{gained('blend_lookups') / seconds:,.0f} /s, " if seconds else ""
-        table.add_row("blends", f"{rate}{status.counters['blend_lookups']:,} looked up, {found}")
+        blends, reused, again = (
+            status.counters.get(name, 0) for name in ("blends", "blend_reused_tokens", "blend_recomputed_tokens")
+        )
+        table.add_row("blends", f"{blends:,} of {status.counters['blend_lookups']:,} lookups")
+        table.add_row("", f"{reused:,} tokens reused, {again:,} computed again")
     table.add_row("leases, stores", f"{status.num_leases:,}, {status.num_tickets:,}")
     return table
 

@@ -179,6 +179,11 @@ class Lookups:
 
     def release(self, context: Context, request: m.Release) -> frames.Reply:
         """End leases; the reply counts them."""
+        if request.reused_tokens or request.recomputed_tokens:
+            counters = self._state.counters
+            counters["blends"] += 1
+            counters["blend_reused_tokens"] += request.reused_tokens
+            counters["blend_recomputed_tokens"] += request.recomputed_tokens
         return m.Done(self._state.epoch, sum(self._leases.release(context.number, lease) for lease in request.leases))
 
     def end_request(self, context: Context, request: m.EndRequest) -> frames.Reply:

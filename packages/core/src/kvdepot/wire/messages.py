@@ -205,10 +205,15 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
 
 
 class Release(Struct, array_like=True, tag="release", frozen=True):
-    """Release leases. Leases that no longer exist are ignored."""
+    """Release leases. Leases that no longer exist are ignored.
+
+    After a blend, the other fields count its tokens: reused as they were, and reused and computed again.
+    """
 
     context: Identifier
     leases: Annotated[tuple[Identifier, ...], Meta(max_length=4096)]
+    reused_tokens: Count = 0
+    recomputed_tokens: Count = 0
 
 
 class EndRequest(Struct, array_like=True, tag="end_request", frozen=True):

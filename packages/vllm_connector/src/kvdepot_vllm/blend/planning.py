@@ -231,15 +231,16 @@ class Blends:
         state = self._requests.get(request_id)
         return state.offered.begin if state is not None and state.offered is not None else None
 
-    def drop(self, request_id: str) -> None:
-        """Give the lease of a request back, which needs it no more."""
+    def drop(self, request_id: str, figures: BlendFigures | None = None) -> None:
+        """Give the lease of a request back, which needs it no more; with the figures of its blend if it had one."""
         state = self._requests.get(request_id)
         if state is None:
             return
         if state.lookup is not None:
             state.lookup.cancel()
         elif state.hit is not None:
-            self._client.release(state.hit.lease)
+            reused, recomputed = (figures.reused, figures.recomputed) if figures is not None else (0, 0)
+            self._client.release(state.hit.lease, reused_tokens=reused, recomputed_tokens=recomputed)
         state.lookup = state.hit = state.offered = None
 
     def _run_job(self, run: BlendRun, row: list[int], staging: "_Staging") -> RunJob:
@@ -299,9 +300,9 @@ class Blends:
             return
         assert self.pool is not None
         self.pool.free_blocks(reversed(job.staging))
-        self.drop(request_id)
-        figures, state = job.figures, self._requests.get(request_id)
-        if figures is None or has_failed or not job.is_whole:
+        figures, state = None if has_failed or not job.is_whole else job.figures, self._requests.get(request_id)
+        self.drop(request_id, figures)
+        if figures is None:
             self._counters["blends_failed"] += 1
             return
         self._counters["blends"] += 1
