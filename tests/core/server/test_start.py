@@ -36,7 +36,7 @@ def serve(directory: Path, *arguments: str) -> tuple[int, str]:
         ("a folder", "depot/control.sock", "depot", "control.sock is there and no socket"),
         ("a pipe", "depot/session.sock", "depot", "session.sock is there and no socket"),
         ("a folder", "depot/lock", "depot", "lock: Is a directory"),
-        ("a pipe", "depot/lock", "depot", "lock is no file"),
+        ("a pipe", "depot/lock", "depot", "lock is not a file"),
     ],
 )
 def test_a_directory_that_cannot_be_one_ends_the_start_in_one_line(
