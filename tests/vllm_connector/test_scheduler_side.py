@@ -600,6 +600,18 @@ def test_a_decode_engine_waits_for_what_is_handed_over_and_then_computes(scene: 
     assert it.side.matched_tokens(request, 0) == (48, True)
 
 
+def test_a_decode_engine_waits_as_long_as_chunks_arrive(scene: Callable[..., Scene]) -> None:
+    it = scene(num_chunks=1, deadline_seconds=2.0)
+    request = it.request(100, kv_transfer_params=handed(96))
+    it.client.num_pending = 1
+    for it.clock[0], it.client.num_chunks in ((0.1, 1), (1.9, 2), (3.7, 3), (5.5, 4), (7.3, 4), (9.2, 4)):
+        assert it.side.matched_tokens(request, 0) == (None, False)
+    it.clock[0] = 9.4
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    assert it.client.announced == [0], "no chunk came for as long as a deadline"
+    assert it.side.matched_tokens(request, 0) == (64, True)
+
+
 def test_a_decode_engine_computes_what_never_comes(scene: Callable[..., Scene]) -> None:
     it = scene(num_chunks=1)
     request = it.request(100, kv_transfer_params=handed(48, wait_ms=500))

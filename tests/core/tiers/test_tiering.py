@@ -1389,6 +1389,15 @@ def test_at_its_deadline_it_says_whether_more_is_to_be_expected(num_here: int, a
     assert awaited.bench.clock.now < 50.0 + 0.52
 
 
+def test_chunks_that_the_lookup_itself_promotes_count_as_arrived(awaited: OtherNode) -> None:
+    asked = awaits(awaited, wait_seconds=0.2)
+    assert awaited.wait(asked, 0.2).num_pending == 0
+    awaited.num_here = 3
+    asked = awaits(awaited, wait_seconds=0.2)
+    reply = awaited.wait(asked, 0.2)
+    assert (reply.num_chunks, reply.num_pending) == (3, 5)
+
+
 def test_a_tier_is_asked_at_a_bounded_pace_and_only_while_a_lookup_waits(awaited: OtherNode) -> None:
     before = awaited.num_questions
     asked = [awaits(awaited, name=str(number), wait_seconds=0.5) for number in range(3)]

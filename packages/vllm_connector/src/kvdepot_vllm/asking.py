@@ -51,6 +51,7 @@ class Question:
     waits_until: float = 0.0  # for chunks that others are computing
     began_at: float = 0.0  # when the first lookup was sent
     ask_at: float = 0.0  # when to ask again
+    num_found: int = 0  # chunks of the last answer
     awaits: int = 0  # leading chunks that the last lookup expects of a prefill engine
     has_announced: bool = False  # that the engine computes or hands over chunks: withdrawn when the request ends
     span: Any = None  # of the lookup
@@ -174,8 +175,7 @@ class Questions:
             return
         if question.asked_at + _FRESH_SECONDS < now or not question.waits_until:
             # Waiting for others takes at most as long as computing the prompt, or a deadline.
-            seconds = question.request.num_tokens * self._client.token_seconds
-            question.began_at, question.waits_until = now, now + max(seconds, self._settings.deadline_seconds)
+            question.began_at, question.waits_until = now, now + self._patience_seconds(question)
         question.asked_at = now
         tokens = key.num_chunks * self._chunk_tokens
         question.span = start_span("kvdepot lookup", question.request, wanted_tokens=tokens)
@@ -198,6 +198,9 @@ class Questions:
     def _asks_again(self, question: Question, lease: Lease) -> bool:
         """Ask again if others bring more chunks; False if the answer is final."""
         now, hand_over = self._clock(), question.hand_over
+        if hand_over is not None and lease.num_chunks > question.num_found:
+            question.waits_until = now + self._patience_seconds(question)  # the prefill engine is at work
+        question.num_found = lease.num_chunks
         if lease.num_pending and now < question.waits_until:
             question.ask_at = now
         elif hand_over is None or lease.num_chunks >= question.awaits:
@@ -211,6 +214,9 @@ class Questions:
         if question.ask_at <= now:
             self._ask(question)
         return True
+
+    def _patience_seconds(self, question: Question) -> float:
+        return max(question.request.num_tokens * self._client.token_seconds, self._settings.deadline_seconds)
 
     def _ahead_tokens(self, question: Question) -> int:
         """Return the tokens of earlier prompts that are still to be computed, as far as that is known."""

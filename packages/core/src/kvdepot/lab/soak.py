@@ -287,6 +287,7 @@ class Soak:
             **{name: self._counts[name] for name in sorted(self._counts)},
             "hit_rate": round(self._counts["retrieved_tokens"] / max(1, self._counts["prompt_tokens"]), 3),
             "entries_promoted_since_the_last_kill": status.counters.get("entries_promoted", 0),
+            "flights_joined_since_the_last_kill": status.counters.get("flights_joined", 0),
             "longest_wait_seconds": round(self._longest_wait, 2),
             "memory_growth_bytes": memory - self._fresh_memory,
             **must_be_zero,

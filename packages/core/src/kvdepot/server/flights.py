@@ -191,6 +191,9 @@ class FlightTable:
             on_end: called once, when the lookup is to be answered with what is here then.
             ask_tiers: called at a bounded pace while a lookup waits.
         """
+        own = self._by_request.get((context.number, request_id))
+        if own is not None and own.is_remote:
+            self._advance(own)  # the lookup's own promotion may have brought chunks
         flight = self._find(context, tenant, digests, found, is_remote=True)
         if flight is None:
             self.end_request(context, request_id)
