@@ -215,12 +215,13 @@ def test_a_hybrid_model_s_lookup_waits_for_the_last_state() -> None:
     bench = Bench(HYBRID)
     first, second = bench.worker(), bench.worker()
     Asked(first, prompt(6))
-    waiting = Asked(second, prompt(6))
+    waiting = Asked(second, prompt(6), wait_seconds=60.0)
     first.store(prompt(6).slice(0, 3), 3, 3, 1)
-    late = Asked(second, prompt(6), "late")
+    late = Asked(second, prompt(6), "late", wait_seconds=60.0)
     first.store(prompt(6).slice(3), 3, 3, 0)
+    at(bench, 4.0)
     assert (waiting.found, late.found) == (None, None), "all attention is here, and no state at the end"
-    later = Asked(second, prompt(6), "later")
+    later = Asked(second, prompt(6), "later", wait_seconds=60.0, token_seconds=0.0)
     assert later.found is None
     first.store(prompt(6).slice(5), 1, 1, 1)
     assert (waiting.found, late.found, later.found) == (6, 6, 6)

@@ -335,6 +335,8 @@ class FlightTable:
     def _expect(self, flight: Flight) -> None:
         now = self._clock()
         seconds = 2 * flight.seconds_to(flight.stop, now) if flight.token_seconds else _UNKNOWN_SECONDS
+        if flight.context.space.windows:
+            seconds = max(seconds, _UNKNOWN_SECONDS)  # vLLM gives a state away one step after the step that computes it
         flight.due = now + _GRACE_SECONDS + seconds
         self._call_at(flight.due, partial(self._is_due, flight))
 
