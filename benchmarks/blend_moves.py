@@ -1,3 +1,4 @@
+# pyright: basic, reportMissingImports=false
 """Measures loads that a blend moves to other positions: `python benchmarks/blend_moves.py` in tox's `vllm`.
 
 Pages as vLLM has them on a CPU without AMX, in bfloat16 and of the shape of SmolLM2-135M: 30 layers, three heads of 64
