@@ -74,7 +74,7 @@ def printable(text: str) -> str:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe what the kernel refused, and for which file, without the error's number."""
+    """Describe the operation that the kernel refused and its file, without the error's number."""
     what = error.strerror or str(error)
     return f"{error.filename}: {what}" if error.filename is not None else what
 

@@ -1,4 +1,4 @@
-"""Questions to the depot: one open question per request, its answer, and what it announces to other engines.
+"""Questions to the depot: one open question per request, its answer, and the announcement to other engines.
 
 `SchedulerSide` opens a question when a request arrives, polls `answer` while vLLM schedules, drops the answer when the
 load is decided or has ended, and closes the question when the request ends. Nothing here plans loads or stores.
@@ -95,7 +95,7 @@ class Questions:
         return min(MAXIMUM_CHUNKS, max(0, request.num_tokens - 1) // self._chunk_tokens)
 
     def answer(self, question: Question) -> Lease | None:
-        """Return what the depot has, asking again if the last answer is old; None while there is no answer.
+        """Return a lease of the chunks that the depot has; None until it answers. An old answer is asked for again.
 
         Waits at most 10 ms, once for each idle step, however many requests wait.
         """
@@ -123,7 +123,7 @@ class Questions:
         return lease
 
     def settle(self, question: Question) -> int | None:
-        """Drop a question that no load needs. Return the chunks that the depot has; None if that is not known."""
+        """Drop a question that no load needs. Return how many chunks the depot has; None if unknown."""
         lookup = question.lookup
         num_chunks = self._take(question, lookup).num_chunks if lookup is not None and lookup.query() else None
         self.drop(question)

@@ -18,7 +18,7 @@ def blocks_to_fill(
 ) -> tuple[list[int], ...] | None:
     """Return the blocks that a load from chunk `first` up to a token fills, as `BlockIds`; None if one is missing.
 
-    The last chunk may go on behind that token. Its further blocks are `NO_BLOCK`.
+    The last chunk may extend past that token. Its blocks there are `NO_BLOCK`.
     """
     result: list[list[int]] = []
     for group in cache.groups:
@@ -65,7 +65,7 @@ def blocks_to_store(
         first: the first chunk.
         stop: the chunk after the last.
         states: the block with the state at the end of the run, for each recurrent group that has one.
-        null_block: stands in the table where there is no block.
+        null_block: marks places of the table without a block.
     """
     return tuple(
         _blocks_to_store(cache, group, table[group.number], first, stop, states, null_block) for group in cache.groups

@@ -33,7 +33,7 @@ class HandOver:
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None) -> "HandOver | None":
-        """Return what a decode engine is told by `kv_transfer_params`, None if no other engine computes the prompt.
+        """Return the hand-over that `kv_transfer_params` announce; None if no other engine computes the prompt.
 
         A wrong value is ignored with a log line.
         """
@@ -72,7 +72,7 @@ class HandOver:
 
 
 def asks_for_hand_over(params: Mapping[str, Any] | None) -> bool:
-    """Return whether a prefill engine is to say what it computed."""
+    """Return whether the prefill engine must report what it computed."""
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
 
 

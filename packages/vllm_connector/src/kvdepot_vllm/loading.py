@@ -29,7 +29,7 @@ class Load:
     Attributes:
         question: the request's; its lease names the chunks.
         local_tokens: the hit in vLLM's own cache, as told with the last question.
-        job: under way, None if there is none.
+        job: the one under way, if any.
 
     The other fields belong to `Loads`.
     """
@@ -54,7 +54,7 @@ class Loads:
     Args:
         cache: the engine's cache.
         blends: plans the loads that blend; None if the engine does not blend.
-        null_block: returns the block that stands where there is none.
+        null_block: returns the block that marks places without one.
     """
 
     def __init__(self, cache: EngineCache, blends: Blends | None, null_block: Callable[[], int]) -> None:

@@ -171,7 +171,7 @@ class SchedulerSide:
         return end - local_tokens, end > local_tokens
 
     def _offered(self, state: _Request, exact_tokens: int) -> int | None:
-        """Return the end of what a blend brings behind the exact prefix; None while there is no answer."""
+        """Return where the tokens that a blend brings after the exact prefix end; None until the depot answers."""
         if self._blends is None:
             return exact_tokens
         end = self._blends.offer(state.request, exact_tokens, self._client.token_seconds)
@@ -258,12 +258,12 @@ class SchedulerSide:
             state.progress.num_computed = 0
             return
         self.counters["hit_tokens"] += num_tokens
-        if state.progress.exact_tokens is not None:  # what it computes from now on is of no use to other engines
+        if state.progress.exact_tokens is not None:  # other engines cannot use what it computes from now on
             self._questions.withdraw(state.request.request_id)
         self._note(state)
 
     def _note(self, state: _Request, *, is_over: bool = False) -> None:
-        """Tell the depot what the prompt's chunks hold, once all of them are there or the request `is_over`."""
+        """Tell the depot which segments the prompt's chunks hold, once all are stored or the request has ended."""
         if self._blends is None or state.has_noted:
             return
         request, progress = state.request, state.progress
@@ -304,7 +304,7 @@ class SchedulerSide:
 
     @property
     def has_pending_stores(self) -> bool:
-        """Whether blocks are held for stores: the engine has to go on stepping to learn that they ended."""
+        """Whether blocks are held for stores: the engine must keep stepping to learn that they ended."""
         return self._stores.num_pending > 0
 
     @property
@@ -318,7 +318,7 @@ class SchedulerSide:
         """Store the last full chunks of a request that ended, for whatever reason, and still has its blocks.
 
         Returns:
-            what the engine that decodes is to be told, if the request asks for that.
+            `kv_transfer_params` for the decode engine, if the request asks for them.
         """
         state = self._requests.pop(request.request_id, None)
         if state is None:

@@ -236,7 +236,7 @@ class Stores:
 
     @property
     def num_pending(self) -> int:
-        """Stores that hold blocks: the engine has to go on stepping to learn that they ended."""
+        """Stores that hold blocks: the engine must keep stepping to learn that they ended."""
         return len(self._pending)
 
     @property

@@ -2,7 +2,7 @@
 
 - `connection`, `link`, `channel`: a session that reconnects, and requests over it.
 - `scheduler`: lookups and leases. `segments`: names of a prompt's pieces, for blends; it loads
-  numpy, so it is imported by itself.
+  numpy, so it is imported separately.
 - `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (threads), `exchange` (the
   protocol of one store or retrieve), `carrier` (which process copies), `verify` (checks after the copy) and `jobs`.
 - `operator`, `remote`: one request without a session, to this machine or over TCP.

@@ -76,7 +76,7 @@ class Pending(Generic[Answer]):
         return True
 
     def result(self) -> Answer:
-        """Return the answer; a miss if there is no answer within the client's deadline since the lookup."""
+        """Return the answer; a miss if the depot does not answer within the client's deadline since the lookup."""
         if self._answer is None:
             self._answer = self._client.take_answer(self, may_wait=True) or self.missing
         return self._answer

@@ -23,7 +23,7 @@ from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS, MAXIMUM_SEGMENTS, SEGM
 _CONTEXT: Final = "kvdepot 2026-11 segments"
 _WINDOW: Final = 16  # tokens that choose an anchor
 _LEAST_TOKENS: Final = 8  # of a segment
-_CHOSEN: Final = np.uint32((1 << 32) // 14)  # hashes below it choose an anchor: one of 14, of which 60 % are far enough
+_CHOSEN: Final = np.uint32((1 << 32) // 14)  # hashes below it choose anchors: one in 14, and 60 % far enough apart
 _BASE: Final = np.uint32(0x9E3779B1)
 _MIX: Final = np.uint32(0x85EBCA77)
 _TYPE: Final = np.dtype([("name", f"V{SEGMENT_NAME_BYTES}"), ("position", "<u4"), ("length", "<u4")])
@@ -95,8 +95,8 @@ def _cuts(ids: NDArray[np.uint32], borders: Collection[int]) -> NDArray[Any]:
     anchors = _anchors(ids)
     cuts: list[NDArray[Any]] = []
     for border, following in zip(fixed, [*fixed[1:], len(ids) + _LEAST_TOKENS], strict=True):
-        # Tokens in front of a border choose the first anchors behind it. What is left in front of the next one needs
-        # the length of a segment, too.
+        # Tokens before a border choose the first anchors after it. The last piece before the next border must also
+        # have the length of a segment.
         first, stop = np.searchsorted(anchors, (border + _WINDOW, following - _LEAST_TOKENS + 1))
         inside = anchors[first:stop]
         cuts += [np.array([border]), inside[np.diff(inside, prepend=border) >= _LEAST_TOKENS]]

@@ -112,7 +112,7 @@ class ContentIndex:
         return None
 
     def _enters(self, space: Space, run: SourceRun, key: bytes, end: int) -> bool:
-        """Let a run go on to the chunk `key`, with the source's token before `end`, if it is below the run's chunk."""
+        """Extend a run to chunk `key`, which has the source's token before `end`, if it is below the run's chunk."""
         chunk_tokens = space.spec.chunk_tokens
         chunk = (end - 1) // chunk_tokens
         node = self._index.visible(space, key, chunk)

@@ -232,7 +232,7 @@ class EngineModel:
         )
 
     def compute(self, chunk: bytes) -> None:
-        """Write into the chunk's blocks what a forward pass would have: here the bytes that follow from its key."""
+        """Write the chunk's blocks as a forward pass would: here with bytes derived from its key."""
         blocks = self.blocks.of([chunk])
         seeds = self._pattern.seeds(chunk, self.geometry.num_layers, self.blocks_per_chunk)
         for layer in range(self.geometry.num_layers):

@@ -264,7 +264,7 @@ class Fleet:
             raise errors[0]
 
     def close(self) -> None:
-        """End every process and remove what they left."""
+        """End every process and remove the files they left."""
         for engine in (*self.engines, *self.alone):
             engine.close()
         self.depot.close()

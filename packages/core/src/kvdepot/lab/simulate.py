@@ -398,9 +398,10 @@ def _next_uses(workload: _Workload) -> "list[array[int]]":
 
 
 def _session_ends(workload: _Workload, next_uses: "list[array[int]]", share: float) -> bytearray:
-    """Return for each request whether it says that its session is over.
+    """Return for each request whether it announces the end of its session.
 
-    It is when its last whole chunk is not used again: a partial one at the end never is, once the session goes on.
+    A session has ended when its last whole chunk is not used again. A partial last chunk is never used again, even if
+    the session continues.
     """
     ends = bytearray(len(workload.paths))
     due = 0.0
@@ -415,10 +416,10 @@ def _session_ends(workload: _Workload, next_uses: "list[array[int]]", share: flo
 
 
 def _replay_offline(workload: _Workload, next_uses: "list[array[int]]", capacity_chunks: int) -> tuple[list[int], int]:
-    """Return what `_replay` does, for Belady's rule: keep what is used again soonest, nothing that is not.
+    """Replay with Belady's rule, which keeps the chunks that are used again soonest. Return the same as `_replay`.
 
-    A chunk is used whenever one below it is, so what is used again last, the deepest first, is always a leaf, and what
-    is kept is closed under prefixes without more ado. The most chunks are found that this capacity allows.
+    Using a chunk uses all chunks before it. So the chunk that is used again last, the deepest first, is always a leaf,
+    and no kept chunk misses its prefix. No rule finds more chunks with this capacity.
     """
     kept: dict[int, int] = {}  # chunk -> its next use
     latest: list[int] = []  # heap of -(next use << 32 | chunk), with some that no longer hold

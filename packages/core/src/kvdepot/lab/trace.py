@@ -1,7 +1,7 @@
 """Traces of real traffic, in Mooncake's JSONL format: which requests came, and which blocks of 512 tokens they share.
 
 One request a line: `{"timestamp": 0, "input_length": 700, "output_length": 20, "hash_ids": [4, 9]}`. Two requests whose
-lists begin with the same ids begin with the same tokens; the last block may be partial. What a request generates has no
+lists begin with the same ids begin with the same tokens; the last block may be partial. Generated tokens have no
 ids. The file's order is the order of arrival.
 """
 

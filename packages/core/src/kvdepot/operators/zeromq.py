@@ -132,7 +132,7 @@ class MessageReader:
         """Return a message, cut to `most_frames` + 1 frames, or None if the rest of it comes at the next call.
 
         Raises:
-            zmq.Again: there is no message.
+            zmq.Again: no message is waiting.
         """
         frames = self._frames
         for _ in range(_TAKEN_AT_ONCE):

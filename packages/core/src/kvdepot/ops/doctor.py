@@ -75,7 +75,7 @@ class Facts:
     directory_is_writable: bool
     depot: str  # the depot that answers there, "" if none
     has_compiler: bool
-    blends: tuple[tuple[str, str], ...] = ()  # engines attached to it that were told to blend, and what they say of it
+    blends: tuple[tuple[str, str], ...] = ()  # attached engines that are set to blend, and their reports
     num_stopped_pools: int = 0  # of depots that do not run, in other folders
     stopped_pool_bytes: int = 0
     backends: tuple[BackendStatus, ...] = ()

@@ -208,7 +208,7 @@ def _number(config: Mapping[str, Any], key: str) -> int:
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> tuple[list[_Keeps], tuple[str, ...]]:
-    """Return the memory of each layer, and notes on what the configuration leaves open.
+    """Return the memory of each layer, and notes on questions that the configuration leaves open.
 
     Raises:
         ConfigError: a layer is of a kind that is not known.

@@ -306,10 +306,10 @@ def _read_only(directory: Path) -> int:
 
 
 def open_with_lock(fd: int, number: int) -> int:
-    """Open a file once more, with a lock on one byte, far behind its end, that nobody else has.
+    """Open a file once more, with an exclusive lock on one byte far behind its end.
 
-    The lock lasts as long as anything of the new descriptor: itself, what was handed to other processes or inherited by
-    them, and mappings made through it. So it shows writers that have no process number here.
+    The lock lasts as long as the new descriptor, any copy of it in another process, or a mapping made through them. So
+    it shows whether a writer without a process number here still lives.
     """
     copy = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -38,7 +38,7 @@ def look_at(directory: Path) -> FoundPool:
     """Describe the pool in `directory`.
 
     Raises:
-        PoolError: there is none.
+        PoolError: it has no pool.
         OSError: it cannot be read.
     """
     if not is_pool(directory):
@@ -59,7 +59,7 @@ def remove_pool(directory: Path) -> int:
 
     Raises:
         DepotBusy: a depot serves it.
-        PoolError: there is none, or it cannot be opened.
+        PoolError: the pool does not exist or cannot be opened.
         OSError: it cannot be removed.
     """
     pool = look_at(directory)

@@ -214,7 +214,7 @@ class ContextTable:
         return None if state.movers is None else state.movers.end(context.number)
 
     def begin_hand_over(self, instance: str, request_id: str) -> None:
-        """Note that another engine waits for what a request stores, unless very many are."""
+        """Note that another engine waits for the chunks of a request, unless very many requests are noted."""
         if len(self.handing_over) < MAXIMUM_HAND_OVERS:
             self.handing_over.add((instance, request_id))
 

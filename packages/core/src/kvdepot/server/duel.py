@@ -1,9 +1,9 @@
-"""Whether LRU or ARC finds more of the present traffic, on a sample of the chunks.
+"""Compares LRU and ARC on a sample of the chunks: which of them finds more of the present traffic?
 
-`ShadowIndex` samples; it has LRU with a pool of the present size in its segments, so only ARC is here. Both see the
-same chunks. The rule that found more of them lately should choose the victims, but only if its lead is no accident of
-the sample: each change of the rule spoils the lists that ARC needs. The sample knows nothing of prefixes: LRU and ARC
-hardly differ with and without.
+`ShadowIndex` takes the sample and keeps LRU for a pool of the present size in its segments, so only ARC is here. Both
+see the same chunks. The rule that found more of them lately should choose the victims, but only if its lead is
+significant: each change of the rule spoils the lists that ARC needs. The sample ignores prefixes, which hardly changes
+the hits of either rule.
 """
 
 from collections import OrderedDict
@@ -25,13 +25,13 @@ class Duel:
         self.prefers_lru = False  # LRU found more lately; otherwise ARC
         self.score = 0.0  # chunks that ARC found and LRU did not, less the others
         self._variance = 0.0  # of the score: the squares of the lookups' differences
-        # Seen once, again, and what was evicted of both: key -> bytes, the coldest first.
+        # Chunks seen once, chunks seen again, and those evicted from either list: key -> bytes, the coldest first.
         self._lists: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(4)]
         self._sizes = [0] * 4
         self._target_once = 0.0  # bytes
 
     def looked_up(self, keys: Sequence[bytes], num_bytes: int, found_by_lru: int) -> None:
-        """Count a lookup of sampled chunks, so many of which LRU has, and use them; each has `num_bytes`."""
+        """Count a lookup of sampled chunks of `num_bytes` each, and use them. LRU has `found_by_lru` of them."""
         once, again = self._lists[_ONCE], self._lists[_AGAIN]
         found = 0
         for key in keys:

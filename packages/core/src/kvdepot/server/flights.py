@@ -86,7 +86,7 @@ class Flight:
         return self.ask_tiers is not None
 
 
-# Has the tiers bring what they have of a flight's chunks, and then calls the function. False: they cannot be asked now.
+# Promotes the chunks of a flight that the tiers have, then calls the function. False: the tiers cannot be asked now.
 AskTiers = Callable[[Flight, Callable[[], None]], bool]
 
 
@@ -106,7 +106,7 @@ class FlightTable:
         self._by_request: dict[tuple[int, str], Flight] = {}  # by context and request
         # By space and first missing chunk, then by tenant and whether it is remote.
         self._by_chunk: dict[tuple[int, bytes], dict[tuple[str, bool], Flight]] = {}
-        # A heap of what is to be called with the time; some of it is of what has ended.
+        # A heap of functions to call with the time; some belong to flights and lookups that have ended.
         self._deadlines: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
         self._num_digest_bytes = 0
@@ -164,7 +164,7 @@ class FlightTable:
             found: its chunks that are here.
             token_seconds: its engine's time for a token, 0 for unknown.
             until: the lookup's deadline.
-            on_end: called once, when the lookup is to be answered with what is here then.
+            on_end: called once, when the lookup must be answered with the chunks that are here then.
             awaits: chunks that its request was told to wait for, however long computing them would take.
         """
         flight = self._find(context, tenant, digests, found)
@@ -188,7 +188,7 @@ class FlightTable:
             digests: of the chunks that come, from chunk 0 on.
             found: those that are here.
             until: the lookup's deadline.
-            on_end: called once, when the lookup is to be answered with what is here then.
+            on_end: called once, when the lookup must be answered with the chunks that are here then.
             ask_tiers: called at a bounded pace while a lookup waits.
         """
         own = self._by_request.get((context.number, request_id))
@@ -312,7 +312,7 @@ class FlightTable:
                 self.end_request(context, flight.request_id)
 
     def expire(self, now: float) -> None:
-        """Answer lookups whose time is over, end flights that are late, and ask tiers for remote ones."""
+        """Answer lookups at their deadlines, end flights that are late, and ask the tiers for remote ones."""
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now:
             _, _, call = heapq.heappop(deadlines)

@@ -14,7 +14,7 @@ from kvdepot.server.state import DepotState
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
-_OBSERVED_AT_ONCE: Final = 2048  # chunks, of which an eighth is sampled at most
+_OBSERVED_AT_ONCE: Final = 2048  # chunks; the sample takes at most an eighth
 _RANKED_AT_ONCE: Final = 2  # steps of a hint that its request does itself: the end of the prefix is what leaves first
 _DEFAULT_TENANT: Final = "default"
 
@@ -114,7 +114,7 @@ class Lookups:
         self, context: Context, tenant: str, digests: bytes, found: int, nodes: tuple[int, ...],
         on_answer: Callable[[], None], wait_seconds: float = 60.0, token_seconds: float = 0.0,
     ) -> bool:  # fmt: skip
-        """Have the tiers bring what they have of a prefix, and then call `on_answer`; False if they cannot be asked."""
+        """Promote the chunks of a prefix that the tiers have, then call `on_answer`. False if they cannot be asked."""
         tiering = self._state.tiering
         if tiering is None or not self._state.accepts_stores:
             return False

@@ -45,7 +45,7 @@ class Restoring:
             state.accepts_stores = not self._is_stopping()
             state.note(f"found {self._depot.index.num_entries} entries of an earlier server")
         except Exception:
-            # The owners of unfinished writes are no longer known: entries that are here are found, none is added.
+            # The owners of unfinished writes are unknown from here on: serve the entries read so far, and add none.
             logger.exception("reading back an earlier server's table failed: no stores until a start with --fresh")
             counters["chores_failed"] += 1
             state.note("reading back an earlier server's table failed: no stores until a start with --fresh")

@@ -3,9 +3,9 @@
 A client opens the session socket, says its protocol version and gets the descriptors of pool and table and a token. The
 token greets the depot on each of its connections to the control socket, so a message is known to come from that
 process. Bytes sent later are pings and are echoed. When the connection closes, the session ends; but a killed
-process lives on for up to 150 ms after its connection closed (measured), so what it may still be writing is freed by
-its pidfd. A process of another PID namespace that a later server has to wait for is known by the lock on the pool that
-its mapping keeps.
+process lives on for up to 150 ms after its connection closed (measured), so its unfinished extents are freed only once
+its pidfd reports its death. A later server recognises a living process of another PID namespace by the lock that its
+mapping keeps on the pool.
 """
 
 import contextlib
@@ -149,8 +149,9 @@ class SessionTable:
                 return
 
     def expire_handshakes(self, is_over: Callable[[], bool]) -> None:
-        """Close connections that never said what they want, one at least, until `is_over`; listen again if that was
-        given up and there is room.
+        """Close connections that sent no request in time, one at least, until `is_over`.
+
+        Listen again if that was given up and there is room.
         """
         if not self._is_listening and not is_reserve_touched(self._epoll.fileno()):
             self._is_listening = True
@@ -164,7 +165,7 @@ class SessionTable:
                 return
 
     def find_dead(self, is_over: Callable[[], bool]) -> None:
-        """Bury the processes without a number that do not map the pool any more, one at least, until `is_over`."""
+        """Report dead the processes without a number that no longer map the pool, one at least, until `is_over`."""
         for writer in [writer for writer in self._unnumbered if not self._is_mapping(writer)]:
             self._unnumbered.discard(writer)
             logger.info("a process of another PID namespace is dead or has let go of the pool")
@@ -173,7 +174,7 @@ class SessionTable:
                 return
 
     def await_death(self, writer: Writer) -> bool:
-        """Watch a process of which only the number is known (from an earlier server's table); False if it is dead."""
+        """Watch a process of an earlier server's table, known only by its number. Return False if it is dead."""
         if not writer.pid:
             is_mapping = self._is_mapping(writer)
             if is_mapping:

@@ -48,7 +48,7 @@ class ShadowIndex:
         budget: int = _BUDGET,
     ) -> None:
         self.preference = preference or Preference()
-        self.num_chunks = 0  # asked for, as far as the sample tells
+        self.num_chunks = 0  # asked for, as estimated from the sample
         self._pool_bytes = pool_bytes
         self._scales = scales
         self._budget = budget

@@ -270,9 +270,9 @@ class Stores:
         self._counters["stores_late"] += 1
 
     def _end_one_above_quota(self) -> bool:
-        """End one store of a share above its quota, so that the chunks before it can leave; False without one.
+        """End one store of a share above its quota, so that the chunks before it can leave.
 
-        If there is no store, some entries in quarantine.
+        Without such a store, end some entries in quarantine. Return False if there are none.
         """
         index, quotas = self._index, self._index.quotas
         for ticket in islice(self.tickets.values(), _MOST_LOOKED_AT):

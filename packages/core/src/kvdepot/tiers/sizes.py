@@ -46,7 +46,7 @@ class LruSizes:
         return list(islice(self._sizes, count))
 
     def newest(self) -> bytes | None:
-        """Return the most recently used key, None if there is none."""
+        """Return the most recently used key, None if empty."""
         return next(reversed(self._sizes), None)
 
     def clear(self) -> None:

@@ -186,7 +186,7 @@ class Blender:
             tokens: of the prompt, with the question.
             runs: the reused positions: ascending, without overlap.
             table: has blocks for the question, too. Blocks that are thrown away afterwards will do for it.
-            question: positions of the question; None if there is none.
+            question: positions of the question, if the prompt has one.
             budget: how many tokens to choose.
         """
         if not runs:

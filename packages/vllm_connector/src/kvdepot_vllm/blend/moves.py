@@ -28,7 +28,7 @@ MoveTokens = Callable[[Sequence[int], Any, TokenLayout, Any, bool], None]
 def move(
     layers: Sequence[Layer], from_slots: Any, to_slots: Any, old: Any, new: Any, compiled: MoveTokens | None = None
 ) -> None:
-    """Move tokens' KV. No tokens are no error.
+    """Move tokens' KV. An empty move is allowed.
 
     Args:
         layers: all attention layers.
@@ -37,7 +37,7 @@ def move(
             slot in common.
         old: `(n,)`, the positions at which the KV was computed.
         new: `(n,)`, its positions from now on. Long stretches of one distance are fast.
-        compiled: for layers in host memory whose pages have the layout that it needs; None if there is none.
+        compiled: for layers in host memory whose pages have the layout that it needs; else None.
     """
     if not len(from_slots):
         return

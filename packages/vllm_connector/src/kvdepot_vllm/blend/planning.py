@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-QUESTION_TOKENS: Final = 256  # a longer rest of the prompt is no question whose attention says what matters
+# A longer rest of the prompt is not a question: its attention does not show which tokens matter.
+QUESTION_TOKENS: Final = 256
 _LEAST_RUN_TOKENS: Final = 64  # a shorter run costs more than it brings
 _RECOMPUTE_COST: Final = 1.6  # of one token recomputed, in tokens of a prefill: measured
 _LEAST_GAIN: Final = 0.1  # a blend that saves a smaller share of the computation is declined
@@ -121,10 +122,11 @@ class Blends:
         self._requests[request.request_id] = _Request(request, wish, segments, lookup)
 
     def offer(self, request: EngineRequest, exact_tokens: int, token_seconds: float) -> int | None:
-        """Return the end of what a blend would bring; `exact_tokens` if nothing; None while there is no answer.
+        """Return where the tokens that a blend would bring end; None until the depot answers.
 
-        An offer taints the request at once: vLLM may enter its blocks into the prefix cache before it tells. A request
-        is blended once; after a preemption it is computed.
+        `exact_tokens` means that a blend would bring none. An offer taints the request at once, because vLLM may enter
+        its blocks into the prefix cache before it calls back. A request is blended once. After a preemption it is
+        computed.
 
         Args:
             request: vLLM's.
@@ -195,7 +197,7 @@ class Blends:
     ) -> bool:
         """Plan the blend that was offered, into the blocks of `table`; False if none was offered up to `end`.
 
-        `exact` loads what the depot has of the request's own prefix, behind the `local_tokens` that vLLM has.
+        `exact` loads the chunks of the request's own prefix that the depot has, after the `local_tokens` that vLLM has.
         """
         state = self._requests.get(request.request_id)
         offer = state.offered if state is not None else None
@@ -320,7 +322,7 @@ class Blends:
         return state.exact_tokens if state is not None else None
 
     def answer_of(self, request_id: str) -> dict[str, Any] | None:
-        """Return what the request's output says about its blend, None if there was none."""
+        """Return the report of a blend for the request's output; None if the request was not blended."""
         state = self._requests.get(request_id)
         if state is None or state.figures is None:
             return None

@@ -19,7 +19,7 @@ _SECOND: Final = 1  # layer: the first whose K depends on other tokens
 
 
 class Stop(Exception):
-    """Ends a forward pass of which the rest is not needed."""
+    """Ends a forward pass once its remaining layers are not needed."""
 
 
 class ModelScores:
@@ -30,7 +30,7 @@ class ModelScores:
         tokens: of the prompt, with the question.
         runs: the reused positions.
         table: of the prompt, with blocks for the question.
-        question: positions of the question; None if there is none.
+        question: positions of the question, if the prompt has one.
     """
 
     def __init__(self, blender: "Blender", tokens: Any, runs: Sequence[Run], table: Any, question: Run | None) -> None:
@@ -107,7 +107,7 @@ def _watch(blender: "Blender", hooks: dict[int, Callable[[Any], None]], forward:
 
 
 def _summed(score: Any) -> Any:
-    """Return the sum over all ranks, each of which has seen its own heads, on the CPU."""
+    """Return the sum over all ranks, as a tensor on the CPU. Each rank has seen its own heads."""
     if get_tensor_model_parallel_world_size() > 1:
         score = tensor_model_parallel_all_reduce(score)
     return score.cpu()

@@ -58,7 +58,7 @@ class BlendWorker:
         return len(self._blends)
 
     def start(self, plan: StepPlan) -> None:
-        """Start the step's retrieves, end what is given up, and compute the step's slice."""
+        """Start the step's retrieves, end abandoned blends, and compute the step's slice."""
         for job in plan.blends:
             self._blends[job.request_id] = self._start(job)
         for request_id in plan.given_up:

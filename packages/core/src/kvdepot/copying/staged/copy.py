@@ -107,8 +107,8 @@ class StagedCopier(Copier):
     """The `Copier` of a device.
 
     Construct it before the engine computes, on its stream: it compiles every shape, where that is needed, and checks
-    that what is written through the byte views arrives in the engine's tensors; block 0 of each has its bytes again
-    afterwards.
+    that bytes written through the byte views arrive in the engine's tensors. Afterwards block 0 of each tensor has its
+    bytes again.
 
     Args:
         bridge: the device.
@@ -174,7 +174,7 @@ class StagedCopier(Copier):
         self._retrieves.close()
 
     def warm_up(self) -> None:
-        """Run every bucket once in both directions; block 0 of every tensor is read and written with what it holds."""
+        """Run every bucket once in both directions: read block 0 of every tensor, and write the same bytes back."""
         for number, shape in enumerate(self._shapes):
             for bucket in shape.buckets:
                 move = Move(number, bucket, np.zeros(bucket, np.int64), ())
@@ -225,7 +225,7 @@ class StagedCopier(Copier):
     # --- the device -----------------------------------------------------------------------------------------------
 
     def _follow_compute(self, direction: _Buffers) -> None:
-        """Have the direction's stream wait for what the engine has launched: it may still write or read the blocks."""
+        """Have the direction's stream wait for the engine's kernels, which may still write or read the blocks."""
         if self._follows:
             direction.stream.wait_stream(self._compute)
 

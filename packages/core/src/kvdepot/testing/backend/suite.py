@@ -160,7 +160,7 @@ class BackendSuite:
 
     @pytest.mark.promise(44)
     def test_a_run_that_starts_later_is_stored_below_what_is_there(self, cache: MakeCache) -> None:
-        """Chunked prefill: each step stores what it added."""
+        """Chunked prefill: each step stores its new chunks."""
         worker = cache()
         run = prompt(6)
         for start in (0, 2, 4):

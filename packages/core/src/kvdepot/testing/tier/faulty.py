@@ -27,11 +27,11 @@ class Wrong(enum.Enum):
 
 
 class FaultyTier:
-    """A tier that behaves as told: for tests of what drives tiers.
+    """A tier that behaves as told: for tests of the queue that drives tiers.
 
     Set `hang` to make calls wait until it is cleared (`strand` leaves those that wait and serves new ones), `error` to
-    make them raise, `lie` to make it claim to have everything, `forget` to make it say that it has written what it has
-    not, `short` to make it report one outcome too few, `wrong` to make it read something else.
+    make them raise, `lie` to make it claim to have everything, `forget` to make it report writes that it did not
+    make, `short` to make it report one outcome too few, `wrong` to make it read something else.
 
     Args:
         inner: makes the calls.

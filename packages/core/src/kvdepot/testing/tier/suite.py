@@ -273,7 +273,7 @@ class TierSuite:
         assert not faulty.queue.is_suspended
 
     def test_lies_about_existence_are_misses(self, faulty: FaultyBench) -> None:
-        """Of what was never written, and of what a write said it had stored; what is there is served."""
+        """Keys never written, and keys that a write only claimed to have stored. Entries that exist are served."""
         assert faulty.write(0, 2) == [True] * 2
         faulty.tier.lie = faulty.tier.forget = True
         assert faulty.write(2, 4) == [True] * 2

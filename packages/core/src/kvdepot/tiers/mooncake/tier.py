@@ -48,7 +48,7 @@ class MooncakeTier:
 
     @property
     def writer_pid(self) -> int:
-        """The pid of the present child, 0 while there is none."""
+        """The pid of the present child, 0 without one."""
         return self._child.pid
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
