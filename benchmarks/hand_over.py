@@ -7,16 +7,21 @@ Uses a small model with KV of a realistic size (128 KiB of float32 per token). `
 - the time to the first token over both engines as a ratio to `alone`, one after the other and both at once;
 - the tokens that are computed when two engines get four equal prompts each, as a ratio to one prompt;
 - with `--kills N`, whether `decode` answers with the same token after a prefill engine was killed at a random moment.
+
+With `--own-cores`, `alone` and `prefill` have the first core, and `decode` has the second one. On CPU, an engine that
+waits keeps a core busy: see docs/disaggregated.md.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,18 @@ from support.vllm.engines import Engine, Prompt, connector, prompts, wait_until_
 from support.vllm.models import make_model
 
 OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 2048, "max_num_batched_tokens": 512}
+
+
+@contextlib.contextmanager
+def on_core(number: int | None) -> Generator[None]:
+    """Processes that start meanwhile have one core; None for all."""
+    cores = os.sched_getaffinity(0)
+    if number is not None:
+        os.sched_setaffinity(0, {sorted(cores)[number]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def ask(engine: Engine, prompt: Prompt, params: dict[str, Any] | None = None) -> tuple[float, dict[str, Any]]:
@@ -70,6 +87,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=1537, help="of a prompt: whole chunks and one more")
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--own-cores", action="store_true", help="one core for prefill, another one for decode")
     parser.add_argument("--json", type=Path, help="write every measurement here")
     arguments = parser.parse_args()
     rng = random.Random(7)
@@ -79,10 +97,10 @@ def main() -> int:
         depot = stack.enter_context(DepotProcess(pool_size="6GiB", new_session=True))
         model = make_model(Path(directory), "large-kv")
         configs = {"alone": None, "prefill": connector(depot.url), "decode": connector(depot.url)}
-        engines = {
-            name: stack.enter_context(Engine(model, config, multiprocessing=True, **OPTIONS))
-            for name, config in configs.items()
-        }
+        engines: dict[str, Engine] = {}
+        for name, config in configs.items():
+            with on_core(int(name == "decode") if arguments.own_cores else None):
+                engines[name] = stack.enter_context(Engine(model, config, multiprocessing=True, **OPTIONS))
         alone, prefill, decode = engines.values()
         for number, engine in enumerate((prefill, decode)):
             wait_until_stored(engine, depot, 1000 * (number + 1))
@@ -112,7 +130,8 @@ def main() -> int:
         kills: list[dict[str, Any]] = []
         for prompt in prompts(arguments.kills, arguments.tokens, seed=8):
             seconds, expected = ask(alone, prompt)
-            took, tokens = kill(model, depot, decode, prompt, rng.uniform(0, 1.2 * seconds))
+            with on_core(0 if arguments.own_cores else None):
+                took, tokens = kill(model, depot, decode, prompt, rng.uniform(0, 1.2 * seconds))
             kills.append({"alone": seconds, "took": took, "same": tokens == expected["tokens"]})
             print(json.dumps(kills[-1]), flush=True)
     result = {
