@@ -93,6 +93,22 @@ def test_an_extra_key_counts_with_its_place_and_its_content() -> None:
 
 
 @pytest.mark.promise(19)
+def test_the_key_of_an_incomplete_chunk_is_no_other_one() -> None:
+    def tail(prompt: range, num_tokens: int, extra: tuple[tuple[int, int, bytes], ...] = ()) -> bytes:
+        hasher = PrefixHasher(Namespace("m"), 16, extra)
+        hasher.extend(prompt)
+        return hasher.tail(2, prompt[32 : 32 + num_tokens])
+
+    assert tail(range(48), 9) == tail(range(41), 9), "later tokens do not count"
+    others = [
+        tail(range(48), 9), tail(range(48), 10), tail(range(48), 16), tail(range(1, 49), 9),
+        tail(range(48), 9, ((35, 36, b"item"),)), tail(range(48), 9, ((36, 37, b"item"),)),
+        *(hash_prefix(Namespace("m"), 16, range(48)).slice(chunk, chunk + 1).digests for chunk in range(3)),
+    ]  # fmt: skip
+    assert len(set(others)) == len(others)
+    assert tail(range(48), 9, ((41, 43, b"item"),)) == tail(range(48), 9), "an item behind the prompt does not count"
+
+
 def test_two_processes_with_different_hash_seeds_agree() -> None:
     code = (
         "from kvdepot import *; print(hash_prefix(Namespace('m', extra=(('b', ''), ('a', ''))), 4, range(8)).digests)"

@@ -142,9 +142,12 @@ class Scene:
 
 @pytest.fixture
 def scene() -> Callable[..., Scene]:
-    def make(*groups: EngineGroup, num_chunks: int = 0, workers: int = 1, volatile: int = 0, **settings: Any) -> Scene:
+    def make(
+        *groups: EngineGroup, num_chunks: int = 0, workers: int = 1, volatile: int = 0, chunk_tokens: int = 16,
+        **settings: Any,
+    ) -> Scene:  # fmt: skip
         groups = groups or (FULL,)
-        cache = EngineCache(groups, len(groups), 16, 1, "bytes", "test", volatile)
+        cache = EngineCache(groups, len(groups), chunk_tokens, 1, "bytes", "test", volatile)
         stored: list[tuple[int, int, tuple[int, ...]]] = []
         clock = [0.0]
         client, pool = Client(num_chunks), Pool(64)
@@ -621,6 +624,65 @@ def test_a_decode_engine_computes_what_never_comes(scene: Callable[..., Scene]) 
     assert it.client.awaited == [3, 0]
     assert it.side.matched_tokens(request, 0) == (16, True)
     assert it.side.counters["hand_overs_missed"] == 1
+
+
+def test_the_last_incomplete_chunk_of_a_prompt_is_handed_over(scene: Callable[..., Scene]) -> None:
+    """Chunks of 128 tokens in blocks of 16, a prompt of 300: two chunks, and 44 tokens in three blocks."""
+    it = scene(chunk_tokens=128, max_pinned_share=1.0)
+    request = it.request(300, "prefill", kv_transfer_params={"do_remote_decode": True})
+    assert it.side.matched_tokens(request, 0) == (0, False)
+    plans = [it.step(request, 256, (blocks(1, 19),)), it.step(request, 44, (blocks(1, 19),))]
+    (whole,), (tail,) = (plan.stores for plan in plans)
+    assert (whole.key.num_chunks, tail.key.first_chunk, tail.key.num_chunks) == (2, 2, 1)
+    assert tail.key.parent == whole.key.digests[-32:]
+    assert tail.block_ids == ([17, 18, 19, 19, 19, 19, 19, 19],), "one extent, whatever the prompt fills of it"
+    request.num_tokens, request.all_token_ids = 301, list(range(301))  # the output must not change the key
+    told: Any = it.side.finished(request, (blocks(1, 19),))
+    assert told["kvdepot"] == {"num_tokens": 300, "prefix": tail.key.digests.hex()}
+    for plan in plans:
+        it.report(plan)
+    assert it.stored == [(0, 2, (2,))], "no event names an incomplete block"
+    assert it.pool.held() == set()
+
+    decode = scene(chunk_tokens=128, num_chunks=2)
+    request = decode.request(300, "decode", kv_transfer_params=told)
+    assert decode.side.matched_tokens(request, 0) == (None, False), "the tail is awaited, too"
+    assert decode.client.awaited == [3]
+    decode.client.num_chunks, decode.clock[0] = 3, 0.01
+    assert decode.side.matched_tokens(request, 0) == (299, True), "one token is left to compute"
+    decode.side.allocated(request, (blocks(1, 19),), 299)
+    (job,) = decode.step(request, 0, (blocks(1, 19),)).loads
+    assert job.key.digests == whole.key.digests + tail.key.digests
+    assert job.block_ids == (blocks(1, 19) + [NO_BLOCK] * 5,)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "told_tokens", "found", "expected"),
+    [
+        (256, 256, 2, 255),  # nothing incomplete: the last chunk but one token
+        (300, 256, 2, 256),  # from an engine that hands over whole chunks only
+        (400, 300, 3, 384),  # the prompt goes on behind what was handed over
+    ],
+)
+def test_a_decode_engine_takes_whole_chunks_where_no_tail_fits(
+    scene: Callable[..., Scene], prompt_tokens: int, told_tokens: int, found: int, expected: int
+) -> None:
+    it = scene(chunk_tokens=128, num_chunks=found)
+    params = {"do_remote_prefill": True, "kvdepot": {"num_tokens": told_tokens}}
+    request = it.request(prompt_tokens, kv_transfer_params=params)
+    assert it.side.matched_tokens(request, 0) == (expected, True)
+    assert it.side.counters["hand_overs_missed"] == 0
+
+
+@pytest.mark.parametrize(("groups", "chunk_tokens"), [((FULL,), 64), ((FULL, WINDOW), 128)])
+def test_small_chunks_and_windows_have_no_tail(
+    scene: Callable[..., Scene], groups: tuple[EngineGroup, ...], chunk_tokens: int
+) -> None:
+    it = scene(*groups, chunk_tokens=chunk_tokens, max_pinned_share=1.0)
+    request = it.request(300, kv_transfer_params={"do_remote_decode": True})
+    it.side.matched_tokens(request, 0)
+    jobs = it.step(request, 300, (blocks(1, 19), blocks(20, 19))).stores
+    assert [job.key.num_chunks for job in jobs] == [300 // chunk_tokens]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvdepot.errors import KeyFormatError
 
 DIGEST_BYTES = 32
 _NAMESPACE_CONTEXT = "kvdepot 2026-11 namespace"
+_TAIL_CONTEXT = "kvdepot 2026-11 tail"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +144,9 @@ class PrefixHasher:
         self._last = last
         self._rest = list(pending[whole:])
 
-    def _extra_of(self, chunk: int) -> bytes:
-        start, end = chunk * self._chunk_tokens, (chunk + 1) * self._chunk_tokens
+    def _extra_of(self, chunk: int, num_tokens: int | None = None) -> bytes:
+        start = chunk * self._chunk_tokens
+        end = start + (num_tokens or self._chunk_tokens)
         inside = [
             (first - start, stop - start, key) for first, stop, key in self._extra_keys if first < end and stop > start
         ]
@@ -153,6 +155,12 @@ class PrefixHasher:
     def run(self, start: int = 0, stop: int | None = None) -> KeyRun:
         """Return the key of chunks `start` to `stop` (default: all complete chunks)."""
         return KeyRun(bytes(self._digests), 0, self._root, self._tenant).slice(start, stop)
+
+    def tail(self, chunk: int, tokens: Sequence[int]) -> bytes:
+        """Return the key of a chunk that has the first `tokens` only. All chunks before it were added."""
+        last = self._digests[(chunk - 1) * DIGEST_BYTES : chunk * DIGEST_BYTES] if chunk else self._root
+        data = struct.pack(f"<{len(tokens) + 1}I", len(tokens), *tokens)
+        return blake3(last + data + self._extra_of(chunk, len(tokens)), derive_key_context=_TAIL_CONTEXT).digest()
 
 
 def hash_prefix(namespace: Namespace, chunk_tokens: int, tokens: Sequence[int]) -> KeyRun:

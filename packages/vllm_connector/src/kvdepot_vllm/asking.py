@@ -90,9 +90,13 @@ class Questions:
         if asks:
             self._ask(question)
 
-    def num_wanted(self, request: EngineRequest) -> int:
-        """Return the chunks worth loading: at least one token is left to compute, as with vLLM's own prefix cache."""
-        return min(MAXIMUM_CHUNKS, max(0, request.num_tokens - 1) // self._chunk_tokens)
+    def wanted_tokens(self, question: Question) -> int:
+        """Return the tokens worth loading: at least one is left to compute, as with vLLM's own prefix cache."""
+        tokens = max(0, question.request.num_tokens - 1)
+        return min(
+            MAXIMUM_CHUNKS * self._chunk_tokens,
+            tokens if question.progress.wants_tail else tokens - tokens % self._chunk_tokens,
+        )
 
     def answer(self, question: Question) -> Lease | None:
         """Return a lease of the chunks that the depot has; None until it answers. An old answer is asked for again.
@@ -167,7 +171,9 @@ class Questions:
             self._client.end_request(request_id)
 
     def _wanted(self, question: Question) -> KeyRun:
-        return question.progress.keys.run(0, self.num_wanted(question.request))
+        keys, stop = question.progress.keys, -(-self.wanted_tokens(question) // self._chunk_tokens)
+        is_whole = stop * self._chunk_tokens <= question.request.num_tokens
+        return keys.run(0, stop) if is_whole else keys.run_with_tail(0)
 
     def _ask(self, question: Question) -> None:
         key, now = self._wanted(question), self._clock()
@@ -177,12 +183,12 @@ class Questions:
             # Waiting for others takes at most as long as computing the prompt, or a deadline.
             question.began_at, question.waits_until = now, now + self._patience_seconds(question)
         question.asked_at = now
-        tokens = key.num_chunks * self._chunk_tokens
-        question.span = start_span("kvdepot lookup", question.request, wanted_tokens=tokens)
+        question.span = start_span("kvdepot lookup", question.request, wanted_tokens=self.wanted_tokens(question))
         joins = self._settings.wait_for_others
         announces = joins and question.progress.may_store and question.hand_over is None
         hand_over = question.hand_over
-        question.awaits = 0 if hand_over is None else hand_over.num_chunks(key, self._chunk_tokens)
+        prompt_tokens = question.request.num_prompt_tokens
+        question.awaits = 0 if hand_over is None else hand_over.num_chunks(key, prompt_tokens, self._chunk_tokens)
         hands_over = question.progress.may_store and asks_for_hand_over(question.request.kv_transfer_params)
         question.has_announced |= announces or hands_over
         question.lookup = self._client.submit_lookup(

@@ -17,6 +17,7 @@ BLOCK_OUTERMOST: Final = "BLNHC"  # in memory: block, layer, token, head, conten
 HEADS_BEFORE_TOKENS: Final = "BLHNC"  # likewise, for attention backends that take nothing else
 _BLACKWELL: Final = 10  # compute capability
 _LONGEST_FORMAT: Final = 200  # characters, of the 256 that a name in a message may have
+_LEAST_CHUNK_WITH_TAIL: Final = 128  # tokens
 _LARGEST_KERNEL_BLOCK: Final = 64  # tokens that kernels of every attention backend take in one block
 
 
@@ -48,6 +49,16 @@ class EngineCache:
     dtype: str
     format: str
     volatile_tokens: int = 0  # the last computed tokens, whose KV a draft model may still write again
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether prefill engines hand over the last, incomplete chunk of a prompt.
+
+        Small ones are not worth it. With windows, a lookup could miss the chunk in which the window begins.
+        """
+        return self.chunk_tokens >= _LEAST_CHUNK_WITH_TAIL and all(
+            group.kind is GroupKind.FULL_ATTENTION for group in self.groups
+        )
 
     @property
     def spec(self) -> CacheSpec:

@@ -51,18 +51,20 @@ class HandOver:
         seconds = _WAIT_SECONDS if wait_ms is None else wait_ms / 1000
         return cls(num_tokens, _digest(prefix), seconds)
 
-    def num_chunks(self, key: KeyRun, chunk_tokens: int) -> int:
+    def num_chunks(self, key: KeyRun, prompt_tokens: int, chunk_tokens: int) -> int:
         """Return how many leading chunks of a request's key the other engine brings; 0 if it computes another prompt.
 
         Args:
-            key: the request's wanted chunks, from chunk 0 on.
+            key: the request's wanted chunks, from chunk 0 on. The last one may be incomplete.
+            prompt_tokens: of the request.
             chunk_tokens: of one chunk.
         """
         if self.num_tokens is None:
-            return key.num_chunks
-        count = min(key.num_chunks, self.num_tokens // chunk_tokens)
+            return min(key.num_chunks, prompt_tokens // chunk_tokens)
+        is_whole = self.num_tokens == prompt_tokens
+        count = key.num_chunks if is_whole else min(key.num_chunks, self.num_tokens // chunk_tokens)
         last = key.digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
-        if self.prefix is not None and count * chunk_tokens == self.num_tokens and last != self.prefix:
+        if self.prefix is not None and count * chunk_tokens >= self.num_tokens and last != self.prefix:
             logger.warning(
                 "the prefill engine computed another prompt, or differs in model, format, tenant or salt:"
                 " nothing is handed over"
@@ -76,9 +78,14 @@ def asks_for_hand_over(params: Mapping[str, Any] | None) -> bool:
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
 
 
-def handed_over(key: KeyRun, chunk_tokens: int) -> dict[str, Any]:
-    """Return the `kv_transfer_params` for the decode engine, for the chunks of `key` that are in the depot soon."""
-    told = {"num_tokens": key.num_chunks * chunk_tokens, "prefix": key.digests[-DIGEST_BYTES:].hex()}
+def handed_over(key: KeyRun, num_tokens: int) -> dict[str, Any]:
+    """Return the `kv_transfer_params` for the decode engine.
+
+    Args:
+        key: chunks of the prompt, from chunk 0 on, that are in the depot soon.
+        num_tokens: the tokens in these chunks.
+    """
+    told = {"num_tokens": num_tokens, "prefix": key.digests[-DIGEST_BYTES:].hex()}
     return {"do_remote_prefill": True, "do_remote_decode": False, "kvdepot": told}
 
 

@@ -119,7 +119,10 @@ class Loads:
             )  # fmt: skip
             return None
         load.stop_tokens = stop_tokens
-        return LoadJob(request_id, load.question.progress.keys.run(first, stop), block_ids, skip_tokens)
+        keys = load.question.progress.keys
+        is_whole = stop * chunk_tokens <= load.question.request.num_tokens
+        key = keys.run(first, stop) if is_whole else keys.run_with_tail(first)
+        return LoadJob(request_id, key, block_ids, skip_tokens)
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call. Blends are not among them."""

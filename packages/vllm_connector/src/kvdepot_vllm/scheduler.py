@@ -120,8 +120,10 @@ class SchedulerSide:
         hasher = PrefixHasher(self._namespace, chunk_tokens, self._identity.extra_keys(request))
         keys = RequestKeys(request, hasher, chunk_tokens)
         may_store = self._settings.store != "none" and wishes.get("store") is not False and not request.resumable
-        progress = StoreProgress(request, keys, may_store)
-        question = Question(request, progress, HandOver.parse(request.kv_transfer_params))
+        hand_over = HandOver.parse(request.kv_transfer_params)
+        hands_over = hand_over is not None or asks_for_hand_over(request.kv_transfer_params)
+        progress = StoreProgress(request, keys, may_store, has_tail=hands_over and self._cache.has_tails)
+        question = Question(request, progress, hand_over)
         state = _Request(
             request,
             keys,
@@ -153,16 +155,16 @@ class SchedulerSide:
         if not state.may_load or request.skip_reading_prefix_cache or state.load.was_offered:
             self._questions.drop(state.question)
             return 0, False
-        if self._questions.num_wanted(request) * self._cache.chunk_tokens <= local_tokens:
-            num_stored = self._questions.settle(state.question)
-            if num_stored is not None:
-                state.progress.num_stored = num_stored
+        if self._questions.wanted_tokens(state.question) <= local_tokens:
+            num_found = self._questions.settle(state.question)
+            if num_found is not None:
+                state.progress.found(num_found)
             return 0, False
         lease = self._questions.answer(state.question)
         if lease is None:
             return None, False
-        state.progress.num_stored = lease.num_chunks
-        exact = max(local_tokens, lease.num_chunks * self._cache.chunk_tokens)
+        state.progress.found(lease.num_chunks)
+        exact = max(local_tokens, min(lease.num_chunks * self._cache.chunk_tokens, request.num_tokens - 1))
         end = self._offered(state, exact)
         if end is None:
             return None, False
@@ -172,7 +174,7 @@ class SchedulerSide:
 
     def _offered(self, state: _Request, exact_tokens: int) -> int | None:
         """Return where the tokens that a blend brings after the exact prefix end; None until the depot answers."""
-        if self._blends is None:
+        if self._blends is None or exact_tokens == state.request.num_tokens - 1:
             return exact_tokens
         end = self._blends.offer(state.request, exact_tokens, self._client.token_seconds)
         if end is not None and end > exact_tokens:
@@ -254,7 +256,7 @@ class SchedulerSide:
         self._drop(state)
         if has_failed:
             self.counters["failed_loads"] += 1
-            state.progress.num_stored = 0
+            state.progress.found(0)
             state.progress.num_computed = 0
             return
         self.counters["hit_tokens"] += num_tokens
@@ -341,10 +343,13 @@ class SchedulerSide:
 
     def _answer_of(self, state: _Request, *, has_failed: bool) -> dict[str, Any] | None:
         """Return the `kv_transfer_params` of a request's output."""
-        request, answer = state.request, dict[str, Any]()
-        num_chunks = min(state.progress.num_stored, request.num_prompt_tokens // self._cache.chunk_tokens)
-        if num_chunks and not has_failed and asks_for_hand_over(request.kv_transfer_params):
-            answer = handed_over(state.keys.run(0, num_chunks), self._cache.chunk_tokens)
+        request, progress, answer = state.request, state.progress, dict[str, Any]()
+        if not has_failed and asks_for_hand_over(request.kv_transfer_params):
+            num_chunks = min(progress.num_stored, request.num_prompt_tokens // self._cache.chunk_tokens)
+            if progress.is_tail_stored:
+                answer = handed_over(state.keys.run_with_tail(0), request.num_prompt_tokens)
+            elif num_chunks:
+                answer = handed_over(state.keys.run(0, num_chunks), num_chunks * self._cache.chunk_tokens)
         blend = self._blends.answer_of(request.request_id) if self._blends is not None else None
         if blend is not None:
             answer["kvdepot"] = {**answer.get("kvdepot", {}), "blend": blend}

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvdepot.keys import KeyRun, PrefixHasher
@@ -28,14 +28,24 @@ class RequestKeys:
     def __init__(self, request: EngineRequest, hasher: PrefixHasher, chunk_tokens: int) -> None:
         self._request = request
         self._hasher = hasher
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
 
     def run(self, first: int, stop: int) -> KeyRun:
         """Return the key of chunks `first` to `stop`."""
-        done, wanted = self._hasher.num_tokens, stop * self._chunk_tokens
+        done, wanted = self._hasher.num_tokens, stop * self.chunk_tokens
         if done < wanted:
             self._hasher.extend(self._request.all_token_ids[done:wanted])
         return self._hasher.run(first, stop)
+
+    def run_with_tail(self, first: int) -> KeyRun:
+        """Return the key of the prompt's chunks from `first` on; the last one may be incomplete."""
+        chunk_tokens, num_tokens = self.chunk_tokens, self._request.num_prompt_tokens
+        stop = num_tokens // chunk_tokens
+        run = self.run(0, stop)
+        if num_tokens % chunk_tokens:
+            tail = self._hasher.tail(stop, self._request.all_token_ids[stop * chunk_tokens : num_tokens])
+            run = replace(run, digests=run.digests + tail)
+        return run.slice(first)
 
 
 @dataclass(slots=True)
@@ -49,6 +59,8 @@ class StoreProgress:
         num_stored: leading chunks that are in the depot or on their way.
         num_computed: tokens whose KV is computed once the steps planned so far have run.
         exact_tokens: leading tokens whose KV is exact; those behind are never stored. None: all.
+        has_tail: whether engines hand over the last, incomplete chunk of the prompt.
+        is_tail_stored: whether it is in the depot or on its way.
     """
 
     request: EngineRequest
@@ -57,6 +69,19 @@ class StoreProgress:
     num_stored: int = 0
     num_computed: int = 0
     exact_tokens: int | None = None
+    has_tail: bool = False
+    is_tail_stored: bool = False
+
+    @property
+    def wants_tail(self) -> bool:
+        """Whether a load may bring the incomplete chunk. It is the last one only before the first output token."""
+        return self.has_tail and self.request.num_tokens == self.request.num_prompt_tokens
+
+    def found(self, num_chunks: int) -> None:
+        """Take note that the depot has `num_chunks` of the wanted chunks."""
+        whole = self.request.num_tokens // self.keys.chunk_tokens
+        self.num_stored = min(num_chunks, whole)
+        self.is_tail_stored = num_chunks > whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +91,7 @@ class EndedStore:
     Attributes:
         request: vLLM's.
         first_chunk: where the store began.
-        num_chunks: leading chunks of it that all workers stored.
+        num_chunks: leading chunks of it that all workers stored; 0 for the incomplete one of a prompt.
         covered: for each group, how many of the last of these chunks it covers.
     """
 
@@ -86,6 +111,7 @@ class _PendingStore:
     planned_at: float
     span: Any
     num_stored: int  # the fewest chunks that any worker has reported
+    is_tail: bool
     num_reports: int = 0
 
 
@@ -145,11 +171,15 @@ class Stores:
         if progress.exact_tokens is not None:
             ready = min(ready, progress.exact_tokens)
         stop = ready // chunk_tokens
+        has_tail = (
+            progress.has_tail and not progress.is_tail_stored and progress.request.num_prompt_tokens % chunk_tokens > 1
+            and ready >= progress.request.num_prompt_tokens
+        )  # fmt: skip
         states: dict[int, dict[int, int]] = {}
         for group, block_id, tokens in offers:
             if tokens % chunk_tokens == 0 and 0 < tokens <= ready:
                 states.setdefault(tokens // chunk_tokens, {})[group] = block_id
-        if stop <= progress.num_stored and not states:
+        if stop <= progress.num_stored and not states and not has_tail:
             return
         table = table_of()
         if table is None or self.pool is None:
@@ -163,6 +193,9 @@ class Stores:
                     return
                 first += planned
                 progress.num_stored = max(progress.num_stored, first)
+        if has_tail:
+            last = progress.request.num_prompt_tokens // chunk_tokens
+            progress.is_tail_stored = self._plan_one(self.pool, progress, table, last, last + 1, {}, is_tail=True) > 0
 
     def _plan_one(
         self,
@@ -172,6 +205,8 @@ class Stores:
         first: int,
         stop: int,
         states: Mapping[int, int],
+        *,
+        is_tail: bool = False,
     ) -> int:
         """Plan one store from chunk `first` on and hold its blocks. Return its chunks, 0 if none can be stored now."""
         per_chunk = sum(self._blocks_per_chunk)
@@ -182,16 +217,23 @@ class Stores:
         if stop - first > room // per_chunk:
             stop, states = first + room // per_chunk, {}
         block_ids = blocks_to_store(self._cache, table, first, stop, states, pool.null_block.block_id)
+        if is_tail:  # the last block stands for those that the prompt does not reach
+            block_ids = tuple(
+                ids + ids[-1:] * (-len(ids) % step) for ids, step in zip(block_ids, self._blocks_per_chunk, strict=True)
+            )
         covered = tuple(len(ids) // step for ids, step in zip(block_ids, self._blocks_per_chunk, strict=True))
         for group, count in zip(self._cache.groups, covered, strict=True):
             if group.kind is GroupKind.FULL_ATTENTION and count != stop - first:
                 self.counters["stores_without_blocks"] += 1
                 return 0
         number, self._next_job = self._next_job, self._next_job + 1
-        job = StoreJob(number, progress.request.request_id, progress.keys.run(first, stop), block_ids)
+        key = progress.keys.run_with_tail(first) if is_tail else progress.keys.run(first, stop)
+        job = StoreJob(number, progress.request.request_id, key, block_ids)
         blocks = [pool.blocks[block_id] for ids in block_ids for block_id in ids]
         span = start_span("kvdepot store", progress.request, tokens=(stop - first) * self._cache.chunk_tokens)
-        store = _PendingStore(progress.request, first, stop - first, covered, blocks, self._clock(), span, stop - first)
+        store = _PendingStore(
+            progress.request, first, stop - first, covered, blocks, self._clock(), span, stop - first, is_tail
+        )
         pool.touch(blocks)  # nothing after this line fails: a store that is not recorded holds its blocks for ever
         self.num_held_blocks += len(blocks)
         self._pending[number] = store
@@ -229,7 +271,7 @@ class Stores:
             EndedStore(
                 store.request,
                 store.first_chunk,
-                store.num_stored,
+                0 if store.is_tail else store.num_stored,
                 tuple(max(0, count - cut) for count in store.covered),
             )
         )
