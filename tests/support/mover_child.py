@@ -41,4 +41,4 @@ def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:
 
 
 if __name__ == "__main__":
-    run_mover(sys.argv[1:], open_device)
+    run_mover(sys.argv[1:], open_device, float(os.environ.get("MOVER_TRACE_SECONDS", "20")))

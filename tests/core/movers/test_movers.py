@@ -293,6 +293,20 @@ def test_a_mover_that_is_never_ready_is_given_up_and_who_waits_is_told(node: Nod
     assert node.counter("movers_started") == 2
 
 
+def test_a_mover_that_is_late_says_where_it_hangs(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOVER_TRACE_SECONDS", "0.2")
+    node.register("late")
+    printed: list[str] = []
+
+    def is_traced() -> bool:
+        printed.append(capfd.readouterr().err)
+        return "in open_device" in "".join(printed)
+
+    node.turn_until(is_traced, "a traceback in the depot's log")
+
+
 def test_a_copy_that_a_mover_refuses_costs_only_itself(node: Node) -> None:
     context = node.register("refuses")
     node.wait_until_ready(context)

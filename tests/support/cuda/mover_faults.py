@@ -20,7 +20,7 @@ from kvdepot.testing.backend import Cache, Worker, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN, EngineProcess
 from kvdepot.wire import operations as o
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0  # a mover that hangs at its start is replaced after 30
 
 
 def context_of(depot: DepotProcess, instance: str = "engine") -> o.ContextStatus:

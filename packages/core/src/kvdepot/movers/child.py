@@ -5,6 +5,7 @@ that hangs. If its device fails, it sends `Failed` and exits: only its death gua
 Signals sent to the process group by a terminal or a service manager are for the depot, so a mover ignores them.
 """
 
+import faulthandler
 import os
 import queue
 import socket
@@ -35,6 +36,7 @@ from kvdepot.processes.children import be_a_child
 from kvdepot.processes.logs import set_up_logs
 
 _MAXIMUM_TEXT: Final = 1000
+_TRACE_SECONDS: Final = 20.0  # less than the depot waits
 
 CopyNow: TypeAlias = Callable[[Copy], bool | None]
 """Copies, and returns when the bytes are in place. Two threads call it, one per direction.
@@ -43,13 +45,19 @@ It returns True once it has nothing left to warm up: later copies will not be fa
 first byte; any other exception ends the process."""
 
 
-def run_mover(arguments: Sequence[str], open_device: Callable[[Setup, PoolMemory], CopyNow]) -> None:
+def run_mover(
+    arguments: Sequence[str],
+    open_device: Callable[[Setup, PoolMemory], CopyNow],
+    trace_seconds: float = _TRACE_SECONDS,
+) -> None:
     """Be a mover until the depot closes the connection. Does not return.
 
     Args:
         arguments: of the command line: `PARENT_PID POOL_FD SOCKET_FD`.
         open_device: opens the device memory named by a registration's offer; raises `MoverError`.
+        trace_seconds: a start that takes longer prints its traceback into the depot's log, as the depot soon kills it.
     """
+    faulthandler.dump_traceback_later(trace_seconds)
     parent_pid, pool_fd, socket_fd = map(int, arguments)
     be_a_child(parent_pid)
     set_up_logs("warning", text=f"mover {os.getpid()}: %(message)s")
@@ -62,6 +70,7 @@ def run_mover(arguments: Sequence[str], open_device: Callable[[Setup, PoolMemory
     except Exception as error:
         depot.send_last(error)
     else:
+        faulthandler.cancel_dump_traceback_later()
         depot.send(Ready())
         _serve(depot, copy)
 
