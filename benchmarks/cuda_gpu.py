@@ -409,7 +409,7 @@ def cache(setting: Setting, mode: str, pool_bytes: int, **options: Any):
     from kvdepot.lab.processes import DepotProcess, wait_until
 
     with DepotProcess(pool_size=str(pool_bytes)) as depot:
-        wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120)
+        wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600)
         made = Cache(setting, depot.url, mode, **options)
         try:
             made.wait_until_connected()

@@ -182,7 +182,7 @@ def measure(setup: str, load: Load, arguments: argparse.Namespace, model: Path, 
             return depot is None or not any(tier.queued_write_bytes for tier in depot.status().tiers)
 
         if depot:
-            wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120, "the pool")
+            wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600, "the pool")
         warm_up(model, port, 4)
         rows: dict[str, Any] = {}
         for name in _PASSES:

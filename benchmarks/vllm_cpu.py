@@ -138,7 +138,7 @@ def main() -> int:
         try:
             for name, config in configs.items():
                 engines[name] = Engine(model, config, **options)
-            wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120, "the pool")
+            wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600, "the pool")
             print(f"{len(engines)} engines are up, the pool is ready", flush=True)
             warm_up = prompts(2, arguments.tokens, seed=99)
             wanted = prompts(arguments.prompts, arguments.tokens, seed=7)

@@ -10,7 +10,7 @@ import pytest
 
 from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.layout import GroupKind
-from kvdepot.pool.files import PoolFiles, is_locked, open_pool, open_with_lock
+from kvdepot.pool.files import PoolFiles, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.pool.found import find_pools, look_at, remove_pool
 from kvdepot.pool.names import Names, NamesFile, decode_names
 from kvdepot.wire import messages as m
@@ -108,6 +108,21 @@ def open_here(folder: Path, *, fresh: bool = False) -> PoolFiles:
     files = open_pool(folder, SIZE, 64, server="the depot of --dir /one", fresh=fresh)
     os.posix_fallocate(files.pool_fd, 0, SIZE)
     return files
+
+
+def test_a_server_goes_on_where_an_earlier_one_stopped_allocating(tmp_path: Path) -> None:
+    """Otherwise a tmpfs that is full by then would kill a worker by SIGBUS instead of ending the allocation."""
+    size = 256 << 20
+    with (tmp_path / "pool").open("xb+") as file:
+        file.truncate(size)
+        assert allocate_first(file.fileno(), size) == 64 << 20
+        os.posix_fallocate(file.fileno(), 64 << 20, 48 << 20)
+        ready = [allocate_first(file.fileno(), size)]
+        assert ready == [112 << 20]
+        thread = allocate_in_background(file.fileno(), ready[0], size, ready.append, Mock(), lambda: True)
+        thread.join()
+        assert ready == list(range(112 << 20, size + 1, 16 << 20))
+        assert allocate_first(file.fileno(), size) == size
 
 
 @pytest.mark.promise(66)

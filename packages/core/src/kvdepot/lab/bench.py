@@ -104,7 +104,7 @@ def _transfer_row(case: TransferCase, geometry: Geometry, num_bytes: int, rounds
             rng = np.random.default_rng(0)
             cache = engine.cache.reshape(-1).view(np.uint8)
             pool = np.zeros(num_bytes, np.uint8)
-            wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes)
+            wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600)
             memcpy = _memcpy()
             times: dict[str, list[float]] = {"memcpy": [], "store": [], "retrieve": []}
             for number in range(rounds + 1):
@@ -236,7 +236,7 @@ def bench_lookup(*, seconds: float = 3.0, say: Callable[[str], None] = lambda _l
     rows: list[dict[str, Any]] = []
     for num_chunks, chunk_tokens in ((512, 256), (2048, 64)):
         with DepotProcess(pool_size="512MiB") as depot:
-            wait_until(lambda depot=depot: depot.status().pool_ready_bytes == depot.status().pool_size_bytes)
+            wait_until(lambda depot=depot: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600)
             filler = IndexFiller(depot.url, chunk_tokens=chunk_tokens)
             prompts = tuple(range(8))
             for prompt in prompts:
@@ -340,7 +340,7 @@ def bench_server(
             f"answers after {result['start_seconds']} s with a pool of {format_size(pool_size)};"
             f" resident {format_size(result['resident_bytes_at_start'])}"
         )
-        wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 120)
+        wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600)
         filler = IndexFiller(depot.url)
         filler.store(prompt_key(0, 1000))
         single = tuple(_one_chunk_prompts())

@@ -25,6 +25,7 @@ from kvdepot.config import format_size
 from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.pool.names import MAGIC as NAMES_MAGIC
 from kvdepot.pool.names import NamesFile
+from kvdepot.pool.pace import Pace
 from kvdepot.pool.table import HEADER_PAGE_BYTES, IndexTable, TableReader, holder_of
 from kvdepot.pool.table import MAGIC as TABLE_MAGIC
 
@@ -41,8 +42,8 @@ TABLE_FILE = "index"
 NAMES_FILE = "names"
 
 _FIRST_ALLOCATION_BYTES = 64 << 20
-_ALLOCATION_STEP_BYTES = 256 << 20
-_POPULATE_STEP_BYTES = 64 << 20
+_ALLOCATION_STEP_BYTES = 16 << 20
+_POPULATE_STEP_BYTES = 8 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; `mmap` has no name for it
 
 _FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, process
@@ -153,12 +154,11 @@ def is_pool(directory: Path) -> bool:
 
 
 def size_of_pool(directory: Path) -> int | None:
-    """Return the bytes of the pool in a folder, None without a pool whose space is allocated to the end."""
+    """Return the bytes of the pool in a folder, None without a pool."""
     path = directory / POOL_FILE
     try:
-        status = path.stat()
-        is_whole = status.st_blocks * 512 >= status.st_size - _TRAILER_BYTES > 0
-        return status.st_size - _TRAILER_BYTES if is_whole and _is_ours(path, _MAGIC) else None
+        size = path.stat().st_size - _TRAILER_BYTES
+        return size if size > 0 and _is_ours(path, _MAGIC) else None
     except OSError:
         return None
 
@@ -244,8 +244,6 @@ def _reopen(directory: Path, size_bytes: int, lock_fd: int) -> PoolFiles:
             f"its pool has {earlier_bytes:,} bytes and --pool-size is {size_bytes:,} (to keep it, start without"
             f" --pool-size or with {earlier_bytes})"
         )
-    if status.st_blocks * 512 < size_bytes:
-        raise PoolError("its space was not allocated to the end")
     trailer = os.pread(lock_fd, _TRAILER.size, size_bytes)
     magic, generation = _TRAILER.unpack(trailer) if len(trailer) == _TRAILER.size else (b"", 0)
     if magic != _MAGIC:
@@ -327,10 +325,12 @@ def is_locked(fd: int, number: int) -> bool:
 
 
 def allocate_first(fd: int, size_bytes: int) -> int:
-    """Give a new pool's file its first 64 MiB, so that the very first store finds room; return the bytes.
+    """Give a pool's file its first 64 MiB, so that the very first store finds room. Return its bytes that have space.
+
+    An earlier server may have given it more, from its beginning on.
 
     Raises:
-        PoolError: there is not even that much.
+        PoolError: the file system has not even that much.
     """
     length = min(size_bytes, _FIRST_ALLOCATION_BYTES)
     try:
@@ -340,7 +340,8 @@ def allocate_first(fd: int, size_bytes: int) -> int:
             f"no room for the first {format_size(length)} of the pool ({error.strerror}): lower --pool-size, choose"
             f" another --pool-dir, or {ENLARGE_TMPFS}"
         ) from error
-    return length
+    allocated = os.fstat(fd).st_blocks * 512
+    return size_bytes if allocated >= size_bytes else max(length, allocated - allocated % _ALLOCATION_STEP_BYTES)
 
 
 def allocate_in_background(
@@ -349,13 +350,16 @@ def allocate_in_background(
     size_bytes: int,
     on_progress: Callable[[int], None],
     on_failure: Callable[[OSError], None],
+    is_urgent: Callable[[], bool],
 ) -> threading.Thread:
     """Give the rest of the pool's file its space, step by step: a full tmpfs is then an error, not a SIGBUS later.
 
-    `on_progress` gets the bytes that are ready so far. Both are called on the thread.
+    `on_progress` gets the bytes that are ready so far. The thread rests between two steps unless `is_urgent`. All three
+    are called on the thread.
     """
 
     def work() -> None:
+        pace = Pace()
         for start in range(start_bytes, size_bytes, _ALLOCATION_STEP_BYTES):
             length = min(_ALLOCATION_STEP_BYTES, size_bytes - start)
             try:
@@ -364,6 +368,7 @@ def allocate_in_background(
                 on_failure(error)
                 return
             on_progress(start + length)
+            pace.rest(is_urgent)
 
     thread = threading.Thread(target=work, name="kvdepot-allocate", daemon=True)
     thread.start()
@@ -379,14 +384,19 @@ class PoolMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pool))
 
     def populate(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Touch every page of the mapping, so that the first copy is as fast as later ones. Releases the GIL."""
+        """Touch every page of the mapping, so that the first copy is as fast as later ones. Releases the GIL.
+
+        Rests between two steps: see `Pace`.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         madvise = libc.madvise
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        pace = Pace()
         for start in range(0, self.size_bytes, _POPULATE_STEP_BYTES):
             length = min(_POPULATE_STEP_BYTES, self.size_bytes - start)
             if should_stop() or madvise(self.address + start, length, _MADV_POPULATE_WRITE):
                 return  # an old kernel or a full tmpfs: pages come as they are touched
+            pace.rest(should_stop)
 
 
 class PoolMapping(PoolMemory):

@@ -116,7 +116,7 @@ class DepotServer:
         quotas = QuotaTable(size, config.quotas)
         for path in (config.directory / SESSION_SOCKET, *self._control_paths()):
             make_room(path)  # now that no living depot has them
-        ready = allocate_first(files.pool_fd, size) if files.is_new else size
+        ready = allocate_first(files.pool_fd, size)
         return Depot(
             ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas),
             epoch=self.epoch,

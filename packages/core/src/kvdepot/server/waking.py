@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import socket
+from typing import Final
 
 from kvdepot.config import format_size
 from kvdepot.pool.extents import ExtentAllocator
@@ -10,6 +11,11 @@ from kvdepot.pool.files import PoolFiles, allocate_in_background
 from kvdepot.tiers.opening import TierOpener
 
 logger = logging.getLogger(__name__)
+
+# Free space that is allocated ahead of the stores: so much, or that share of the pool. The rest of a new pool comes
+# slowly, beside the model.
+_AHEAD_BYTES: Final = 512 << 20
+_AHEAD_SHARE: Final = 1 / 8
 
 
 class Waker:
@@ -64,11 +70,14 @@ class ThreadResults:
         return self._waker.fileno()
 
     def start(self) -> None:
-        """Allocate the rest of a new pool on a thread."""
-        if self._files.is_new:
+        """Allocate the rest of the pool on a thread."""
+        size, extents = self._files.size_bytes, self._extents
+        ahead = max(_AHEAD_BYTES, int(size * _AHEAD_SHARE))
+        if self._ready_bytes < size:
             allocate_in_background(
-                self._files.pool_fd, self._ready_bytes, self._files.size_bytes, self._on_allocated, self._on_failure
-            )
+                self._files.pool_fd, self._ready_bytes, size, self._on_allocated, self._on_failure,
+                lambda: self._ready_bytes - extents.used_bytes < ahead,
+            )  # fmt: skip
 
     def take(self) -> None:
         """Take what there is."""
