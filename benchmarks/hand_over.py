@@ -3,7 +3,7 @@
 Uses a small model with KV of a realistic size (128 KiB of float32 per token). `alone` has no depot; `prefill` and
 `decode` share one. Each prompt is new, and each engine core has a process of its own. Prints, for 1,537 tokens:
 
-- how many whole chunks `decode` found right after `prefill` had answered, and whether both say the same first token;
+- how many chunks `decode` found right after `prefill` had answered, and whether both say the same first token;
 - the time to the first token over both engines as a ratio to `alone`, one after the other and both at once;
 - the tokens that are computed when two engines get four equal prompts each, as a ratio to one prompt;
 - with `--kills N`, whether `decode` answers with the same token after a prefill engine was killed at a random moment.
@@ -31,6 +31,7 @@ from kvdepot.lab.processes import DepotProcess
 from support.vllm.engines import Engine, Prompt, connector, prompts, wait_until_stored
 from support.vllm.models import make_model
 
+_POLLING_SECONDS = 1.5  # vLLM's worker polls that long after a step, on a core that another engine may need
 OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 2048, "max_num_batched_tokens": 512}
 
 
@@ -48,6 +49,8 @@ def on_core(number: int | None) -> Generator[None]:
 
 def ask(engine: Engine, prompt: Prompt, params: dict[str, Any] | None = None) -> tuple[float, dict[str, Any]]:
     """Return the time to the first token and the answer."""
+    if params is None or "do_remote_prefill" not in params:
+        time.sleep(_POLLING_SECONDS)
     began = time.perf_counter()
     (output,) = engine.ask("generate", prompts=[prompt], max_tokens=1, params=params)["outputs"]
     return time.perf_counter() - began, output
@@ -55,6 +58,7 @@ def ask(engine: Engine, prompt: Prompt, params: dict[str, Any] | None = None) ->
 
 def both_at_once(prefill: Engine, decode: Engine, prompt: Prompt) -> tuple[float, dict[str, Any]]:
     """Give a prompt to both engines; return the time to the decode engine's first token, and its answer."""
+    time.sleep(_POLLING_SECONDS)
     began = time.perf_counter()
     decode.send("generate", prompts=[prompt], max_tokens=1, params={"do_remote_prefill": True})
     prefill.send("generate", prompts=[prompt], max_tokens=1, params={"do_remote_decode": True})
@@ -91,7 +95,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every measurement here")
     arguments = parser.parse_args()
     rng = random.Random(7)
-    whole = (arguments.tokens - 1) // 128
+    wanted = -(-(arguments.tokens - 1) // 128)  # chunks, with the last, incomplete one
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         depot = stack.enter_context(DepotProcess(pool_size="6GiB", new_session=True))
@@ -135,8 +139,8 @@ def main() -> int:
             kills.append({"alone": seconds, "took": took, "same": tokens == expected["tokens"]})
             print(json.dumps(kills[-1]), flush=True)
     result = {
-        "every whole chunk found": sum(row["chunks"] == whole for row in rows),
-        "every whole chunk found, both at once": sum(row["chunks at once"] == whole for row in rows),
+        "every chunk found": sum(row["chunks"] == wanted for row in rows),
+        "every chunk found, both at once": sum(row["chunks at once"] == wanted for row in rows),
         "same token": sum(row["same"] for row in rows),
         "same token, both at once": sum(row["same at once"] for row in rows),
         "prompts": len(rows),
