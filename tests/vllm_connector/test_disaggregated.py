@@ -18,4 +18,5 @@ def test_prefill_and_decode_engines_share_a_depot(model: MakeModel) -> None:
     for name in ("prefill first", "both at once", "without the prefill engine"):
         (answer,) = re.findall(rf"^{name}: (.*?\[DONE\])", output, re.MULTILINE | re.DOTALL)
         assert answer.count('"text"') >= 4
-    assert re.findall(r"decode engine loaded: ([\d.]+)", output) == ["1280.0"]
+    (loaded,) = re.findall(r"decode engine loaded: ([\d.]+)", output)
+    assert float(loaded) in (692 + 640, 692 + 692), "at once, the last 53 tokens may be computed as quickly"

@@ -44,14 +44,14 @@ def test_a_prompt_that_two_engines_get_at_once_is_computed_once(
     assert depot.status().counters["flights_joined"] > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "whole"), [("short-windows", 1408), ("recurrent", 1280)], ids=["windows", "recurrent states"]
-)
+@pytest.mark.parametrize("name", ["short-windows", "recurrent"])
 @pytest.mark.promise(75)
-def test_a_prompt_of_a_hybrid_model_is_computed_once(
-    name: str, whole: int, depot: DepotProcess, model: MakeModel
-) -> None:
-    given = prompts(3, 1500, seed=76)
+def test_a_prompt_of_a_hybrid_model_is_computed_once(name: str, depot: DepotProcess, model: MakeModel) -> None:
+    """The last chunk ends at token 1,536, with 128 tokens and with 256.
+
+    vLLM ends a step at a multiple of 128 even if states are kept at multiples of 256, if its core has its own process.
+    """
+    given = prompts(3, 1600, seed=76)
     options: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 512}
     options |= {"dtype": "bfloat16"} if name == "recurrent" else {}
     one = Engine(model(name), connector(depot.url), reference=given, multiprocessing=True, **options)
@@ -64,7 +64,7 @@ def test_a_prompt_of_a_hybrid_model_is_computed_once(
             outputs = one.answer()["outputs"] + other.answer()["outputs"]
             assert tokens(outputs) == [one.reference[number]] * 2
             found.append(sum(cached(outputs)))
-        assert max(found) == whole, "on a busy machine an engine may find that it is quicker alone, but not each time"
+        assert max(found) == 1536, "on a busy machine an engine may find that it is quicker alone, but not each time"
 
 
 def test_an_engine_that_is_asked_right_after_another_finds_every_whole_chunk(first: Engine, second: Engine) -> None:
