@@ -394,6 +394,19 @@ def test_a_depot_serves_http_by_flag() -> None:
         assert depot.terminate() == 0
 
 
+def test_a_client_that_leaves_while_it_sends_puts_nothing_into_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    with DepotProcess("--http", "127.0.0.1:0") as depot:
+        port = port_of(depot)
+        token = (depot.directory / "http.token").read_text().strip()
+        lines = ("POST /cache/clear HTTP/1.1", "Host: localhost", f"Authorization: Bearer {token}", "Content-Length: 9")
+        with socket.create_connection(("127.0.0.1", port), 10) as client:
+            client.sendall("\r\n".join((*lines, "", "{")).encode())
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as reply:
+            assert reply.status == 200
+        assert depot.terminate() == 0
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.promise(62)
 def test_a_depot_makes_a_token_for_its_user_alone(tmp_path: Path) -> None:
     with DepotProcess("--http", "127.0.0.1:0") as depot:

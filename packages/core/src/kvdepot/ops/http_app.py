@@ -36,7 +36,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -155,7 +155,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
             *(Route(each.path, endpoint_of(each), methods=[each.method]) for each in OPERATIONS),
         ],
         middleware=[Middleware(_KnownHosts, names={settings.host, "localhost", *settings.names})],
-        exception_handlers={DepotUnavailable: _unavailable, RemoteError: _remote_error},
+        exception_handlers={DepotUnavailable: _unavailable, RemoteError: _remote_error, ClientDisconnect: _unsent},
     )
 
 
@@ -297,6 +297,10 @@ def _unavailable(_request: Request, error: Exception) -> Response:
 
 def _remote_error(_request: Request, error: Exception) -> Response:
     return _json({"error": str(error)}, 409)
+
+
+def _unsent(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=400)  # to a client that has left: nothing is sent, and nothing is logged
 
 
 def main(arguments: Sequence[str]) -> None:
