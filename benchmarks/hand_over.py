@@ -75,9 +75,11 @@ def computed(engines: list[Engine], prompt: Prompt) -> int:
     return sum(len(prompt) - output["cached"] for engine in engines for output in engine.answer(300)["outputs"])
 
 
-def kill(model: Path, depot: DepotProcess, decode: Engine, prompt: Prompt, seconds: float) -> tuple[float, Any]:
+def kill(
+    model: Path, depot: DepotProcess, decode: Engine, prompt: Prompt, seconds: float, options: dict[str, Any]
+) -> tuple[float, Any]:
     """Kill an engine some seconds after it was given a prompt that `decode` gets, too; return the latter's answer."""
-    with Engine(model, connector(depot.url), **OPTIONS) as doomed:
+    with Engine(model, connector(depot.url), **options) as doomed:
         doomed.send("generate", prompts=[prompt], max_tokens=1)
         began = time.perf_counter()
         decode.send("generate", prompts=[prompt], max_tokens=1)
@@ -90,12 +92,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=1537, help="of a prompt: whole chunks and one more")
+    parser.add_argument("--block-tokens", type=int, default=128, help="of the engines' blocks, which are the chunks")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--own-cores", action="store_true", help="one core for prefill, another one for decode")
     parser.add_argument("--json", type=Path, help="write every measurement here")
     arguments = parser.parse_args()
     rng = random.Random(7)
-    wanted = -(-(arguments.tokens - 1) // 128)  # chunks, with the last, incomplete one
+    wanted = (arguments.tokens - 1) // arguments.block_tokens
+    if arguments.block_tokens >= 128 and (arguments.tokens - 1) % arguments.block_tokens:
+        wanted += 1  # the last, incomplete chunk
+    options = {**OPTIONS, "block_size": arguments.block_tokens}
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         depot = stack.enter_context(DepotProcess(pool_size="6GiB", new_session=True))
@@ -104,7 +110,7 @@ def main() -> int:
         engines: dict[str, Engine] = {}
         for name, config in configs.items():
             with on_core(int(name == "decode") if arguments.own_cores else None):
-                engines[name] = stack.enter_context(Engine(model, config, multiprocessing=True, **OPTIONS))
+                engines[name] = stack.enter_context(Engine(model, config, multiprocessing=True, **options))
         alone, prefill, decode = engines.values()
         for number, engine in enumerate((prefill, decode)):
             wait_until_stored(engine, depot, 1000 * (number + 1))
@@ -135,7 +141,7 @@ def main() -> int:
         for prompt in prompts(arguments.kills, arguments.tokens, seed=8):
             seconds, expected = ask(alone, prompt)
             with on_core(0 if arguments.own_cores else None):
-                took, tokens = kill(model, depot, decode, prompt, rng.uniform(0, 1.2 * seconds))
+                took, tokens = kill(model, depot, decode, prompt, rng.uniform(0, 1.2 * seconds), options)
             kills.append({"alone": seconds, "took": took, "same": tokens == expected["tokens"]})
             print(json.dumps(kills[-1]), flush=True)
     result = {
