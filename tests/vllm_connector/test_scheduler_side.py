@@ -144,10 +144,10 @@ class Scene:
 def scene() -> Callable[..., Scene]:
     def make(
         *groups: EngineGroup, num_chunks: int = 0, workers: int = 1, volatile: int = 0, chunk_tokens: int = 16,
-        **settings: Any,
+        state_step: int = 0, **settings: Any,
     ) -> Scene:  # fmt: skip
         groups = groups or (FULL,)
-        cache = EngineCache(groups, len(groups), chunk_tokens, 1, "bytes", "test", volatile)
+        cache = EngineCache(groups, len(groups), chunk_tokens, 1, "bytes", "test", volatile, state_step)
         stored: list[tuple[int, int, tuple[int, ...]]] = []
         clock = [0.0]
         client, pool = Client(num_chunks), Pool(64)
@@ -674,15 +674,78 @@ def test_a_decode_engine_takes_whole_chunks_where_no_tail_fits(
     assert it.side.counters["hand_overs_missed"] == 0
 
 
-@pytest.mark.parametrize(("groups", "chunk_tokens"), [((FULL,), 64), ((FULL, WINDOW), 128)])
-def test_small_chunks_and_windows_have_no_tail(
-    scene: Callable[..., Scene], groups: tuple[EngineGroup, ...], chunk_tokens: int
-) -> None:
-    it = scene(*groups, chunk_tokens=chunk_tokens, max_pinned_share=1.0)
+def test_small_chunks_have_no_tail(scene: Callable[..., Scene]) -> None:
+    it = scene(chunk_tokens=64, max_pinned_share=1.0)
     request = it.request(300, kv_transfer_params={"do_remote_decode": True})
     it.side.matched_tokens(request, 0)
-    jobs = it.step(request, 300, (blocks(1, 19), blocks(20, 19))).stores
-    assert [job.key.num_chunks for job in jobs] == [300 // chunk_tokens]
+    jobs = it.step(request, 300, (blocks(1, 19),)).stores
+    assert [job.key.num_chunks for job in jobs] == [4]
+
+
+def test_the_tail_of_a_window_may_need_a_chunk_more(scene: Callable[..., Scene]) -> None:
+    """The window of 150 tokens before token 300 begins in chunk 1; vLLM has a block for each of its tokens."""
+    window = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 150, ("b",), False, False)
+    params = {"do_remote_prefill": True, "kvdepot": {"num_tokens": 300}}
+    it = scene(FULL, window, chunk_tokens=128, num_chunks=3)
+    request = it.request(300, kv_transfer_params=params)
+    assert it.side.matched_tokens(request, 0) == (299, True)
+    row = [0] * 9 + blocks(40, 10)
+    it.side.allocated(request, (blocks(1, 19), row), 299)
+    (job,) = it.step(request, 0, (blocks(1, 19), row)).loads
+    assert job.key.num_chunks == 3
+    assert job.block_ids[1] == [NO_BLOCK] + blocks(40, 10) + [NO_BLOCK] * 5, "of chunks 1 and 2"
+
+
+LARGE_STATE = EngineGroup(1, GroupKind.RECURRENT, 128, 0, ("c",), False, False)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "state_tokens"), [(300, 288), (256, 224)])
+def test_a_hybrid_hands_over_up_to_the_last_state(
+    scene: Callable[..., Scene], prompt_tokens: int, state_tokens: int
+) -> None:
+    """vLLM keeps a state at a multiple of 32 before the last token; prompts of which that is not a chunk's end."""
+    full, num_whole = EngineGroup(0, GroupKind.FULL_ATTENTION, 128, 0, ("a",), False, False), state_tokens // 128
+    num_blocks = -(-prompt_tokens // 128)
+    it = scene(full, LARGE_STATE, chunk_tokens=128, state_step=32, max_pinned_share=1.0)
+    request = it.request(prompt_tokens, "prefill", kv_transfer_params={"do_remote_decode": True})
+    assert it.side.matched_tokens(request, 0) == (0, False)
+    table = (blocks(1, num_blocks), [0] * (num_blocks - 1) + [20])
+    jobs = [
+        *it.step(request, state_tokens, table, [(1, 30, 128)]).stores,
+        *it.step(request, prompt_tokens - state_tokens, table, [(1, 31, state_tokens)]).stores,
+    ]
+    (tail,) = [job for job in jobs if job.block_ids[1] == [31]]
+    assert tail.block_ids[0] == [num_whole + 1], "the block in which the state's token lies"
+    told: Any = it.side.finished(request, table)
+    assert told["kvdepot"] == {"num_tokens": state_tokens, "prefix": tail.key.digests.hex()}
+
+    decode = scene(full, LARGE_STATE, chunk_tokens=128, state_step=32, num_chunks=num_whole + 1)
+    request = decode.request(prompt_tokens, "decode", kv_transfer_params=told)
+    assert decode.side.matched_tokens(request, 0) == (state_tokens, True)
+    assert decode.client.awaited == [num_whole + 1]
+    table = (blocks(1, num_whole + 1), [0] * num_whole + [25])
+    decode.side.allocated(request, table, state_tokens)
+    (job,) = decode.step(request, 0, table).loads
+    assert job.key.digests[-32:] == tail.key.digests
+    assert job.block_ids == (blocks(1, num_whole + 1), [25])
+
+
+def test_a_hybrid_that_offers_no_state_hands_over_whole_chunks(scene: Callable[..., Scene]) -> None:
+    full = EngineGroup(0, GroupKind.FULL_ATTENTION, 128, 0, ("a",), False, False)
+    it = scene(full, LARGE_STATE, chunk_tokens=128, state_step=32, max_pinned_share=1.0)
+    request = it.request(300, kv_transfer_params={"do_remote_decode": True})
+    it.side.matched_tokens(request, 0)
+    table = (blocks(1, 3), [0, 0, 20])
+    it.step(request, 300, table, [(1, 30, 256)])
+    told: Any = it.side.finished(request, table)
+    assert told["kvdepot"]["num_tokens"] == 256
+
+    decode = scene(full, LARGE_STATE, chunk_tokens=128, state_step=32, num_chunks=3)
+    request = decode.request(300, kv_transfer_params=told)
+    assert decode.client.awaited == [2]
+    decode.side.allocated(request, table, 270)
+    (job,) = decode.step(request, 0, table).loads
+    assert not job.key.num_chunks, "no state is kept at token 270"
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,30 @@ def test_a_prefill_engine_hands_over_to_a_decode_engine(first: Engine, second: E
         assert depot.status().counters["retrieve_chunks_hit"] == loaded + 6, "vLLM tells the other engine's cache hits"
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "num_tokens", "num_chunks"),
+    [
+        ("windows", {}, 700, 6),
+        # States at multiples of 256 tokens, and the last one before a prompt's end at a multiple of 64.
+        ("recurrent", {"dtype": "bfloat16", "prefix_match_unit": 64}, 640, 3),
+    ],
+)
+def test_a_hybrid_engine_hands_over_the_last_incomplete_chunk(
+    name: str, options: dict[str, Any], num_tokens: int, num_chunks: int, depot: DepotProcess, model: MakeModel
+) -> None:
+    given = prompts(2, 700, seed=78)
+    options = {"kv_cache_memory_bytes": 256 << 20, **options}
+    prefill = Engine(model(name), connector(depot.url), reference=given, **options)
+    with prefill, Engine(model(name), connector(depot.url), **options) as decode:
+        for number, prompt in enumerate(given):
+            loaded = depot.status().counters.get("retrieve_chunks_hit", 0)
+            asked = prefill.ask("generate", prompts=[prompt], max_tokens=1, params={"do_remote_decode": True})
+            (prefilled,) = asked["outputs"]
+            assert prefilled["params"]["kvdepot"]["num_tokens"] == num_tokens
+            assert tokens(decode.generate([prompt], params=prefilled["params"])) == [prefill.reference[number]]
+            assert depot.status().counters["retrieve_chunks_hit"] == loaded + num_chunks
+
+
 def test_a_decode_engine_that_is_asked_first_waits_for_the_prefill_engine(
     first: Engine, second: Engine, depot: DepotProcess
 ) -> None:

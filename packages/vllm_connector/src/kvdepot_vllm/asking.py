@@ -25,7 +25,7 @@ _FRESH_SECONDS: Final = 5.0  # an older answer is asked for again before it is u
 _HAND_OVER_SECONDS: Final = 0.005  # between two questions for a prompt that a prefill engine has not begun
 _IDLE_SECONDS: Final = 0.001  # to wait for an answer while nothing is computed; shorter than an empty step
 # The same for an answer that waits for a tier or another engine. Empty steps, one after the other, would take most of a
-# core, which on CPU the other engine computes with. A request that arrives meanwhile waits that long.
+# core, which on CPU the other engine computes with. A request that arrives in the meantime waits that long.
 _LONG_IDLE_SECONDS: Final = 0.010
 
 
@@ -95,7 +95,7 @@ class Questions:
         tokens = max(0, question.request.num_tokens - 1)
         return min(
             MAXIMUM_CHUNKS * self._chunk_tokens,
-            tokens if question.progress.wants_tail else tokens - tokens % self._chunk_tokens,
+            min(tokens, question.progress.tail_end) or tokens - tokens % self._chunk_tokens,
         )
 
     def answer(self, question: Question) -> Lease | None:
@@ -171,9 +171,7 @@ class Questions:
             self._client.end_request(request_id)
 
     def _wanted(self, question: Question) -> KeyRun:
-        keys, stop = question.progress.keys, -(-self.wanted_tokens(question) // self._chunk_tokens)
-        is_whole = stop * self._chunk_tokens <= question.request.num_tokens
-        return keys.run(0, stop) if is_whole else keys.run_with_tail(0)
+        return question.progress.run_to(0, self.wanted_tokens(question))
 
     def _ask(self, question: Question) -> None:
         key, now = self._wanted(question), self._clock()
@@ -187,8 +185,8 @@ class Questions:
         joins = self._settings.wait_for_others
         announces = joins and question.progress.may_store and question.hand_over is None
         hand_over = question.hand_over
-        prompt_tokens = question.request.num_prompt_tokens
-        question.awaits = 0 if hand_over is None else hand_over.num_chunks(key, prompt_tokens, self._chunk_tokens)
+        end_tokens = question.progress.tail_end or question.request.num_prompt_tokens
+        question.awaits = 0 if hand_over is None else hand_over.num_chunks(key, end_tokens, self._chunk_tokens)
         hands_over = question.progress.may_store and asks_for_hand_over(question.request.kv_transfer_params)
         question.has_announced |= announces or hands_over
         question.lookup = self._client.submit_lookup(

@@ -32,13 +32,11 @@ def blocks_to_fill(
 def _blocks_to_fill(
     cache: EngineCache, group: EngineGroup, row: Sequence[int], first: int, stop_tokens: int, null_block: int
 ) -> list[int] | None:
-    stop, rest = divmod(stop_tokens, cache.chunk_tokens)
-    if group.kind is GroupKind.RECURRENT:
-        last = stop * cache.chunk_tokens // group.block_tokens - 1
-        ids = list(row[last : last + 1])
-        return None if rest or ids in ([], [null_block]) else ids
     step = cache.chunk_tokens // group.block_tokens
     num_blocks = -(-stop_tokens // group.block_tokens)
+    if group.kind is GroupKind.RECURRENT:
+        ids = list(row[num_blocks - 1 : num_blocks])
+        return None if ids in ([], [null_block]) else ids
     ids = list(row[first * step : num_blocks])
     if len(ids) != num_blocks - first * step:
         return None

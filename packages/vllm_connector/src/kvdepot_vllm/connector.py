@@ -228,7 +228,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(_nothing)
     def reset_capture_state(self) -> None:
-        """Take note that vLLM has captured its graphs: the pool may be registered with the device from now on."""
+        """Note that vLLM has captured its graphs: the pool may be registered with the device from now on."""
         if self._worker is not None:
             self._worker.end_of_captures()
 

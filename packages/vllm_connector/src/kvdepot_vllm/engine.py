@@ -66,7 +66,7 @@ class BlockPool(Protocol):
     null_block: Any
 
     def get_num_free_blocks(self) -> int:
-        """Return how many blocks nobody holds."""
+        """Return the number of free blocks."""
         ...
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
@@ -78,7 +78,7 @@ class BlockPool(Protocol):
         ...
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Give one reference to each back."""
+        """Release one reference to each."""
         ...
 
 

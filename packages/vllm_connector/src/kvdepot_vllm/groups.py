@@ -49,16 +49,23 @@ class EngineCache:
     dtype: str
     format: str
     volatile_tokens: int = 0  # the last computed tokens, whose KV a draft model may still write again
+    state_step: int = 0  # recurrent: vLLM keeps the state at the last multiple of this before the end of a prompt
 
     @property
-    def has_tails(self) -> bool:
-        """Whether prefill engines hand over the last, incomplete chunk of a prompt.
+    def num_recurrent(self) -> int:
+        """Groups that keep recurrent states."""
+        return sum(group.kind is GroupKind.RECURRENT for group in self.groups)
 
-        Small ones are not worth it. With windows, a lookup could miss the chunk in which the window begins.
+    def tail_end(self, prompt_tokens: int) -> int:
+        """Return the token up to which prefill engines hand a prompt over, with its last, incomplete chunk.
+
+        0 where chunks are so small that an incomplete one is not worth it.
         """
-        return self.chunk_tokens >= _LEAST_CHUNK_WITH_TAIL and all(
-            group.kind is GroupKind.FULL_ATTENTION for group in self.groups
-        )
+        if self.chunk_tokens < _LEAST_CHUNK_WITH_TAIL:
+            return 0
+        if not self.num_recurrent:
+            return prompt_tokens
+        return (prompt_tokens - 1) // self.state_step * self.state_step if self.state_step else 0
 
     @property
     def spec(self) -> CacheSpec:
@@ -94,7 +101,8 @@ def engine_cache(
     if not groups:
         raise Unsupported("no KV cache group of this model can be transferred")
     block_tokens = [group.block_tokens for group in groups]
-    step = math.lcm(*block_tokens, kv_cache_config.cache_hit_alignment_tokens or 1)
+    state_step = kv_cache_config.cache_hit_alignment_tokens or 0
+    step = math.lcm(*block_tokens, state_step or 1)
     chunk_tokens = chunk_tokens or default_chunk_tokens([step], minimum=1)
     if chunk_tokens % step:
         raise Unsupported(f"kvdepot.chunk_tokens is {chunk_tokens}: give a multiple of {step}, or leave it out")
@@ -107,6 +115,7 @@ def engine_cache(
         dtype=_dtype(vllm_config),
         format=_format(vllm_config, kv_cache_config, version),
         volatile_tokens=_volatile_tokens(vllm_config, kv_cache_config),
+        state_step=state_step,
     )
 
 

@@ -51,17 +51,17 @@ class HandOver:
         seconds = _WAIT_SECONDS if wait_ms is None else wait_ms / 1000
         return cls(num_tokens, _digest(prefix), seconds)
 
-    def num_chunks(self, key: KeyRun, prompt_tokens: int, chunk_tokens: int) -> int:
+    def num_chunks(self, key: KeyRun, end_tokens: int, chunk_tokens: int) -> int:
         """Return how many leading chunks of a request's key the other engine brings; 0 if it computes another prompt.
 
         Args:
             key: the request's wanted chunks, from chunk 0 on. The last one may be incomplete.
-            prompt_tokens: of the request.
+            end_tokens: leading tokens of the request's prompt that can be handed over.
             chunk_tokens: of one chunk.
         """
         if self.num_tokens is None:
-            return min(key.num_chunks, prompt_tokens // chunk_tokens)
-        is_whole = self.num_tokens == prompt_tokens
+            return min(key.num_chunks, end_tokens // chunk_tokens)
+        is_whole = self.num_tokens == end_tokens
         count = key.num_chunks if is_whole else min(key.num_chunks, self.num_tokens // chunk_tokens)
         last = key.digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
         if self.prefix is not None and count * chunk_tokens >= self.num_tokens and last != self.prefix:

@@ -1,4 +1,4 @@
-"""Names whose KV it is: the namespace of an engine, and everything besides tokens that decides the KV of a request.
+"""Names the owner of KV: the namespace of an engine, and everything besides tokens that decides the KV of a request.
 
 All of it is computed from content and names without a seed, so equal engines get equal keys in every process.
 """

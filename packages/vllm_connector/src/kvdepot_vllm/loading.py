@@ -109,8 +109,10 @@ class Loads:
         stop_tokens = load.local_tokens + external_tokens
         first, skip_tokens = divmod(load.local_tokens, chunk_tokens)
         stop = -(-stop_tokens // chunk_tokens)  # vLLM may end a load within a chunk
-        lease = load.question.lease
-        block_ids = blocks_to_fill(self._cache, table, first, stop_tokens, self._null_block())
+        lease, progress = load.question.lease, load.question.progress
+        # A chunk has the recurrent state of its end only.
+        has_state = not self._cache.num_recurrent or stop_tokens in (stop * chunk_tokens, progress.tail_end)
+        block_ids = blocks_to_fill(self._cache, table, first, stop_tokens, self._null_block()) if has_state else None
         if block_ids is None or lease is None or stop > lease.num_chunks:
             logger.error(
                 "request %s: a load of tokens %d to %d does not fit the %d chunks of %d tokens that were found; they"
@@ -119,10 +121,7 @@ class Loads:
             )  # fmt: skip
             return None
         load.stop_tokens = stop_tokens
-        keys = load.question.progress.keys
-        is_whole = stop * chunk_tokens <= load.question.request.num_tokens
-        key = keys.run(first, stop) if is_whole else keys.run_with_tail(first)
-        return LoadJob(request_id, key, block_ids, skip_tokens)
+        return LoadJob(request_id, progress.run_to(first, stop_tokens), block_ids, skip_tokens)
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call. Blends are not among them."""
@@ -130,7 +129,7 @@ class Loads:
         return planned
 
     def mark_invalid(self, loads: Iterable[Load], invalid_blocks: set[int]) -> None:
-        """Take note of the blocks that loads, ended or not, left unfilled (one KV cache group)."""
+        """Note the blocks that loads, ended or not, left unfilled (one KV cache group)."""
         for load in loads:
             if load.job is not None and load.job.block_ids:
                 load.has_failed |= not invalid_blocks.isdisjoint(load.job.block_ids[0])
@@ -144,6 +143,6 @@ class Loads:
         return 0 if has_failed or not job.key.num_chunks else load.stop_tokens - load.local_tokens
 
     def forget(self, load: Load) -> None:
-        """Take note of the end of a request."""
+        """Note the end of a request."""
         end_span(load.span, cancelled=True)
         load.span = None

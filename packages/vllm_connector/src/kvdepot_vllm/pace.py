@@ -1,8 +1,8 @@
 """How long the engine takes to compute one more token of prompt: the worth of a hit.
 
-A step costs a fixed time and a time for each token. Only the second is saved by a hit, and with many hits most steps
-compute so few tokens that the fixed time is nearly all of them. So two sizes of steps are compared: the smallest and
-the largest that were seen.
+A step costs a fixed time and a time for each token, and a hit saves only the second. With many hits, most steps compute
+so few tokens that they take little more than the fixed time. So the cost of a token comes from two sizes of steps: the
+smallest and the largest that were seen.
 """
 
 from collections import deque
@@ -24,13 +24,13 @@ class PrefillPace:
         self._num_running = 0
 
     def planned(self, now: float, num_tokens: int) -> None:
-        """A step of so many tokens begins, and the one before ends; `now` in seconds, monotonic."""
+        """Begin a step of `num_tokens` and end the one before. `now` is in seconds, monotonic."""
         self._take(now)
         self._num_tokens, self._planned_at = num_tokens, now
         self._num_running += 1
 
     def reported(self, now: float) -> None:
-        """The workers have reported a step. If no other is running, the engine idles from now on."""
+        """End a step that the workers have reported. If no other is running, the engine idles from now on."""
         self._num_running = max(self._num_running - 1, 0)
         if not self._num_running:
             self._take(now)

@@ -82,7 +82,6 @@ class SchedulerSide:
         self._identity = RequestIdentity()
         self._requests: dict[str, _Request] = {}
         self._stores = Stores(cache, settings, num_workers, self._store_ended, clock)
-        self._when_stored: dict[str, list[Callable[[], None]]] = {}  # until the last store of an ended request ends
         self._pace = PrefillPace()
         self.counters = self._stores.counters
         self._questions = Questions(cache.chunk_tokens, settings, client, self.counters, clock)
@@ -118,11 +117,12 @@ class SchedulerSide:
         wishes = _wishes(request)
         chunk_tokens = self._cache.chunk_tokens
         hasher = PrefixHasher(self._namespace, chunk_tokens, self._identity.extra_keys(request))
-        keys = RequestKeys(request, hasher, chunk_tokens)
-        may_store = self._settings.store != "none" and wishes.get("store") is not False and not request.resumable
         hand_over = HandOver.parse(request.kv_transfer_params)
         hands_over = hand_over is not None or asks_for_hand_over(request.kv_transfer_params)
-        progress = StoreProgress(request, keys, may_store, has_tail=hands_over and self._cache.has_tails)
+        tail_end = self._cache.tail_end(request.num_prompt_tokens) if hands_over else 0
+        keys = RequestKeys(request, hasher, chunk_tokens, tail_end)
+        may_store = self._settings.store != "none" and wishes.get("store") is not False and not request.resumable
+        progress = StoreProgress(request, keys, may_store)
         question = Question(request, progress, hand_over)
         state = _Request(
             request,
@@ -155,7 +155,8 @@ class SchedulerSide:
         if not state.may_load or request.skip_reading_prefix_cache or state.load.was_offered:
             self._questions.drop(state.question)
             return 0, False
-        if self._questions.wanted_tokens(state.question) <= local_tokens:
+        wanted_tokens = self._questions.wanted_tokens(state.question)
+        if wanted_tokens <= local_tokens:
             num_found = self._questions.settle(state.question)
             if num_found is not None:
                 state.progress.found(num_found)
@@ -164,7 +165,7 @@ class SchedulerSide:
         if lease is None:
             return None, False
         state.progress.found(lease.num_chunks)
-        exact = max(local_tokens, min(lease.num_chunks * self._cache.chunk_tokens, request.num_tokens - 1))
+        exact = max(local_tokens, min(lease.num_chunks * self._cache.chunk_tokens, wanted_tokens))
         end = self._offered(state, exact)
         if end is None:
             return None, False
@@ -277,7 +278,7 @@ class SchedulerSide:
             return
         key, namespace, blends = state.keys.run(0, num_stored), self._namespace, self._blends
         if is_over:
-            self._once_stored(
+            self._stores.once_stored(
                 request.request_id,
                 # After a reset, the chunks are of the generation before.
                 lambda: blends.note(request, namespace, key) if namespace == self._namespace else None,
@@ -286,21 +287,10 @@ class SchedulerSide:
             blends.note(request, namespace, key)
             state.has_noted = True
 
-    def _once_stored(self, request_id: str, send: Callable[[], None]) -> None:
-        """Call `send` once the last store of an ended request has ended: at once if none is under way."""
-        if self._stores.is_storing(request_id):
-            self._when_stored.setdefault(request_id, []).append(send)
-        else:
-            send()
-
     def _store_ended(self, store: EndedStore) -> None:
         if store.num_chunks and self._on_stored is not None:
             self._on_stored(store)
-        request_id = store.request.request_id
-        if not self._stores.is_storing(request_id):
-            for send in self._when_stored.pop(request_id, ()):
-                send()
-        state = self._requests.get(request_id)
+        state = self._requests.get(store.request.request_id)
         if state is not None:
             self._note(state)
 
@@ -333,9 +323,9 @@ class SchedulerSide:
                 self._stores.plan(progress, lambda: table, (), computed)
             if state.hints is not None:
                 key = state.keys.run(0, min(progress.num_stored, MAXIMUM_CHUNKS))
-                self._once_stored(request.request_id, partial(self._send, state.hints, key))
+                self._stores.once_stored(request.request_id, partial(self._send, state.hints, key))
             if has_announced:
-                self._once_stored(request.request_id, partial(self._questions.end, request.request_id))
+                self._stores.once_stored(request.request_id, partial(self._questions.end, request.request_id))
             self._note(state, is_over=True)
             return self._answer_of(state, has_failed=has_failed)
         finally:
@@ -347,7 +337,7 @@ class SchedulerSide:
         if not has_failed and asks_for_hand_over(request.kv_transfer_params):
             num_chunks = min(progress.num_stored, request.num_prompt_tokens // self._cache.chunk_tokens)
             if progress.is_tail_stored:
-                answer = handed_over(state.keys.run_with_tail(0), request.num_prompt_tokens)
+                answer = handed_over(state.keys.run_with_tail(0), state.keys.tail_end)
             elif num_chunks:
                 answer = handed_over(state.keys.run(0, num_chunks), num_chunks * self._cache.chunk_tokens)
         blend = self._blends.answer_of(request.request_id) if self._blends is not None else None

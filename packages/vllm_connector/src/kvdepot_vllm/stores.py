@@ -1,6 +1,6 @@
 """Stores of the scheduler's side: plans them as chunks fill up, and holds their source blocks until they end.
 
-A reference on vLLM's block pool holds each source block. It is taken when the store is planned and given back when
+A reference on vLLM's block pool holds each source block. It is taken when the store is planned and released when
 every worker has reported the store, so the blocks survive the end, abort and preemption of their request.
 """
 
@@ -23,12 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class RequestKeys:
-    """The keys of one request's chunks, hashed when they are first needed."""
+    """The keys of one request's chunks, hashed when they are first needed.
 
-    def __init__(self, request: EngineRequest, hasher: PrefixHasher, chunk_tokens: int) -> None:
+    `tail_end` is where the prompt's last chunk ends if it is handed over though it may be incomplete; otherwise 0.
+    """
+
+    def __init__(self, request: EngineRequest, hasher: PrefixHasher, chunk_tokens: int, tail_end: int = 0) -> None:
         self._request = request
         self._hasher = hasher
         self.chunk_tokens = chunk_tokens
+        self.tail_end = tail_end
 
     def run(self, first: int, stop: int) -> KeyRun:
         """Return the key of chunks `first` to `stop`."""
@@ -38,12 +42,11 @@ class RequestKeys:
         return self._hasher.run(first, stop)
 
     def run_with_tail(self, first: int) -> KeyRun:
-        """Return the key of the prompt's chunks from `first` on; the last one may be incomplete."""
-        chunk_tokens, num_tokens = self.chunk_tokens, self._request.num_prompt_tokens
-        stop = num_tokens // chunk_tokens
+        """Return the key of the prompt's chunks from `first` to `tail_end`."""
+        stop, rest = divmod(self.tail_end, self.chunk_tokens)
         run = self.run(0, stop)
-        if num_tokens % chunk_tokens:
-            tail = self._hasher.tail(stop, self._request.all_token_ids[stop * chunk_tokens : num_tokens])
+        if rest:
+            tail = self._hasher.tail(stop, self._request.all_token_ids[self.tail_end - rest : self.tail_end])
             run = replace(run, digests=run.digests + tail)
         return run.slice(first)
 
@@ -59,8 +62,7 @@ class StoreProgress:
         num_stored: leading chunks that are in the depot or on their way.
         num_computed: tokens whose KV is computed once the steps planned so far have run.
         exact_tokens: leading tokens whose KV is exact; those behind are never stored. None: all.
-        has_tail: whether engines hand over the last, incomplete chunk of the prompt.
-        is_tail_stored: whether it is in the depot or on its way.
+        is_tail_stored: whether the incomplete chunk that is handed over is in the depot or on its way.
     """
 
     request: EngineRequest
@@ -69,17 +71,26 @@ class StoreProgress:
     num_stored: int = 0
     num_computed: int = 0
     exact_tokens: int | None = None
-    has_tail: bool = False
     is_tail_stored: bool = False
 
     @property
-    def wants_tail(self) -> bool:
-        """Whether a load may bring the incomplete chunk. It is the last one only before the first output token."""
-        return self.has_tail and self.request.num_tokens == self.request.num_prompt_tokens
+    def tail_end(self) -> int:
+        """Where the chunks end that a load may bring if the last one may be incomplete; 0 if it may not.
+
+        The incomplete chunk is the last one only before the first output token.
+        """
+        return self.keys.tail_end if self.request.num_tokens == self.request.num_prompt_tokens else 0
+
+    def run_to(self, first: int, stop_tokens: int) -> KeyRun:
+        """Return the key of the chunks from `first` on that hold the tokens before `stop_tokens`."""
+        stop = -(-stop_tokens // self.keys.chunk_tokens)
+        if 0 < self.tail_end < stop * self.keys.chunk_tokens:
+            return self.keys.run_with_tail(first)
+        return self.keys.run(first, stop)
 
     def found(self, num_chunks: int) -> None:
-        """Take note that the depot has `num_chunks` of the wanted chunks."""
-        whole = self.request.num_tokens // self.keys.chunk_tokens
+        """Note that the depot has `num_chunks` of the wanted chunks."""
+        whole = (self.tail_end or self.request.num_tokens) // self.keys.chunk_tokens
         self.num_stored = min(num_chunks, whole)
         self.is_tail_stored = num_chunks > whole
 
@@ -122,7 +133,7 @@ class Stores:
         cache: the engine's cache.
         settings: the user's.
         num_workers: workers that report each store.
-        on_ended: called after a store has ended and its blocks are given back.
+        on_ended: called after a store has ended and its blocks are released.
         clock: seconds, monotonic.
     """
 
@@ -144,6 +155,7 @@ class Stores:
         self._blocks_per_chunk = [blocks_per_chunk(cache, group) for group in cache.groups]
         self._planned: list[StoreJob] = []
         self._pending: dict[int, _PendingStore] = {}
+        self._afterwards: dict[str, list[Callable[[], None]]] = {}
         self.num_held_blocks = 0
         self._next_job = 1
 
@@ -171,10 +183,14 @@ class Stores:
         if progress.exact_tokens is not None:
             ready = min(ready, progress.exact_tokens)
         stop = ready // chunk_tokens
+        tail_end = progress.keys.tail_end
+        tail_states = {group: block_id for group, block_id, tokens in offers if tokens == tail_end}
         has_tail = (
-            progress.has_tail and not progress.is_tail_stored and progress.request.num_prompt_tokens % chunk_tokens > 1
-            and ready >= progress.request.num_prompt_tokens
-        )  # fmt: skip
+            tail_end % chunk_tokens > 1
+            and ready >= tail_end
+            and not progress.is_tail_stored
+            and len(tail_states) == self._cache.num_recurrent
+        )
         states: dict[int, dict[int, int]] = {}
         for group, block_id, tokens in offers:
             if tokens % chunk_tokens == 0 and 0 < tokens <= ready:
@@ -194,8 +210,9 @@ class Stores:
                 first += planned
                 progress.num_stored = max(progress.num_stored, first)
         if has_tail:
-            last = progress.request.num_prompt_tokens // chunk_tokens
-            progress.is_tail_stored = self._plan_one(self.pool, progress, table, last, last + 1, {}, is_tail=True) > 0
+            last = tail_end // chunk_tokens
+            planned = self._plan_one(self.pool, progress, table, last, last + 1, tail_states, is_tail=True)
+            progress.is_tail_stored = planned > 0
 
     def _plan_one(
         self,
@@ -275,6 +292,10 @@ class Stores:
                 tuple(max(0, count - cut) for count in store.covered),
             )
         )
+        request_id = store.request.request_id
+        if not self.is_storing(request_id):
+            for call in self._afterwards.pop(request_id, ()):
+                call()
 
     @property
     def num_pending(self) -> int:
@@ -294,3 +315,10 @@ class Stores:
     def is_storing(self, request_id: str) -> bool:
         """Return whether a store of this request is under way."""
         return any(store.request.request_id == request_id for store in self._pending.values())
+
+    def once_stored(self, request_id: str, call: Callable[[], None]) -> None:
+        """Call `call` when the last store of an ended request has ended: at once if none is under way."""
+        if self.is_storing(request_id):
+            self._afterwards.setdefault(request_id, []).append(call)
+        else:
+            call()

@@ -206,7 +206,7 @@ class Blender:
             begin = end
 
     def _blocks(self, table: Any, num_tokens: int) -> Any:
-        """Return the part of the table that holds so many tokens, `(blocks,)` int32, as the kernels count blocks."""
+        """Return the part of the table that holds this many tokens, `(blocks,)` int32, as the kernels count blocks."""
         blocks = table[: -(-num_tokens // self.block_tokens)]
         blocks = (blocks[:, None] * self.splits + torch.arange(self.splits)).flatten()
         return blocks.to(self.device, torch.int32)

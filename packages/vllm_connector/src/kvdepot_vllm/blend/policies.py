@@ -31,7 +31,7 @@ class Budget:
 
     Attributes:
         ratio: of the reused tokens.
-        run_tokens: at least so many for each run, as short runs need their heads more.
+        run_tokens: the least number for each run, as short runs need their heads more.
         grain: tokens that are chosen together.
     """
 
