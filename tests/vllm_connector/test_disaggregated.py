@@ -1,10 +1,9 @@
 """The example with a prefill engine, a decode engine and a proxy, as a user runs it."""
 
 import re
-import sys
 
 from support.vllm.engines import MakeModel
-from support.vllm.examples import EXAMPLES, OPTIONS, free_port, run
+from support.vllm.examples import EXAMPLES, OPTIONS, SERVE, free_port, run
 
 
 def test_prefill_and_decode_engines_share_a_depot(model: MakeModel) -> None:
@@ -12,8 +11,7 @@ def test_prefill_and_decode_engines_share_a_depot(model: MakeModel) -> None:
     output = run(
         "bash", str(EXAMPLES / "disaggregated" / "serve.sh"), str(model("gqa")), *flags, "--enforce-eager",
         PORT=str(free_port(3)), POOL_SIZE="128MiB",
-        VLLM_SERVE=f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        **SERVE,
     )  # fmt: skip
     for name in ("prefill first", "both at once", "without the prefill engine"):
         (answer,) = re.findall(rf"^{name}: (.*?\[DONE\])", output, re.MULTILINE | re.DOTALL)

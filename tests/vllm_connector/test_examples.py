@@ -9,7 +9,7 @@ from pathlib import Path
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.found import find_pools
 from support.vllm.engines import MakeModel, prompts
-from support.vllm.examples import EXAMPLES, OPTIONS, free_port, run
+from support.vllm.examples import EXAMPLES, OPTIONS, SERVE, free_port, run
 
 
 def test_one_engine_and_then_two(depot: DepotProcess, model: MakeModel) -> None:
@@ -24,8 +24,7 @@ def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: Ma
         output = run(
             "bash", str(EXAMPLES / "vllm" / "serve.sh"), str(model("gqa")), *flags, "--enforce-eager",
             PORT=str(free_port()), POOL_SIZE="128MiB", TMPDIR=folder,
-            VLLM_SERVE=f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
-            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+            **SERVE,
         )  # fmt: skip
     first, second = re.findall(r"engine answers: (\{.*\})", output)
     assert not re.search(r'"cached_tokens":\s*[1-9]', first)
@@ -43,7 +42,6 @@ def test_documents_in_another_order_are_blended(model: MakeModel, tmp_path: Path
     output = run(
         "bash", str(EXAMPLES / "blend" / "serve.sh"), str(model("gqa")), *map(str, documents), "--", *flags,
         "--enforce-eager", PORT=str(free_port()), POOL_SIZE="128MiB",
-        VLLM_SERVE=f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        **SERVE,
     )  # fmt: skip
     assert re.search(r"^blended +first token after +\d+ ms  \{.*'reused_tokens': \d{3,}", output, re.MULTILINE)

@@ -7,10 +7,15 @@ without a connector, before the connector's engine exists.
 
 import gc
 import json
+import multiprocessing
 import os
 import sys
 import time
 from typing import Any
+
+if "vllm" in sys.modules:  # imported before the fork; vLLM on CPU would have its own processes import it once more
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _method=None: fork
 
 
 class Child:

@@ -65,8 +65,7 @@ class Engine:
         multiprocessing: whether the engine core has its own process.
         options: of `vllm.LLM`.
 
-    What is started with an environment of its own or with further processes imports all by itself; so does everything
-    where nobody gave a nursery.
+    An engine in one process with an environment of its own imports everything itself, as does any without a nursery.
     """
 
     nursery: ClassVar[Nursery | None] = None
@@ -84,7 +83,7 @@ class Engine:
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         script = Path(__file__).with_name("engine_child.py")
         self._process: Fork | subprocess.Popen[bytes]
-        if self.nursery is not None and not environment and not multiprocessing:
+        if self.nursery is not None and (multiprocessing or not environment):
             self._process = self.nursery.fork(script, environment=variables, stderr=self._log.fileno())
         else:
             self._process = subprocess.Popen(

@@ -12,6 +12,10 @@ ENVIRONMENT = {
     **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
 }  # fmt: skip
+SERVE = {
+    "VLLM_SERVE": f"{sys.executable} {Path(__file__).with_name('serve.py')} --model",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+}
 
 
 def run(*command: str, **variables: str) -> str:
