@@ -1,4 +1,4 @@
-"""What the suites need of a backend: a worker, and a way into its device's memory."""
+"""The parts of a backend that the suites need: a worker, and a way into its device's memory."""
 
 from typing import Any
 

@@ -90,9 +90,9 @@ def test_a_quota_comes_and_goes(run: Run, peer: Peer, depot: DepotProcess) -> No
     assert run("quota", "acme", "1MiB")[0] == 0
     assert depot.status().tenants["acme"] == {"used_bytes": 0, "quota_bytes": 1 << 20}, "before it stores"
     assert "tenant   acme: 0 B of a quota of 1.0 MiB" in run("status")[1]
-    assert "now 1.0 MiB; of the existing chunks 3 count against it" in run("quota", "default", "1MiB")[1]
+    assert "now 1.0 MiB; existing chunks that count against it: 3" in run("quota", "default", "1MiB")[1]
     assert depot.status().tenants["default"]["quota_bytes"] == 1 << 20
-    assert "now none; of the existing chunks 3 no longer count against it" in run("quota", "default", "none")[1]
+    assert "now none; existing chunks that no longer count against it: 3" in run("quota", "default", "none")[1]
     code, _, err = run("quota", "default", "1TiB")
     assert code == 1
     assert "out_of_range" in err

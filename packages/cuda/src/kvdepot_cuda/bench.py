@@ -41,7 +41,7 @@ _LEAST_GAIN: Final = 0.03  # below it the kernel is not worth the processors tha
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What is measured."""
+    """The sizes, counts and directions to measure."""
 
     page_bytes: tuple[int, ...] = tuple(size << 10 for size in (4, 8, 16, 24, 32, 64, 256, 2048))
     counts: tuple[int, ...] = (16, 64, 256, 1024, 4096)
@@ -70,7 +70,7 @@ FAKE: Final = BenchPlan(
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What a table says about the kernel: how to use it, and the mean gain over the table's cells without it."""
+    """A table's conclusion about the kernel: how to use it, and the mean gain over the table's cells without it."""
 
     use: KernelUse
     gain: float

@@ -51,8 +51,8 @@ class CudaOptions(TransferOptions):
     """
 
     mode: str = DIRECT
-    """Who copies: "direct", the worker itself; "ipc", a mover of the depot; "auto", a mover as long as that is possible
-    and not slower, else the worker."""
+    """The copying process. "direct": the worker itself. "ipc": a mover of the depot. "auto": a mover as long as that is
+    possible and not slower, else the worker."""
     stream: Callable[[], int] | None = None
     """Returns the handle of the stream on which the engine writes and reads its cache; called at each submission. None:
     torch's current stream if the tensors are torch's, else transfers wait only for `ready`."""
@@ -157,7 +157,7 @@ class MoverCarrier(Carrier):
 
     @property
     def transfer_mode(self) -> str:
-        """Who copies now: "direct" or "ipc"."""
+        """The mode in force: "direct" (the worker copies) or "ipc" (a mover does)."""
         return self._registration.transfer_mode
 
     def is_ready(self, link: Link) -> bool:

@@ -93,7 +93,7 @@ class CudaTransferContext(WorkerTransfers):
 
     @property
     def transfer_mode(self) -> str:
-        """Who copies now: "direct" or "ipc"."""
+        """The mode in force: "direct" (the worker copies) or "ipc" (a mover does)."""
         return self.carrier.transfer_mode
 
     def wait_until_connected(self, timeout_seconds: float) -> None:
@@ -111,7 +111,7 @@ class CudaTransferContext(WorkerTransfers):
             channel = self.connection.channel(link)
             try:
                 self.carrier.wait_for_mover(channel, max(0.0, end - time.monotonic()))
-            except (DepotUnavailable, RemoteError) as error:  # the session may have ended meanwhile
+            except (DepotUnavailable, RemoteError) as error:  # the session may have ended in the meantime
                 is_over = isinstance(error, RemoteError) and error.code not in (
                     ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT
                 )  # fmt: skip

@@ -114,7 +114,7 @@ class CopyEngine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether registering the pool and loading the kernel have ended, whatever the driver refused."""
+        """Whether registering the pool and loading the kernel have ended, with or without success."""
         return self._registering is not None and not self._registering.is_alive()
 
     def covers(self, batch: CopyBatch) -> bool:
@@ -249,7 +249,7 @@ class CopyEngine:
         return lambda: self._watched(Direction.RETRIEVE, wait)
 
     def close(self) -> None:
-        """See `Copier`. While a copy hangs in the driver nothing is given back: the end of the process does that."""
+        """See `Copier`. While a copy hangs in the driver nothing is released: the end of the process does that."""
         if self._is_closed or (self._watchdog is not None and self._watchdog.has_hung_copy):
             return
         with self._attaching:
@@ -282,7 +282,7 @@ class CopyEngine:
         self._watched(direction, move)
 
     def _watched(self, direction: Direction, work: Callable[[], _T]) -> _T:
-        """Do work that calls the driver; fail if the watchdog gave it up meanwhile."""
+        """Do work that calls the driver; fail if the watchdog gave it up in the meantime."""
         if self._watchdog is None:
             return work()
         self._watchdog.begin(direction)
@@ -383,7 +383,7 @@ def _event_of(ready: ReadyEvent) -> int:
 
 
 class Mark:
-    """A `ReadyEvent` that the engine recorded on a stream of somebody else; only that engine waits for it."""
+    """A `ReadyEvent` that the engine recorded on a foreign stream; only that engine waits for it."""
 
     __slots__ = ("__weakref__", "cuda_event")
 

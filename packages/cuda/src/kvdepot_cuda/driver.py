@@ -1,4 +1,4 @@
-"""What the copy engine asks of a device's driver, and nothing more: the seam behind which a device can be replaced.
+"""The calls that the copy engine makes to a device's driver, and no others. Behind this seam a device can be replaced.
 
 `kvdepot_cuda.nvidia` answers it with the CUDA driver API, `kvdepot_cuda.testing` without a device. The words are those
 that drivers share (streams, events, registered host memory), so that another one fits in; none other is written.
@@ -103,7 +103,7 @@ class Driver(Protocol):
         ...
 
     def synchronize_event(self, event: int) -> None:
-        """Wait in this thread until the recorded work is done; other threads run meanwhile."""
+        """Wait in this thread until the recorded work is done; other threads run in the meantime."""
         ...
 
     def export_memory(self, address: int) -> tuple[bytes, int, int]:

@@ -1,4 +1,4 @@
-"""Many small runs by one launch of a kernel instead of one DMA each: for retrieves only, and only where it is told to.
+"""Copies many small runs by one launch of a kernel instead of one DMA each: for some retrieves only.
 
 The copy engine asks `KernelUse` which runs of a call the kernel is for, and has `Gather` copy them. The kernel reads
 the pool itself, so it gets no run whose piece of the pool the device does not know.
@@ -55,7 +55,7 @@ class KernelUse:
 
     @property
     def options(self) -> dict[str, int]:
-        """What a mover has to be told of it: nothing for never."""
+        """The settings that a mover needs; empty if it is never to use the kernel."""
         return dict(zip(_OPTIONS, astuple(self), strict=True)) if self.run_bytes else {}
 
     def __post_init__(self) -> None:
@@ -162,6 +162,6 @@ class Gather:
         """Give everything back; nothing may be running. Twice is harmless.
 
         Raises:
-            DriverError: something could not be given back; the rest was.
+            DriverError: a resource could not be released; the others were.
         """
         self._undo.close()

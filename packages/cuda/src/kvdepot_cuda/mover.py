@@ -52,7 +52,7 @@ class CheckedRuns(BatchRuns):
         """Return a run for every page of the batch.
 
         Raises:
-            CopyRefused: one would touch something else, or the batch does not fit the cache.
+            CopyRefused: a copy would touch foreign memory, or the batch does not fit the cache.
         """
         self._check_batch(batch)
         runs = super().of(batch)

@@ -135,7 +135,7 @@ class CudaDriver:
             self._call("cuEventRecord", event, stream)
             self._call("cuEventSynchronize", event)
         except DriverError:
-            self._call("cuStreamSynchronize", stream)  # whatever it was, nothing may be under way after this
+            self._call("cuStreamSynchronize", stream)  # after this nothing may be under way, even after an error
             raise
 
     def create_event(self) -> int:

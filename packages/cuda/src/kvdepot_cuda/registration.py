@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 SMALLEST_BYTES: Final = 64 << 20  # of what is tried again
 _PAGE_BYTES: Final = 4096
 _still_registered: Final[list[PoolMemory]] = []
-"""Mappings that the driver has not given back: while it may have their pages, nothing else may get their addresses."""
+"""Mappings that the driver has not released: while it may hold their pages, their addresses must not be reused."""
 
 
 def unit_bytes_of(piece_bytes: int) -> int:
@@ -104,7 +104,7 @@ class PoolRegistration:
     def close(self) -> None:
         """Unregister all pieces. Nothing may be copied here any more. Twice is harmless.
 
-        What the driver does not give back keeps the mapping for the life of the process.
+        Pages that the driver does not release keep the mapping for the life of the process.
         """
         kept: list[DriverError] = []
         ranges, self._ranges = self._ranges, {}

@@ -40,7 +40,7 @@ class HpuBackend:
             importlib.import_module("habana_frameworks.torch")
             torch: Any = importlib.import_module("torch")
             is_available = bool(torch.hpu.is_available())
-        except Exception as error:  # whatever a bridge that does not fit its torch or driver raises
+        except Exception as error:  # a bridge that does not fit its torch or driver may raise anything
             return (
                 f"habana_frameworks is installed and does not load ({type(error).__name__}: {error}): its version must"
                 f" fit torch and the driver, as in an Intel Gaudi image; {_WAY_OUT}"

@@ -1,4 +1,4 @@
-"""What is asked of Habana's bridge, found when a context is made."""
+"""The functions of Habana's bridge that the backend calls, found when a context is made."""
 
 import importlib
 from typing import Any

@@ -23,7 +23,7 @@ class Carrier:
         return True
 
     def opened(self, link: Link, barrier: CopyBarrier) -> None:
-        """Take note of a link that has become usable: new, or no longer suspended. Called before `attach`."""
+        """Note a link that has become usable: new, or no longer suspended. Called before `attach`."""
 
     def prepare(self, channel: Channel) -> None:
         """Get ready for a transfer, before it asks the depot for anything. An exception makes it a miss."""

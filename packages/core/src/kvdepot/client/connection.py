@@ -175,7 +175,7 @@ class Connection:
                     self._say_why(f"it refused: {error}", logging.ERROR)
                     self._closing.wait(_REFUSED_RETRY_SECONDS)
                     continue
-                self._say_why(str(error), logging.WARNING)  # an unknown session: it was restarted meanwhile
+                self._say_why(str(error), logging.WARNING)  # an unknown session: it was restarted in the meantime
                 self._closing.wait(retry * random.uniform(0.5, 1.0))
                 retry = min(retry * 2, _LAST_RETRY_SECONDS)
                 continue
@@ -245,7 +245,7 @@ class Connection:
             ready = {fd for fd, _ in poller.poll(min(waits) * 1000 if waits else None)}
             if self._reap_seconds and not ready:
                 following = min(2 * self._reap_seconds, _LAST_REAP_SECONDS)
-                self._reap_seconds = 0.0  # another thread may set it meanwhile
+                self._reap_seconds = 0.0  # another thread may set it in the meantime
                 if not self._reap_late_replies():
                     self._reap_seconds = self._reap_seconds or following
             if self._wake_reader.fileno() in ready:

@@ -41,7 +41,7 @@ class Links:
         return place - 1 if place else None
 
     def numbers(self, which: int) -> Iterator[int]:
-        """Yield the numbers of a list. Do not change the list meanwhile."""
+        """Yield the numbers of a list. Do not change the list in the meantime."""
         end = number = self._length + which
         while (number := self._following[number]) != end:
             yield number

@@ -55,7 +55,7 @@ class Entries:
         self._next = make_column("I", table.num_records)  # of the same node; of a free record: the next free one
         self._node_of = make_column("I", table.num_records)
         self._writing_share = make_column("I", table.num_records)  # plus one: of an unfinished entry
-        self._free = NO_RECORD  # the first record that was given back
+        self._free = NO_RECORD  # the first freed record
         self.num_known = 0  # records that were given out so far
         self._readers: dict[int, int] = {}  # copies for a tier, by record
 
@@ -202,7 +202,7 @@ class Entries:
         offset, num_bytes = self._table.extent(record)
         self._account(node, -extent_size(num_bytes))
         self._end_writing(record)
-        self._table.free(record)  # the header changes before the extent goes to somebody else
+        self._table.free(record)  # the header changes before the extent is used again
         self._node_of[record] = NO_NODE
         if record in self._readers:
             self.lingering.add(record)
@@ -231,7 +231,7 @@ class Entries:
         self._readers[record] = self._readers.get(record, 0) + 1
 
     def end_reading(self, record: int) -> None:
-        """Undo one `begin_reading`; an entry that was removed meanwhile gives its extent back now."""
+        """Undo one `begin_reading`; an entry that was removed in the meantime frees its extent now."""
         self._readers[record] -= 1
         if self._readers[record]:
             return

@@ -268,7 +268,7 @@ class ChunkIndex:
     def abandon_entry(self, record: int) -> None:
         """Take an entry that is not sealed off its chunk, which can be stored again from now on.
 
-        Something may still be writing to it: its space is taken, and counts against its tenant, until `free_abandoned`.
+        A writer may still be at work: the space stays taken, and counts against its tenant, until `free_abandoned`.
         """
         node = self.node_of(record)
         self.parts.entries.abandon(record)
@@ -300,7 +300,7 @@ class ChunkIndex:
         return node
 
     def end_reading(self, record: int, node: int) -> None:
-        """Undo one `begin_reading`; an entry that was removed meanwhile gives its space back now."""
+        """Undo one `begin_reading`; an entry that was removed in the meantime frees its space now."""
         self.parts.entries.end_reading(record)
         self.parts.room.release(node)
 

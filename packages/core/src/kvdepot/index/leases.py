@@ -89,7 +89,7 @@ class LeaseTable:
             yield self.release(context, number)
 
     def has_expired(self, now: float) -> bool:
-        """Whether `expire` has something to do."""
+        """Whether `expire` has work."""
         return bool(self._leases) and next(iter(self)).expiry_seconds <= now
 
     def expire(self, now: float) -> Iterator[int]:

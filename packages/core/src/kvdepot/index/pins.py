@@ -35,7 +35,7 @@ class PinTable:
         self._next += 1
 
     def has_expired(self, now: float) -> bool:
-        """Whether `expire` has something to do."""
+        """Whether `expire` has work."""
         return bool(self._by_expiry) and self._by_expiry[0][0] <= now
 
     def expire(self, now: float) -> Iterator[int]:

@@ -80,7 +80,7 @@ class Priorities:
         self._deadlines.pop(node, None)
 
     def has_ended(self, now: float) -> bool:
-        """Whether `expire` has something to do."""
+        """Whether `expire` has work."""
         return bool(self._by_deadline) and self._by_deadline[0][0] <= now
 
     def expire(self, now: float) -> Iterator[int]:
@@ -114,7 +114,7 @@ class Priorities:
                 key, below_key = keys[node], keys[below]
                 yield _STEP
                 if keys[node] != key:
-                    break  # it left meanwhile
+                    break  # it was evicted in the meantime
                 if keys[start] == start_key and tree.priority[start] != priority:
                     break
                 # If the chunk below was ENDED and has since been evicted, continue. Otherwise a later hint may have

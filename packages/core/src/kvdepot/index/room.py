@@ -200,7 +200,7 @@ class Room:
                 yield before - entries.num_sealed
                 before = entries.num_sealed
                 if tree.keys[node] != key:
-                    break  # it left meanwhile
+                    break  # it was evicted in the meantime
         yield before - entries.num_sealed
 
     def check_integrity(self) -> None:

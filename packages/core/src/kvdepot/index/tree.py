@@ -1,6 +1,6 @@
 """The tree of chunks: one node per chunk, below the chunk before it. It imports no other part of the index above it.
 
-A node number is reused once its chunk has left and has no holds.
+A node number is reused once its chunk was evicted and has no holds.
 """
 
 from collections import Counter

@@ -32,7 +32,7 @@ from kvdepot.wire import operations as o
 from kvdepot.wire.histogram import Histogram
 
 _NUM_CLIENTS: Final = 4
-_LOOKUPS_PER_REQUEST: Final = 16  # leases are given back with their request
+_LOOKUPS_PER_REQUEST: Final = 16  # leases end with their request
 
 
 def describe_machine() -> str:

@@ -74,7 +74,7 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
     """Run it; returns the summary for machines and, unless `quiet`, prints what happens.
 
     Raises:
-        KVDepotError: something failed, bytes were wrong included.
+        KVDepotError: a step failed, or bytes were wrong.
     """
 
     def say(text: str) -> None:

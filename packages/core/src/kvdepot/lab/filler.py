@@ -52,7 +52,7 @@ class IndexFiller:
         """Store a prompt; if it need not be `whole`, declined chunks are left out.
 
         Raises:
-            AssertionError: something of it was declined.
+            AssertionError: the depot declined a part of it.
         """
         for start in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
             plan = self.prepare(key.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, key.num_chunks)))

@@ -28,7 +28,7 @@ def curves_as_svg(
     Args:
         title: above the picture.
         curves: a name and its points, `(pool bytes, hit rate)`, by size.
-        label: below the picture, if the rates depend on something else than sizes.
+        label: below the picture, if the rates depend on anything besides sizes.
         text: of such a value.
         scale: of such values.
     """

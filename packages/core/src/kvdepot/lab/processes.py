@@ -1,4 +1,4 @@
-"""Depots as real processes that can be stopped, killed and started again, and ways to wait for something."""
+"""Depots as real processes that can be stopped, killed and started again, and ways to wait for a condition."""
 
 import contextlib
 import os

@@ -124,18 +124,18 @@ class Soak:
         return start_engines([EngineSettings(instance, self._depot.url, _GEOMETRY, num_blocks)])[0]
 
     def prompt(self, rng: random.Random, request_id: str) -> Prompt:
-        """Return a turn of a conversation; one in ten is given up after its lookup."""
+        """Return a turn of a conversation; one in ten is abandoned after its lookup."""
         return _prompt(
             rng.randrange(_NUM_CONVERSATIONS), rng.randint(1, _MAXIMUM_TURNS), request_id, rng.random() < 0.1
         )
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Count something."""
+        """Count an event."""
         with self._lock:
             self._counts[name] += amount
 
     def take(self, report: RequestReport, *, timed: bool) -> None:
-        """Add up a request; `timed` if its engine was not stopped meanwhile."""
+        """Add up a request; `timed` if its engine was not stopped in the meantime."""
         waits = (report.lookup_seconds, report.retrieve_seconds, report.store_seconds)
         with self._lock:
             self._counts["requests"] += 1

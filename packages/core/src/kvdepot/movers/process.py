@@ -76,7 +76,7 @@ class MoverProcess(Generic[_Pending]):
 
     @property
     def has_output(self) -> bool:
-        """Whether `flush` has something left to send."""
+        """Whether `flush` has bytes left to send."""
         return bool(self._outbox)
 
     def send(self, message: ToMover) -> None:
@@ -101,7 +101,7 @@ class MoverProcess(Generic[_Pending]):
         """Return the answers that have arrived.
 
         Raises:
-            MoverError: the mover has ended, or sent something else.
+            MoverError: the mover has ended, or sent another message.
         """
         try:
             data = self._socket.recv(1 << 16)

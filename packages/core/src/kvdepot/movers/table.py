@@ -5,7 +5,7 @@ mover when the thread that started it ends. Sockets and pidfds share one epoll s
 
 A mover is **lost** when it ends, reports that its device failed, or misses a deadline. It is killed, but its copies
 fail only once the kernel has reaped it, because until then it may still be copying. One replacement is started; when
-that is lost too, the worker's moves are `UNAVAILABLE` and it must copy by itself. Losing a mover that had lived for a
+that is lost too, the worker's moves are `UNAVAILABLE` and the worker must copy. Losing a mover that had lived for a
 while does not count against its successors.
 """
 
@@ -119,7 +119,7 @@ class MoverTable:
         self._epoll = select.epoll()
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when `serve` has something to do."""
+        """Return the descriptor that becomes readable when `serve` has work."""
         return self._epoll.fileno()
 
     @property

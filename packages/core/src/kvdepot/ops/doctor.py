@@ -46,7 +46,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check in words, with advice if there is something to do."""
+    """The result of one check in words, with advice if there is work."""
 
     verdict: Verdict
     subject: str
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a depot needs to know about a machine. Sizes are in bytes, None if unknown."""
+    """Facts about a machine that decide whether a depot works there. Sizes are in bytes, None if unknown."""
 
     kernel: tuple[int, int]
     pool_path: Path

@@ -1,7 +1,7 @@
 """The HTTP address of a depot, and the process that serves it (`kvdepot.ops.http_app`).
 
 A separate process keeps HTTP off the interpreter lock of the depot's loop, which would otherwise wait up to 12 ms while
-the metrics of very many tenants are written. A process that ends is restarted; connections wait meanwhile.
+the metrics of very many tenants are written. A process that ends is restarted; connections wait in the meantime.
 """
 
 import contextlib

@@ -246,8 +246,8 @@ def _unpin(options: argparse.Namespace) -> int:
 def _quota(options: argparse.Namespace) -> int:
     moved = _count(options, o.SetQuota(options.tenant, options.size), _PATIENT_SECONDS)
     quota = format_size(options.size) if options.size else "none"
-    counts = "count against it" if options.size else "no longer count against it"
-    print(f"the quota of {options.tenant} is now {quota}; of the existing chunks {moved:,} {counts}")
+    counts = "count" if options.size else "no longer count"
+    print(f"the quota of {options.tenant} is now {quota}; existing chunks that {counts} against it: {moved:,}")
     return 0
 
 

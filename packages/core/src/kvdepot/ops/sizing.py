@@ -31,7 +31,7 @@ _INDEXER_ROW_BYTES: Final = 132  # sparse attention (`index_topk`): 128 fp8 valu
 
 
 class _Keeps(enum.Flag):
-    """What one layer keeps."""
+    """The KV that one layer keeps."""
 
     NOTHING = 0
     ALL = enum.auto()
@@ -49,7 +49,7 @@ _KINDS: Final = {
 _LETTERS: Final = {"*": _Keeps.ALL, "G": _Keeps.ALL, "L": _Keeps.WINDOW, "M": _Keeps.STATE, "-": _Keeps.NOTHING,
                    "E": _Keeps.NOTHING}  # fmt: skip
 
-# Every so many layers one has full attention, the others a window, where the configuration does not say it.
+# One layer in this many has full attention and the others a window, where the configuration does not say.
 _PATTERN_OF_TYPE: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "llama4": 4, "llama4_text": 4}
 _WINDOW_KEYS: Final = ("sliding_window", "attention_chunk_size", "attention_window_size")
 _ALL_WINDOWS: Final = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}

@@ -123,7 +123,7 @@ class ExtentAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Usable bytes that nobody has."""
+        """Usable bytes that are free."""
         return self.ready_bytes - self.used_bytes
 
     def free_extents(self) -> list[tuple[int, int]]:

@@ -131,7 +131,7 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
 
 
 def _refuse_foreign(directory: Path) -> None:
-    """Leave a folder alone in which somebody else has files, or something else, under the names of ours."""
+    """Refuse a folder that holds foreign files under the names of ours."""
     found = [name for name in MAGICS if os.path.lexists(directory / name)]
     for name in found:
         path = directory / name

@@ -30,7 +30,7 @@ def find_pools(parent: Path = SHARED_MEMORY) -> list[FoundPool]:
             if is_pool(directory):
                 found.append(look_at(directory))
         except OSError:
-            continue  # another user's, or removed meanwhile
+            continue  # another user's, or removed in the meantime
     return found
 
 
@@ -63,7 +63,7 @@ def remove_pool(directory: Path) -> int:
         OSError: it cannot be removed.
     """
     pool = look_at(directory)
-    lock_fd = lock_earlier(directory)  # held until the files are gone, so no depot opens them meanwhile
+    lock_fd = lock_earlier(directory)  # held until the files are gone, so no depot opens them in the meantime
     try:
         for name in MAGICS:
             (directory / name).unlink(missing_ok=True)

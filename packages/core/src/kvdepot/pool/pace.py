@@ -19,7 +19,7 @@ class Pace:
     Args:
         num_cores: of the machine; None for those that the thread may use.
         worked: returns the thread's processor time in seconds.
-        sleep: rests for so many seconds.
+        sleep: rests for this many seconds.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class TableReader:
         self.headers = memoryview(memory).cast("Q")
 
     def is_same(self, record: int, header: int) -> bool:
-        """Whether a record has the header that the server named: nobody was given its extent since."""
+        """Whether a record has the header that the server named: its extent was not used again since."""
         return self.headers[(HEADER_PAGE_BYTES + record * RECORD_BYTES) // 8] == header
 
     def holds(self, record: int, header: int, key: bytes) -> bool:
@@ -249,7 +249,7 @@ class IndexTable:
         self._put_header(place, header)
 
     def free(self, record: int) -> None:
-        """Take the record back: readers see the change before the extent is given to somebody else."""
+        """Take the record back: readers see the change before the extent is used again."""
         place = record * (RECORD_BYTES // 8)
         self._put_header(place, _next_generation(self._words[place]) | FREE)
 

@@ -29,7 +29,7 @@ def ignore_signals() -> None:
 def interrupts_blocked() -> Generator[None]:
     """Start a child that inherits a blocked SIGINT: Ctrl-C then reaches only this process, which ends the child.
 
-    A Ctrl-C that comes meanwhile takes effect afterwards, when the caller knows its child.
+    A Ctrl-C that comes in the meantime takes effect afterwards, when the caller knows its child.
     """
     seen: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers

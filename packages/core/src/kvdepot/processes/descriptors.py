@@ -31,7 +31,7 @@ def reserve_of(limit: int) -> int:
 
 
 def is_reserve_touched(fd: int) -> bool:
-    """Return whether so many descriptors are open that no connection may take another.
+    """Return whether too many descriptors are open for another connection.
 
     The kernel assigns the lowest free number, so the number of a temporary copy of `fd` shows how many are open.
     """

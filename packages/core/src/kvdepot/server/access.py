@@ -50,7 +50,7 @@ class Access:
             ) from None
 
     def prepare_directory(self, directory: Path) -> None:
-        """Make the sockets' directory if need be, and let the group through it.
+        """Make the sockets' directory if needed, and let the group through it.
 
         A directory that was there is changed only if it was private or let another group through: one that
         everybody may pass is left as it is, one that was shared in another way is refused.
@@ -98,7 +98,7 @@ class Access:
             ) from error
 
     def why_not(self, connection: socket.socket) -> str | None:
-        """Return why the process at the other end of a Unix socket is not let in, None if it is.
+        """Return why the process at the other end of a Unix socket may not connect, None if it may.
 
         The kernel reports its user and groups as they were when it connected.
         """

@@ -40,7 +40,7 @@ class Background:
     """Every task that has steps left.
 
     Args:
-        epoch: stands in every reply.
+        epoch: goes into every reply.
         counters: a task that fails is counted in `chores_failed`, and the others continue.
     """
 
@@ -52,7 +52,7 @@ class Background:
 
     @property
     def has_work(self) -> bool:
-        """Whether `work` has something to do."""
+        """Whether `work` has work."""
         return bool(self._urgent or self._tasks)
 
     def add(self, task: Task, kind: Kind) -> bool:
@@ -74,7 +74,7 @@ class Background:
     def answer(self, steps: Iterator[frames.Reply | None], kind: Kind, deferred: Deferred) -> bool:
         """Run a task that yields None until it yields its reply; False if too many wait.
 
-        An exception becomes an error reply. A task that yields no reply leaves it to somebody else.
+        An exception becomes an error reply. A task that yields no reply leaves replying to another part.
         """
         return self.add(self._answering(steps, deferred), kind)
 

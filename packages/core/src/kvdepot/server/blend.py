@@ -16,7 +16,7 @@ _MOST_RUNS: Final = 1024  # of one reply, the first ones
 
 
 class BlendLookups:
-    """Serves what schedulers of engines that blend ask and tell."""
+    """Serves the lookups and notes of schedulers whose engines blend."""
 
     def __init__(self, state: DepotState) -> None:
         self.contents = ContentIndex(state.index)
@@ -24,7 +24,7 @@ class BlendLookups:
         self._index = state.index
 
     def note(self, context: Context, request: m.NoteContents) -> m.Done:
-        """Take note of what chunks hold; the reply counts segments."""
+        """Note what chunks hold; the reply counts segments."""
         self._check(context, request.segments)
         count_digests(request.digests)
         num_chunks, _ = self._index.longest_prefix(context.space, request.digests)

@@ -96,7 +96,7 @@ class ConnectionTable:
             raise
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when there is something to do."""
+        """Return the descriptor that becomes readable when there is work."""
         return self._epoll.fileno()
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ MAXIMUM_HAND_OVERS: Final = 4096
 
 @dataclass(slots=True)
 class Context:
-    """One registered cache, or one scheduler: everything about its owner, whatever the device."""
+    """One registered cache, or one scheduler: everything about its owner, on any device."""
 
     number: int
     session: int
@@ -58,12 +58,12 @@ class Context:
 
     @property
     def has_mover(self) -> bool:
-        """Whether a mover copies for it, as it offered its memory."""
+        """Whether a mover copies for it, because it offered its memory."""
         return self.registration is not None and self.registration.offer is not None
 
 
 class Workers:
-    """The workers of one space. Those that have the same shard write the same there, or they are refused."""
+    """The workers of one space. Workers with the same shard must write the same bytes, or they are refused."""
 
     def __init__(self, space: Space) -> None:
         self.by_instance: dict[str, dict[int, Context]] = {}

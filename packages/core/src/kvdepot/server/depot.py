@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Depot:
-    """The parts of a depot, and which of them serves what."""
+    """The parts of a depot. Passes each message to the part that serves it."""
 
     def __init__(
         self,

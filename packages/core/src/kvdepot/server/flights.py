@@ -266,7 +266,7 @@ class FlightTable:
         return stop - found
 
     def arrived(self, nodes: Iterable[int]) -> None:
-        """Take note that the chunks of some nodes may be here now."""
+        """Note that the chunks of some nodes may be here now."""
         for node in nodes:
             flights = self._by_chunk.get((self._index.space_of(node).number, self._index.key_of(node)))
             for flight in list(flights.values()) if flights else ():
@@ -329,7 +329,7 @@ class FlightTable:
             self._end(flight)
 
     def next_deadline(self) -> float | None:
-        """Return when `expire` has something to do, None if there is nothing to wait for."""
+        """Return when `expire` has work, None if there is nothing to wait for."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def _expect(self, flight: Flight) -> None:

@@ -38,7 +38,7 @@ class Listeners:
     Args:
         paths: of the sockets.
         access: decides who may connect.
-        epoll: the caller's; it reports a listener whose `accept` has something to do.
+        epoll: the caller's; it reports a listener whose `accept` has work.
         warnings: for refused and failed connections.
 
     Raises:

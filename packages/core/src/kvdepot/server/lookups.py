@@ -1,4 +1,4 @@
-"""Lookups, hints and retrieves: what engines ask of prefixes that the depot may have."""
+"""Lookups, hints and retrieves: the requests of engines about prefixes that the depot may have."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -20,7 +20,7 @@ _DEFAULT_TENANT: Final = "default"
 
 
 class Lookups:
-    """Serves what schedulers ask, and the retrieves of workers."""
+    """Serves the lookups and hints of schedulers, and the retrieves of workers."""
 
     def __init__(self, state: DepotState, contexts: ContextTable, flights: FlightTable) -> None:
         self._state = state

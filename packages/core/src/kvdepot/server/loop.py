@@ -196,6 +196,6 @@ class Loop:
 
 
 def _after(seconds: float) -> Callable[[], bool]:
-    """Return a function that says whether so much time has passed."""
+    """Return a function that tells whether this much time has passed."""
     until = time.monotonic() + seconds
     return lambda: time.monotonic() >= until

@@ -33,7 +33,7 @@ class QuarantineTable:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pool that nobody can have meanwhile."""
+        """Bytes of the pool that nobody can have in the meantime."""
         return sum(each.num_bytes for each in self.held)
 
     def hold(self, fence: Fence, records: list[int], num_bytes: int) -> None:

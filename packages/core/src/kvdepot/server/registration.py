@@ -1,4 +1,4 @@
-"""Checks what workers and schedulers say of their caches when they register."""
+"""Checks the caches that workers and schedulers describe when they register."""
 
 import logging
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def _groups_of(request: m.RegisterKVCache) -> tuple[GroupOnWorker, ...]:
 
 
 def _check_offer(request: m.RegisterKVCache) -> None:
-    """Refuse an offer that does not fit the rest; whether it is true, its mover finds out."""
+    """Refuse an offer that contradicts the registration. Its mover finds out whether it is true."""
     offer = request.offer
     if offer is None:
         return

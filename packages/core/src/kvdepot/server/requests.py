@@ -1,6 +1,6 @@
 """Answers frames: each becomes one request, and each request gets one reply, now or later.
 
-Whatever a handler raises becomes a typed error reply.
+Every exception of a handler becomes a typed error reply.
 """
 
 import logging
@@ -33,7 +33,7 @@ _WHY_NOT_OVER_TCP: Final = (
 
 
 class Requests:
-    """Answers what comes over Unix sockets and over TCP, and measures how long that takes."""
+    """Answers frames from Unix sockets and TCP, and measures how long each answer takes."""
 
     def __init__(self, depot: Depot, sessions: SessionTable, operators: Operators) -> None:
         self.latencies: dict[type, Histogram] = {

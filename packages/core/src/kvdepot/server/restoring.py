@@ -1,4 +1,4 @@
-"""Restores what an earlier server left: its entries, and the extents that living writers may still fill.
+"""Restores the table of an earlier server: its entries, and the extents that living writers may still fill.
 
 The loop drives it in steps between messages. Stores are declined until it ends.
 """

@@ -105,7 +105,7 @@ class SessionTable:
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when there is something to do."""
+        """Return the descriptor that becomes readable when there is work."""
         return self._epoll.fileno()
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class SessionTable:
         return False
 
     def serve(self, is_over: Callable[[], bool]) -> None:
-        """Do what there is to do, one thing at least, until `is_over`; never waits.
+        """Do the work that waits, one item at least, until `is_over`; never waits.
 
         One at a time: the kernel puts a served connection behind all others, so that no flood holds up the rest.
         """

@@ -76,7 +76,7 @@ class ShadowIndex:
         return len(self._where)
 
     def looked_up(self, digests: bytes, chunk_bytes: int) -> None:
-        """Count a lookup of packed `(num_chunks, 32)` digests, chunks of so many bytes each."""
+        """Count a lookup of packed `(num_chunks, 32)` digests, each chunk of `chunk_bytes`."""
         if len(digests) == DIGEST_BYTES and digests[0] > self._highest:
             return
         if not self._threshold:

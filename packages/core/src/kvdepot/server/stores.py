@@ -90,7 +90,7 @@ class Stores:
         if request.first_chunk:
             above = index.node(space, request.parent, request.first_chunk - 1)
             if above is None and space.full_mask:
-                return self._decline(request)  # the prefix has left: nothing could ever find these chunks
+                return self._decline(request)  # the prefix was evicted: no lookup could ever find these chunks
             parent = NO_NODE if above is None else above
         plan = self._begin_entries(context, request, writer, parent)
         counters["store_entries_present"] += plan.num_present
@@ -219,7 +219,7 @@ class Stores:
         return ticket
 
     def _abort(self, ticket: Ticket) -> None:
-        """Free what its context writes no more: now, or once its mover has ended the copy."""
+        """Free the entries that the context no longer writes: now, or once its mover has ended the copy."""
         ticket.is_aborted = True
         if not ticket.is_moving:
             self._drop(ticket)
@@ -251,7 +251,7 @@ class Stores:
         return len(records)
 
     def has_late(self, now: float) -> bool:
-        """Whether `end_late` has something to do."""
+        """Whether `end_late` has work."""
         ticket = next(iter(self.tickets.values()), None)
         return ticket is not None and ticket.began + self.ticket_seconds <= now
 
@@ -262,7 +262,7 @@ class Stores:
             yield
 
     def _end_late(self, ticket: Ticket) -> None:
-        """End a store that its context has not ended; to its extents it may still write."""
+        """End a store that its context has not ended. The context may still write to its extents."""
         del self.tickets[ticket.number]
         self.late_tickets[ticket.number] = ticket
         for record in reversed(ticket.records):

@@ -12,7 +12,7 @@ from kvdepot.tiers.opening import TierOpener
 
 logger = logging.getLogger(__name__)
 
-# Free space that is allocated ahead of the stores: so much, or that share of the pool. The rest of a new pool comes
+# Free space to allocate ahead of the stores: this many bytes, or this share of the pool. The rest of a new pool comes
 # slowly, beside the model.
 _AHEAD_BYTES: Final = 512 << 20
 _AHEAD_SHARE: Final = 1 / 8
@@ -40,7 +40,7 @@ class Waker:
             self._writer.send(b"w")
 
     def clear(self) -> None:
-        """Let the next `wake` wake again; call before looking for what there is."""
+        """Let the next `wake` wake again; call before looking for work."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
         self._is_woken = False
@@ -52,7 +52,7 @@ class Waker:
 
 
 class ThreadResults:
-    """Takes over what threads have done: the pool's memory is allocated, a tier is open."""
+    """Takes over results of threads: the pool's memory is allocated, a tier is open."""
 
     def __init__(
         self, files: PoolFiles, extents: ExtentAllocator, opener: TierOpener, waker: Waker, pool_name: str
@@ -80,7 +80,7 @@ class ThreadResults:
             )  # fmt: skip
 
     def take(self) -> None:
-        """Take what there is."""
+        """Take the results that are there."""
         self._waker.clear()
         self._opener.deliver()
         self._extents.grow(self._ready_bytes)

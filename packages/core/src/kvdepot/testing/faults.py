@@ -54,7 +54,7 @@ class FaultSuite:
 
     @pytest.fixture
     def victim(self, spawn: Spawn) -> EngineProcess:
-        """An engine that something happens to."""
+        """An engine in which a fault happens."""
         return spawn("victim")
 
     @pytest.fixture
@@ -87,7 +87,7 @@ class FaultSuite:
     def test_a_worker_killed_in_a_retrieve_gives_its_leases_back(
         self, where: str, depot: DepotProcess, victim: EngineProcess, other: Cache
     ) -> None:
-        """And hurts nobody else's bytes."""
+        """The other engine's bytes stay right."""
         assert other.store(prompt(4))
         victim.expect("armed", f"gate retrieve {where}")
         victim.expect("reached", "retrieve 0 4")
@@ -112,7 +112,7 @@ class FaultSuite:
         assert other.retrieve(prompt(3, salt=2)) == 3
 
     def test_a_worker_that_was_stopped_goes_on(self, depot: DepotProcess, victim: EngineProcess, other: Cache) -> None:
-        """What it was doing is right or a miss."""
+        """The transfer that it was doing is right or a miss."""
         victim.expect("armed", "gate store half")
         victim.expect("reached", "store 1 4")
         victim.signal(signal.SIGSTOP)

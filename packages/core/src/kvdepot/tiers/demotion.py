@@ -60,7 +60,7 @@ class Demotions:
 
     @property
     def has_work(self) -> bool:
-        """Whether `turn` has something to do now."""
+        """Whether `turn` has work now."""
         return bool(self._prefixes)
 
     def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
@@ -104,7 +104,7 @@ class Demotions:
     def _missing_end(self, node: int, *, is_first: bool) -> Iterator[None]:
         """Walk from a chunk towards the root as far as tiers lack chunks, then write them from the first one on.
 
-        Stop once a tier drops an entry: nobody could use those behind it. The next use tries again.
+        Stop once a tier drops an entry: the entries behind it would be unusable. The next use tries again.
         """
         index, path = self._index, list[tuple[int, bytes]]()
         nodes = index.space_of(node).nodes

@@ -87,5 +87,5 @@ class Call:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether somebody waits for it."""
+        """Whether a request waits for it."""
         return self.operation in (Operation.CONTAINS, Operation.READ)

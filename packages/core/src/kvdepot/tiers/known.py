@@ -9,7 +9,7 @@ from kvdepot.tiers.queue import TierQueue
 
 _PACES: Final = 15  # promotions; their median is the pace of a tier
 _LEAST_PACES: Final = 3
-_TRY_ANYWAY: Final = 16  # one in so many promotions reads from a slow tier anyway, to notice that it has become faster
+_TRY_ANYWAY: Final = 16  # one promotion in this many reads from a slow tier anyway, to notice that it has become faster
 _TURNED_OVER: Final = 0.25  # share of its entries; after evicting so many, a tier may lack those of the pool
 
 

@@ -249,7 +249,7 @@ class ObjectTier:
 
 
 async def _released(view: memoryview) -> None:
-    """Wait until nobody reads this memory: releasing a view fails while it is in use."""
+    """Wait until this memory is no longer read: releasing a view fails while it is in use."""
     while True:
         try:
             view.release()

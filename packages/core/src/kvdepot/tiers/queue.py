@@ -40,7 +40,7 @@ class TierQueue:
         deadline_seconds: limit of a call that somebody waits for; writes have ten times as much.
         num_threads: concurrent calls.
         write_bytes: payload bytes of writes that may wait; the queue refuses more.
-        wake: called from other threads when `poll` has something.
+        wake: called from other threads when `poll` has results.
         clock: monotonic seconds.
     """
 
@@ -133,7 +133,7 @@ class TierQueue:
 
     @property
     def has_results(self) -> bool:
-        """Whether `poll` has something."""
+        """Whether `poll` has results."""
         return bool(self._done)
 
     def poll(self, most: int = sys.maxsize) -> list[Part]:
@@ -170,7 +170,7 @@ class TierQueue:
     def next_deadline(self) -> float | None:
         """Return the time by which `expire` must be called, in seconds of the clock; None for never.
 
-        A late probe does not count, as nobody waits for it.
+        A late probe does not count, as no request waits for it.
         """
         if self.is_suspended and any(map(self._workers.num_waiting, Operation)):
             return self._clock()
@@ -180,7 +180,7 @@ class TierQueue:
         return min(times, default=None)
 
     def _due_at(self, call: Call) -> float:
-        """Return when a call is late. Nobody waits for a write, so it may take longer."""
+        """Return when a call is late. No request waits for a write, so it may take longer."""
         return call.started_at + self.deadline_seconds * (1 if call.is_urgent else PATIENCE)
 
     def usage(self) -> TierUsage:
@@ -211,7 +211,7 @@ class TierQueue:
         )
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Stop: give waiting writes `drain_seconds`, then drop them. Bounded, whatever the storage does."""
+        """Stop: give waiting writes `drain_seconds`, then drop them. The time is bounded even if the storage hangs."""
         if self._closing:
             return
         self._closing = True

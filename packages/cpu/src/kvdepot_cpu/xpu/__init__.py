@@ -39,7 +39,7 @@ class XpuBackend:
             torch: Any = importlib.import_module("torch")
             is_built = torch.version.xpu is not None
             is_available = bool(torch.xpu.is_available())
-        except Exception as error:  # whatever a torch that does not fit its driver, or is too old, raises
+        except Exception as error:  # a torch that does not fit its driver, or is too old, may raise anything
             return (
                 f"torch is installed and does not answer for xpu ({type(error).__name__}: {error}): torch 2.6 or newer"
                 f" is needed, in PyTorch's own build for xpu; {_WAY_OUT}"

@@ -66,7 +66,7 @@ def image_for(capability: int) -> GatherImage:
     """Return the kernel for a compute capability, ready to load.
 
     Raises:
-        ValueError: this Triton's kernels want memory of their own, which nobody gives them here.
+        ValueError: this Triton's kernels want memory of their own, which they do not get here.
     """
     compiled = compile_for(capability)
     metadata = compiled.metadata

@@ -40,7 +40,7 @@ DEFAULT_STREAM: Final = 0
 
 
 class FakeEvent:
-    """What `torch.cuda.Event` has: recorded on a stream of the fake device."""
+    """Stands for `torch.cuda.Event`: recorded on a stream of the fake device."""
 
     def __init__(self, driver: "FakeDriver", stream: int) -> None:
         self._driver, self._stream = driver, stream
@@ -129,7 +129,7 @@ class FakeDriver:
 
     @property
     def left_over(self) -> dict[str, int]:
-        """What was made and not given back."""
+        """Resources that were made and not released."""
         found = {
             "streams": len(self._streams) - 1,
             "events": len(self._events),

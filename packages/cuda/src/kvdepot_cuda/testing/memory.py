@@ -26,7 +26,7 @@ _HANDLE_BYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class FakeDevice:
-    """What `torch.device` has."""
+    """Stands for `torch.device`."""
 
     type: str = "cuda"
     index: int = 0

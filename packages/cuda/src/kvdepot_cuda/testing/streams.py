@@ -11,7 +11,7 @@ _WAIT_SECONDS: Final = 30.0
 
 
 class FakeStream:
-    """Does nothing until somebody waits for it, then works in order."""
+    """Does nothing until a thread waits for it, then works in order."""
 
     def __init__(self, name: str) -> None:
         self.changed = threading.Condition()

@@ -65,7 +65,7 @@ class PageRun:
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What is needed of a layer group to move it."""
+    """The facts about a layer group that a move needs."""
 
     page_sizes_bytes: tuple[int, ...]
     page_runs: tuple[PageRun, ...]

@@ -31,7 +31,7 @@ class FaultyTier:
 
     Set `hang` to make calls wait until it is cleared (`strand` leaves those that wait and serves new ones), `error` to
     make them raise, `lie` to make it claim to have everything, `forget` to make it report writes that it did not
-    make, `short` to make it report one outcome too few, `wrong` to make it read something else.
+    make, `short` to make it report one outcome too few, `wrong` to make it read other bytes.
 
     Args:
         inner: makes the calls.
@@ -216,7 +216,7 @@ class FaultyBench:
         return outcomes
 
     def wipe(self, first: int, count: int) -> None:
-        """Put something else into extents."""
+        """Put other bytes into extents."""
         for offset, size in extents_of(first, [4096] * count):
             self.pool.view[offset : offset + size] = bytes(size)
 

@@ -34,7 +34,7 @@ SIZES: Final = (8192, 4096, 5000, 1)  # payloads; the space behind a payload bel
 
 
 class Damage(enum.Enum):
-    """What happened to a stored entry behind the tier's back."""
+    """Damage to a stored entry behind the tier's back."""
 
     FLIPPED = "one bit of its payload"
     TRUNCATED = "its end is missing"
@@ -130,7 +130,7 @@ class TierSuite:
     @pytest.mark.promise(30)
     @pytest.mark.parametrize("how", Damage)
     def test_a_damaged_entry_is_a_miss_counted_and_gone(self, queue: TierQueue, pool: TierPool, how: Damage) -> None:
-        """Also with checksums that are right for something else; the others are served."""
+        """Checksums that are right for other bytes do not help; the other entries are served."""
         keys = [make_key(0), make_key(1), make_key(2)]
         fill(pool, 0, keys, [8192] * 3)
         write(queue, keys, extents_of(0, [8192] * 3))
@@ -202,7 +202,7 @@ class TierSuite:
 
     @pytest.mark.promise(31)
     def test_a_storage_that_hangs_costs_one_deadline_until_it_comes_back(self, faulty: FaultyBench) -> None:
-        """No call is accepted meanwhile, and extents that a call may still touch are not freed."""
+        """No call is accepted in the meantime, and extents that a call may still touch are not freed."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
         job = faulty.submit(Operation.READ, 0, 8, to=32)
@@ -221,7 +221,7 @@ class TierSuite:
 
     @pytest.mark.promise(31)
     def test_calls_that_never_come_back_are_left_behind(self, faulty: FaultyBench) -> None:
-        """Others are served meanwhile."""
+        """Others are served in the meantime."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
         for operation in (Operation.READ, Operation.WRITE):
@@ -287,7 +287,7 @@ class TierSuite:
     @pytest.mark.promise(30)
     @pytest.mark.parametrize("wrong", Wrong)
     def test_wrong_bytes_are_misses_counted_and_gone(self, faulty: FaultyBench, wrong: Wrong) -> None:
-        """Whatever the tier says about them: the depot compares them, and the tier only removes them."""
+        """The depot compares them, even if the tier calls them right; the tier only removes them."""
         assert faulty.write(0, 3) == [True] * 3
         faulty.tier.wrong = wrong
         assert faulty.read(0, 2) == [False] * 2

@@ -241,7 +241,7 @@ class Folder:
             self._folders.add(folder)
         try:
             return os.open(name, flags, 0o600, dir_fd=self.root)
-        except FileNotFoundError:  # somebody removed the folder
+        except FileNotFoundError:  # the folder was removed
             _make_folders(self.root, folder)
             return os.open(name, flags, 0o600, dir_fd=self.root)
 

@@ -1,6 +1,6 @@
 """The index of a disk tier: its entries, their sizes, and the order of their last use.
 
-A thread rebuilds it from the names of the files when the tier is opened. The tier serves known entries meanwhile.
+A thread rebuilds it from the names of the files when the tier is opened. The tier serves known entries in the meantime.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from kvdepot.tiers.sizes import LruSizes
 
 logger = logging.getLogger(__name__)
 
-_SORTED_AT_ONCE: Final = 1000  # other threads wait meanwhile
+_SORTED_AT_ONCE: Final = 1000  # other threads wait in the meantime
 
 File: TypeAlias = tuple[float, bytes, int]  # time of its last change, key, bytes
 
@@ -107,7 +107,7 @@ class Entries:
                 if key not in self._sizes and key not in self._gone:
                     sizes.put(key, size)
                     self.used_bytes += size
-            # Entries that were written meanwhile are newer than all of them.
+            # Entries that were written in the meantime are newer than all of them.
             for key in self._sizes.oldest(len(self._sizes)):
                 sizes.put(key, self._sizes.get(key) or 0)
             self._sizes = sizes

@@ -221,7 +221,7 @@ class DiskTier:
             self._entries.forget(key)
 
     def _forget_missing(self, key: bytes) -> None:
-        """Forget an entry whose file somebody removed, unless it was written again."""
+        """Forget an entry whose file was removed, unless it was written again."""
         with self._naming:
             if not self._folder.has(key):
                 self._entries.forget(key)
