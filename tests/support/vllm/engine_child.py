@@ -16,6 +16,7 @@ from typing import Any
 if "vllm" in sys.modules:  # imported before the fork; vLLM on CPU would have its own processes import it once more
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: fork
+    os.sched_yield = lambda: time.sleep(1e-4)  # noqa: TID251  # see serve.py
 
 
 class Child:

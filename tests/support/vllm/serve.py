@@ -1,10 +1,17 @@
 # pyright: basic, reportMissingImports=false
-"""vLLM's API server. vLLM's own processes are forked here, as importing everything again would take most of a test."""
+"""vLLM's API server. vLLM's own processes are forked here, as importing everything again would take most of a test.
+
+Its workers wait in a loop of `sched_yield`. Beside other load, Linux 6.18 then left runnable threads of other processes
+without a core for up to 60 s, so here they sleep.
+"""
 
 import multiprocessing
+import os
 import runpy
+import time
 
 if __name__ == "__main__":
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: fork
+    os.sched_yield = lambda: time.sleep(1e-4)  # noqa: TID251  # vLLM sleeps, not a test
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
