@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-"""What a GPU says about the CUDA backend, in at most ten minutes: `python benchmarks/cuda_gpu.py --out FOLDER`.
+"""Test the CUDA backend on a GPU, in at most ten minutes: `python benchmarks/cuda_gpu.py --out FOLDER`.
 
 On a machine with an NVIDIA GPU that is idle otherwise, with Python 3.11 or newer, torch, triton, numpy and
 cuda-bindings. kvdepot and kvdepot-cuda have to be installed, and pyzmq, msgspec, blake3 and xxhash beside them; without
@@ -50,7 +50,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step gets."""
+    """The arguments of a step."""
 
     is_fake: bool
     seconds: float  # that it may take
@@ -67,7 +67,7 @@ def emit(what: str, **values: Any) -> None:
 
 
 def part(what: str, function: Any, *arguments: Any) -> None:
-    """Run a part of a step; what it raises is its finding, and the next part goes on."""
+    """Run a part of a step. An error is its finding, and the next part goes on."""
     emit(BEGUN, part=what)
     try:
         function(*arguments)
@@ -114,7 +114,7 @@ def map_file(path: str) -> tuple[mmap.mmap, int]:
 
 
 def environment(setting: Setting) -> None:
-    """What machine this is."""
+    """Describe this machine."""
     packages = {}
     for name in (
         "kvdepot",
@@ -147,7 +147,7 @@ def environment(setting: Setting) -> None:
 
 
 def raw_ipc(setting: Setting) -> None:
-    """A raw handle between two processes and one registered file; what stays when they are killed."""
+    """A raw handle between two processes and one registered file, also after they are killed."""
     setting.need_device()
     num_bytes = 64 * MIB
     before = memory_used_mib()
@@ -828,7 +828,7 @@ SUITES = {
 
 
 def conformance(setting: Setting) -> None:
-    """The suites of every backend with the real driver, in both modes, and who is killed; all at the same time."""
+    """The suites of every backend with the real driver, in both modes and with kills, all at the same time."""
     setting.need_device()
     need_pytest()
     run_suites({name: [f"tests/cuda/test_on_device.py::{test}"] for name, test in SUITES.items()}, setting.seconds - 15)

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-"""What decides in the first minutes on a GPU whether the CUDA backend works at all: `python gpu_probe.py --out FOLDER`.
+"""Find out in the first minutes on a GPU whether the CUDA backend works at all: `python gpu_probe.py --out FOLDER`.
 
 **Never run on a GPU.** It needs what `cuda_gpu.py` beside it needs, and runs its steps in the same way: each a process
 with a time limit, what it finds in `gpu_probe.jsonl` and `gpu_probe.md`. `--fake` shows that it starts and ends. What

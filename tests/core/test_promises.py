@@ -1,4 +1,4 @@
-"""docs/promises.md and the tests agree: what is kept has a test, and every marker names a promise."""
+"""docs/promises.md and the tests agree: each kept promise has a test, and each marker names a promise."""
 
 import ast
 import re

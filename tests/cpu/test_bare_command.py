@@ -1,4 +1,4 @@
-"""`kvdepot serve` as the README has it, without a size: what was stored outlives the server."""
+"""`kvdepot serve` as the README has it, without a size: the cache outlives the server."""
 
 import subprocess
 import sys

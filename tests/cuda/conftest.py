@@ -43,7 +43,7 @@ def driver() -> FakeDriver:
 
 @pytest.fixture
 def worker_options() -> dict[str, Any]:
-    """What `cache` makes workers with, for modules to override."""
+    """The options with which `cache` makes workers, for modules to override."""
     return {}
 
 

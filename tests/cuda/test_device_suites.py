@@ -1,4 +1,4 @@
-"""What `test_on_device.py` is made of works over the fake driver, and does not pass where it would prove nothing."""
+"""The suites of `test_on_device.py` work over the fake driver, and do not pass where they would prove nothing."""
 
 import sys
 import threading

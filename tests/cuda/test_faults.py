@@ -1,4 +1,4 @@
-"""What a driver refuses or fails is a miss, once; what the pool's registration holds is given back."""
+"""A refusal or failure of the driver is a miss, once. The registration of the pool is undone."""
 
 import ctypes
 import logging

@@ -1,4 +1,4 @@
-"""What of a retrieve the kernel copies, over a driver without a device: the choice, the addresses, the steps down.
+"""The kernel's part of a retrieve, over a driver without a device: the choice, the addresses, the steps down.
 
 The kernel itself runs and compiles in `tests/kernels`; here the fake driver does its work.
 """

@@ -62,7 +62,7 @@ def test_every_step_ends_and_what_the_fake_can_do_is_done(tmp_path: Path) -> Non
 
 
 def test_a_step_that_fails_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:
-    before = '    """What machine this is."""\n'
+    before = '    """Describe this machine."""\n'
     broken = changed(tmp_path, (before, before + '    emit("first", value=1)\n    raise RuntimeError("no luck")\n'))
     lines, tables = run(tmp_path, "--only", "environment,registration", script=broken)
     first, second = (line for line in lines if "status" in line)
@@ -80,7 +80,7 @@ def test_a_step_that_fails_is_reported_and_the_next_one_runs(tmp_path: Path) -> 
     ],
 )
 def test_a_step_is_bounded_in_time(seconds: str, changes: list[tuple[str, str]], status: str, tmp_path: Path) -> None:
-    """There is no time for another one, or it takes longer than it may; what it started is gone."""
+    """There is no time for another one, or it takes longer than it may; its processes are gone."""
     lines, _ = run(tmp_path, "--only", "latency", "--seconds", seconds, script=changed(tmp_path, *changes))
     assert lines[-1]["status"] == status
     assert lines[-1]["reason"]

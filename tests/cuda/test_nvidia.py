@@ -1,6 +1,6 @@
-"""`CudaDriver` without a device: the names and arguments of its calls against the bindings, and what batches pass on.
+"""`CudaDriver` without a device: names and arguments of its calls against the bindings, and the contents of batches.
 
-A stand-in for `cuda.bindings.driver` answers the calls. What NVIDIA's driver makes of them only a GPU can tell.
+A stand-in for `cuda.bindings.driver` answers the calls. Only a GPU can tell how NVIDIA's driver takes them.
 """
 
 import ctypes

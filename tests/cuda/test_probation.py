@@ -35,7 +35,7 @@ class Clock:
 
 
 class Engine:
-    """What of a `CopyEngine` is asked."""
+    """The part of a `CopyEngine` that is used."""
 
     def __init__(self, clock: Clock, seconds: Callable[[int], float]) -> None:
         self.clock, self.seconds = clock, seconds

@@ -53,7 +53,7 @@ stub: cuStreamDestroy 0x100
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
-    """What the child printed, and what the library did."""
+    """The output of the child, and the calls that the library got."""
     folder = tmp_path_factory.mktemp("stub")
     library = folder / "libcuda.so.1"
     subprocess.run(

@@ -1,4 +1,4 @@
-"""Where there is no device the backend says so in words; what cannot work is refused, and the device given back."""
+"""Without a device the backend says so. It refuses what cannot work, and gives the device back."""
 
 import ctypes
 import subprocess

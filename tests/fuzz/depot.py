@@ -309,7 +309,7 @@ class Life:
         self.depot.state.accepts_stores = not self.depot.state.accepts_stores
 
     def restart(self) -> None:
-        """The server is killed; the next one reads the table. What was unfinished waits, as its loop does it."""
+        """The server is killed; the next one reads the table. Unfinished work waits, as in its loop."""
         specs = [space.spec for space in self.depot.index.spaces]
         labels = self.depot.labels.names
         sealed = {r.key: r for r in self.depot.index.table.records() if r.state == SEALED}

@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""The stateful target with movers: what is being copied is nobody else's until it ends or its mover is dead."""
+"""The stateful target with movers: extents under copy belong to nobody else until it ends or its mover is dead."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""What is fuzzed: functions of bytes that fail on anything but the errors that are promised, and inputs to start from.
+"""The targets: functions of bytes that fail on any error but the promised ones, and inputs to start from.
 
 Nothing here needs atheris: `tests/core/test_fuzz_corpus.py` calls the same functions with every input that is kept.
 """
@@ -122,7 +122,7 @@ def _reply_seeds() -> list[bytes]:
 
 
 def answer(data: bytes) -> None:
-    """What a mover says: answers that are the same when they are said again, or a `MoverError`."""
+    """Answers of a mover: they encode to the same bytes again, or are a `MoverError`."""
     received = bytearray(data)
     with suppress(MoverError):
         for found in take_answers(received):
@@ -184,7 +184,7 @@ def header(data: bytes) -> None:
 
 
 def records(data: bytes) -> None:
-    """The index table's records, with checksums that are right or as they come: what is believed can be used.
+    """The index table's records, with right and with random checksums. A record that is believed can be used.
 
     Space adds up, what is restored can be found, all of it can leave, and the pool is as good as new.
     """
@@ -274,7 +274,7 @@ def trace(data: bytes) -> None:
 
 
 def settings(data: bytes) -> None:
-    """What users write: sizes, quotas and URLs."""
+    """Sizes, quotas and URLs that users write."""
     text = data.decode(errors="replace")
     with suppress(ConfigError):
         assert parse_size(text) >= 0
@@ -384,5 +384,5 @@ if find_spec("starlette") and find_spec("prometheus_client") and find_spec("uvic
 
 
 def kept_inputs(target: str) -> list[Path]:
-    """Return the inputs that are kept for a target: seeds' offspring that reached something, and what once crashed."""
+    """Return the kept inputs of a target: offspring of seeds that reached new code, and inputs that crashed."""
     return sorted((CORPUS / target).iterdir())

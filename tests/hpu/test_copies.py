@@ -1,4 +1,4 @@
-"""Bytes, shapes, order among streams, and what is refused, on the copier itself."""
+"""Bytes, shapes, order among streams and refusals of the copier itself."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What users install: five wheels that agree with each other and bring nothing heavy."""
+"""The five wheels agree with each other and bring nothing heavy."""
 
 import re
 import subprocess

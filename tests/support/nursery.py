@@ -1,5 +1,5 @@
 """Importing torch or vLLM takes longer than most tests: here it is done once, and each child is a fork of what came of
-it. A child shares nothing with the next: what is imported has started no thread of torch, no device and no engine, and
+it. A child shares nothing with the next: the imports started no thread of torch, no device and no engine, and
 kvdepot is imported by each anew. It has the same PID, pipes and end as a process started by `subprocess.Popen`.
 
 Run by `Nursery`: python -P nursery.py SOCKET MODULE..., the descriptor of a Unix socket with a JSON command a packet.

@@ -1,4 +1,4 @@
-"""Mooncake as a tier: the suite on a real cluster on loopback, and what becomes of it when processes die or hang."""
+"""Mooncake as a tier: the suite on a real cluster on loopback, also with processes that die or hang."""
 
 import contextlib
 import importlib.util

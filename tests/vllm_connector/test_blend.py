@@ -24,7 +24,7 @@ PAYS = "import kvdepot_vllm.blend.planning as planning\nplanning._LEAST_GAIN = -
 
 
 def blended(output: dict[str, Any]) -> dict[str, Any] | None:
-    """What an output says about its blend."""
+    """Return the account that an output gives of its blend."""
     params: dict[str, dict[str, Any]] = output["params"] or {}
     return params.get("kvdepot", {}).get("blend")
 
@@ -76,7 +76,7 @@ def test_an_exact_request_behind_a_blended_one_is_exact(engine: Engine) -> None:
 
 
 def test_without_taint_blended_kv_would_be_taken_for_exact(engine: Engine) -> None:
-    """The test before this one can fail: what it shows is due to the taint."""
+    """The test before this one can fail: without the taint it does."""
     engine.reset()
     engine.execute(
         "import kvdepot_vllm.blend.planning as planning\n"

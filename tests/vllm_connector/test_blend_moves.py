@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Where K and V lie in pages of any layout, and what a move makes of them: pretend layers against plain tensors."""
+"""K and V in pages of any layout, before and after a move: pretend layers against plain tensors."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What vLLM constructs: the format goes from the workers to the scheduler, and whatever fails leaves a whole engine."""
+"""vLLM makes both sides; the format goes from the workers to the scheduler, and no failure there breaks the engine."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whatever the schedule: nobody who did not ask for a blend gets blended KV, and none of it is stored."""
+"""Under any schedule, a request that did not ask for a blend gets no blended KV, and none is stored."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the connector touches of vLLM is there, with the signatures that it expects, in each version that is supported.
+"""Each supported version of vLLM has all that the connector touches, with the signatures that it expects.
 
 `vllm-VERSION.json` says what a version has: `cd tests; python -m support.vllm.contract TREE_OR_WHEEL`.
 """

@@ -1,4 +1,4 @@
-"""What a store waits for: an event of the device, in the kind that its backend can hand to the device."""
+"""A store waits for an event of the device, of a kind that its backend can hand to the device."""
 
 import pytest
 

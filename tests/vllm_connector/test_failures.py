@@ -1,4 +1,4 @@
-"""Whatever happens to the depot, requests finish with the right tokens, at most one deadline late, and leak nothing."""
+"""Requests finish with the right tokens, at most one deadline late, and leak nothing while a depot dies or hangs."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""What vllm-gaudi hands over is registered or refused in words; with stand-ins, as its source has them."""
+"""Caches of vllm-gaudi are registered, or refused in words. Stand-ins follow its source."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ NUM_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Tensor:
-    """What is asked of a tensor; its address is virtual on a Gaudi, and only compared."""
+    """The part of a tensor that is used. Its address is virtual on a Gaudi, and only compared."""
 
     address: int
     shape: tuple[int, ...] = (NUM_BLOCKS, 128, 2, 64)

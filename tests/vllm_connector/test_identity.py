@@ -409,7 +409,7 @@ backend._get_attn_isa = lambda *_: "vec16"
 def test_equal_weights_share_under_two_paths_but_not_over_instruction_sets(
     depot: DepotProcess, model: MakeModel, tmp_path: Path
 ) -> None:
-    """What the CPU's kernels make of the same keys is not the same bytes."""
+    """The CPU's kernels make other bytes of the same keys."""
     wanted = prompts(2, 500, seed=31)
     copy = Path(shutil.copytree(model("gqa"), tmp_path / "copy"))
     with Engine(model("gqa"), connector(depot.url), reference=wanted) as engine:

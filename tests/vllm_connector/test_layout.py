@@ -102,7 +102,7 @@ for layout in KVCacheLayout:
 
 
 def test_what_comes_of_each_layout_is_understood_or_refused(run_code: RunCode) -> None:
-    """With vLLM's own views of one allocation. What scatters a page is refused by the worker, and it says why."""
+    """With vLLM's own views of one allocation. The worker refuses a layout that scatters a page, and says why."""
     found = dict(line.split(" ", 1) for line in run_code(VIEWS).splitlines() if line.split()[0].isupper())
     assert found == {
         "LBHNC": "one run a layer", "LBNHC": "one run a layer", "LHBNC": "refused True",
@@ -142,7 +142,7 @@ def test_thresholds_that_are_wrong_say_what_is_right(extra: dict[str, int]) -> N
         Settings.parse({f"kvdepot.{name}": value for name, value in extra.items()})
 
 
-# --- the format: what packs the bytes of a block ----------------------------------------------------------------------
+# --- the format: how the bytes of a block are packed ------------------------------------------------------------------
 
 FULL = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), False, False)
 WINDOW = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 64, ("c",), False, False)

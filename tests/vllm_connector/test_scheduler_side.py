@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The scheduler's side by itself: what it claims, loads, stores and holds, without an engine."""
+"""The scheduler's side by itself: its claims, loads, stores and holds, without an engine."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What users of vLLM see of a depot: counters, the log line, the source of hits, events for routers."""
+"""Users of vLLM see the depot: in counters, a log line, the source of hits, events for routers."""
 
 from pathlib import Path
 from typing import Any

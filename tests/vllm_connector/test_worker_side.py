@@ -1,4 +1,4 @@
-"""The worker's side by itself: whatever its context raises costs that request alone."""
+"""The worker's side by itself: an error of its context costs that request alone."""
 
 from types import SimpleNamespace
 from typing import Any

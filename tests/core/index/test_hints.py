@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""What clients say of the future of a prefix, and what leaves first because of it."""
+"""Clients say how a prefix will be used, and eviction heeds it."""
 
 from typing import Any
 

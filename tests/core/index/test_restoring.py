@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""While the table of an earlier server is read back: whatever is asked meanwhile, and whatever fails."""
+"""Requests and failures while the table of an earlier server is read back."""
 
 import os
 from collections.abc import Callable, Iterator

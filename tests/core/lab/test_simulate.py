@@ -73,7 +73,7 @@ def replay_index(workload: module._Workload, ends: Sequence[int], policy: str, c
         for depth in range(hits, len(path)):
             key = workload.digests[path[depth]]
             record = index.begin_entry(EntryPlace(space, key, parent, depth, 0, 0, PAGE, 0, 0, Writer()))
-            if record is None:  # longer than the pool: what is before it stays
+            if record is None:  # longer than the pool: the chunks before it stay
                 break
             records.append(record)
             parent = space.nodes[key]

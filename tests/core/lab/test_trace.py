@@ -1,4 +1,4 @@
-"""Traces: what is read, and what a line that is not a request gets."""
+"""Traces: fields that are read, and errors for lines that are no requests."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""KV events as a router gets them: what is announced is what can be found."""
+"""KV events as a router gets them: they announce exactly the chunks that can be found."""
 
 import random
 from collections.abc import Iterator

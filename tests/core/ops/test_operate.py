@@ -1,4 +1,4 @@
-"""Operators' commands against a real depot: what they print, and with what they end."""
+"""Operators' commands against a real depot: their output and exit status."""
 
 import io
 import json

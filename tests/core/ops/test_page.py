@@ -1,4 +1,4 @@
-"""The page at `/`: self-contained, and what a real browser without the internet makes of it."""
+"""The page at `/` is self-contained, and a real browser without the internet shows it."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Settings by flag, environment and file: which of them counts, and what an error says."""
+"""Settings by flag, environment and file: their order, and the texts of errors."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The index table: what does not verify is not believed."""
+"""The index table: records that do not verify are not believed."""
 
 import zlib
 from pathlib import Path

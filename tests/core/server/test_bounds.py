@@ -227,7 +227,7 @@ def test_a_victim_is_found_in_a_few_steps_when_nearly_all_was_used_again() -> No
 
 @pytest.mark.promise(61)
 def test_leaves_that_were_popped_over_are_found_later() -> None:
-    """Leases keep the coldest chunks: what can leave is found, if need be by the next store."""
+    """Leases keep the coldest chunks: chunks that can leave are found, if need be by the next store."""
     bench = Bench(NUM_CHUNKS, filled=False)
     for name in range(NUM_CHUNKS):
         bench.store(prompt(name, 1))

@@ -401,7 +401,7 @@ def test_unread_replies_are_bounded_in_bytes_and_whoever_reads_gets_all_of_them(
         for client, number in ((modest, 1), (greedy, 5), (third, 2)):
             client.sendall(frames.encode_greeting(TOKEN if client is third else b"") + framed(b"x") * number)
         table.serve_all()
-        assert len(table.frames) <= 3, "one reply each: who has not read is not read"
+        assert len(table.frames) <= 3, "one reply each: clients that have not read it are not read"
         assert 0 < table.table._unread_bytes <= limit
         assert len(table.table) < 3
     table.serve_all()

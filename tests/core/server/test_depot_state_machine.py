@@ -1,4 +1,4 @@
-"""The whole cache beside a plain dict: whatever happens, right entries or a miss, and nothing is lost."""
+"""The whole cache beside a plain dict: after any events, right entries or a miss, and nothing is lost."""
 
 import itertools
 from collections import Counter

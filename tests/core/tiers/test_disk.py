@@ -526,7 +526,7 @@ def test_a_folder_that_could_not_be_made_at_the_start_is_made_later(
 
 
 class FileSystem:
-    """1,000 GB, of which some are free; what the tier writes is taken from them, and what it removes comes back."""
+    """1,000 GB, of which some are free. The tier's writes take from these, and its removals give back."""
 
     def __init__(self, tier: DiskTier, num_free: int, comes_back: bool = True) -> None:
         self.tier, self.num_free, self.comes_back = tier, num_free, comes_back
@@ -554,9 +554,7 @@ def test_what_others_have_on_the_file_system_does_not_empty_the_tier(
     monkeypatch.setattr(os, "fstatvfs", system.stat)
     assert not any(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
     assert tier.contains(keys[:300]) == [True] * 300
-    assert (
-        said(caplog, "4.7 GiB are missing to 2% of its file system, which stay free, and what others have there") == 1
-    )
+    assert said(caplog, "other files fill its file system: 4.7 GiB are missing to the 2% that stay free") == 1
     system.num_free *= 2
     assert all(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
     assert said(caplog, "is written again") == 1
@@ -700,7 +698,7 @@ def test_foreign_files_are_left_alone(pool: TierPool, tmp_path: Path) -> None:
 
 
 def is_stored(tier: Tier, directory: Path, key: bytes) -> bool:
-    """Whether an entry has a file; what the tier says must be the same."""
+    """Whether an entry has a file; the tier must say the same."""
     has_file = any(path.name.endswith(key[-32:].hex()) for path in directory.glob("*/*/*/*"))
     assert tier.contains([key]) == [has_file], "the index is wrong"
     return has_file
@@ -821,7 +819,7 @@ class Unseen:
 def test_a_file_that_cannot_be_looked_at_costs_only_itself(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the index was empty then, and what lay in the folder was not counted against the capacity."""
+    """Regression: the index was empty then, and files in the folder did not count against the capacity."""
     keys = [make_key(number, f"tenant {number}") for number in range(3)]
     queue = opened(pool, tmp_path)
     write(queue, keys, extents_of(0, [EXTENT_BYTES] * 3))

@@ -482,7 +482,7 @@ def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing(make: Maker) -> N
 
 
 def hang_reads_of(bench: Bench, run: KeyRun, chunks: set[int]) -> tuple[threading.Event, list[bytes]]:
-    """Have reads of some chunks hang in the first tier until the event is set; return that, and what came to hang."""
+    """Have reads of some chunks hang in the first tier until the event is set; return it and the reads that hang."""
     tier, end, hung = bench.tiers[0], threading.Event(), list[bytes]()
     tier.batch_entries = 1
     read = tier.read
@@ -562,7 +562,7 @@ def test_a_clear_that_hangs_is_answered_at_its_deadline(make: Maker) -> None:
 
 @pytest.mark.parametrize("how", ["suspended", "failing"])
 def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: it was done, said the reply, and what stayed was served again later."""
+    """Regression: the reply said done, and the remaining chunks were served again later."""
     bench = make(num_tiers=2)
     bench.store(prompt(4))
     bench.settle()
@@ -852,7 +852,7 @@ def test_a_long_prompt_that_is_used_again_goes_down_from_its_beginning(
 
 
 def test_what_is_stored_behind_a_gap_in_a_tier_closes_it(make: Maker) -> None:
-    """Regression: what was dropped under pressure stayed out, and what came after it was of no use."""
+    """Regression: chunks that were dropped under pressure stayed out, and the chunks after them were of no use."""
     bench = make(pages=64, write_bytes=16 * PAGE)
     bench.tiers[0].hang = True
     bench.store(prompt(14))
@@ -1173,7 +1173,7 @@ def test_a_read_that_reports_too_little_costs_what_it_did_not_report(verify: boo
 
 
 def test_what_is_hot_in_the_pool_and_evicted_below_is_written_again(make: Maker) -> None:
-    """Regression: a tier's own eviction was never heard of, and what the pool had was the first to leave it."""
+    """Regression: nobody noticed a tier's own eviction, and it evicted the chunks of the pool first."""
     bench = make(pages=16, tier_pages=16)
     hot = prompt(4)
     bench.store(hot)

@@ -1,4 +1,4 @@
-"""The suite of tiers passes on a tier in memory and fails on those that are wrong; what the queue says beyond it."""
+"""The suite of tiers passes on a tier in memory and fails on wrong ones; then the queue's own rules."""
 
 import errno
 from collections.abc import Iterator, Sequence

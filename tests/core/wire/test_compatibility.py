@@ -1,4 +1,4 @@
-"""What this release says to others of the same protocol, and what it makes of what they say.
+"""This release and others of the same protocol understand each other's messages.
 
 `frames/protocol-N.json` has a frame of every message as a release of protocol N sent it. It is written once and only
 added to: `python tests/core/wire/test_compatibility.py` adds messages that are new.

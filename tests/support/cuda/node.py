@@ -20,7 +20,7 @@ MOVERS = Path(__file__).with_name("movers")
 
 
 class FakeDevice:
-    """The device, and what its movers are told."""
+    """The device, and the options of its movers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

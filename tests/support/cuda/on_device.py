@@ -41,7 +41,7 @@ class ByAMover(Workers):
             yield depot
 
     def test_the_mover_registers_the_pool_and_copies_go_on(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """Its first copies are pageable, later ones are not; what it could not do would be in the depot's log."""
+        """Its first copies are pageable, later ones are not. A failure would be in the depot's log."""
         plan = PLANS["large pages"]
         with DepotProcess("--move-seconds", "20") as depot:  # started here, so that what its mover says is seen here
             worker = self.make_worker(depot.url, plan)

@@ -57,7 +57,7 @@ class Future:
 
 
 class Rank:
-    """The memory of one worker, and what its context and its blender do with it."""
+    """The memory of one worker, with its context and its blender."""
 
     def __init__(self, world: "World") -> None:
         self.world = world

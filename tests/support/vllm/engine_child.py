@@ -307,7 +307,7 @@ class Child:
         )  # fmt: skip
 
     def execute(self, code: str) -> Any:
-        """Run test code in here; what it leaves in `result` is the answer."""
+        """Run test code in here and answer with its `result`."""
         scope: dict[str, Any] = {"child": self, "llm": self.llm, "result": None}
         exec(code, scope)  # noqa: S102
         return {"result": scope["result"]}

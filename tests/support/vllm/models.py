@@ -26,7 +26,7 @@ def _configurations() -> dict[str, Any]:
 
     return {
         "gqa": lambda: t.LlamaConfig(intermediate_size=512, num_hidden_layers=4, head_dim=64, **_SMALL),
-        # 128 KiB of float32 KV a token and little computation: what a benchmark of a cache needs
+        # 128 KiB of float32 KV a token and little computation, as a benchmark of a cache needs
         "large-kv": lambda: t.LlamaConfig(
             hidden_size=256, intermediate_size=256, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
             head_dim=128, **_COMMON,

@@ -53,7 +53,7 @@ class DepotBusy(KVDepotError):
 
 
 class IntegrityError(KVDepotError):
-    """Bookkeeping that does not add up: a bug; the text says of what."""
+    """The books of the depot do not add up, which is a bug. The text names them."""
 
 
 def require(condition: bool, text: str) -> None:

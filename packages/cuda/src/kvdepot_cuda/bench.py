@@ -300,7 +300,7 @@ class _Cell:
         self._gather.copy(sources, targets, self._scattered.sizes, self._memory.stream, programs)
 
     def _time(self, submit: Callable[[], None], repetitions: int) -> tuple[float, float]:
-        """Return the seconds of one repetition, and what of them submitting took."""
+        """Return the seconds of one repetition, and the part of them that submitting took."""
         started = time.perf_counter()
         for _ in range(repetitions):
             submit()

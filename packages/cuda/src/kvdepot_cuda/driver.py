@@ -80,7 +80,7 @@ class Driver(Protocol):
         ...
 
     def synchronize_stream(self, stream: int) -> None:
-        """Wait until all work of a stream is done; what failed in it is raised here."""
+        """Wait until all work of a stream is done, and raise any failure in it."""
         ...
 
     def create_event(self) -> int:
@@ -94,7 +94,7 @@ class Driver(Protocol):
     def record_event(self, event: int, stream: int) -> None:
         """Let an event stand for the work that the stream has now.
 
-        Refused while the stream is captured into a graph: who then waits for the event would become part of it.
+        Refused while the stream is captured into a graph: a wait for the event would become part of it.
         """
         ...
 

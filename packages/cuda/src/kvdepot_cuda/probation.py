@@ -1,16 +1,16 @@
 """Compares a mover with the worker itself in mode `auto`, over a few real retrieves.
 
-A retrieve only reads the pool, under the worker's lease, and ends in the same way whoever copied: the worker compares
-the headers. So the worker may copy a batch of a retrieve itself while the session has a mover. It may not copy stores,
-as their records name the mover as the writer.
+A retrieve only reads the pool, under the worker's lease, and the worker compares the headers at its end. So the worker
+may copy a batch of a retrieve itself while the session has a mover. It may not copy stores, as their records name the
+mover as the writer.
 
-It begins when the mover says that it is settled, its part of the pool registered: the worker registers the piece of
-the pool that the last batch began in, and loads its kernel if it has one. Batches of some size that lie in registered
-memory are then copied by the mover, and as soon as another one of about the size of such a batch comes, by the worker:
-the two are a pair. So both sides get the same sizes, and what each copy costs whatever its size does not count against
-who got the smaller ones. Times are taken as the transfer sees them; the wait for the engine's stream lies before. After
-`PAIRS` the medians decide. After `MOST_SEEN` batches, after an error of the worker's copies, and with the session it
-ends without a verdict. At its end the worker has nothing of the pool registered.
+The comparison begins when the mover reports that its part of the pool is registered. The worker then registers the
+piece of the pool that the last batch began in, and loads its kernel if it has one. The mover copies the next batch that
+lies in registered memory, the worker the next one of about the same size: the two are a pair. Pairing by size keeps the
+fixed cost of a copy from counting against the side that got smaller batches. Times are taken as the transfer sees them,
+without the wait for the engine's stream. After `PAIRS` pairs the medians decide. The comparison ends without a verdict
+after `MOST_SEEN` batches, after an error of the worker's copies, and with the session. At its end the worker has
+nothing of the pool registered.
 """
 
 import logging

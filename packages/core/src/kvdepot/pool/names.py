@@ -93,7 +93,7 @@ class NamesFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open an earlier server's file; what that did not write to its end is cut off.
+        """Open an earlier server's file, and cut off a name that it did not write to its end.
 
         Raises:
             PoolError: it is damaged, or not such a file.

@@ -3,7 +3,7 @@
 The server writes it; workers map it read only. A record's **header** is one 64-bit word, generation and state, written
 in one store and last, so that a record is never half there. Each change of what an extent holds raises the generation:
 a worker that copied out of the pool compares the header afterwards with the one it was given (a seqlock) and treats a
-difference as a miss. A record carries a checksum of itself; what does not verify is not believed after a restart.
+difference as a miss. A record carries a checksum of itself. After a restart, a record that does not verify is dropped.
 """
 
 import mmap

@@ -1,1 +1,1 @@
-"""The depot server: `depot` decides, `loop` acts, `sessions` knows who lives."""
+"""The depot server: `depot` decides, `loop` acts, `sessions` knows which clients live."""

@@ -1,4 +1,4 @@
-"""Suites that every backend and tier inherits, and what tests of kvdepot are made of.
+"""Suites that every backend and tier inherits, and parts for tests of kvdepot.
 
 - `kvdepot.testing.backend`: the conformance suite of transfer contexts.
 - `kvdepot.testing.faults`: the fault suite, with engines that are killed and stopped (`kvdepot.testing.engine`).

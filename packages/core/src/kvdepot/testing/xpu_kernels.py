@@ -23,7 +23,7 @@ _ALL: Final = "CompositeExplicitAutograd"
 
 
 class FakeKernels:
-    """The operators, while the context is open; who found them must be closed before it is.
+    """The operators, while the context is open. Close their users first.
 
     Args:
         device: where the tensors are.

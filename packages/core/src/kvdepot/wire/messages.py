@@ -431,7 +431,7 @@ class MoveOutcome(enum.StrEnum):
 
 
 class Moved(Struct, array_like=True, tag="moved", frozen=True):
-    """The end of a copy. Whatever the outcome, nobody touches the extents and blocks for it any more."""
+    """The end of a copy, done or failed. Nobody touches its extents and blocks any more."""
 
     epoch: int
     outcome: MoveOutcome

@@ -1,1 +1,1 @@
-"""Kernels, each in a module that imports its compiler: loaded by who needs them, never by `import kvdepot_cuda`."""
+"""Kernels, each in a module that imports its compiler. Users import them; `import kvdepot_cuda` does not."""

@@ -74,8 +74,8 @@ class Room:
                     self._patient_until = time.monotonic() + _PATIENCE_SECONDS
         if missing > 0:
             self.decline(
-                f"{format_size(missing)} are missing to {LEAST_FREE_SHARE:.0%} of its file system, "
-                "which stay free, and what others have there takes the space"
+                f"other files fill its file system: {format_size(missing)} are missing to the {LEAST_FREE_SHARE:.0%} "
+                "that stay free"
             )
         elif self._is_too_much(size):
             self._evict(int(LOW_WATERMARK * self.capacity_bytes) - self._coming_bytes - size)
