@@ -150,7 +150,8 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
 
     sizing = commands.add_parser(
         "sizing", parents=[common, json_output], help="compute how many tokens of a model a pool holds",
-        description="Compute the size of a model's KV cache, and how many tokens a pool holds.",
+        description="Compute the size of a model's KV cache, and how many tokens a pool holds. Refuses a model whose"
+        " configuration does not say this exactly; 'kvdepot status' shows it for every model that is attached.",
     )  # fmt: skip
     sizing.set_defaults(run=_sizing)
     sizing.add_argument("model", metavar="MODEL_CONFIG.json", help="the model's config.json, or its folder")

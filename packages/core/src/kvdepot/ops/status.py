@@ -9,11 +9,13 @@ import msgspec
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import counted, format_size
 from kvdepot.errors import ConfigError, printable
+from kvdepot.layout import GroupKind
 from kvdepot.ops.operate import client_keys
 from kvdepot.ops.settings import count_argument, number_argument
 from kvdepot.wire import operations as o
 
 _MINIMUM_SAMPLE_CHUNKS: Final = 10_000  # looked up, before estimates are shown
+_PROMPT_TOKENS: Final = 8_000  # the length of prompt in which the pool's capacity is told: a state counts once a prompt
 
 
 def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
@@ -117,11 +119,11 @@ def describe_status(status: o.DepotStatus) -> str:
         lines.append(f"tenant   {name}: {format_size(usage['used_bytes'])}{quota}")
     lines += [_describe_tier(tier) for tier in status.tiers]
     for context in status.contexts:
-        lines += ["", *_describe_context(context)]
+        lines += ["", *_describe_context(context, status.pool_size_bytes)]
     return "\n".join(map(printable, lines))
 
 
-def _describe_context(context: o.ContextStatus) -> list[str]:
+def _describe_context(context: o.ContextStatus, pool_bytes: int) -> list[str]:
     title, model = f"[{context.context}]", context.model or "?"
     if context.role == "scheduler":
         scheduler = f"{title} scheduler of {context.instance}, model {model}, {counted(context.num_leases, 'lease')}"
@@ -135,10 +137,23 @@ def _describe_context(context: o.ContextStatus) -> list[str]:
     if context.fallback:
         lines.append(f"    copies by itself: {context.fallback}")
     lines.append(
-        f"    {context.dtype}, chunks of {context.chunk_tokens} tokens, {format_size(context.bytes_per_token)} a token"
+        f"    {context.dtype}, chunks of {context.chunk_tokens} tokens, {_describe_sizes(context, pool_bytes)}"
         + (f", format {context.format}" if context.format else "")
     )
     return lines + [f"    {_describe_group(number, group)}" for number, group in enumerate(context.groups)]
+
+
+def _describe_sizes(context: o.ContextStatus, pool_bytes: int) -> str:
+    """Return the bytes that this worker keeps for a token and a state, and the capacity for prompts of all workers."""
+    states = [group for group in context.groups if group.kind is GroupKind.RECURRENT]
+    text = f"{format_size(context.bytes_per_token)} a token"
+    if states:
+        text += f", {format_size(sum(group.block_size_bytes for group in states))} a state"
+    prompt = sum(group.num_shards * group.bytes_per_token * _PROMPT_TOKENS for group in context.groups)
+    prompt += sum(group.num_shards * group.block_size_bytes for group in states)
+    if not prompt:
+        return text
+    return f"{text}; the pool holds about {counted(int(pool_bytes // prompt), 'prompt')} of {_PROMPT_TOKENS:,} tokens"
 
 
 def _describe_tier(tier: o.TierStatus) -> str:
