@@ -6,7 +6,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.mutate import mutate_message
@@ -35,7 +35,6 @@ def test_every_seed_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 @pytest.mark.promise(60)
 def test_any_bytes_pass(name: str, data: st.DataObject) -> None:
@@ -44,7 +43,6 @@ def test_any_bytes_pass(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in MESSAGES])
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 @pytest.mark.promise(60)
 def test_seeds_with_changed_bytes_pass(name: str, data: st.DataObject) -> None:
@@ -56,7 +54,6 @@ def test_seeds_with_changed_bytes_pass(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-@settings(max_examples=300, deadline=None)
 @given(number=st.integers(0, 2**32))
 @pytest.mark.promise(60)
 def test_messages_with_changed_values_pass(name: str, number: int) -> None:

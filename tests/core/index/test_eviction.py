@@ -4,7 +4,7 @@ import random
 
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.index.eviction import AUTO, NO_NODE, POLICIES, ChunkTree, EvictionPolicy, Preference
@@ -96,7 +96,6 @@ def drive(forest: Forest, seed: int, num_steps: int) -> list[tuple[int | None, l
     return chosen
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_lru_evicts_what_touching_every_ancestor_would_have_left_coldest(seed: int) -> None:
     for victim, coldest_first in drive(Forest("lru"), seed, 120):
@@ -104,7 +103,6 @@ def test_lru_evicts_what_touching_every_ancestor_would_have_left_coldest(seed: i
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_only_what_nothing_needs_is_ever_proposed(policy: str, seed: int) -> None:
     for victim, evictable in drive(Forest(policy), seed, 150):
@@ -160,7 +158,6 @@ def test_arc_forgets_what_left_long_ago() -> None:
     assert forest.policy.victim() == first, "it is seen for the first time again"
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 2**32))
 def test_auto_evicts_as_lru_does_while_that_is_preferred(seed: int, before: int) -> None:
     forest = Forest(AUTO)
@@ -173,7 +170,6 @@ def test_auto_evicts_as_lru_does_while_that_is_preferred(seed: int, before: int)
         assert victim == (coldest_first[0] if coldest_first else None)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_auto_evicts_as_arc_does_otherwise(seed: int) -> None:
     victims = [[victim for victim, _ in drive(Forest(policy), seed, 150)] for policy in (AUTO, "arc")]

@@ -718,8 +718,6 @@ def test_whatever_happens_a_depot_agrees_with_a_plain_set(groups: tuple[m.GroupS
 
     @seed(1)
     @settings(
-        max_examples=60,
-        deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
@@ -735,7 +733,7 @@ def test_whatever_happens_a_depot_agrees_with_a_plain_set(groups: tuple[m.GroupS
 
     live()
     for what in ("hit", "evicted", "declined", "expired", "quarantined", "found after a restart"):
-        assert reached[what] >= 10, f"{what} came about {reached[what]} times: the test above shows little"
+        assert 10 * reached[what] >= settings().max_examples, f"{what} came about {reached[what]} times: too rarely"
 
 
 # --- wrong bytes ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError, TraceError
@@ -88,7 +88,6 @@ def replay_index(workload: module._Workload, ends: Sequence[int], policy: str, c
 long_prompts_of = st.lists(st.lists(st.integers(0, 1), min_size=45, max_size=60), min_size=3, max_size=8)
 
 
-@settings(deadline=None)
 @example([[1, 0], [1, 0], [0, 0, 0], [1, 0, 0, 0], [0], [2], [0]], 3, 0)  # a request that does not fit
 @given(prompts_of | long_prompts_of, capacities | st.integers(50, 300), st.integers(0, 2**60))
 def test_without_records_and_extents_it_is_what_the_real_index_does(prompts: Prompts, capacity: int, ends: int) -> None:

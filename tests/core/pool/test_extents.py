@@ -2,7 +2,7 @@
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -57,7 +57,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.allocator.free_bytes == len(free) * PAGE
 
 
-AllocatorMachine.TestCase.settings = settings(max_examples=60, deadline=None)
 TestAllocator = AllocatorMachine.TestCase
 
 

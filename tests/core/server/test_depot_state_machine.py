@@ -403,5 +403,5 @@ class DepotMachine(RuleBasedStateMachine):
         assert set(self.index.quotas.tenant_bytes) <= {0}
 
 
-DepotMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+DepotMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples)  # the judge of every redesign
 TestDepot = DepotMachine.TestCase
