@@ -109,6 +109,18 @@ def test_a_run_goes_on_in_its_source_and_the_newest_one_is_preferred() -> None:
     assert runs[0].source_position == 48
 
 
+def test_a_run_ends_where_only_another_prompt_goes_on() -> None:
+    """Even if that prompt has the next segment at the very same place."""
+    worker = bench().worker()
+    a, b = text(0, 160), text(1, 160)
+    first, second = a + text(2, 160), text(3, 160) + b
+    learn(worker, first, (160,))
+    learn(worker, second, (160,))
+    runs = ask(worker, a + b, (160,))
+    assert check(runs, a + b, first, second) > 200
+    assert [run.source_position for run in runs] == [run.position for run in runs]
+
+
 def test_short_runs_are_left_out() -> None:
     worker = bench().worker()
     learn(worker, text(0, 64))

@@ -1410,6 +1410,16 @@ def test_a_tier_is_asked_at_a_bounded_pace_and_only_while_a_lookup_waits(awaited
     assert awaited.num_questions - before - len(asked) <= num_polls + 1
 
 
+def test_a_tier_is_asked_as_often_after_many_flights_have_ended(awaited: OtherNode) -> None:
+    for number in range(40):
+        asked = awaits(awaited, name=str(number))
+        awaited.bench.ask(m.EndRequest(awaited.bench.contexts[0], str(number)))
+        assert asked.reply is not None
+    before = awaited.num_questions
+    assert awaited.wait(awaits(awaited, wait_seconds=0.5), 1.0) is not None
+    assert awaited.num_questions - before >= 10, "every 20 ms for half a second"
+
+
 def test_an_engine_of_this_node_that_begins_takes_over(awaited: OtherNode) -> None:
     """It waits for nobody, and its end is noticed at once."""
     asked = awaits(awaited)
