@@ -4,6 +4,7 @@ A record is free, being written, sealed, abandoned (its chunk can be stored agai
 extent) or lingering (removed while a tier copies it).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -280,13 +281,20 @@ class Entries:
         records = {record.number: record for record in self._table.records()}
         require(self.num_sealed == sum(r.state == SEALED for r in records.values()), "sealed entries are miscounted")
         self._extents.check_integrity(self._table.extent(number) for number in {*records, *self.lingering})
-        used = sum(extent_size(record.num_bytes) for record in records.values())
         quotas = self._quotas
-        require(used == sum(quotas.tenant_bytes) == sum(quotas.used_bytes), f"{used} bytes are used, quotas differ")
-        writing = [0] * quotas.num_shares
-        for record in records.values():
+        used, writing, of_tenants = [0] * quotas.num_shares, [0] * quotas.num_shares, Counter[int]()
+        for number, record in records.items():
+            node, size = self._node_of[number], extent_size(record.num_bytes)
+            is_linked = node != NO_NODE
+            used[self._nodes.tree.share[node] if is_linked else self._writing_share[number] - 1] += size
+            of_tenants[quotas.tenant_of(self._nodes.label[node] if is_linked else self.abandoned[number])] += size
             if record.state != SEALED:
-                writing[self._writing_share[record.number] - 1] += extent_size(record.num_bytes)
+                writing[self._writing_share[number] - 1] += size
+        require(used == quotas.used_bytes, f"the shares use {used} bytes, {quotas.used_bytes} are counted")
+        require(
+            [of_tenants[tenant] for tenant in range(len(quotas.tenant_bytes))] == quotas.tenant_bytes,
+            "the bytes of tenants are miscounted",
+        )
         require(writing == quotas.writing_bytes, "unfinished bytes are miscounted")
         linked = 0
         for space in self._nodes.spaces:

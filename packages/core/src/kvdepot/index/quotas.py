@@ -177,6 +177,10 @@ class QuotaTable:
         if tenant is not None:
             self._shares[tenant] = share
 
+    def tenant_of(self, label: int) -> int:
+        """Return the number of a label's tenant, counted from 0 as new tenants come."""
+        return self._tenant_of[label] if label < len(self._tenant_of) else 0
+
     def share_of(self, label: int) -> int:
         """Return the share of a label's tenant."""
         return self._shares[self._tenant_of[label]] if label < len(self._tenant_of) else 0
