@@ -178,6 +178,21 @@ def test_unfinished_stores_keep_nobody_from_its_quota_by_what_is_before_them(is_
     bench.drain()
 
 
+def test_a_tenant_whose_engines_die_in_the_middle_of_stores_keeps_its_quota() -> None:
+    bench = Bench(pages=8, quotas={"a": 4})
+    for number in range(20):
+        worker = bench.worker()
+        worker.prepare(prompt(2, number, "a"))
+        bench.now += bench.depot.stores.ticket_seconds  # it is late: its chunks may be stored again
+        bench.depot.expire()
+        bench.depot.background.work()
+        bench.depot.end_session(worker.session)
+        bench.depot.end_process(worker.writer)
+    assert bench.index.quotas.usage() == {"a": (4 * PAGE, 0)}
+    assert fill(bench.worker(), "a", range(4)) == 0
+    bench.drain()
+
+
 def test_where_quotas_leave_nothing_the_others_may_still_borrow() -> None:
     bench = Bench(pages=32, quotas={"a": 32})
     worker = bench.worker()
