@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvdepot_cpu.kernels.copy import CopyRuns, memcpy_runs, native_copy_runs
+from support.tools import tool_is_missing
 
 _GAP = 512
 _SIZES = (1, 127, 4095, 4096, 5000, 8192, 65_536, 65_537, 300_001)
@@ -14,7 +15,7 @@ def copy_runs(request: pytest.FixtureRequest) -> CopyRuns:
     """Each of the two copies."""
     found = native_copy_runs() if request.param == "native" else memcpy_runs()
     if found is None:
-        pytest.skip("the compiled copy was not built")
+        tool_is_missing("the compiled copy was not built")
     return found
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from support.tools import needs_tool
+
 SOURCE = Path(__file__).parents[1] / "support" / "cuda" / "stub_libcuda.c"
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the stub library needs a C compiler")
+pytestmark = needs_tool(shutil.which("cc"), "the stub library needs a C compiler")
 
 CALLS = """
 stub: look up cuMemcpyBatchAsync 12080

