@@ -2,14 +2,21 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvdepot.pool.extents import ExtentAllocator, extent_size
+from kvdepot.pool.extents import ExtentAllocator
 
 PAGE = 4096
 CAPACITY = 64 * PAGE
+
+
+def pages_of(offset: int, num_bytes: int) -> set[int]:
+    """Return the pages that an extent for so many bytes touches."""
+    assert offset % PAGE == 0
+    return set(range(offset // PAGE, -(-(offset + num_bytes) // PAGE)))
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -20,18 +27,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = ExtentAllocator(CAPACITY, CAPACITY // 2)
         self.used: set[int] = set()
 
-    def pages(self, offset: int, num_bytes: int) -> set[int]:
-        assert offset % PAGE == 0
-        return set(range(offset // PAGE, (offset + extent_size(num_bytes)) // PAGE))
-
     @rule(target=extents, num_bytes=st.integers(1, 20 * PAGE))
     def allocate(self, num_bytes: int) -> tuple[int, int] | None:
         offset = self.allocator.allocate(num_bytes)
         if offset is None:
-            needed = extent_size(num_bytes)
-            assert all(size < needed for _, size in self.allocator.free_extents())
+            assert all(size < num_bytes for _, size in self.allocator.free_extents())
             return None
-        pages = self.pages(offset, num_bytes)
+        pages = pages_of(offset, num_bytes)
         assert not pages & self.used
         assert max(pages) < self.allocator.ready_bytes // PAGE
         self.used |= pages
@@ -41,7 +43,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def free(self, extent: tuple[int, int] | None) -> None:
         if extent is not None:
             self.allocator.free(*extent)
-            self.used -= self.pages(*extent)
+            self.used -= pages_of(*extent)
 
     @rule(pages=st.integers(0, 70))
     def grow(self, pages: int) -> None:
@@ -50,7 +52,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def holes_are_what_is_not_used_and_never_touch(self) -> None:
         holes = self.allocator.free_extents()
-        free = {page for start, size in holes for page in self.pages(start, size)}
+        free = {page for start, size in holes for page in pages_of(start, size)}
         assert free == set(range(self.allocator.ready_bytes // PAGE)) - self.used
         assert all(a + size < b for (a, size), (b, _) in itertools.pairwise(holes))
         assert self.allocator.used_bytes == len(self.used) * PAGE
@@ -77,8 +79,7 @@ def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[
     used: set[int] = set()
     for (offset, num_bytes), is_taken in zip(wanted, taken, strict=True):
         if is_taken:
-            pages = set(range(offset // PAGE, (offset + extent_size(num_bytes)) // PAGE))
-            assert offset % PAGE == 0
+            pages = pages_of(offset, num_bytes)
             assert pages
             assert not pages & used
             assert min(pages) >= 0
@@ -89,6 +90,24 @@ def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[
         if is_taken:
             allocator.free(offset, num_bytes)
     assert allocator.free_extents() == [(0, CAPACITY)]
+
+
+@pytest.mark.parametrize("grows_at", [None, 0, 1, 2])
+def test_a_pool_that_is_ready_in_part_is_restored_and_grows_in_the_meantime(grows_at: int | None) -> None:
+    """The server before was killed while its pool was being allocated."""
+    allocator = ExtentAllocator(CAPACITY, 16 * PAGE)
+    extents = [(2 * PAGE, 5000), (8 * PAGE, PAGE), (20 * PAGE, PAGE)]
+    taken: list[int] = []
+    for step, some in enumerate(allocator.restore(len(extents), extents.__getitem__)):
+        if step == grows_at:
+            allocator.grow(18 * PAGE)
+        taken += some
+    assert taken == [0, 1], "there is no memory yet under the last one"
+    allocator.check_integrity(extents[:2])
+    assert allocator.ready_bytes == (18 if grows_at is not None else 16) * PAGE
+    assert allocator.free_extents()[-1] == (9 * PAGE, allocator.ready_bytes - 9 * PAGE)
+    allocator.grow(CAPACITY)
+    allocator.check_integrity(extents[:2])
 
 
 def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:

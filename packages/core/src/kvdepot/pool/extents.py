@@ -36,6 +36,7 @@ class ExtentAllocator:
         self.capacity_bytes = capacity_bytes
         self.ready_bytes = 0
         self.used_bytes = 0
+        self._is_restoring = False
         self.region_bytes = [0] * NUM_REGIONS  # used, by where an extent starts, of equal parts of the capacity
         self._region_bytes = max(1, -(-capacity_bytes // NUM_REGIONS))
         # Every free extent, by its start, its end and its size.
@@ -50,7 +51,8 @@ class ExtentAllocator:
         ready_bytes = min(ready_bytes, self.capacity_bytes)
         ready_bytes -= ready_bytes % EXTENT_ALIGNMENT_BYTES
         if ready_bytes > self.ready_bytes:
-            self._add_free(self.ready_bytes, ready_bytes - self.ready_bytes)
+            if not self._is_restoring:  # its last step frees all space behind the last extent
+                self._add_free(self.ready_bytes, ready_bytes - self.ready_bytes)
             self.ready_bytes = ready_bytes
 
     def allocate(self, num_bytes: int) -> int | None:
@@ -86,6 +88,7 @@ class ExtentAllocator:
             raise ValueError("restore comes before the first allocation")
         for start in list(self._size_at):
             self._remove(start)
+        self._is_restoring = True
         return self._restore(count, extent)
 
     def _restore(self, count: int, extent: Callable[[int], tuple[int, int]]) -> Iterator[list[int]]:
@@ -117,6 +120,7 @@ class ExtentAllocator:
             if len(taken) == _RESTORE_STEP:
                 yield taken
                 taken = []
+        self._is_restoring = False
         if end < self.ready_bytes:
             self._insert(end, self.ready_bytes - end)
         yield taken
