@@ -84,16 +84,6 @@ def test_neither_server_nor_client_has_a_socket_that_leaves_the_machine(busy: De
             assert sockets & network == set()
 
 
-@pytest.mark.promise(53)
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:9", "tcp://*:9", "udp://1.2.3.4:5", "inproc://x", "nonsense"])
-def test_an_endpoint_that_anybody_could_reach_is_refused_at_start(endpoint: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(tmp_path), "--pool-dir", str(tmp_path / "pool")]
-    command += ["--pool-size", "1MiB", "--listen", endpoint]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    assert result.returncode == 1
-    assert f"--listen {endpoint}" in result.stderr
-
-
 @pytest.mark.promise(66)
 @pytest.mark.parametrize("same_directory", [False, True])
 def test_a_second_depot_on_a_living_depot_s_pool_says_who_has_it(

@@ -143,13 +143,6 @@ def test_a_directory_that_is_shared_otherwise_is_refused_and_unchanged(tmp_path:
     assert tmp_path.stat().st_mode & 0o777 == 0o750
 
 
-def test_a_further_socket_is_the_groups_too(tmp_path: Path) -> None:
-    further = tmp_path / "further.sock"
-    with DepotProcess("--socket-group", str(os.getgid()), "--listen", f"ipc://{further}") as depot:
-        assert further.stat().st_mode & 0o777 == 0o660
-        assert f"ipc://{further}" in depot.status().endpoints
-
-
 def test_this_process_is_let_in_with_and_without_a_group() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -52,14 +52,6 @@ def test_a_directory_that_cannot_be_one_ends_the_start_in_one_line(
     assert (tmp_path / where).stat().st_mode == mode
 
 
-def test_a_file_at_the_path_of_a_further_socket_stays(tmp_path: Path) -> None:
-    (tmp_path / "notes").write_text("somebody's")
-    code, text = serve(tmp_path / "depot", "--listen", f"ipc://{tmp_path / 'notes'}")
-    assert (code, text.count("\n")) == (1, 1)
-    assert "notes is there and no socket" in text
-    assert (tmp_path / "notes").read_text() == "somebody's"
-
-
 def test_a_socket_that_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "depot").mkdir()
     for name in ("control.sock", "session.sock"):

@@ -136,15 +136,10 @@ def directory_of_url(url: str | None) -> Path:
         return path.parent if path.name == CONTROL_SOCKET else path
     if "://" in url:
         raise ConfigError(
-            f"{url!r}: engines attach by ipc:// or by the depot's directory (the pool is shared memory);"
-            " tcp:// is for operators' commands"
+            f"{url!r}: name a depot of this machine by its directory (the pool is shared memory); from another machine"
+            " ask its HTTP port (kvdepot serve --http)"
         )
     return Path(url)
-
-
-def is_tcp(url: str | None) -> bool:
-    """Return whether `url` names a depot by its TCP endpoint."""
-    return url is not None and url.startswith("tcp://")
 
 
 def is_loopback(endpoint: str) -> bool:
@@ -281,14 +276,6 @@ class ServerConfig:
     max_entries: int | None = setting(
         None, "capacity of the index (default: one entry per 64 KiB of pool, at least 65,536)", metavar="N"
     )
-    listen: tuple[str, ...] = setting(
-        (), "additional control endpoint: ipc://PATH, or tcp://HOST:PORT with CURVE keys (operators only); repeatable",
-        metavar="URL",
-    )  # fmt: skip
-    curve_secret: Path | None = setting(None, "for TCP: the depot's keys, *.key_secret", metavar="FILE")
-    curve_clients: Path | None = setting(
-        None, "for TCP: public keys (*.key) of the clients that may connect", metavar="DIR|FILE"
-    )
     socket_group: str | None = setting(
         None, "let members of this group connect as well (default: only this user and root)", metavar="GROUP"
     )
@@ -345,28 +332,10 @@ class ServerConfig:
         for name, each in settings_in(ServerConfig).items():
             if each.most is not None and not 0 < getattr(self, name) <= each.most:
                 raise ConfigError(f"{each.flag} {getattr(self, name):g}: above 0, at most {each.most:,.0f}")
-        for endpoint in self.listen:
-            if not endpoint.startswith(("ipc://", "tcp://")):
-                raise ConfigError(f"--listen {endpoint}: give ipc://PATH or tcp://HOST:PORT")
-            if endpoint.startswith(("ipc://@", "ipc://*")) or endpoint == "ipc://":
-                raise ConfigError(f"--listen {endpoint}: give ipc://PATH, as access is by the modes of a file")
-            if is_tcp(endpoint) and (self.curve_secret is None or self.curve_clients is None):
-                who = "any user of this machine" if is_loopback(endpoint) else "an address off loopback, so anybody"
-                raise ConfigError(
-                    f"--listen {endpoint} needs --curve-secret and --curve-clients ({who} could connect):"
-                    " make keys with 'kvdepot keys generate DIR', or leave --listen out, as engines do not need it"
-                )
         if self.events_replay and not self.events:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
         if self.events_topic and not self.events:
             raise ConfigError("--events-topic needs --events tcp://HOST:PORT")
-        if (self.curve_secret or self.curve_clients) and not self.tcp_endpoints:
-            raise ConfigError("--curve-secret and --curve-clients are for TCP: add --listen tcp://HOST:PORT")
-
-    @property
-    def tcp_endpoints(self) -> tuple[str, ...]:
-        """The endpoints in `listen` that need CURVE keys."""
-        return tuple(filter(is_tcp, self.listen))
 
     @property
     def pool_path(self) -> Path:

@@ -5,7 +5,7 @@
   numpy, so it is imported separately.
 - `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (threads), `exchange` (the
   protocol of one store or retrieve), `carrier` (which process copies), `verify` (checks after the copy) and `jobs`.
-- `operator`, `remote`: one request without a session, to this machine or over TCP.
+- `operator`: one request without a session.
 """
 
 from kvdepot.client.answers import BlendHit, BlendRun, Lease

@@ -5,37 +5,20 @@ from pathlib import Path
 
 from kvdepot.client.channel import Channel
 from kvdepot.client.link import Link
-from kvdepot.config import CONTROL_SOCKET, directory_of_url, is_tcp
-from kvdepot.errors import ConfigError, DepotUnavailable
+from kvdepot.config import CONTROL_SOCKET, directory_of_url
+from kvdepot.errors import DepotUnavailable
 from kvdepot.wire import frames
 from kvdepot.wire import operations as o
-from kvdepot.wire.curve import ClientKeys
 
 
-def ask_depot(
-    request: o.OperatorRequest,
-    url: str | None = None,
-    deadline_seconds: float = 2.0,
-    keys: ClientKeys | None = None,
-) -> frames.Reply:
-    """Send one request without a session and return the reply. Over TCP it needs `keys`.
+def ask_depot(request: o.OperatorRequest, url: str | None = None, deadline_seconds: float = 2.0) -> frames.Reply:
+    """Send one request without a session and return the reply.
 
     Raises:
-        ConfigError: the URL and the keys do not go together, or the URL is malformed.
+        ConfigError: the URL is malformed.
         DepotUnavailable: no depot runs there, or it does not answer; the text says which.
         RemoteError: it refused.
     """
-    if is_tcp(url) != (keys is not None):
-        raise ConfigError(
-            f"{url} needs --curve-secret (this side's keys) and --curve-server (the depot's public key):"
-            " make keys with 'kvdepot keys generate DIR'"
-            if keys is None
-            else "keys are for a depot at tcp://HOST:PORT: leave --curve-secret and --curve-server out, or give --url"
-        )
-    if url is not None and keys is not None:
-        from kvdepot.client.remote import ask_remote  # loads ZeroMQ
-
-        return ask_remote(request, url, deadline_seconds, keys)
     link = Link(frames.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)
     channel = Channel(link, connect_seconds=deadline_seconds)
     try:

@@ -22,7 +22,6 @@ from kvdepot.ops.settings import add_settings, count_argument, number_argument, 
 from kvdepot.ops.status import add_status
 from kvdepot.processes.logs import set_up_logs
 from kvdepot.wire import messages as m
-from kvdepot.wire.curve import generate_keys
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +71,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         help="lowest level to log to standard error (default %(default)s)",
     )  # fmt: skip
     client = _Parser(add_help=False, parents=[common])
-    client.add_argument(
-        "--url", help=f"depot to ask: its directory, ipc://DIR or tcp://HOST:PORT (default {default_directory()})"
-    )
-    client.add_argument("--curve-secret", type=Path, metavar="FILE", help="for TCP: the client's keys, *.key_secret")
-    client.add_argument("--curve-server", type=Path, metavar="FILE", help="for TCP: the depot's public key, *.key")
+    client.add_argument("--url", help=f"depot to ask: its directory (default {default_directory()})")
     json_output = _Parser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print JSON")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -85,18 +80,6 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     add_status(commands, client, json_output)
     add_commands(commands, client, json_output)
     pools.add_commands(commands, common, json_output)
-
-    keys = commands.add_parser("keys", help="generate the CURVE keys that TCP needs")
-    keys_commands = keys.add_subparsers(required=True, metavar="COMMAND")
-    generate = keys_commands.add_parser(
-        "generate", parents=[common], help="generate a key pair",
-        description="Generate a key pair for a depot or a client. NAME.key is public; keep NAME.key_secret private.",
-    )  # fmt: skip
-    generate.set_defaults(run=_generate_keys)
-    generate.add_argument("dir", type=Path, metavar="DIR", help="directory for both files")
-    generate.add_argument(
-        "--name", default="kvdepot", help="name of the files, and of the client in a depot's list (default %(default)s)"
-    )
 
     backends = commands.add_parser("backends", parents=[common, json_output], help="list accelerator backends")
     backends.set_defaults(run=_backends)
@@ -211,18 +194,6 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         if not is_broken:
             found.add_arguments(one)
     return parser
-
-
-def _generate_keys(options: argparse.Namespace) -> int:
-    public, secret = generate_keys(options.dir, options.name)
-    print(f"""secret  {secret}  stays here, readable by its user
-public  {public}  goes to the other side, unchanged
-
-A depot listens with its own secret key and a folder of its clients' public keys:
-    kvdepot serve --listen tcp://HOST:PORT --curve-secret DEPOT.key_secret --curve-clients FOLDER
-A client has its own secret key and the depot's public key:
-    kvdepot status --url tcp://HOST:PORT --curve-secret CLIENT.key_secret --curve-server DEPOT.key""")
-    return 0
 
 
 def _backends(options: argparse.Namespace) -> int:

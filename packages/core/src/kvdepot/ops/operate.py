@@ -18,7 +18,6 @@ from kvdepot.ops.settings import as_argument, number_argument
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from kvdepot.wire.curve import ClientKeys, load_pair, load_public
 
 _WARM_SECONDS: Final = 90.0  # for one prefix; the depot waits for a minute at most
 _PATIENT_SECONDS: Final = 30.0  # for requests that take many steps
@@ -114,23 +113,8 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
     config.set_defaults(run=_config)
 
 
-def client_keys(options: argparse.Namespace) -> ClientKeys | None:
-    """Return the CURVE keys named by the options, None without them.
-
-    Raises:
-        ConfigError: only one is given, or a file has no key.
-    """
-    if options.curve_secret is None and options.curve_server is None:
-        return None
-    if options.curve_secret is None or options.curve_server is None:
-        raise ConfigError("give both --curve-secret (this side's keys) and --curve-server (the depot's public key)")
-    return ClientKeys(
-        load_pair(options.curve_secret, "--curve-secret"), load_public(options.curve_server, "--curve-server")
-    )
-
-
 def _ask(options: argparse.Namespace, request: o.OperatorRequest, seconds: float = 2.0) -> frames.Reply:
-    return ask_depot(request, options.url, seconds, client_keys(options))
+    return ask_depot(request, options.url, seconds)
 
 
 def _count(options: argparse.Namespace, request: o.OperatorRequest, seconds: float = 2.0) -> int:

@@ -10,7 +10,6 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.config import counted, format_size
 from kvdepot.errors import ConfigError, printable
 from kvdepot.layout import GroupKind
-from kvdepot.ops.operate import client_keys
 from kvdepot.ops.settings import count_argument, number_argument
 from kvdepot.wire import operations as o
 
@@ -40,7 +39,7 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
 
 
 def _status(options: argparse.Namespace) -> int:
-    reply = ask_depot(o.Status(), options.url, keys=client_keys(options))
+    reply = ask_depot(o.Status(), options.url)
     assert isinstance(reply, o.StatusReply)
     if options.json:
         # ASCII, so that clients' names cannot control the terminal.
@@ -55,10 +54,9 @@ def _top(options: argparse.Namespace) -> int:
         from kvdepot.ops.top import run_top
     except ImportError as error:
         raise ConfigError(f"kvdepot top needs {error.name}: pip install 'kvdepot[cli]'") from error
-    keys = client_keys(options)
 
     def ask() -> o.DepotStatus:
-        reply = ask_depot(o.Status(), options.url, keys=keys)
+        reply = ask_depot(o.Status(), options.url)
         assert isinstance(reply, o.StatusReply)
         return reply.status
 

@@ -21,7 +21,6 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.events import EventPublisher, check_endpoint
-from kvdepot.operators.remote import RemoteSocket
 from kvdepot.operators.zeromq import Listeners
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import PoolFiles, allocate_first, is_locked, open_pool, open_with_lock
@@ -44,7 +43,6 @@ from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from kvdepot.wire.curve import ServerKeys, load_allowed, load_pair
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +69,6 @@ class DepotServer:
         self._started_at = time.monotonic()
         self._stopping_at: float | None = None
         self._access = Access.of_group(config.socket_group)
-        keys = _load_keys(config)
         self._access.prepare_directory(config.directory)
         self._lock = _take_lock(config.directory)
         with contextlib.ExitStack() as undo:  # a start that fails leaves nothing behind
@@ -83,7 +80,7 @@ class DepotServer:
             undo.callback(self._waker.close)
             self._context = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
-            self.sockets = self._open_sockets(undo, keys)
+            self.sockets = self._open_sockets(undo)
             movers = self.depot.state.movers = self._make_movers(self.sockets.sessions)
             undo.callback(movers.close)
             opener = TierOpener(self._files.pool_fd, self._files.size_bytes, self._waker.wake)
@@ -98,9 +95,7 @@ class DepotServer:
                 self._status, self._version,
             )  # fmt: skip
             self._requests = Requests(self.depot, self.sockets.sessions, operators)
-            self.loop = Loop(
-                self.sockets, self.depot, movers, self._requests, self._results, self.restoring, self._files
-            )
+            self.loop = Loop(self.sockets, self.depot, movers, self._results, self.restoring, self._files)
             undo.pop_all()
 
     def _open_files(self) -> PoolFiles:
@@ -114,7 +109,7 @@ class DepotServer:
         config, files = self.config, self._files
         size = files.size_bytes
         quotas = QuotaTable(size, config.quotas)
-        for path in (config.directory / SESSION_SOCKET, *self._control_paths()):
+        for path in (config.directory / SESSION_SOCKET, config.directory / CONTROL_SOCKET):
             make_room(path)  # now that no living depot has them
         ready = allocate_first(files.pool_fd, size)
         return Depot(
@@ -125,19 +120,18 @@ class DepotServer:
             verify=m.Verify(config.verify),
         )
 
-    def _open_sockets(self, undo: contextlib.ExitStack, keys: ServerKeys | None) -> Sockets:
+    def _open_sockets(self, undo: contextlib.ExitStack) -> Sockets:
         config, depot = self.config, self.depot
         connections = ConnectionTable(
-            self._control_paths(),
+            [config.directory / CONTROL_SOCKET],
             self._access,
             is_owner=lambda token: sessions.find(token) is not None,
             end_owner=lambda token: sessions.end(token),
             handle=lambda connection, frame: self._requests.serve(connections, connection, frame),
         )
         undo.callback(connections.close)
-        remote = None if keys is None else RemoteSocket(self._context, config.tcp_endpoints, keys)
         events = self._open_events()
-        listeners = Listeners([each for some in (remote, events) if some is not None for each in some.listeners])
+        listeners = Listeners([] if events is None else events.listeners)
         undo.callback(listeners.close)
 
         def end_session(session: Session) -> None:
@@ -156,7 +150,7 @@ class DepotServer:
             epoch=self.epoch,
         )
         undo.callback(sessions.close)
-        return Sockets(connections, sessions, remote, events, listeners)
+        return Sockets(connections, sessions, events, listeners)
 
     def _open_events(self) -> EventPublisher | None:
         config = self.config
@@ -200,11 +194,6 @@ class DepotServer:
             self.depot, self._files.names.found, self.sockets.sessions.await_death,
             lambda: self._stopping_at is not None,
         )  # fmt: skip
-
-    def _control_paths(self) -> list[Path]:
-        config = self.config
-        further = [endpoint for endpoint in config.listen if endpoint not in config.tcp_endpoints]
-        return [config.directory / CONTROL_SOCKET, *(Path(endpoint.removeprefix("ipc://")) for endpoint in further)]
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until told to stop."""
@@ -263,10 +252,8 @@ class DepotServer:
             )
 
     def _status(self) -> o.DepotStatus:
-        depot, watch, remote, events = self.depot, self.loop.watch, self.sockets.remote, self.sockets.events
+        depot, watch, events = self.depot, self.loop.watch, self.sockets.events
         fields = depot.status.fields()
-        if remote is not None:
-            fields["counters"]["keys_refused"] = remote.num_refused
         if events is not None:
             fields["counters"]["event_batches"] = events.num_batches
         return o.DepotStatus(
@@ -292,10 +279,6 @@ class DepotServer:
                 "store": depot.state.usage.store_seconds.status(),
                 "loop_turn": watch.turns.status(),
             },
-            endpoints=[
-                *(f"ipc://{path}" for path in self._control_paths()),
-                *(remote.endpoints if remote is not None else ()),
-            ],
             event_endpoints=[] if events is None else [events.endpoint, events.replay_endpoint],
             **fields,
         )
@@ -329,11 +312,3 @@ def _take_lock(directory: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
     return fd
-
-
-def _load_keys(config: ServerConfig) -> ServerKeys | None:
-    if config.curve_secret is None or config.curve_clients is None:
-        return None
-    return ServerKeys(
-        load_pair(config.curve_secret, "--curve-secret"), load_allowed(config.curve_clients, "--curve-clients")
-    )

@@ -18,13 +18,11 @@ import zmq
 
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.events import EventPublisher
-from kvdepot.operators.remote import RemoteSocket
 from kvdepot.operators.zeromq import LOOK_MILLISECONDS, Listeners
 from kvdepot.pool.files import PoolFiles
 from kvdepot.server.background import Kind
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
-from kvdepot.server.requests import Requests
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.sessions import SessionTable
 from kvdepot.server.waking import ThreadResults
@@ -47,7 +45,6 @@ class Sockets:
 
     connections: ConnectionTable
     sessions: SessionTable
-    remote: RemoteSocket | None
     events: EventPublisher | None
     listeners: Listeners
 
@@ -59,7 +56,6 @@ class Loop:
         sockets: of peers.
         depot: that they ask.
         movers: of the depot.
-        requests: answers frames that come over TCP.
         results: of threads.
         restoring: of an earlier server's table; None without one.
         files: the pool's; the loop removes spare ones now and then.
@@ -70,7 +66,6 @@ class Loop:
         sockets: Sockets,
         depot: Depot,
         movers: MoverTable,
-        requests: Requests,
         results: ThreadResults,
         restoring: Restoring | None,
         files: PoolFiles,
@@ -79,7 +74,6 @@ class Loop:
         self._sockets = sockets
         self._depot = depot
         self._movers = movers
-        self._requests = requests
         self._results = results
         self._restoring = restoring
         self._files = files
@@ -115,17 +109,12 @@ class Loop:
             sys.setswitchinterval(switch_seconds)
 
     def _make_poller(self) -> "zmq.Poller | select.poll":
-        """Return the poller that the loop sleeps in: ZeroMQ's only if there are sockets of ZeroMQ, as it is slower."""
-        remote, publisher = self._sockets.remote, self._sockets.events
-        sockets: list[zmq.Socket[bytes]] = []
-        if remote is not None:
-            sockets += [remote.router, remote.zap]
-            logger.info("listening for listed keys on %s", ", ".join(remote.endpoints))
+        """Return the poller that the loop sleeps in: ZeroMQ's, which is slower, only with replays."""
+        publisher = self._sockets.events
+        poller: zmq.Poller | select.poll = select.poll()
         if publisher is not None and publisher.replay is not None:
-            sockets.append(publisher.replay)
-        poller = zmq.Poller() if sockets else select.poll()
-        for each in sockets:
-            poller.register(each, select.POLLIN)
+            poller = zmq.Poller()
+            poller.register(publisher.replay, select.POLLIN)
         for each in (self._sockets.connections, self._sockets.sessions, self._movers, self._results):
             poller.register(each.fileno(), select.POLLIN)
         return poller
@@ -135,11 +124,6 @@ class Loop:
         connections = sockets.connections
         if connections.fileno() in events or connections.has_work:
             connections.serve(began + _MESSAGE_SECONDS)
-        if sockets.remote is not None:
-            if sockets.remote.zap in events:
-                sockets.remote.answer_keys()
-            if sockets.remote.router in events:
-                self._requests.serve_remote(sockets.remote, time.monotonic() + _MESSAGE_SECONDS)
         if sockets.sessions.fileno() in events:
             sockets.sessions.serve(_after(_TASK_SECONDS))
         if self._movers.fileno() in events:

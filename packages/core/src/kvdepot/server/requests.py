@@ -8,10 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-import zmq
-
 from kvdepot.errors import ErrorCode
-from kvdepot.operators.remote import RemoteSocket
 from kvdepot.server.access import describe_peer
 from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.depot import Depot
@@ -26,14 +23,10 @@ from kvdepot.wire.histogram import Histogram
 logger = logging.getLogger(__name__)
 
 _WHY_NO_SESSION: Final = "no open session: connect to the session socket first"
-_WHY_NOT_OVER_TCP: Final = (
-    "over TCP only operators' requests (status, clear, warm and the like) are served: a session hands over the pool's"
-    " memory, so engines attach on the depot's machine, by its directory"
-)
 
 
 class Requests:
-    """Answers frames from Unix sockets and TCP, and measures how long each answer takes."""
+    """Answers frames of the control socket, and measures how long each answer takes."""
 
     def __init__(self, depot: Depot, sessions: SessionTable, operators: Operators) -> None:
         self.latencies: dict[type, Histogram] = {
@@ -48,7 +41,7 @@ class Requests:
         began = time.monotonic()
         sequence = frames.sequence_of(frame)
         session = self._sessions.find(connection.owner) if connection.owner else None
-        kind, reply = self._answer(frame, session, _WHY_NO_SESSION, lambda: describe_peer(connection.socket))
+        kind, reply = self._answer(frame, session, lambda: describe_peer(connection.socket))
         if isinstance(reply, Deferred):
             deferred, num_bytes = reply, len(frame)
             connections.hold(connection, num_bytes)
@@ -64,37 +57,8 @@ class Requests:
             connections.send(connection, frames.encode_frame(sequence, reply))
             self.latencies[kind].add(time.monotonic() - began)
 
-    def serve_remote(self, remote: RemoteSocket, until: float) -> None:
-        """Answer frames that came over TCP until a time, one at least."""
-        began = time.monotonic()
-        while True:
-            try:
-                message = remote.take()
-            except zmq.Again:
-                return
-            if message is not None:
-                self._serve_message(remote, message, began)
-            began = time.monotonic()
-            if began >= until:
-                return
-
-    def _serve_message(self, remote: RemoteSocket, message: list[bytes], began: float) -> None:
-        routing_id, *parts = message
-        frame = parts[0] if len(parts) == 1 else b""  # which is malformed, as it has no sequence number
-        sequence = frames.sequence_of(parts[0]) if parts else 0
-        kind, reply = self._answer(frame, None, _WHY_NOT_OVER_TCP, lambda: "a client over TCP")
-
-        def send(reply: frames.Reply) -> None:
-            remote.send(routing_id, frames.encode_frame(sequence, reply))
-            self.latencies[kind].add(time.monotonic() - began)
-
-        if isinstance(reply, Deferred):
-            reply.on_reply = send
-        else:
-            send(reply)
-
     def _answer(
-        self, frame: bytes | memoryview, session: Session | None, why_no_session: str, who: Callable[[], str]
+        self, frame: memoryview, session: Session | None, who: Callable[[], str]
     ) -> tuple[type, frames.Reply | Deferred]:
         """Return the kind of a request, `ErrorReply` if it is none or refused, and its reply."""
         depot = self._depot
@@ -103,7 +67,7 @@ class Requests:
             if isinstance(request, OPEN_TO_ALL):
                 return type(request), self._operators.answer(request, who)
             if session is None:
-                raise Refused(ErrorCode.UNKNOWN_SESSION, why_no_session)
+                raise Refused(ErrorCode.UNKNOWN_SESSION, _WHY_NO_SESSION)
             return type(request), depot.handle(session.number, session.writer, request)
         except (Refused, frames.FrameError) as error:
             depot.counters["requests_refused"] += 1

@@ -225,7 +225,6 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     draining: bool = False  # an operator stopped stores
     log_level: str = ""
     verify: str = "off"
-    endpoints: list[str] = []  # of control sockets, with the actual ports
     event_endpoints: list[str] = []  # of KV events and of their replay ("": none), with the actual ports
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
