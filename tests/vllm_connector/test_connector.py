@@ -230,3 +230,34 @@ def test_a_second_registration_closes_the_first_captures_end_before_the_pool_is_
     output = said(run_code(CUDA, "/nowhere"))
     assert len(output) == 12
     assert all(word == "True" for _, word in output), output
+
+
+TILES = (
+    SCENE
+    + """
+import logging, torch
+from vllm import platforms
+calls = []
+logging.getLogger("kvdepot_vllm.device").warning = lambda text: calls.append(text)
+def create_context(*_, **__):
+    calls.append("create")
+    return Space(close=lambda: None)
+CASES = (("cpu", True, True), ("cpu", True, False), ("cpu", False, True), ("cuda", True, True))
+for device, has_tiles, granted in CASES:
+    platforms._current_platform = Space(device_type=device, device_name=device, is_rocm=lambda: False)
+    torch.cpu._is_amx_tile_supported = lambda: has_tiles
+    torch.cpu._init_amx = lambda: calls.append("ask") or granted
+    calls.clear()
+    use(get_backend=lambda _: Space(create_context=create_context), on_device=lambda cache, *_: cache)
+    worker()
+    asked = ["ask"] if device == "cpu" and has_tiles else []
+    print("order", [call for call in calls if len(call) < 8] == [*asked, "create"])
+    print("warned", any("SIGILL" in call for call in calls) == (not granted))
+"""
+)
+
+
+def test_a_worker_on_a_cpu_with_amx_asks_for_tiles_before_it_registers(run_code: RunCode) -> None:
+    output = said(run_code(TILES, "/nowhere"))
+    assert len(output) == 8
+    assert all(word == "True" for _, word in output), output

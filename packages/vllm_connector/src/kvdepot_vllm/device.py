@@ -1,7 +1,10 @@
 # pyright: basic, reportMissingImports=false
 """The platform's part of a worker: how the bytes of a block are written, and when they are complete."""
 
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 def device_of_bytes(dtype: str) -> str:
@@ -15,6 +18,21 @@ def device_of_bytes(dtype: str) -> str:
     if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:
         parts.append("shuffled")
     return " ".join(parts)
+
+
+def permit_tiles(device: str) -> None:
+    """Ask the kernel for the use of AMX tiles in this process, where vLLM's attention on CPU uses them.
+
+    The first use of a tile without this permission ends the process with SIGILL
+    (https://docs.kernel.org/arch/x86/xstate.html). vLLM 0.32 counts on an earlier matrix product of oneDNN, which asks.
+    None has run yet if an engine without warm-up loads all but one token for its first step.
+    """
+    if device != "cpu":
+        return
+    import torch
+
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():  # noqa: SLF001  # torch has no other way
+        logger.warning("the kernel refuses AMX tiles to this process: vLLM's attention may end with SIGILL")
 
 
 def recorded_event() -> Any:

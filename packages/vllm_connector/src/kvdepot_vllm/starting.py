@@ -21,7 +21,7 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
 from kvdepot.layout import GroupKind
 from kvdepot_vllm import gaudi
-from kvdepot_vllm.device import device_of_bytes
+from kvdepot_vllm.device import device_of_bytes, permit_tiles
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, worker_groups
 from kvdepot_vllm.identity import engine_namespace
 from kvdepot_vllm.scheduler import SchedulerSide
@@ -93,6 +93,7 @@ class Start:
         shards_a_stage = cache.num_shards // parallel.pipeline_parallel_size
         replicas = parallel.tensor_parallel_size // shards_a_stage
         device = current_platform.device_type
+        permit_tiles(device)
         backend = get_backend(device)
         for name in self.settings.of_other_backends(device):
             logger.warning("%s has no effect on %s and is ignored", name, device)
