@@ -62,13 +62,22 @@ class Proxy:
 
     async def _pass_on(self, request: web.Request, body: dict[str, Any] | None) -> web.StreamResponse:
         url = self._decode + request.path_qs
-        async with self._session.request(request.method, url, json=body) as answer:
-            response = web.StreamResponse(status=answer.status)
-            response.content_type = answer.content_type
-            await response.prepare(request)
-            async for piece in answer.content.iter_any():
-                await response.write(piece)
-            await response.write_eof()
+        response: web.StreamResponse | None = None
+        try:
+            async with self._session.request(request.method, url, json=body) as answer:
+                response = web.StreamResponse(status=answer.status)
+                response.content_type = answer.content_type
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+                await response.write_eof()
+                return response
+        except ClientError as error:
+            print(f"the decode engine failed: {error!r}", file=sys.stderr)
+            if response is None:
+                return web.json_response({"error": {"message": "the decode engine failed"}}, status=502)
+            if request.transport is not None:
+                request.transport.close()  # an answer that breaks off must not look complete
             return response
 
 

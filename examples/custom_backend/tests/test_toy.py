@@ -33,6 +33,11 @@ def test_it_is_found_by_its_entry_point() -> None:
     (toy,) = (backend for backend in list_backends() if backend.name == "toy")
     assert toy.distribution == "kvdepot-toy 0.1.0"
     assert toy.why_unavailable is None
+    command = [sys.executable, "-m", "kvdepot", "backends"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[:4] for line in listed if line.startswith("toy")] == [
+        ["toy", "kvdepot-toy", "0.1.0", "usable"]
+    ]
 
 
 def test_finding_it_loads_no_device() -> None:
