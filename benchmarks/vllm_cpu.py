@@ -15,7 +15,6 @@ Prints medians of the time to the first token, and the medians of the ratios wit
 
 import argparse
 import contextlib
-import importlib
 import json
 import statistics
 import sys
@@ -83,26 +82,52 @@ def summary(rows: list[Any]) -> dict[str, Any]:
     }
 
 
-def plot(rows: list[Any], path: Path) -> None:
-    """Draw every time to the first token, with the medians."""
-    plt: Any = importlib.import_module("matplotlib.pyplot")
+_WIDTH, _LEFT, _RIGHT, _TOP, _ROW = 760, 236, 70, 40, 34
+_COMPUTED, _REUSED = "#c4572c", "#1b6fb5"
+_LABELS = {
+    "no cache": ("computed, no depot", _COMPUTED),
+    "storing": ("computed and stored in the depot", _COMPUTED),
+    "useless": ("computed, the depot knows nothing", _COMPUTED),
+    "own prefix cache": ("from vLLM's own prefix cache", _REUSED),
+    "hit": ("from the depot", _REUSED),
+    "hit of the other's": ("from the depot, by another engine", _REUSED),
+    "hit from disk": ("from the depot's disk", _REUSED),
+}
 
-    names = ["no cache", "storing", "useless", "own prefix cache", "hit", "hit of the other's"]
-    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
-    for place, name in enumerate(names):
-        values = [1e3 * row[name]["first_token_seconds"] for row in rows]
-        spread = [place + 0.3 * (number / max(1, len(values) - 1) - 0.5) for number in range(len(values))]
-        axes.scatter(spread, values, s=10, alpha=0.6)
-        median = statistics.median(values)
-        axes.hlines(median, place - 0.3, place + 0.3, color="black", linewidth=1)
-        axes.annotate(f"{median:.0f} ms", (place + 0.32, median), fontsize=8, va="center")
-    axes.set_xticks(range(len(names)), ["no connector", "storing", "attached,\nuseless", "vLLM's own\nprefix cache",
-                                        "hit", "hit of the\nother engine's"])  # fmt: skip
-    axes.set_yscale("log")
-    axes.set_ylabel("time to first token, ms")
-    axes.set_title("1,500-token prompts, 128 KiB of KV a token, vLLM on 2 cores", fontsize=10)
-    axes.margins(x=0.1)
-    figure.savefig(path)
+
+def draw(rows: list[Any]) -> str:
+    """Return a picture: a bar for each median time to the first token, and a dot for each request."""
+    ways = {name: [1e3 * row[name]["first_token_seconds"] for row in rows] for name in _LABELS if name in rows[0]}
+    floor = _TOP + _ROW * len(ways)
+    step = next(step for step in (50, 100, 200, 500, 1000, 2000, 5000) if max(map(max, ways.values())) / step <= 8)
+    ticks = range(0, int(max(map(max, ways.values())) // step + 1) * step + 1, step)
+
+    def x(value: float) -> float:
+        return _LEFT + value / ticks[-1] * (_WIDTH - _LEFT - _RIGHT)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {floor + 30}" font-family="sans-serif"',
+        ' font-size="12" role="img">',
+        f'<rect width="{_WIDTH}" height="{floor + 30}" fill="#fff"/>',
+        f'<text x="{_LEFT}" y="20" font-size="14">Time to the first token: median, and each request</text>',
+    ]
+    for tick in ticks:
+        parts.append(f'<path d="M{x(tick):.1f} {_TOP - 6}V{floor}" stroke="#e4e4e4"/>')
+        parts.append(f'<text x="{x(tick):.1f}" y="{floor + 18}" text-anchor="middle">{tick:,} ms</text>')
+    for number, (name, values) in enumerate(ways.items()):
+        label, color = _LABELS[name]
+        middle, median = _TOP + _ROW * number + _ROW / 2 - 4, statistics.median(values)
+        parts += [
+            f'<text x="{_LEFT - 10}" y="{middle + 4:.1f}" text-anchor="end">{label}</text>',
+            f'<path d="M{_LEFT} {middle:.1f}H{x(median):.1f}" stroke="{color}" stroke-width="20" opacity="0.35"/>',
+            *(
+                f'<circle cx="{x(value):.1f}" cy="{middle - 7 + 14 * place / max(1, len(values) - 1):.1f}" r="1.8"'
+                f' fill="{color}"/>'
+                for place, value in enumerate(values)
+            ),
+            f'<text x="{x(max(values)) + 8:.1f}" y="{middle + 4:.1f}" font-weight="bold">{median:.0f} ms</text>',
+        ]
+    return "\n".join([*parts, "</svg>", ""])
 
 
 def main() -> int:
@@ -113,7 +138,7 @@ def main() -> int:
     parser.add_argument("--pool-size", default="6GiB")
     parser.add_argument("--disk", type=Path, help="measure hits from a tier in this folder, too")
     parser.add_argument("--json", type=Path, help="write every measurement here")
-    parser.add_argument("--plot", type=Path, help="draw all measurements here (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="draw all measurements here")
     arguments = parser.parse_args()
     options: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 2048}
     with contextlib.ExitStack() as stack:
@@ -164,7 +189,7 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps({"summary": result, "rows": rows}))
     if arguments.plot:
-        plot(rows, arguments.plot)
+        arguments.plot.write_text(draw(rows))
     return 1 if result["outputs_that_differ"] else 0
 
 

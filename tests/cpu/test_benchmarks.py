@@ -1,11 +1,42 @@
 """Benchmarks with the engine model run: their figures are for people."""
 
+import runpy
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+_EXAMPLES = _BENCHMARKS.parent / "examples"
+
+
+def test_the_sample_trace_is_the_generated_one_and_can_be_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(_BENCHMARKS)
+    trace = _EXAMPLES / "trace.jsonl"
+    assert runpy.run_path(str(_BENCHMARKS / "sample_trace.py"))["sample"]() == trace.read_text()
+    command = [sys.executable, "-m", "kvdepot", "replay", str(trace), "--simulate"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "300 requests" in done.stdout
+    assert "recommended: --policy" in done.stdout
+
+
+def test_times_to_the_first_token_are_drawn_with_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(_BENCHMARKS)
+    draw = runpy.run_path(str(_BENCHMARKS / "vllm_cpu.py"))["draw"]
+    rows = [
+        {"no cache": {"first_token_seconds": seconds}, "hit": {"first_token_seconds": seconds / 10}}
+        for seconds in (0.8, 0.9, 1.1)
+    ]
+    root = ET.fromstring(draw(rows))
+    texts = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"computed, no depot", "from the depot", "900 ms", "90 ms"} <= texts
+    circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(circles) == 6
+    assert len({circle.get("cx") for circle in circles}) == 6
 
 
 def test_a_kill_of_the_depot_is_drawn_with_the_requests_around_it(tmp_path: Path) -> None:
