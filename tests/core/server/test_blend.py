@@ -1,7 +1,7 @@
 """Contents: text is found at any position of any prompt, as long as its chunks are here."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from kvdepot.index import contents
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.status import describe_status
+from kvdepot.server.replies import Deferred
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.index import FULL, HYBRID, Bench, Worker
@@ -46,9 +47,9 @@ def key_of(tokens: list[int]) -> KeyRun:
     return hash_prefix(NAMESPACE, CHUNK, tokens)
 
 
-def learn(worker: Worker, tokens: list[int], borders: tuple[int, ...] = ()) -> KeyRun:
+def learn(worker: Worker, tokens: list[int], borders: tuple[int, ...] = (), tenant: str = "default") -> KeyRun:
     """Store a prompt, and say what it holds."""
-    key = key_of(tokens)
+    key = replace(key_of(tokens), tenant=tenant)
     for first in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
         worker.store(key.slice(first, first + m.MAXIMUM_STORE_ENTRIES))
     worker.ask(m.NoteContents(worker.context, key.digests, NAMER.name(tokens, borders).packed))
@@ -181,13 +182,77 @@ def test_chunks_that_left_are_not_found_and_a_lease_keeps_them() -> None:
 
 
 def test_the_oldest_names_leave_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "MAXIMUM_NAMES", 12)
+    monkeypatch.setattr(contents, "MAXIMUM_BYTES", 12 * contents.NAME_BYTES)
     worker = bench().worker()
     learn(worker, text(0, 320))
     learn(worker, text(1, 320))
     assert len(worker.bench.depot.blends.contents) == 12
     assert ask(worker, text(0, 320)) == []
     assert ask(worker, text(1, 320)) != []
+
+
+def test_names_that_are_noted_again_outlast_those_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = bench().worker()
+    for seed in (0, 1, 0):
+        learn(worker, text(seed, 160))
+    known = len(worker.bench.depot.blends.contents)
+    monkeypatch.setattr(contents, "MAXIMUM_BYTES", known * contents.NAME_BYTES)
+    learn(worker, text(2, 160))
+    assert ask(worker, text(0, 160)) != []
+    assert ask(worker, text(1, 160)) == []
+    assert ask(worker, text(2, 160)) != []
+    worker.bench.depot.blends.contents.check_integrity()
+
+
+def note_many(worker: Worker, key: KeyRun, seed: int, num_segments: int = m.MAXIMUM_SEGMENTS) -> int:
+    """Note segments of random names, as many as a request can have, in chunks that are here."""
+    names = np.random.default_rng(seed).bytes(16 * num_segments)
+    packed = b"".join(m.SEGMENT.pack(names[16 * i : 16 * i + 16], 0, 16) for i in range(num_segments))
+    return worker.ask(m.NoteContents(worker.context, key.digests, packed)).count
+
+
+def test_one_bound_holds_for_the_whole_depot_however_many_caches_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "MAXIMUM_BYTES", 2000 * contents.NAME_BYTES)
+    scene = bench()
+    index = scene.depot.blends.contents
+    for heads in range(4):
+        layout = f"{heads} heads"
+        space = scene.index.space(m.CacheSpec(CHUNK, (m.GroupShape(FULL, CHUNK),), layout))
+        for part in range(20):
+            names = np.random.default_rng(20 * heads + part).bytes(16 * 100)
+            segments = ((names[16 * i : 16 * i + 16], 0, 16) for i in range(100))
+            assert index.note(space, 0, bytes(DIGEST_BYTES), segments) == 100
+            index.check_integrity()
+    assert len(index) == 2000
+
+
+@pytest.mark.parametrize("quotas", [{}, {"bob": 200}, {"alice": 60}], ids=["without quotas", "bob's", "alice's"])
+def test_a_flood_of_one_tenants_names_pushes_out_no_others(
+    quotas: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "MAXIMUM_BYTES", 1000 * contents.NAME_BYTES)
+    worker = Bench((m.GroupShape(FULL, CHUNK),), chunk_tokens=CHUNK, pages=256, num_records=256, quotas=quotas).worker()
+    of_alice, of_bob = text(0, 640), text(1, 640)
+    learn(worker, of_alice, tenant="alice")
+    before = ask(worker, of_alice)
+    key = learn(worker, of_bob, tenant="bob")
+    assert sum(note_many(worker, key, seed) for seed in range(4)) == 4 * m.MAXIMUM_SEGMENTS
+    assert ask(worker, of_alice) == before != []
+    assert len(worker.bench.depot.blends.contents) == 1000
+    worker.bench.depot.blends.contents.check_integrity()
+
+
+def test_many_segments_are_noted_in_steps_and_a_flood_of_such_notes_is_cut() -> None:
+    worker = bench().worker()
+    key, depot = learn(worker, text(0, 320)), worker.bench.depot
+    packed = b"".join(m.SEGMENT.pack(i.to_bytes(16, "little"), 0, 16) for i in range(m.MAXIMUM_SEGMENTS))
+    request = m.NoteContents(worker.context, key.digests, packed)
+    replies = [depot.handle(worker.session, worker.writer, request) for _ in range(20)]
+    waiting = [reply for reply in replies if isinstance(reply, Deferred)]
+    assert all(each.reply is None for each in waiting)
+    assert depot.counters["blend_notes_dropped"] == 20 - len(waiting) > 0
+    depot.background.work()
+    assert [each.reply for each in waiting] == [m.Done(1, m.MAXIMUM_SEGMENTS)] * len(waiting)
 
 
 def test_other_tenants_and_forged_names_find_nothing() -> None:

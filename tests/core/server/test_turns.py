@@ -7,6 +7,7 @@ the best round counts: work that takes too long does so in each, other processes
 
 import gc
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvdepot.index.index import ChunkIndex
-from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
@@ -132,6 +133,29 @@ def test_lookups_stores_and_hints_of_engines(full: FullDepot) -> None:
             full.ask(m.EndRequest(full.context, f"r {name}"))
         full.ask(m.Lookup(full.context, "long", prompt(-1, 16_384).digests, "a"))
         full.store(prompt(NUM_PROMPTS + number))
+
+    gate(full, ENGINE_SECONDS, work)
+
+
+@pytest.mark.promise(61)
+def test_notes_and_lookups_of_contents(full: FullDepot) -> None:
+    run = prompt(NUM_PROMPTS + ROUNDS)
+    full.store(run)
+
+    def segments(number: int, step: int) -> bytes:
+        rng = random.Random(number)
+        positions = (place * step % (PROMPT_CHUNKS - 64) for place in range(m.MAXIMUM_SEGMENTS))
+        return b"".join(m.SEGMENT.pack(rng.randbytes(16), position, 64) for position in positions)
+
+    def work(number: int) -> None:
+        for note in range(8):  # five rounds fill the index of names
+            full.ask(m.NoteContents(full.context, run.digests, segments(8 * number + note, 65)))
+        full.drain()
+        # a run for each name, and more chunks than one reply can have
+        reply = full.ask(m.BlendLookup(full.context, "blend", segments(8 * number + 7, 66)))
+        assert isinstance(reply, m.BlendReply)
+        assert len(reply.digests) == 8192 * DIGEST_BYTES
+        full.ask(m.EndRequest(full.context, "blend"))
 
     gate(full, ENGINE_SECONDS, work)
 

@@ -3,19 +3,31 @@
 A second index over the same entries, without a byte of its own. A place names the chunk in which a segment ends. Places
 of chunks that have left are dropped when they are asked for, or with the oldest names. A new server knows none: engines
 tell it again as prompts pass.
+
+All names of a depot share one bound in bytes. Each tenant is owed a part of it: in proportion to its quota of the pool
+or, without a quota, an equal part of what the quotas leave. Beyond the bound, the tenant that exceeds its part most
+gives its oldest names. So no tenant loses names that are within its part, however many another one notes.
 """
 
+import struct
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 from kvdepot.index.index import ChunkIndex, Space
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS
 
-MAXIMUM_NAMES: Final = 1 << 18  # of one space: six million tokens; about 250 bytes each
-_PLACES: Final = 2  # of one name, the newest ones
+MAXIMUM_BYTES: Final = 64 << 20  # of the depot: names of six million tokens
+NAME_BYTES: Final = 256  # of one name: 231 were measured with two places
+_PLACE: Final = struct.Struct(f"{DIGEST_BYTES}sI")  # packed, because tuples take twice the memory
+_SPACE: Final = struct.Struct("<I")
+_DICTS: Final = 256  # by the first byte of a name: a single one of 200,000 names takes 20 ms to grow
+_NEW, _AGAIN = b"\0", b"\1"  # whether a name was noted again since it was added or last spared
+_SPARED: Final = 1000  # names at once: 0.3 ms
+# Tenants without a quota are told apart by their number modulo this one, so that a turn compares a bounded number.
+_TENANTS: Final = 256
 
 Segment = tuple[bytes, int, int]  # name, first token in its prompt, tokens
 Place = tuple[bytes, int]  # key of the chunk in which the segment ends, first token in that chunk's prompt
@@ -43,46 +55,94 @@ class SourceRun:
 
 
 class ContentIndex:
-    """Where segments lie, by name, for each space."""
+    """Where segments lie, by space and name."""
 
     def __init__(self, index: ChunkIndex) -> None:
         self._index = index
-        self._places: dict[int, dict[bytes, tuple[Place, ...]]] = {}  # the oldest name first
+        # By packed space and name: `_NEW` or `_AGAIN`, then the two newest places, packed, the newest first
+        self._places: tuple[dict[bytes, bytes], ...] = tuple({} for _ in range(_DICTS))
+        # Names in the order of their first note, by share of the pool and number of the tenant. Some have left since.
+        self._tenants: dict[tuple[int, int], deque[bytes]] = {}
+        self._num_names = 0  # of all tenants
 
     def __len__(self) -> int:
-        return sum(map(len, self._places.values()))
+        return sum(map(len, self._places))
 
-    def note(self, space: Space, digests: bytes, segments: Iterable[Segment]) -> int:
-        """Add the places of the segments that lie in a run of chunks from chunk 0 on; return their number."""
-        places, chunk_tokens = self._places.setdefault(space.number, {}), space.spec.chunk_tokens
+    def note(self, space: Space, label: int, digests: bytes, segments: Iterable[Segment]) -> int:
+        """Add the places of the segments that lie in a run of chunks from chunk 0 on; return their number.
+
+        Args:
+            space: of the chunks.
+            label: of the chunks; names that are new count against its tenant.
+            digests: of the chunks, all of which are here.
+            segments: ascending. Each takes some microseconds, so the caller passes few.
+        """
+        quotas = self._index.quotas
+        share = quotas.share_of(label)
+        mine = self._tenants.setdefault((share, 0 if share else quotas.tenant_of(label) % _TENANTS), deque())
+        prefix, chunk_tokens = _SPACE.pack(space.number), space.spec.chunk_tokens
         num_chunks, count = len(digests) // DIGEST_BYTES, 0
-        last, key = -1, b""  # segments of one chunk share its key
         for name, position, length in segments:
             chunk = (position + length - 1) // chunk_tokens
             if not 0 < length <= MAXIMUM_SEGMENT_TOKENS or chunk >= num_chunks:
                 continue
-            if chunk != last:
-                last, key = chunk, digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
-            known = places.pop(name, None)
+            place = _PLACE.pack(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES], position)
+            places, full_name = self._places[name[0]], prefix + name
+            known = places.get(full_name)
             if known is None:
-                if len(places) >= MAXIMUM_NAMES:  # finding the oldest one takes a while: a `dict` keeps gaps
-                    for oldest in list(islice(places, MAXIMUM_NAMES // 64 + 1)):
-                        del places[oldest]
-                places[name] = ((key, position),)
+                mine.append(full_name)
+                self._num_names += 1
+                places[full_name] = _NEW + place
             else:
-                places[name] = ((key, position), *(place for place in known if place != (key, position)))[:_PLACES]
+                newest = known[1 : 1 + _PLACE.size]
+                places[full_name] = _AGAIN + place + (newest if newest != place else known[1 + _PLACE.size :])
             count += 1
+        while self._num_names > MAXIMUM_BYTES // NAME_BYTES:
+            self._make_room(self._num_names - MAXIMUM_BYTES // NAME_BYTES)
         return count
+
+    def _make_room(self, num_names: int) -> None:
+        """Drop up to so many of the oldest names of the tenant that exceeds its part most, and none within its part.
+
+        Names that were noted again are spared once, so that they outlast names that were noted once.
+        """
+        quotas, most = self._index.quotas.quota_bytes, MAXIMUM_BYTES // NAME_BYTES
+        owed = {tenant: quotas[tenant[0]] if tenant[0] else 0 for tenant, names in self._tenants.items() if names}
+        equal = quotas[0] / max(1, sum(not quota for quota in owed.values()))
+        excess = {
+            tenant: len(self._tenants[tenant]) - most * (quota or equal) / sum(quotas) for tenant, quota in owed.items()
+        }
+        tenant = max(excess, key=excess.__getitem__)
+        names = self._tenants[tenant]
+        left, spared = max(1, min(num_names, int(excess[tenant]))), 0
+        while left:
+            oldest = names.popleft()
+            places = self._places[oldest[_SPACE.size]]
+            known = places.get(oldest, _NEW)
+            if known.startswith(_AGAIN) and spared < _SPARED:
+                places[oldest] = _NEW + known[1:]
+                names.append(oldest)
+                spared += 1
+            else:
+                places.pop(oldest, None)
+                self._num_names -= 1
+                left -= 1
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the bound is exceeded or a name counts against no tenant."""
+        assert self._num_names <= MAXIMUM_BYTES // NAME_BYTES, self._num_names
+        assert self._num_names == sum(map(len, self._tenants.values())), self._num_names
+        assert set().union(*self._places) <= set().union(*self._tenants.values())
 
     def runs(self, space: Space, segments: Iterable[Segment]) -> Iterator[SourceRun]:
         """Find segments, ascending, and yield the runs that neighbours form.
 
         A segment continues in the source of the one before it if it can, else it begins a run in the newest source.
         """
-        places, run, end, following = self._places.get(space.number, {}), None, -1, 0
-        find = places.get
+        prefix, run, end, following = _SPACE.pack(space.number), None, -1, 0
         for name, position, length in segments:
-            known = find(name, ())
+            places, full_name = self._places[name[0]], prefix + name
+            known = [*_PLACE.iter_unpack(places.get(full_name, _NEW)[1:])]
             if run is not None and position == end:
                 for key, source in known:
                     if source == following and (key == run.key or self._enters(space, run, key, source + length)):
@@ -98,7 +158,7 @@ class ContentIndex:
                 yield run
             run = self._begin(space, known, position, length)
             if run is None:
-                places.pop(name, None)  # nothing, or chunks that have left
+                places.pop(full_name, None)  # nothing, or chunks that have left
             else:
                 end, following = position + length, run.source_position + length
         if run is not None:

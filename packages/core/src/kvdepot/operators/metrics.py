@@ -48,6 +48,7 @@ COUNTERS: Final = {  # exposed from the start, at 0
     "blend_segments_found": "Segments found in chunks of any prompt",
     "blend_runs": "Runs of neighbouring segments that were leased",
     "blend_tokens_found": "Tokens of these runs",
+    "blend_notes_dropped": "Notes of many segments that were not kept because too many waited",
     "blends": "Prompts that were blended",
     "blend_reused_tokens": "Tokens of blends whose KV was reused as it was",
     "blend_recomputed_tokens": "Tokens of blends that were reused and computed again",

@@ -31,9 +31,10 @@ class Kind(Enum):
     UNPINNING = "pins whose time has passed"
     SAMPLE = "a very long lookup, counted for the estimates"
     REPLAY = "events sent again"
+    NOTE = "contents of chunks, for blends"
 
 
-MAXIMUM_WAITING: Final = {Kind.OPERATOR: 64, Kind.HINT: 1024}  # one of any other kind
+MAXIMUM_WAITING: Final = {Kind.OPERATOR: 64, Kind.HINT: 1024, Kind.NOTE: 16}  # one of any other kind
 
 
 class Background:
