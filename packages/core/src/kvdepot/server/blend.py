@@ -70,11 +70,9 @@ class BlendLookups:
             num_found += run.num_segments
             first = run.source_position // chunk_tokens
             count = (run.source_position + run.length - 1) // chunk_tokens - first + 1
-            if (
-                run.length < request.min_run_tokens
-                or len(nodes) == _MOST_RUNS
-                or len(digests) // DIGEST_BYTES + count > _MOST_CHUNKS
-            ):
+            if len(nodes) == _MOST_RUNS or len(digests) // DIGEST_BYTES + count > _MOST_CHUNKS:
+                break
+            if run.length < request.min_run_tokens:
                 continue
             keys = self._keys(context.space, run.node, first, count)
             if keys is None:
