@@ -292,7 +292,7 @@ class ServerConfig:
         0, "keep prefixes of fewer tokens out of the tiers (default {default})", "--demote-min-tokens", "N"
     )
     promotion_least_tokens: int = setting(
-        0, "do not ask the tiers for fewer tokens than this; engines compute so few faster (default {default})",
+        0, "do not ask the tiers for fewer tokens than this; computing so few is faster (default {default})",
         "--promote-min-tokens", "N",
     )  # fmt: skip
     promotion_seconds: float = setting(

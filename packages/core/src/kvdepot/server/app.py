@@ -102,7 +102,7 @@ class DepotServer:
         config = self.config
         size = resolve_pool_size(config)
         entries = config.max_entries or min(max(size // _BYTES_PER_ENTRY, _MINIMUM_ENTRIES), _MAXIMUM_ENTRIES)
-        server = f"the depot of --dir {config.directory.absolute()} (process {os.getpid()} of its PID namespace)"
+        server = f"the depot of --dir {config.directory.absolute()} (pid {os.getpid()})"
         return open_pool(config.pool_path, size, entries, server=server, fresh=config.fresh)
 
     def _make_depot(self) -> Depot:
