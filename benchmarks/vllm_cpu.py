@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from kvdepot.lab.plot import Bar, bars_as_svg
 from kvdepot.lab.processes import DepotProcess, wait_until
 from support.vllm.engines import Engine, connector, prompts
 from support.vllm.models import make_model
@@ -82,52 +83,26 @@ def summary(rows: list[Any]) -> dict[str, Any]:
     }
 
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _ROW = 760, 236, 70, 40, 34
-_COMPUTED, _REUSED = "#c4572c", "#1b6fb5"
 _LABELS = {
-    "no cache": ("computed, no depot", _COMPUTED),
-    "storing": ("computed and stored in the depot", _COMPUTED),
-    "useless": ("computed, the depot knows nothing", _COMPUTED),
-    "own prefix cache": ("from vLLM's own prefix cache", _REUSED),
-    "hit": ("from the depot", _REUSED),
-    "hit of the other's": ("from the depot, by another engine", _REUSED),
-    "hit from disk": ("from the depot's disk", _REUSED),
+    "no cache": ("computed, no depot", False),
+    "storing": ("computed and stored in the depot", False),
+    "useless": ("computed, the depot knows nothing", False),
+    "own prefix cache": ("from vLLM's own prefix cache", False),
+    "hit": ("from the depot", True),
+    "hit of the other's": ("from the depot, by another engine", True),
+    "hit from disk": ("from the depot's disk", True),
 }
 
 
 def draw(rows: list[Any]) -> str:
     """Return a picture: a bar for each median time to the first token, and a dot for each request."""
-    ways = {name: [1e3 * row[name]["first_token_seconds"] for row in rows] for name in _LABELS if name in rows[0]}
-    floor = _TOP + _ROW * len(ways)
-    step = next(step for step in (50, 100, 200, 500, 1000, 2000, 5000) if max(map(max, ways.values())) / step <= 8)
-    ticks = range(0, int(max(map(max, ways.values())) // step + 1) * step + 1, step)
-
-    def x(value: float) -> float:
-        return _LEFT + value / ticks[-1] * (_WIDTH - _LEFT - _RIGHT)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {floor + 30}" font-family="sans-serif"',
-        ' font-size="12" role="img">',
-        f'<rect width="{_WIDTH}" height="{floor + 30}" fill="#fff"/>',
-        f'<text x="{_LEFT}" y="20" font-size="14">Time to the first token: median, and each request</text>',
-    ]
-    for tick in ticks:
-        parts.append(f'<path d="M{x(tick):.1f} {_TOP - 6}V{floor}" stroke="#e4e4e4"/>')
-        parts.append(f'<text x="{x(tick):.1f}" y="{floor + 18}" text-anchor="middle">{tick:,} ms</text>')
-    for number, (name, values) in enumerate(ways.items()):
-        label, color = _LABELS[name]
-        middle, median = _TOP + _ROW * number + _ROW / 2 - 4, statistics.median(values)
-        parts += [
-            f'<text x="{_LEFT - 10}" y="{middle + 4:.1f}" text-anchor="end">{label}</text>',
-            f'<path d="M{_LEFT} {middle:.1f}H{x(median):.1f}" stroke="{color}" stroke-width="20" opacity="0.35"/>',
-            *(
-                f'<circle cx="{x(value):.1f}" cy="{middle - 7 + 14 * place / max(1, len(values) - 1):.1f}" r="1.8"'
-                f' fill="{color}"/>'
-                for place, value in enumerate(values)
-            ),
-            f'<text x="{x(max(values)) + 8:.1f}" y="{middle + 4:.1f}" font-weight="bold">{median:.0f} ms</text>',
-        ]
-    return "\n".join([*parts, "</svg>", ""])
+    bars: list[Bar] = []
+    for name, (label, is_ours) in _LABELS.items():
+        if name in rows[0]:
+            points = tuple(1e3 * row[name]["first_token_seconds"] for row in rows)
+            median = statistics.median(points)
+            bars.append(Bar(label, median, f"{median:,.0f} ms", is_ours, points))
+    return bars_as_svg("Time to the first token: median, and each request", bars)
 
 
 def main() -> int:

@@ -24,6 +24,12 @@ def test_the_sample_trace_is_the_generated_one_and_can_be_simulated(monkeypatch:
     assert "recommended: --policy" in done.stdout
 
 
+def test_bars_of_the_performance_page_are_drawn_from_its_tables() -> None:
+    command = [sys.executable, str(_BENCHMARKS / "pictures.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+
+
 def test_times_to_the_first_token_are_drawn_with_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(_BENCHMARKS)
     draw = runpy.run_path(str(_BENCHMARKS / "vllm_cpu.py"))["draw"]

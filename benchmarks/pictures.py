@@ -1,0 +1,68 @@
+"""Draws the bars of docs/performance.md from its tables: `python benchmarks/pictures.py`.
+
+Each picture shows one column of the table above it, so that a figure is written down once. `--check` only compares.
+"""
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvdepot.lab.plot import Bar, bars_as_svg
+
+_DOCS: Final = Path(__file__).parents[1] / "docs"
+_NUMBER: Final = re.compile(r"[\d,]+(?:\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    title: str
+    unit: str = ""
+    others: str = ""  # rows with these words are not kvdepot's
+
+
+PICTURES: Final = {
+    "serve": _Picture("Mean time to the first token, vLLM's own client", "ms", "no depot"),
+    "hand-over": _Picture("In units of one engine's time, of one prompt's tokens"),
+    "transfers": _Picture("Stores: ratio to memcpy, by block, chunk, threads"),
+    "lookups": _Picture("Median time of a lookup of 128k tokens", "ms"),
+}
+
+
+def draw(name: str, page: str) -> str:
+    """Return the picture of that name, from the first column of the last table before it."""
+    before = page[: page.index(f"(pictures/{name}.svg)")]
+    rows = before[before.rindex("\n|---") :].splitlines()[2:]
+    picture, bars = PICTURES[name], list[Bar]()
+    for row in rows:
+        if not row.startswith("|"):
+            break
+        label, value, *_ = (cell.strip().replace("`", "") for cell in row.strip("|").split("|"))
+        number = _NUMBER.match(value)
+        assert number is not None, row
+        is_ours = not picture.others or picture.others not in label
+        bars.append(Bar(label, float(number[0].replace(",", "")), f"{number[0]} {picture.unit}".rstrip(), is_ours))
+    return bars_as_svg(picture.title, bars)
+
+
+def main() -> int:
+    """Write the pictures, or say which differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a picture differs")
+    is_check: bool = parser.parse_args().check
+    page = (_DOCS / "performance.md").read_text()
+    stale: list[str] = []
+    for name in PICTURES:
+        file, drawn = _DOCS / "pictures" / f"{name}.svg", draw(name, page)
+        if is_check and (not file.exists() or file.read_text() != drawn):
+            stale.append(name)
+        elif not is_check:
+            file.write_text(drawn)
+    if stale:
+        print(f"not as in docs/performance.md: {', '.join(stale)}; run python benchmarks/pictures.py")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
