@@ -33,7 +33,7 @@ def hpu() -> None:
     assert _fake is None or not os.environ.get("KVDEPOT_REQUIRE_GAUDI"), "no habana_frameworks: this is no Gaudi"
     if not _torch_is_here:
         assert not os.environ.get("KVDEPOT_REQUIRE_TORCH"), "torch is missing, and these tests were to run"
-        pytest.skip("torch is not installed: `tox r -e hpu` has it")
+        pytest.skip("torch is not installed: `tox r -e torch` has it")
 
 
 @pytest.fixture

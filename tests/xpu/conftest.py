@@ -22,7 +22,7 @@ from support.xpu.workers import pretend_to_pin
 def _find() -> tuple[str, FakeDevice | None]:
     """Return why there is no device, and the device if it is pretended."""
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed: `tox r -e xpu` has it", None
+        return "torch is not installed: `tox r -e torch` has it", None
     torch: Any = importlib.import_module("torch")
     if torch.xpu.is_available():
         return "", None
