@@ -7,8 +7,17 @@ import pytest
 from kvdepot.lab.processes import DepotProcess
 from support.nursery import Nursery
 from support.vllm.engines import ENVIRONMENT, Engine, MakeModel, RunCode
+from support.vllm.leftovers import own_places
 
 MODELS = Path(__file__).parents[1] / "support" / "vllm" / "models.py"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines that were killed leave nothing behind."""
+    tmp_path_factory.getbasetemp()  # pytest keeps its own folders where they are
+    with pytest.MonkeyPatch.context() as monkeypatch, own_places(monkeypatch):
+        yield
 
 
 @pytest.fixture(scope="session")

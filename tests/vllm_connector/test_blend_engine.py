@@ -38,14 +38,18 @@ def run(model: MakeModel) -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "options"),
     [
-        ("gqa", "bfloat16"), ("qk-norm", "float32"), ("yarn", "bfloat16"), ("scaled", "float32"),
-        ("partial", "float32"), ("mla-yarn", "float32"),
+        ("gqa", {"dtype": "bfloat16"}),
+        ("qk-norm", {}),
+        ("yarn", {"dtype": "bfloat16"}),
+        ("scaled", {}),
+        ("partial", {}),
+        ("mla-yarn", {}),
     ],
-)  # fmt: skip
-def test_models_whose_kv_depends_on_distances_pass(name: str, dtype: str, model: MakeModel) -> None:
-    with Engine(model(name), None, dtype=dtype, enable_prefix_caching=False) as engine:
+)
+def test_models_whose_kv_depends_on_distances_pass(name: str, options: dict[str, Any], model: MakeModel) -> None:
+    with Engine(model(name), None, enable_prefix_caching=False, **options) as engine:
         found = engine.execute(TEST)
     assert found["ok"], found
     assert found["restored"]

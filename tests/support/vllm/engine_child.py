@@ -11,12 +11,29 @@ import multiprocessing
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from support.vllm.leftovers import take_own_names
+
+take_own_names()
 if "vllm" in sys.modules:  # imported before the fork; vLLM on CPU would have its own processes import it once more
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: fork
     os.sched_yield = lambda: time.sleep(1e-4)  # noqa: TID251  # see serve.py
+
+
+def dtype_of(model: str) -> str:
+    """Return float32, in which results differ least, unless vLLM's backend here does not take it: AMX_MLA does not."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    config = json.loads(Path(model, "config.json").read_text())
+    attention = AttentionSelectorConfig(0, torch.float32, None, None, use_mla="kv_lora_rank" in config)
+    backend = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(None, attention))
+    return "float32" if backend.supports_dtype(torch.float32) else "bfloat16"
 
 
 class Child:
@@ -35,7 +52,7 @@ class Child:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        options = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "max_num_seqs": 4,
+        options = {"dtype": dtype_of(options["model"]), "max_model_len": 4096, "enforce_eager": True, "max_num_seqs": 4,
                    "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": False, **options}  # fmt: skip
         outputs = []
         if reference:

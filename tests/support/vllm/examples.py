@@ -9,7 +9,7 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[3] / "examples"
 OPTIONS = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 ENVIRONMENT = {
-    **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
 }  # fmt: skip
 SERVE = {
@@ -20,7 +20,12 @@ SERVE = {
 
 def run(*command: str, **variables: str) -> str:
     done = subprocess.run(
-        command, env={**ENVIRONMENT, **variables}, capture_output=True, text=True, timeout=300, check=False
+        command,
+        env={**os.environ, **ENVIRONMENT, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done.stdout

@@ -10,7 +10,10 @@ import os
 import runpy
 import time
 
+from support.vllm.leftovers import take_own_names
+
 if __name__ == "__main__":
+    take_own_names()
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: fork
     os.sched_yield = lambda: time.sleep(1e-4)  # noqa: TID251  # vLLM sleeps, not a test
