@@ -6,20 +6,26 @@ If the depot dies, each question is answered with a miss.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvdepot.client.answers import MISS, Lease
 from kvdepot.client.scheduler import PendingLookup, SchedulerClient
+from kvdepot.counting import Counts
 from kvdepot.keys import KeyRun
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
+from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.stores import StoreProgress
 from kvdepot_vllm.tracing import end_span, start_span
+
+_LOOKUPS: Final = engine_counter("lookups", "Prefixes that were looked up")
+_HAND_OVERS_MISSED: Final = engine_counter(
+    "hand_overs_missed", "Hand-overs whose KV did not come in time: the prompt was computed here"
+)
 
 _FRESH_SECONDS: Final = 5.0  # an older answer is asked for again before it is used
 _HAND_OVER_SECONDS: Final = 0.005  # between two questions for a prompt that a prefill engine has not begun
@@ -64,7 +70,7 @@ class Questions:
         chunk_tokens: tokens of one chunk.
         settings: the user's.
         client: asks the depot; not closed here.
-        counters: counts, by the names of `kvdepot_vllm.stats`.
+        counters: counts, declared by `engine_counter`.
         clock: seconds, monotonic.
     """
 
@@ -73,7 +79,7 @@ class Questions:
         chunk_tokens: int,
         settings: Settings,
         client: SchedulerClient,
-        counters: Counter[str],
+        counters: Counts,
         clock: Callable[[], float],
     ) -> None:
         self.may_idle = True  # the last step computed nothing, so that one answer may be waited for
@@ -123,7 +129,7 @@ class Questions:
         lease = self._take(question, question.lookup)
         if self._asks_again(question, lease):
             return None
-        self._counters["lookups"] += 1
+        self._counters[_LOOKUPS] += 1
         return lease
 
     def settle(self, question: Question) -> int | None:
@@ -213,7 +219,7 @@ class Questions:
             question.ask_at = now + _HAND_OVER_SECONDS
         else:
             question.hand_over, question.ask_at = None, now  # this lookup announces that the engine computes the rest
-            self._counters["hand_overs_missed"] += 1
+            self._counters[_HAND_OVERS_MISSED] += 1
         self.drop(question)
         if question.ask_at <= now:
             self._ask(question)

@@ -19,6 +19,7 @@ from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.asking import Question, Questions
 from kvdepot_vllm.blend.planning import Blends
+from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, Step, StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
@@ -30,6 +31,9 @@ from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.stores import EndedStore, RequestKeys, StoreProgress, Stores
 
 logger = logging.getLogger(__name__)
+
+_FAILED_LOADS: Final = engine_counter("failed_loads", "Loads that did not bring everything: the rest was recomputed")
+_HIT_TOKENS: Final = engine_counter("hit_tokens", "Tokens that were loaded instead of computed")
 
 _SLOWEST_TOKEN_SECONDS: Final = 60.0  # the protocol's limit
 _OURS: Final = "kvdepot"  # the key of settings that a request brings
@@ -256,11 +260,11 @@ class SchedulerSide:
         num_tokens = self._loads.end(state.load, has_failed=has_failed)
         self._drop(state)
         if has_failed:
-            self.counters["failed_loads"] += 1
+            self.counters[_FAILED_LOADS] += 1
             state.progress.found(0)
             state.progress.num_computed = 0
             return
-        self.counters["hit_tokens"] += num_tokens
+        self.counters[_HIT_TOKENS] += num_tokens
         if state.progress.exact_tokens is not None:  # other engines cannot use what it computes from now on
             self._questions.withdraw(state.request.request_id)
         self._note(state)

@@ -1,32 +1,11 @@
 # pyright: basic, reportMissingImports=false
 """The connector's figures in vLLM: its "KV Transfer metrics" log line and Prometheus counters."""
 
-from typing import Any, Final
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-COUNTERS: Final = {
-    "stores": "Store operations that ended",
-    "store_bytes": "Bytes copied into the depot",
-    "store_seconds": "Seconds spent on stores, beside the engine's steps",
-    "loads": "Loads that ended",
-    "load_bytes": "Bytes copied out of the depot",
-    "load_seconds": "Seconds spent on loads, beside the engine's steps",
-    "failed_loads": "Loads that did not bring everything: the rest was recomputed",
-    "lookups": "Prefixes that were looked up",
-    "hit_tokens": "Tokens that were loaded instead of computed",
-    "blends": "Prompts that were blended",
-    "blend_reused_tokens": "Tokens of blends whose KV was reused as it was",
-    "blend_recomputed_tokens": "Tokens of blends that were reused and computed again",
-    "blend_gap_tokens": "Tokens of blends between the reused ones, which were computed",
-    "blends_failed": "Blends that did not bring everything: the prompt was computed from its exact prefix on",
-    "blends_refused": "Requests that asked for a blend and cannot be blended",
-    "blends_declined_short": "Blends that would have reused too few tokens",
-    "blends_declined_slow": "Blends that would have taken longer than computing the prompt",
-    "blends_declined_room": "Blends for which the engine had too few free blocks",
-    "stores_put_off": "Stores that waited because too many blocks were held by others",
-    "stores_without_blocks": "Stores whose blocks were gone",
-}
+from kvdepot_vllm.counting import engine_counter
 
 
 class KVDepotStats(KVConnectorStats):
@@ -70,7 +49,7 @@ class KVDepotPromMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(
                 name=f"vllm:kvdepot_{name}", documentation=f"{text} (kvdepot).", labelnames=self._labelnames
             )
-            for name, text in COUNTERS.items()
+            for name, text in engine_counter.texts.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

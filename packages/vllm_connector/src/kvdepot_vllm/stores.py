@@ -6,20 +6,26 @@ every worker has reported the store, so the blocks survive the end, abort and pr
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
+from kvdepot.counting import Counts
 from kvdepot.keys import KeyRun, PrefixHasher
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.blocks import blocks_per_chunk, blocks_to_store
+from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, StoreJob
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.tracing import end_span, start_span
 
 logger = logging.getLogger(__name__)
+
+_STORES_PUT_OFF: Final = engine_counter(
+    "stores_put_off", "Stores that waited because too many blocks were held by others"
+)
+_STORES_WITHOUT_BLOCKS: Final = engine_counter("stores_without_blocks", "Stores whose blocks were gone")
 
 
 class RequestKeys:
@@ -145,7 +151,7 @@ class Stores:
         on_ended: Callable[[EndedStore], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counters: Counter[str] = Counter()
+        self.counters = Counts()
         self.pool: BlockPool | None = None
         self._cache = cache
         self._settings = settings
@@ -229,7 +235,7 @@ class Stores:
         per_chunk = sum(self._blocks_per_chunk)
         room = int(len(pool.blocks) * self._settings.max_pinned_share) - self.num_held_blocks
         if room < per_chunk:
-            self.counters["stores_put_off"] += 1
+            self.counters[_STORES_PUT_OFF] += 1
             return 0
         if stop - first > room // per_chunk:
             stop, states = first + room // per_chunk, {}
@@ -241,7 +247,7 @@ class Stores:
         covered = tuple(len(ids) // step for ids, step in zip(block_ids, self._blocks_per_chunk, strict=True))
         for group, count in zip(self._cache.groups, covered, strict=True):
             if group.kind is GroupKind.FULL_ATTENTION and count != stop - first:
-                self.counters["stores_without_blocks"] += 1
+                self.counters[_STORES_WITHOUT_BLOCKS] += 1
                 return 0
         number, self._next_job = self._next_job, self._next_job + 1
         key = progress.keys.run_with_tail(first) if is_tail else progress.keys.run(first, stop)

@@ -10,13 +10,26 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.backends import NO_BLOCK, ReadyEvent, TransferContext, TransferFuture
+from kvdepot.counting import CounterName
 from kvdepot.errors import LayoutError
+from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob, WorkerReport
 
 if TYPE_CHECKING:
     from kvdepot_vllm.blend.working import BlendWorker  # it imports torch
 
 logger = logging.getLogger(__name__)
+
+_STORES: Final = (
+    engine_counter("stores", "Store operations that ended"),
+    engine_counter("store_bytes", "Bytes copied into the depot"),
+    engine_counter("store_seconds", "Seconds spent on stores, beside the engine's steps"),
+)
+_LOADS: Final = (
+    engine_counter("loads", "Loads that ended"),
+    engine_counter("load_bytes", "Bytes copied out of the depot"),
+    engine_counter("load_seconds", "Seconds spent on loads, beside the engine's steps"),
+)
 
 _IDLE_SECONDS: Final = 0.002
 
@@ -59,7 +72,7 @@ class WorkerSide:
         self._loads: dict[str, _Load] = {}
         self._stores: dict[int, TransferFuture[bool]] = {}
         self._ended: dict[int, tuple[int, int]] = {}
-        self.counters: dict[str, float] = {}
+        self.counters: dict[CounterName, float] = {}
 
     def end_of_captures(self) -> None:
         """Have the context register the pool with its device, if it put that off."""
@@ -132,7 +145,7 @@ class WorkerSide:
             del self._loads[request_id]
             results.finished.add(request_id)
             if load.future is not None:
-                self._count("load", load.future)
+                self._count(_LOADS, load.future)
                 if load.future.result():
                     continue
             if self._block_tokens and load.job.key.num_chunks:
@@ -154,7 +167,7 @@ class WorkerSide:
         """Return the stores that ended since the last report, None if there are none."""
         for number in [number for number, future in self._stores.items() if future.query()]:
             future = self._stores.pop(number)
-            self._count("store", future)
+            self._count(_STORES, future)
             self._ended[number] = (1, future.num_chunks)
         loaded, figures = self._blends.take_reports() if self._blends is not None else ({}, {})
         if not (self._ended or loaded or figures):
@@ -172,10 +185,6 @@ class WorkerSide:
         if self._context is not None:
             self._context.close()
 
-    def _count(self, kind: str, future: TransferFuture[Any]) -> None:
-        self._add(f"{kind}_bytes", future.num_bytes)
-        self._add(f"{kind}_seconds", future.seconds)
-        self._add(f"{kind}s", 1)
-
-    def _add(self, name: str, amount: float) -> None:
-        self.counters[name] = self.counters.get(name, 0) + amount
+    def _count(self, names: tuple[CounterName, CounterName, CounterName], future: TransferFuture[Any]) -> None:
+        for name, amount in zip(names, (1, future.num_bytes, future.seconds), strict=True):
+            self.counters[name] = self.counters.get(name, 0) + amount

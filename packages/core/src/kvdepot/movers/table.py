@@ -13,12 +13,12 @@ import enum
 import logging
 import select
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.backends import mover_module
+from kvdepot.counting import Counts, depot_counter
 from kvdepot.movers.process import MoverProcess
 from kvdepot.movers.protocol import Copied, Copy, Failed, FromMover, MoverError, Ready, Refused, Setup
 from kvdepot.pool.table import Writer
@@ -26,6 +26,15 @@ from kvdepot.wire import messages as m
 from kvdepot.wire.messages import MoveOutcome
 
 logger = logging.getLogger(__name__)
+
+_MOVES: Final = depot_counter("moves", "Copies by movers, the processes that copy for workers")
+_MOVERS_STARTED: Final = depot_counter("movers_started", "Movers started")
+_MOVES_REFUSED: Final = depot_counter(
+    "moves_refused", "Copies that a mover refused because they left the worker's memory or the pool"
+)
+_MOVERS_LOST: Final = depot_counter("movers_lost", "Movers that died or hung")
+_MOVES_FAILED: Final = depot_counter("moves_failed", "Copies that a mover did not finish")
+_MOVERS_GIVEN_UP: Final = depot_counter("movers_given_up", "Workers whose mover was given up")
 
 MAXIMUM_MOVERS: Final = 64
 START_SECONDS: Final = 30.0
@@ -108,7 +117,7 @@ class MoverTable:
     ) -> None:
         self.start_seconds = start_seconds
         self.move_seconds = move_seconds
-        self.counters: Counter[str] = Counter()
+        self.counters = Counts()
         self._pool_fd = pool_fd
         self._pool_size_bytes = pool_size_bytes
         self._hand_over = hand_over
@@ -209,7 +218,7 @@ class MoverTable:
         self._next += 1
         request.deadline = time.monotonic() + self.move_seconds
         process.copies[number] = request
-        self.counters["moves"] += 1
+        self.counters[_MOVES] += 1
         process.send(Copy(number, copy.is_store, copy.extents, copy.block_ids, copy.first_covered, copy.skip_blocks))
         self._flush(mover, process)
 
@@ -288,7 +297,7 @@ class MoverTable:
         except MoverError as error:
             self._give_up(mover, str(error))
             return
-        self.counters["movers_started"] += 1
+        self.counters[_MOVERS_STARTED] += 1
         for fd in (process.socket_fd, process.pidfd):
             self._by_fd[fd] = mover, process
             self._epoll.register(fd, select.EPOLLIN)
@@ -322,7 +331,7 @@ class MoverTable:
                 process.is_settled = is_settled
                 process.copies.pop(number).on_end(MoveOutcome.DONE, "")
             case Refused(number, text) if number in process.copies:
-                self.counters["moves_refused"] += 1
+                self.counters[_MOVES_REFUSED] += 1
                 process.copies.pop(number).on_end(MoveOutcome.FAILED, text)
             case Failed(text, is_final):
                 mover.is_over |= is_final
@@ -337,7 +346,7 @@ class MoverTable:
         process.is_lost = True
         if mover.context in self._movers:  # its worker is there
             mover.why = why
-            self.counters["movers_lost"] += 1
+            self.counters[_MOVERS_LOST] += 1
         self._epoll.unregister(process.socket_fd)
         process.kill()
 
@@ -354,7 +363,7 @@ class MoverTable:
         self._epoll.unregister(process.pidfd)
         process.close()
         mover.process = None
-        self.counters["moves_failed"] += len(process.copies)
+        self.counters[_MOVES_FAILED] += len(process.copies)
         _answer_all(list(process.copies.values()), MoveOutcome.FAILED, f"the mover was lost: {mover.why}")
         self._on_dead(mover.context, process.writer)
         if mover.context not in self._movers:
@@ -374,7 +383,7 @@ class MoverTable:
     def _give_up(self, mover: _Mover, why: str) -> None:
         mover.why = why
         mover.is_over = True
-        self.counters["movers_given_up"] += 1
+        self.counters[_MOVERS_GIVEN_UP] += 1
         waiting, mover.waiting = mover.waiting, []
         _answer_all(waiting, MoveOutcome.UNAVAILABLE, why)
 

@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from kvdepot.config import is_loopback
+from kvdepot.counting import depot_counter
 from kvdepot.errors import ConfigError
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
@@ -28,6 +29,7 @@ from kvdepot.operators.zeromq import Listener, MessageReader
 MEDIUM: Final = "CPU"  # vLLM's word for host memory
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
+EVENT_BATCHES: Final = depot_counter("event_batches", "Batches of KV events published")
 _KEPT_BATCHES: Final = 10_000
 _KEPT_BYTES: Final = 32 << 20
 _LARGEST_BATCH: Final = 4096  # chunks

@@ -10,74 +10,6 @@ from prometheus_client.registry import Collector
 
 from kvdepot.wire import operations as o
 
-COUNTERS: Final = {  # exposed from the start, at 0
-    "lookups": "Lookups by schedulers",
-    "lookup_chunks": "Chunks looked up",
-    "lookup_chunks_hit": "Chunks found, in the pool or loaded from the tiers in time",
-    "lookup_chunks_pool_hit": "Chunks found in the pool",
-    "stores": "Stores prepared",
-    "store_chunks": "Chunks in prepared stores",
-    "store_entries_present": "Entries of stores that were already in the pool",
-    "store_entries_declined": "Entries of stores declined for lack of space",
-    "store_entries_over_share": "Entries declined because unfinished stores already fill their tenant's share",
-    "stores_without_commit": "Stores declined because their worker already holds half of the pool in unfinished stores",
-    "stores_late": "Stores that were ended before their worker committed them",
-    "entries_stored": "Entries committed",
-    "entries_aborted": "Entries abandoned before commit",
-    "entries_corrupt": "Entries removed because their checksum did not match",
-    "entries_promoted": "Entries loaded from the tiers",
-    "retrieves": "Retrieves prepared",
-    "retrieve_chunks": "Chunks requested by workers",
-    "retrieve_chunks_hit": "Chunks delivered to workers",
-    "chunks_evicted": "Chunks evicted to make room",
-    "chunks_evicted_leased": "Evicted chunks that were leased by a tenant above its quota, for a tenant within its own",
-    "leases_expired": "Leases not released in time",
-    "promotions": "Lookups that asked the tiers",
-    "promotions_late": "Lookups that the tiers did not answer in time",
-    "promotions_failed": "Entries that a tier had but did not deliver",
-    "demotions_dropped": "Entries not written to a tier because its queue was full",
-    "demotions_failed": "Stores and lookups whose entries were not written to a tier because of a bug",
-    "requests_refused": "Requests answered with an error",
-    "requests_failed": "Requests that failed because of a bug",
-    "chores_failed": "Background tasks that failed because of a bug",
-    "policy_errors": "Failed calls of the eviction policy",
-    "hints": "Hints from clients",
-    "hints_cut": "Hints and uses of long prefixes applied only to the end, because too many were waiting",
-    "blend_lookups": "Lookups of segments by engines that blend",
-    "blend_segments_asked": "Segments looked up",
-    "blend_segments_found": "Segments found in chunks of any prompt",
-    "blend_runs": "Runs of neighbouring segments that were leased",
-    "blend_tokens_found": "Tokens of these runs",
-    "blend_notes_dropped": "Notes of many segments that were not kept because too many waited",
-    "blends": "Prompts that were blended",
-    "blend_reused_tokens": "Tokens of blends whose KV was reused as it was",
-    "blend_recomputed_tokens": "Tokens of blends that were reused and computed again",
-    "flights": "Prefixes that a lookup announced as being computed",
-    "flights_joined": "Lookups that waited for chunks that another request was computing",
-    "flights_failed": "Announced prefixes that did not arrive whole",
-    "lookups_not_sampled": "Very long lookups left out of the estimates while another one was being counted",
-    "moves": "Copies by movers, the processes that copy for workers",
-    "moves_failed": "Copies that a mover did not finish",
-    "moves_refused": "Copies that a mover refused because they left the worker's memory or the pool",
-    "movers_started": "Movers started",
-    "movers_lost": "Movers that died or hung",
-    "movers_given_up": "Workers whose mover was given up",
-    "workers_fallen_back": "Workers that fell back to copying by themselves",
-    "promotions_not_worth_it": "Promotions skipped because the engine computes faster than the tier reads",
-}
-TIER_COUNTERS: Final = {
-    "read_bytes": "Bytes read into the pool",
-    "read_entries": "Entries read",
-    "failed_reads": "Entries that were missing or unreadable",
-    "written_bytes": "Bytes written from the pool",
-    "written_entries": "Entries written",
-    "failed_writes": "Entries that could not be written",
-    "corrupt": "Entries whose checksum did not match",
-    "deadline_misses": "Calls that took longer than their deadline",
-    "breaker_opened": "Times the tier was suspended after failures",
-    "errors": "Failed calls",
-    "usage_failed": "Times the tier could not list its entries",
-}
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -114,10 +46,6 @@ class StatusCollector(Collector):
             "recovering": (int(status.recovering), "1 while the entries of an earlier server are being read"),
             "uptime_seconds": (status.uptime_seconds, "Time since the server started"),
             "loop_longest_turn_seconds": (status.loop_longest_seconds, "Longest turn of the request loop"),
-            "loop_longest_blocked_seconds": (
-                status.loop_longest_blocked_seconds,
-                "The same as kvdepot_loop_longest_turn_seconds",
-            ),
         }
         for name, (value, text) in gauges.items():
             yield GaugeMetricFamily(f"kvdepot_{name}", text, value)
@@ -125,9 +53,8 @@ class StatusCollector(Collector):
         yield CounterMetricFamily("kvdepot_loop_slow_turns", slow, status.loop_slow_turns)
         saved = "Prefill time saved by retrieves, from the engines' own time per token"
         yield CounterMetricFamily("kvdepot_prefill_seconds_saved", saved, status.prefill_seconds_saved)
-        for name, value in sorted({**dict.fromkeys(COUNTERS, 0), **status.counters}.items()):
-            text = COUNTERS.get(name) or name.replace("_", " ").capitalize()
-            yield CounterMetricFamily(f"kvdepot_{name}", text, value)
+        for name, value in sorted(status.counters.items()):
+            yield CounterMetricFamily(f"kvdepot_{name}", status.counter_texts.get(name, name), value)
         used = GaugeMetricFamily("kvdepot_tenant_used_bytes", "Bytes of the pool used by a tenant", labels=["tenant"])
         quota = GaugeMetricFamily(
             "kvdepot_tenant_quota_bytes", "Share of the pool reserved for a tenant", labels=["tenant"]
@@ -221,8 +148,9 @@ class StatusCollector(Collector):
         for tier in tiers:
             is_open.add_metric([tier.name], tier.state != "closed")
         yield is_open
-        for name in sorted({*TIER_COUNTERS, *(name for tier in tiers for name in tier.counters)}):
-            text = TIER_COUNTERS.get(name) or name.replace("_", " ").capitalize()
+        texts = self._status.tier_counter_texts
+        for name in sorted({*texts, *(name for tier in tiers for name in tier.counters)}):
+            text = texts.get(name, name)  # a tier from elsewhere need not declare its own
             counter = CounterMetricFamily(f"kvdepot_tier_{name}", text, labels=["tier"])
             for tier in tiers:
                 counter.add_metric([tier.name], tier.counters.get(name, 0))

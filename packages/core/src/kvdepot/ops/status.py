@@ -104,7 +104,7 @@ def describe_status(status: o.DepotStatus) -> str:
     if status.prefill_seconds_saved:
         lines.append(f"saved    about {status.prefill_seconds_saved:,.1f} s of computing prompts")
     slow = f"; {status.loop_slow_turns:,} of more than 20 ms" if status.loop_slow_turns else ""
-    lines.append(f"loop     longest turn {status.loop_longest_blocked_seconds * 1e3:.1f} ms{slow}")
+    lines.append(f"loop     longest turn {status.loop_longest_seconds * 1e3:.1f} ms{slow}")
     if status.estimated_chunks >= _MINIMUM_SAMPLE_CHUNKS:
         rates = [f"{e.hit_chunks / status.estimated_chunks:.0%} with {e.scale:g}x" for e in status.estimates]
         lines.append(f"sizing   hit rate by size of the pool: about {', '.join(rates)}")

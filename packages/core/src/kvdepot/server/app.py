@@ -20,7 +20,7 @@ from kvdepot.errors import DepotBusy
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.movers.table import MoverTable
-from kvdepot.operators.events import EventPublisher, check_endpoint
+from kvdepot.operators.events import EVENT_BATCHES, EventPublisher, check_endpoint
 from kvdepot.operators.zeromq import Listeners
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import PoolFiles, allocate_first, is_locked, open_pool, open_with_lock
@@ -255,7 +255,7 @@ class DepotServer:
         depot, watch, events = self.depot, self.loop.watch, self.sockets.events
         fields = depot.status.fields()
         if events is not None:
-            fields["counters"]["event_batches"] = events.num_batches
+            fields["counters"][EVENT_BATCHES] = events.num_batches
         return o.DepotStatus(
             server_version=self._version,
             protocol_version=m.PROTOCOL_VERSION,
@@ -268,7 +268,6 @@ class DepotServer:
             verify=depot.state.verify,
             log_level=log_level(),
             loop_longest_seconds=watch.longest_seconds,
-            loop_longest_blocked_seconds=watch.longest_seconds,
             loop_slow_turns=watch.num_slow,
             latencies={
                 **{

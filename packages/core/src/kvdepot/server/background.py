@@ -5,17 +5,20 @@ each is first in, first out, and the kinds take turns, one step at a time.
 """
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Final
 
+from kvdepot.counting import Counts, depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.server.replies import Deferred, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
+
+CHORES_FAILED: Final = depot_counter("chores_failed", "Background tasks that failed because of a bug")
 
 _DONE_AT_ONCE: Final = 64  # steps
 
@@ -45,7 +48,7 @@ class Background:
         counters: a task that fails is counted in `chores_failed`, and the others continue.
     """
 
-    def __init__(self, epoch: int, counters: Counter[str]) -> None:
+    def __init__(self, epoch: int, counters: Counts) -> None:
         self._epoch = epoch
         self._counters = counters
         self._urgent: deque[Task] = deque()
@@ -118,7 +121,7 @@ class Background:
             is_done = next(tasks[0], self) is self
         except Exception:
             logger.exception("a background task failed")
-            self._counters["chores_failed"] += 1
+            self._counters[CHORES_FAILED] += 1
             is_done = True
         if is_done:
             tasks.popleft()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.contents import ContentIndex
 from kvdepot.index.index import Space
@@ -13,6 +14,15 @@ from kvdepot.server.contexts import Context
 from kvdepot.server.replies import Deferred, Refused, count_digests
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
+
+_BLEND_LOOKUPS: Final = depot_counter("blend_lookups", "Lookups of segments by engines that blend")
+_BLEND_SEGMENTS_ASKED: Final = depot_counter("blend_segments_asked", "Segments looked up")
+_BLEND_SEGMENTS_FOUND: Final = depot_counter("blend_segments_found", "Segments found in chunks of any prompt")
+_BLEND_NOTES_DROPPED: Final = depot_counter(
+    "blend_notes_dropped", "Notes of many segments that were not kept because too many waited"
+)
+_BLEND_RUNS: Final = depot_counter("blend_runs", "Runs of neighbouring segments that were leased")
+_BLEND_TOKENS_FOUND: Final = depot_counter("blend_tokens_found", "Tokens of these runs")
 
 _MOST_RUNS: Final = 1024  # of one reply, the first ones
 _MOST_CHUNKS: Final = 8192  # of one reply: 0.8 us each, beside 2 us for each run; 131,072 tokens in chunks of 16
@@ -44,7 +54,7 @@ class BlendLookups:
             return m.Done(self._state.epoch, sum(steps))
         deferred = Deferred()
         if not self._state.background.answer(self._answering(steps), Kind.NOTE, deferred):
-            self._state.counters["blend_notes_dropped"] += 1
+            self._state.counters[_BLEND_NOTES_DROPPED] += 1
             return m.Done(self._state.epoch, 0)
         return deferred
 
@@ -82,11 +92,11 @@ class BlendLookups:
             digests += keys
             nodes.append(run.node)
             num_tokens += run.length
-        counters["blend_lookups"] += 1
-        counters["blend_segments_asked"] += len(request.segments) // m.SEGMENT.size
-        counters["blend_segments_found"] += num_found
-        counters["blend_runs"] += len(nodes)
-        counters["blend_tokens_found"] += num_tokens
+        counters[_BLEND_LOOKUPS] += 1
+        counters[_BLEND_SEGMENTS_ASKED] += len(request.segments) // m.SEGMENT.size
+        counters[_BLEND_SEGMENTS_FOUND] += num_found
+        counters[_BLEND_RUNS] += len(nodes)
+        counters[_BLEND_TOKENS_FOUND] += num_tokens
         if not nodes:
             return m.BlendReply(state.epoch, 0, 0.0, b"", b"")
         pinned = tuple(dict.fromkeys(nodes))

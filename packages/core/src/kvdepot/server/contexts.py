@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import Space, digest_of
 from kvdepot.pool.table import OWNER_BYTES, Writer
@@ -17,6 +18,8 @@ from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 
 logger = logging.getLogger(__name__)
+
+_WORKERS_FALLEN_BACK: Final = depot_counter("workers_fallen_back", "Workers that fell back to copying by themselves")
 
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
@@ -167,7 +170,7 @@ class ContextTable:
             f"{request.instance} rank {request.rank} of {request.world_size} on {request.device} registered"
         )
         if request.fallback:
-            self._state.counters["workers_fallen_back"] += 1
+            self._state.counters[_WORKERS_FALLEN_BACK] += 1
         return context
 
     def add_scheduler(self, session: int, writer: Writer, request: m.RegisterScheduler) -> Context:

@@ -7,8 +7,9 @@ has changed nothing.
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
@@ -31,6 +32,8 @@ from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
+
+_ENTRIES_CORRUPT: Final = depot_counter("entries_corrupt", "Entries removed because their checksum did not match")
 
 
 class Depot:
@@ -171,7 +174,7 @@ class Depot:
         )  # fmt: skip
         self.index.remove_entry(number)
         self.state.note(f"an entry of tenant {tenant} lost its bytes and was removed")
-        self.counters["entries_corrupt"] += 1
+        self.counters[_ENTRIES_CORRUPT] += 1
         return True
 
     def end_session(self, session: int) -> None:

@@ -17,16 +17,22 @@ that shares all of its chunks joins it.
 """
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Final
 
+from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.server.contexts import Context
+
+_FLIGHTS: Final = depot_counter("flights", "Prefixes that a lookup announced as being computed")
+_FLIGHTS_JOINED: Final = depot_counter(
+    "flights_joined", "Lookups that waited for chunks that another request was computing"
+)
+_FLIGHTS_FAILED: Final = depot_counter("flights_failed", "Announced prefixes that did not arrive whole")
 
 MAXIMUM_FLIGHTS: Final = 1024
 MAXIMUM_WAITING: Final = 64  # lookups of one flight
@@ -99,7 +105,7 @@ class FlightTable:
         counters: `flights`, `flights_failed`, `flights_joined`.
     """
 
-    def __init__(self, index: ChunkIndex, clock: Callable[[], float], counters: Counter[str]) -> None:
+    def __init__(self, index: ChunkIndex, clock: Callable[[], float], counters: Counts) -> None:
         self._index = index
         self._clock = clock
         self._counters = counters
@@ -147,7 +153,7 @@ class FlightTable:
         self._num_digest_bytes = num_bytes
         self._num_remote += flight.is_remote
         self._expect(flight)
-        self._counters["flights"] += 1
+        self._counters[_FLIGHTS] += 1
         return True
 
     def join(
@@ -212,7 +218,7 @@ class FlightTable:
             return False
         flight.waiting.append(waiting)
         self._call_at(waiting.until, partial(self._is_late, waiting))
-        self._counters["flights_joined"] += 1
+        self._counters[_FLIGHTS_JOINED] += 1
         if flight.is_remote and not flight.is_polled:
             self._poll_soon(flight)
         return True
@@ -299,7 +305,7 @@ class FlightTable:
         """End the flight of a request, if it has one."""
         flight = self._by_request.get((context.number, request_id))
         if flight is not None:
-            self._counters["flights_failed"] += 1
+            self._counters[_FLIGHTS_FAILED] += 1
             self._end(flight)
 
     def end_context(self, context: Context) -> None:
@@ -325,7 +331,7 @@ class FlightTable:
 
     def _is_due(self, flight: Flight, now: float) -> None:
         if flight.due <= now and self._by_request.get((flight.context.number, flight.request_id)) is flight:
-            self._counters["flights_failed"] += 1
+            self._counters[_FLIGHTS_FAILED] += 1
             self._end(flight)
 
     def next_deadline(self) -> float | None:

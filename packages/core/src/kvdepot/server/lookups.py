@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import Space, pack_extent
 from kvdepot.keys import DIGEST_BYTES
@@ -10,9 +11,31 @@ from kvdepot.server.background import Kind, Task
 from kvdepot.server.contexts import Context, ContextTable, check_covered
 from kvdepot.server.flights import Flight, FlightTable
 from kvdepot.server.replies import Deferred, Refused, count_digests
-from kvdepot.server.state import DepotState
+from kvdepot.server.state import HINTS_CUT, DepotState
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+
+_LOOKUPS: Final = depot_counter("lookups", "Lookups by schedulers")
+_LOOKUP_CHUNKS: Final = depot_counter("lookup_chunks", "Chunks looked up")
+_LOOKUP_CHUNKS_POOL_HIT: Final = depot_counter("lookup_chunks_pool_hit", "Chunks found in the pool")
+_LOOKUPS_WITHOUT_NAME: Final = depot_counter(
+    "lookups_without_name", "Lookups that did not ask the tiers because the name of their tenant or model found no room"
+)
+_LOOKUPS_NOT_SAMPLED: Final = depot_counter(
+    "lookups_not_sampled", "Very long lookups left out of the estimates while another one was being counted"
+)
+_LOOKUP_CHUNKS_HIT: Final = depot_counter(
+    "lookup_chunks_hit", "Chunks found, in the pool or loaded from the tiers in time"
+)
+_BLENDS: Final = depot_counter("blends", "Prompts that were blended")
+_BLEND_REUSED_TOKENS: Final = depot_counter("blend_reused_tokens", "Tokens of blends whose KV was reused as it was")
+_BLEND_RECOMPUTED_TOKENS: Final = depot_counter(
+    "blend_recomputed_tokens", "Tokens of blends that were reused and computed again"
+)
+_HINTS: Final = depot_counter("hints", "Hints from clients")
+_RETRIEVES: Final = depot_counter("retrieves", "Retrieves prepared")
+_RETRIEVE_CHUNKS: Final = depot_counter("retrieve_chunks", "Chunks requested by workers")
+_RETRIEVE_CHUNKS_HIT: Final = depot_counter("retrieve_chunks_hit", "Chunks delivered to workers")
 
 _OBSERVED_AT_ONCE: Final = 2048  # chunks; the sample takes at most an eighth
 _RANKED_AT_ONCE: Final = 2  # steps of a hint that its request does itself: the end of the prefix is what leaves first
@@ -38,9 +61,9 @@ class Lookups:
         if request.token_seconds != context.token_seconds:
             context.token_seconds = self._contexts.token_seconds[context.instance] = request.token_seconds
         counters = self._counters
-        counters["lookups"] += 1
-        counters["lookup_chunks"] += num_chunks
-        counters["lookup_chunks_pool_hit"] += found
+        counters[_LOOKUPS] += 1
+        counters[_LOOKUP_CHUNKS] += num_chunks
+        counters[_LOOKUP_CHUNKS_POOL_HIT] += found
         self._observe(request.digests, space)
         if request.hands_over:
             self._contexts.begin_hand_over(context.instance, request.request_id)
@@ -124,7 +147,7 @@ class Lookups:
         try:
             label = self._state.labels.number_of(tenant, model)
         except (Refused, OSError):  # a tenant too many, or no room for its name
-            self._counters["lookups_without_name"] += 1
+            self._counters[_LOOKUPS_WITHOUT_NAME] += 1
             return False
         return tiering.promote(
             context.space, digests, places, label, found=found, pins=nodes,
@@ -140,7 +163,7 @@ class Lookups:
         if len(digests) <= _OBSERVED_AT_ONCE * DIGEST_BYTES:
             self._usage.shadow.looked_up(digests, chunk_bytes)
         elif not self._state.background.add(self._observing(digests, chunk_bytes), Kind.SAMPLE):
-            self._counters["lookups_not_sampled"] += 1
+            self._counters[_LOOKUPS_NOT_SAMPLED] += 1
 
     def _observing(self, digests: bytes, chunk_bytes: int) -> Task:
         step = _OBSERVED_AT_ONCE * DIGEST_BYTES
@@ -152,7 +175,7 @@ class Lookups:
         self, context: Context, request: m.Lookup, found: int, nodes: tuple[int, ...], waited_seconds: float = 0.0
     ) -> m.LookupReply:
         epoch, leases = self._state.epoch, self._leases
-        self._counters["lookup_chunks_hit"] += found
+        self._counters[_LOOKUP_CHUNKS_HIT] += found
         num_pending = 0
         if found * DIGEST_BYTES < len(request.digests):
             if self._flights and request.joins:
@@ -181,9 +204,9 @@ class Lookups:
         """End leases; the reply counts them."""
         if request.reused_tokens or request.recomputed_tokens:
             counters = self._state.counters
-            counters["blends"] += 1
-            counters["blend_reused_tokens"] += request.reused_tokens
-            counters["blend_recomputed_tokens"] += request.recomputed_tokens
+            counters[_BLENDS] += 1
+            counters[_BLEND_REUSED_TOKENS] += request.reused_tokens
+            counters[_BLEND_RECOMPUTED_TOKENS] += request.recomputed_tokens
         return m.Done(self._state.epoch, sum(self._leases.release(context.number, lease) for lease in request.leases))
 
     def end_request(self, context: Context, request: m.EndRequest) -> frames.Reply:
@@ -199,7 +222,7 @@ class Lookups:
         count_digests(request.digests)
         index, names = self._index, self._state.labels.names
         found, nodes = index.longest_prefix(context.space, request.digests)
-        self._counters["hints"] += 1
+        self._counters[_HINTS] += 1
         if not found:
             return m.Done(self._state.epoch, 0)
         tenant = request.tenant  # a task must not keep the request's digests
@@ -233,7 +256,7 @@ class Lookups:
         deferred = Deferred()
         if self._state.background.answer(task(), Kind.HINT, deferred):
             return deferred
-        self._counters["hints_cut"] += 1
+        self._counters[HINTS_CUT] += 1
         return m.Done(epoch, count)
 
     def prepare_retrieve(self, context: Context, request: m.PrepareRetrieve) -> frames.Reply:
@@ -242,9 +265,9 @@ class Lookups:
         check_covered(context, request.covered, num_chunks, m.MAXIMUM_RETRIEVE_ENTRIES)
         state, usage = self._state, self._usage
         extents, nodes, found, num_bytes = self._readable(context, request, num_chunks)
-        self._counters["retrieves"] += 1
-        self._counters["retrieve_chunks"] += num_chunks
-        self._counters["retrieve_chunks_hit"] += found
+        self._counters[_RETRIEVES] += 1
+        self._counters[_RETRIEVE_CHUNKS] += num_chunks
+        self._counters[_RETRIEVE_CHUNKS_HIT] += found
         usage.bytes_of(context.device)[1] += num_bytes
         if not nodes:
             return m.RetrievePlan(state.epoch, 0, found, b"")

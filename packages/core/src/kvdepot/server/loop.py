@@ -16,6 +16,7 @@ from typing import Final
 
 import zmq
 
+from kvdepot.counting import depot_counter
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.events import EventPublisher
 from kvdepot.operators.zeromq import LOOK_MILLISECONDS, Listeners
@@ -29,6 +30,8 @@ from kvdepot.server.waking import ThreadResults
 from kvdepot.server.watch import TurnWatch
 
 logger = logging.getLogger(__name__)
+
+_TIERS_FAILED: Final = depot_counter("tiers_failed", "Turns of the tiers that failed because of a bug")
 
 _SWEEP_SECONDS: Final = 0.5
 # Of a turn. Work that is left then continues in the next turn; a request that has begun is served.
@@ -162,7 +165,7 @@ class Loop:
             tiering.turn(_after(_TASK_SECONDS))
         except Exception:
             logger.exception("the tiers' turn failed")
-            self._depot.counters["tiers_failed"] += 1
+            self._depot.counters[_TIERS_FAILED] += 1
 
     def _idle_milliseconds(self) -> int:
         """Return how long the loop may sleep if nothing comes."""

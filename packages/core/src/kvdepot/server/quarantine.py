@@ -3,15 +3,19 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.pool.table import Writer
-from kvdepot.server.background import Task
+from kvdepot.server.background import CHORES_FAILED, Task
 from kvdepot.server.contexts import Fence
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
+
+_ENTRIES_ABORTED: Final = depot_counter("entries_aborted", "Entries abandoned before commit")
 
 
 @dataclass(slots=True)
@@ -68,8 +72,8 @@ class QuarantineTable:
                 index.discard_entry(record)
             except Exception:
                 logger.exception("an unfinished entry could not be taken back")
-                counters["chores_failed"] += 1
-            counters["entries_aborted"] += 1
+                counters[CHORES_FAILED] += 1
+            counters[_ENTRIES_ABORTED] += 1
             yield
 
     def abandon_some(self) -> bool:

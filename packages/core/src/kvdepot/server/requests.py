@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.server.access import describe_peer
 from kvdepot.server.connections import Connection, ConnectionTable
@@ -21,6 +22,9 @@ from kvdepot.wire import messages as m
 from kvdepot.wire.histogram import Histogram
 
 logger = logging.getLogger(__name__)
+
+_REQUESTS_REFUSED: Final = depot_counter("requests_refused", "Requests answered with an error")
+_REQUESTS_FAILED: Final = depot_counter("requests_failed", "Requests that failed because of a bug")
 
 _WHY_NO_SESSION: Final = "no open session: connect to the session socket first"
 
@@ -70,9 +74,9 @@ class Requests:
                 raise Refused(ErrorCode.UNKNOWN_SESSION, _WHY_NO_SESSION)
             return type(request), depot.handle(session.number, session.writer, request)
         except (Refused, frames.FrameError) as error:
-            depot.counters["requests_refused"] += 1
+            depot.counters[_REQUESTS_REFUSED] += 1
             return m.ErrorReply, m.ErrorReply(depot.state.epoch, error.code, str(error))
         except Exception as error:
             logger.exception("a request failed")
-            depot.counters["requests_failed"] += 1
+            depot.counters[_REQUESTS_FAILED] += 1
             return m.ErrorReply, m.ErrorReply(depot.state.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")

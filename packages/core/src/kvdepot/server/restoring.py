@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from kvdepot.pool.names import Names
 from kvdepot.pool.table import Writer
+from kvdepot.server.background import CHORES_FAILED
 from kvdepot.server.contexts import Fence
 from kvdepot.server.depot import Depot
 
@@ -41,13 +42,13 @@ class Restoring:
             for _ in self._steps:
                 if is_over():
                     return
-            counters["chores_failed"] += self._depot.index.num_restore_errors
+            counters[CHORES_FAILED] += self._depot.index.num_restore_errors
             state.accepts_stores = not self._is_stopping()
             state.note(f"found {self._depot.index.num_entries} entries of an earlier server")
         except Exception:
             # The owners of unfinished writes are unknown from here on: serve the entries read so far, and add none.
             logger.exception("reading back an earlier server's table failed: no stores until a start with --fresh")
-            counters["chores_failed"] += 1
+            counters[CHORES_FAILED] += 1
             state.note("reading back an earlier server's table failed: no stores until a start with --fresh")
         state.is_restoring = False
 

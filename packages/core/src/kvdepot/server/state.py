@@ -1,11 +1,12 @@
 """The state that the parts of one depot share: the index, its leases and names, the background, the counters."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
+from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
 from kvdepot.movers.table import MoverTable
@@ -15,6 +16,10 @@ from kvdepot.server.shadow import ShadowIndex
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.wire import messages as m
 from kvdepot.wire.histogram import Histogram
+
+HINTS_CUT: Final = depot_counter(
+    "hints_cut", "Hints and uses of long prefixes applied only to the end, because too many were waiting"
+)
 
 MAXIMUM_EVENTS: Final = 20  # that operators see
 MAXIMUM_ROWS: Final = 1024  # names with counters of their own
@@ -52,7 +57,7 @@ class DepotState:
     leases: LeaseTable
     labels: LabelTable
     usage: Usage
-    counters: Counter[str] = field(default_factory=Counter[str])
+    counters: Counts = field(default_factory=Counts)
     background: Background = field(init=False)
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAXIMUM_EVENTS))
     numbers: "count[int]" = field(default_factory=lambda: count(1))  # of contexts and tickets
@@ -69,7 +74,7 @@ class DepotState:
         """Count a use of the prefix that ends with this chunk."""
         rest = self.index.used(node)
         if rest is not None and not self.background.add(rest, Kind.HINT):
-            self.counters["hints_cut"] += 1
+            self.counters[HINTS_CUT] += 1
 
     def note(self, event: str) -> None:
         """Keep what happened for operators to see."""

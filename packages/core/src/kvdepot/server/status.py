@@ -1,10 +1,11 @@
 """The status of a depot: the fields of `DepotStatus` that need no socket."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
 import msgspec.structs
 
+from kvdepot.counting import depot_counter, tier_counter
 from kvdepot.index.contents import ContentIndex
 from kvdepot.index.pins import PinTable
 from kvdepot.layout import GroupKind
@@ -15,6 +16,16 @@ from kvdepot.server.state import MAXIMUM_ROWS, OTHERS, DepotState
 from kvdepot.server.stores import Stores
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+
+_CHUNKS_EVICTED: Final = depot_counter("chunks_evicted", "Chunks evicted to make room")
+_CHUNKS_EVICTED_LEASED: Final = depot_counter(
+    "chunks_evicted_leased", "Evicted chunks that were leased by a tenant above its quota, for a tenant within its own"
+)
+_STORE_ENTRIES_OVER_SHARE: Final = depot_counter(
+    "store_entries_over_share", "Entries declined because unfinished stores already fill their tenant's share"
+)
+_POLICY_ERRORS: Final = depot_counter("policy_errors", "Failed calls of the eviction policy")
+_LEASES_EXPIRED: Final = depot_counter("leases_expired", "Leases not released in time")
 
 
 class StatusReport:
@@ -53,15 +64,18 @@ class StatusReport:
             "contexts": self._contexts_status(),
             "tenants": self._tenant_status(),
             "tiers": state.tiering.status() if state.tiering else [],
+            "counter_texts": depot_counter.texts,
+            "tier_counter_texts": tier_counter.texts,
             "counters": {
+                **dict.fromkeys(depot_counter.texts, 0),
                 **state.counters,
                 **(state.tiering.counters if state.tiering else {}),
                 **(state.movers.counters if state.movers else {}),
-                "chunks_evicted": index.num_evicted,
-                "chunks_evicted_leased": index.num_leased_evicted,
-                "store_entries_over_share": index.num_over_share,
-                "policy_errors": index.num_policy_errors,
-                "leases_expired": state.leases.num_expired,
+                _CHUNKS_EVICTED: index.num_evicted,
+                _CHUNKS_EVICTED_LEASED: index.num_leased_evicted,
+                _STORE_ENTRIES_OVER_SHARE: index.num_over_share,
+                _POLICY_ERRORS: index.num_policy_errors,
+                _LEASES_EXPIRED: state.leases.num_expired,
             },
             "devices": {
                 name: {"stored_bytes": stored, "retrieved_bytes": retrieved}

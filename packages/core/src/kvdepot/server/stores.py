@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import MOST_EVICTED, EntryPlace, pack_extent
@@ -18,6 +19,18 @@ from kvdepot.server.replies import Refused, count_digests
 from kvdepot.server.state import DepotState
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+
+_STORES: Final = depot_counter("stores", "Stores prepared")
+_STORE_CHUNKS: Final = depot_counter("store_chunks", "Chunks in prepared stores")
+_STORES_WITHOUT_COMMIT: Final = depot_counter(
+    "stores_without_commit", "Stores declined because their worker already holds half of the pool in unfinished stores"
+)
+_STORE_ENTRIES_PRESENT: Final = depot_counter(
+    "store_entries_present", "Entries of stores that were already in the pool"
+)
+_STORE_ENTRIES_DECLINED: Final = depot_counter("store_entries_declined", "Entries of stores declined for lack of space")
+_ENTRIES_STORED: Final = depot_counter("entries_stored", "Entries committed")
+_STORES_LATE: Final = depot_counter("stores_late", "Stores that were ended before their worker committed them")
 
 _MOST_LOOKED_AT: Final = 1024  # unfinished stores, in search of one that can end
 _TICKET_LEASES: Final = 4  # times that a lease lives: so long a store may take
@@ -78,13 +91,13 @@ class Stores:
         num_chunks = count_digests(request.digests)
         check_covered(context, request.covered, num_chunks, m.MAXIMUM_STORE_ENTRIES)
         state, space, index, counters = self._state, context.space, self._index, self._counters
-        counters["stores"] += 1
-        counters["store_chunks"] += num_chunks
+        counters[_STORES] += 1
+        counters[_STORE_CHUNKS] += num_chunks
         writer = self._writer_of(context)
         if not state.accepts_stores or state.is_draining or writer is None:
             return self._decline(request)
         if context.writing_bytes > index.extents.capacity_bytes // 2:
-            counters["stores_without_commit"] += 1
+            counters[_STORES_WITHOUT_COMMIT] += 1
             return self._decline(request)
         parent = NO_NODE
         if request.first_chunk:
@@ -93,8 +106,8 @@ class Stores:
                 return self._decline(request)  # the prefix was evicted: no lookup could ever find these chunks
             parent = NO_NODE if above is None else above
         plan = self._begin_entries(context, request, writer, parent)
-        counters["store_entries_present"] += plan.num_present
-        counters["store_entries_declined"] += plan.num_declined
+        counters[_STORE_ENTRIES_PRESENT] += plan.num_present
+        counters[_STORE_ENTRIES_DECLINED] += plan.num_declined
         if not plan.records:
             return m.StorePlan(state.epoch, 0, b"", plan.num_present, plan.num_declined)
         state.usage.shadow.stored(request.digests, self._contexts.chunk_bytes[space.number])
@@ -115,7 +128,7 @@ class Stores:
 
     def _decline(self, request: m.PrepareStore) -> m.StorePlan:
         num_declined = sum(request.covered)
-        self._counters["store_entries_declined"] += num_declined
+        self._counters[_STORE_ENTRIES_DECLINED] += num_declined
         return m.StorePlan(self._state.epoch, 0, b"", 0, num_declined)
 
     def _begin_entries(self, context: Context, request: m.PrepareStore, writer: Writer, parent: int) -> _Plan:
@@ -174,7 +187,7 @@ class Stores:
             )
         self._drop(ticket)
         self._index.seal_entries(ticket.records, int(now), request.checksums)
-        self._counters["entries_stored"] += len(ticket.records)
+        self._counters[_ENTRIES_STORED] += len(ticket.records)
         state.usage.store_seconds.add(now - ticket.began)
         state.usage.bytes_of(context.device)[0] += ticket.num_bytes
         if state.tiering is not None:
@@ -267,7 +280,7 @@ class Stores:
         self.late_tickets[ticket.number] = ticket
         for record in reversed(ticket.records):
             self._index.abandon_entry(record)
-        self._counters["stores_late"] += 1
+        self._counters[_STORES_LATE] += 1
 
     def _end_one_above_quota(self) -> bool:
         """End one store of a share above its quota, so that the chunks before it can leave.

@@ -2,7 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
+
+from kvdepot.counting import tier_counter
+
+EVICTED: Final = tier_counter("evicted", "Entries removed to make room")
 
 Extents = Sequence[tuple[int, int]]
 """Places in the pool: `(offset, payload bytes)` of each; offsets are multiples of 4 KiB, and so is the space behind."""
@@ -20,7 +24,8 @@ class TierPool:
 class TierUsage:
     """The contents of a tier, as far as it knows without asking the storage. Sizes are bytes; 0 stands for unknown.
 
-    A tier that evicts on its own counts the removed entries as "evicted".
+    A tier that evicts on its own counts the removed entries as `EVICTED`. `/metrics` shows all
+    counters of a tier, with a sentence for those that `kvdepot.counting.tier_counter` declares.
     """
 
     num_entries: int = 0

@@ -11,14 +11,17 @@ keeps its deadlines but is too slow for lookups, until it serves a lookup in tim
 import logging
 import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from kvdepot.counting import Counts, tier_counter
 from kvdepot.tiers.base import Tier
 from kvdepot.tiers.jobs import Call, Operation
 
 logger = logging.getLogger(__name__)
+
+_BREAKER_OPENED: Final = tier_counter("breaker_opened", "Times the tier was suspended after failures")
 
 ERRORS_TO_SUSPEND: Final = 3  # calls in a row that raise
 MAXIMUM_HUNG_CALLS: Final = 16  # or as many as there are threads; beyond that the tier stays suspended
@@ -53,7 +56,7 @@ class Breaker:
         self,
         name: str,
         tier: Tier,
-        counters: Counter[str],
+        counters: Counts,
         most_hung: int,
         wake: Callable[[], None],
         clock: Callable[[], float],
@@ -90,7 +93,7 @@ class Breaker:
             return
         if not self.why_suspended:
             logger.error("tier %s is suspended: %s", self._name, why)
-            self._counters["breaker_opened"] += 1
+            self._counters[_BREAKER_OPENED] += 1
         self.why_suspended = why
         self._suspects.update(suspects)
         if self._probe_started_at is None:

@@ -6,18 +6,22 @@ the rule, and none of them is dropped before the queue is full.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
 from kvdepot.config import Demotion
+from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import EntryKeys
 from kvdepot.tiers.queue import TierQueue
+
+_DEMOTIONS_DROPPED: Final = depot_counter(
+    "demotions_dropped", "Entries not written to a tier because its queue was full"
+)
 
 _CHUNKS_A_STEP: Final = 32  # of one prefix
 _MOST_PREFIXES: Final = 256  # walked in steps at the same time
@@ -46,7 +50,7 @@ class Demotions:
         keys: EntryKeys,
         rule: Demotion,
         least_tokens: int,
-        counters: Counter[str],
+        counters: Counts,
         on_corrupt: Callable[[int, int], object],
     ) -> None:
         self._index = index
@@ -116,18 +120,18 @@ class Demotions:
                     return  # it was evicted, after the chunks behind it
             path.append((node, index.key_of(node)))
             node = index.parent_of(node)
-        num_dropped = self._counters["demotions_dropped"]
+        num_dropped = self._counters[_DEMOTIONS_DROPPED]
         while path:
             here = [node for node, key in path[: -_CHUNKS_A_STEP - 1 : -1] if nodes.get(key) == node]
             del path[-_CHUNKS_A_STEP:]
             records = [record for node in here for record in index.entries(node) if not self._is_written(record)]
             if records:
                 self._write(records, asks_first=True, is_first=is_first)
-            if self._counters["demotions_dropped"] != num_dropped:
+            if self._counters[_DEMOTIONS_DROPPED] != num_dropped:
                 return
             if path:
                 yield
-                num_dropped = self._counters["demotions_dropped"]
+                num_dropped = self._counters[_DEMOTIONS_DROPPED]
 
     def _is_missing(self, node: int) -> bool:
         return any(not self._is_written(record) for record in self._index.entries(node))
@@ -154,7 +158,7 @@ class Demotions:
                 continue
             missing = [record for record in records if tier.headers[record] != table.header(record)]
             num_kept = len(missing) if is_first else _num_taken(tier.queue, len(missing))
-            self._counters["demotions_dropped"] += len(missing) - num_kept
+            self._counters[_DEMOTIONS_DROPPED] += len(missing) - num_kept
             missing = missing[:num_kept]
             if not missing:
                 continue
@@ -167,7 +171,7 @@ class Demotions:
                 is_first=is_first,
             )
             if not tier.queue.submit(job):
-                self._counters["demotions_dropped"] += len(missing)
+                self._counters[_DEMOTIONS_DROPPED] += len(missing)
                 continue
             entries = [(record, table.header(record), index.begin_reading(record)) for record in missing]
             job.on_part = partial(self._wrote, tier, entries, evicts)

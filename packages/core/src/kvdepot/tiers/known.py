@@ -5,6 +5,7 @@ from statistics import median
 from typing import Final
 
 from kvdepot.index.columns import make_column
+from kvdepot.tiers.base import EVICTED
 from kvdepot.tiers.queue import TierQueue
 
 _PACES: Final = 15  # promotions; their median is the pace of a tier
@@ -42,7 +43,7 @@ class KnownTier:
         No lookup asks a tier for entries that the pool has, so they are the coldest there however hot they are.
         """
         usage = self.queue.usage()
-        num_evicted = usage.counters.get("evicted", 0)
+        num_evicted = usage.counters.get(EVICTED, 0)
         if num_evicted - self._num_evicted > _TURNED_OVER * usage.num_entries:
             self._num_evicted = num_evicted
             self.forget_entries()

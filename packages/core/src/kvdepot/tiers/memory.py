@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from kvdepot.config import parse_size
-from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
+from kvdepot.tiers.base import EVICTED, Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.sizes import LruSizes
 from kvdepot.tiers.url import TierUrl
@@ -74,7 +74,7 @@ class MemoryTier(Tier):
 
     def usage(self) -> TierUsage:
         """See `Tier`."""
-        return TierUsage(len(self._sizes), self._used_bytes, self._capacity_bytes, {"evicted": self._num_evicted})
+        return TierUsage(len(self._sizes), self._used_bytes, self._capacity_bytes, {EVICTED: self._num_evicted})
 
     def close(self) -> None:
         """See `Tier`."""

@@ -25,7 +25,6 @@ import contextlib
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -35,11 +34,14 @@ import obstore
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
+from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import LABEL_BYTES
 from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import PATIENCE, TierUrl
+
+_REQUEST_ERRORS: Final = tier_counter("request_errors", "Failed requests to the store")
 
 if TYPE_CHECKING:
     from obstore import ListResult, ObjectMeta
@@ -84,7 +86,7 @@ class ObjectTier:
         self._pool = pool
         self.store = store
         self._patient = patient or store
-        self._counters: Counter[str] = Counter(request_errors=0)
+        self._counters = Counts()
         self._changed = threading.Condition()
         self._num_calls = 0
         self._is_closed = False
@@ -170,7 +172,7 @@ class ObjectTier:
         """
         outcomes = await asyncio.gather(*works, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        self._counters["request_errors"] += len(errors)
+        self._counters[_REQUEST_ERRORS] += len(errors)
         if errors and len(errors) == len(outcomes):
             raise errors[0]
         return [None if isinstance(outcome, BaseException) else outcome for outcome in outcomes]

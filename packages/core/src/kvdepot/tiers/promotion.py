@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.index.prefix import usable_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, Operation, Part
@@ -16,6 +17,11 @@ from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import ShardPlace
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import QUESTIONS_A_STEP, Entry, IsOver, Pause, Prefix, PromotionContext, Reading
+
+_PROMOTIONS_NOT_WORTH_IT: Final = depot_counter(
+    "promotions_not_worth_it", "Promotions skipped because the engine computes faster than the tier reads"
+)
+_PROMOTIONS_LATE: Final = depot_counter("promotions_late", "Lookups that the tiers did not answer in time")
 
 MAXIMUM_QUESTIONS: Final = 4096  # keys per question
 MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each turn looks at the deadline of each
@@ -127,7 +133,7 @@ class Promotion:
         wanted, num_bytes = yield from self._wanted(length)
         num_tokens = (length - self._found) * space.spec.chunk_tokens
         if not tier.is_worth_reading(num_bytes, num_tokens * prefix.token_seconds):
-            self._context.counters["promotions_not_worth_it"] += 1
+            self._context.counters[_PROMOTIONS_NOT_WORTH_IT] += 1
             return 0
         yield from self._read(tier, wanted)
         return limit
@@ -293,7 +299,7 @@ class Promotions:
     def turn(self, is_over: IsOver) -> None:
         """Answer lookups whose time is up. Resume one promotion that can continue, then more until `is_over`."""
         for promotion, waiter in self._late(self._context.clock()):
-            self._context.counters["promotions_late"] += 1
+            self._context.counters[_PROMOTIONS_LATE] += 1
             queue = promotion.waits_for
             if queue is not None and not promotion.has_landed and waiter.seconds >= self._context.patience_seconds:
                 queue.breaker.was_too_late(self._context.patience_seconds)

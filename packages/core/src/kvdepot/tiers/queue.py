@@ -11,10 +11,11 @@ import logging
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from kvdepot.counting import Counts, tier_counter
 from kvdepot.tiers.base import Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND, MAXIMUM_HUNG_CALLS, Breaker
 from kvdepot.tiers.jobs import Call, Job, Operation, Part
@@ -24,6 +25,17 @@ from kvdepot.tiers.workers import Workers
 from kvdepot.wire.operations import TierStatus
 
 logger = logging.getLogger(__name__)
+
+_DEADLINE_MISSES: Final = tier_counter("deadline_misses", "Calls that took longer than their deadline")
+_USAGE_FAILED: Final = tier_counter("usage_failed", "Times the tier could not list its entries")
+_WRITTEN_BYTES: Final = tier_counter("written_bytes", "Bytes written from the pool")
+_WRITTEN_ENTRIES: Final = tier_counter("written_entries", "Entries written")
+_FAILED_WRITES: Final = tier_counter("failed_writes", "Entries that could not be written")
+_READ_BYTES: Final = tier_counter("read_bytes", "Bytes read into the pool")
+_READ_ENTRIES: Final = tier_counter("read_entries", "Entries read")
+_FAILED_READS: Final = tier_counter("failed_reads", "Entries that were missing or unreadable")
+_CORRUPT: Final = tier_counter("corrupt", "Entries whose checksum did not match")
+_ERRORS: Final = tier_counter("errors", "Failed calls")
 
 _CLOSE_SECONDS: Final = 2.0
 _QUESTIONS_A_CALL: Final = 512
@@ -61,7 +73,7 @@ class TierQueue:
         self.deadline_seconds = deadline_seconds
         self.write_bytes = write_bytes
         self.queued_write_bytes = 0
-        self.counters: Counter[str] = Counter(corrupt=0)
+        self.counters = Counts()
         self._num_threads = max(2, num_threads)
         self._wake = wake
         self._clock = clock
@@ -155,7 +167,7 @@ class TierQueue:
                 call.is_late = True
                 self.breaker.num_hung += 1
                 suspects.add(call.operation)
-                self.counters["deadline_misses"] += 1
+                self.counters[_DEADLINE_MISSES] += 1
                 if not call.job.is_late:
                     call.job.is_late = True
                     late.append(call.job)
@@ -188,9 +200,9 @@ class TierQueue:
         try:
             self._usage = self.tier.usage()
         except Exception:
-            if not self.counters["usage_failed"]:
+            if not self.counters[_USAGE_FAILED]:
                 logger.exception("tier %s cannot list its entries", self.name)
-            self.counters["usage_failed"] += 1
+            self.counters[_USAGE_FAILED] += 1
         return self._usage
 
     def status(self) -> TierStatus:
@@ -238,14 +250,14 @@ class TierQueue:
         moved = [size for size, ok, here in zip(sizes, outcomes, was_here, strict=False) if ok and not here]
         if job.operation is Operation.WRITE:
             self.queued_write_bytes -= sum(sizes)
-            self.counters["written_bytes"] += sum(moved)
-            self.counters["written_entries"] += len(moved)
-            self.counters["failed_writes"] += num_keys - sum(outcomes)
+            self.counters[_WRITTEN_BYTES] += sum(moved)
+            self.counters[_WRITTEN_ENTRIES] += len(moved)
+            self.counters[_FAILED_WRITES] += num_keys - sum(outcomes)
         elif job.operation is Operation.READ:
-            self.counters["read_bytes"] += sum(moved)
-            self.counters["read_entries"] += len(moved)
-            self.counters["failed_reads"] += num_keys - sum(outcomes)
-            self.counters["corrupt"] += len(call.corrupt)
+            self.counters[_READ_BYTES] += sum(moved)
+            self.counters[_READ_ENTRIES] += len(moved)
+            self.counters[_FAILED_READS] += num_keys - sum(outcomes)
+            self.counters[_CORRUPT] += len(call.corrupt)
         return Part(job, call.first, outcomes, not job.num_left, call.corrupt, call.checksums)
 
     # --- workers --------------------------------------------------------------------------------------------------
@@ -280,7 +292,7 @@ class TierQueue:
         except Exception as error:
             level = logging.WARNING if self.breaker.num_errors < ERRORS_TO_SUSPEND else logging.DEBUG
             logger.log(level, "tier %s: a %s failed: %r", self.name, call.operation.name.lower(), error)
-            self.counters["errors"] += 1
+            self.counters[_ERRORS] += 1
 
     def _clear(self, call: Call) -> None:
         num_cleared = 0

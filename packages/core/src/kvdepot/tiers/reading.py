@@ -9,12 +9,13 @@ The record of an entry that is being read names the writing process, so no looku
 
 import itertools
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
 
+from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.columns import make_column
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space
@@ -25,6 +26,15 @@ from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import EntryKeys, ShardPlace
 from kvdepot.tiers.queue import TierQueue
+
+_PROMOTIONS_FAILED: Final = depot_counter("promotions_failed", "Entries that a tier had but did not deliver")
+_PROMOTIONS_WITHOUT_DESCRIPTOR: Final = depot_counter(
+    "promotions_without_descriptor", "Promotions ended because the server had no file descriptor left"
+)
+_PROMOTIONS_WITHOUT_ROOM: Final = depot_counter(
+    "promotions_without_room", "Promotions cut short because the pool had no room"
+)
+_ENTRIES_PROMOTED: Final = depot_counter("entries_promoted", "Entries loaded from the tiers")
 
 # One step takes at most about half a millisecond, then the loop looks at the time.
 QUESTIONS_A_STEP: Final = 128  # entries looked up
@@ -92,7 +102,7 @@ class PromotionContext:
 
     index: ChunkIndex
     keys: EntryKeys
-    counters: Counter[str]
+    counters: Counts
     clock: Callable[[], float]
     patience_seconds: float  # the longest wait of a lookup
     own_writer: Writer | None = field(init=False, default=None)  # this process, once it is known
@@ -189,7 +199,7 @@ class Reading:
                     landed.append(flight)
                 elif flight.state is not _State.LOST:
                     self._index.discard_entry(flight.record)
-                    context.counters["promotions_failed"] += 1
+                    context.counters[_PROMOTIONS_FAILED] += 1
                     context.arrived(flight.record)
             self._seal(landed)
             if is_broken:
@@ -211,7 +221,7 @@ class Reading:
         try:
             writer = context.writer_of(self._tier.queue)
         except OSError:  # no descriptor is left, so nobody could tell later whether it still writes
-            context.counters["promotions_without_descriptor"] += 1
+            context.counters[_PROMOTIONS_WITHOUT_DESCRIPTOR] += 1
             wanted.clear()
             return flights
         most_steps = index.num_room_steps + MOST_EVICTED
@@ -241,7 +251,7 @@ class Reading:
                 most_steps - index.num_room_steps,
             )  # fmt: skip
             if record is None:
-                context.counters["promotions_without_room"] += 1
+                context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
                 wanted.clear()
                 break
             flights.append((_Flight(record), context.keys.key(prefix.owner, space, place, digest)))
@@ -268,7 +278,7 @@ class Reading:
                 if flight.state is _State.COMING:
                     flight.state = _State.LOST
                     self._index.abandon_entry(flight.record)
-                    self._context.counters["promotions_failed"] += 1
+                    self._context.counters[_PROMOTIONS_FAILED] += 1
                     self._context.arrived(flight.record)
             self.wake()
 
@@ -286,7 +296,7 @@ class Reading:
         index, table, context = self._index, self._index.table, self._context
         checksums = b"".join(flight.checksum for flight in flights)
         index.seal_entries([flight.record for flight in flights], int(context.clock()), checksums)
-        context.counters["entries_promoted"] += len(flights)
+        context.counters[_ENTRIES_PROMOTED] += len(flights)
         for flight in flights:
             self.num_bytes += table.extent(flight.record)[1]
             self._tier.headers[flight.record] = table.header(flight.record)

@@ -10,13 +10,13 @@ Everything here runs on the depot's loop and only submits jobs. `TierQueue` wait
 
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
 from kvdepot.config import Demotion
+from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.index import ChunkIndex, Space
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.tiers.demotion import Demotions
@@ -29,6 +29,15 @@ from kvdepot.tiers.reading import Prefix, PromotionContext
 from kvdepot.wire.operations import TierStatus
 
 logger = logging.getLogger(__name__)
+
+_DEMOTIONS_FAILED: Final = depot_counter(
+    "demotions_failed", "Stores and lookups whose entries were not written to a tier because of a bug"
+)
+_PROMOTIONS_REFUSED: Final = depot_counter(
+    "promotions_refused", "Lookups that did not ask the tiers because too many others were waiting for them"
+)
+_PROMOTIONS: Final = depot_counter("promotions", "Lookups that asked the tiers")
+_TIER_JOBS_LATE: Final = depot_counter("tier_jobs_late", "Jobs of tiers that passed their deadline")
 
 __all__ = ["ShardPlace", "Tiering", "TieringSettings"]
 
@@ -85,7 +94,7 @@ class Tiering:
         on_corrupt: Callable[[int, int], object],
         clock: Callable[[], float],
     ) -> None:
-        self.counters: Counter[str] = Counter()
+        self.counters = Counts()
         self.settings = settings
         self._index = index
         self._clock = clock
@@ -188,7 +197,7 @@ class Tiering:
             begin(subject)
         except Exception:
             logger.exception("entries are not written to the tiers")
-            self.counters["demotions_failed"] += 1
+            self.counters[_DEMOTIONS_FAILED] += 1
 
     def promote(
         self,
@@ -224,9 +233,9 @@ class Tiering:
         if not places or not is_worth_it or all(tier.queue.is_suspended for tier in self._tiers):
             return False
         if self._promotions.is_full:
-            self.counters["promotions_refused"] += 1
+            self.counters[_PROMOTIONS_REFUSED] += 1
             return False
-        self.counters["promotions"] += 1
+        self.counters[_PROMOTIONS] += 1
         waiter = Waiter(wait_seconds, self._clock() + wait_seconds, on_answer)
         self._promotions.begin(Prefix(space, digests, places, label, token_seconds), found, pins, waiter)
         return True
@@ -245,7 +254,7 @@ class Tiering:
                 tier.forget_evicted()
         for queue in self.queues:
             for job in queue.expire():
-                self.counters["tier_jobs_late"] += 1
+                self.counters[_TIER_JOBS_LATE] += 1
                 job.on_late()
             while parts := queue.poll(1):
                 for part in parts:

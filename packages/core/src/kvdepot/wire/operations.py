@@ -230,9 +230,10 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     tenants: dict[str, dict[str, int]]
     tiers: list["TierStatus"] = []
     loop_longest_seconds: float = 0.0  # longest turn of the server's loop, including waits for a core
-    loop_longest_blocked_seconds: float = 0.0  # the same; earlier servers left out waits for a core
     loop_slow_turns: int = 0  # turns of more than 20 ms
     counters: dict[str, int]
+    counter_texts: dict[str, str] = {}  # what each counts
+    tier_counter_texts: dict[str, str] = {}  # the same of `TierStatus.counters`
     devices: dict[str, dict[str, int]] = {}  # bytes stored and retrieved, by the device at the other end
     latencies: dict[str, HistogramStatus] = {}  # seconds from request to reply by operation; also of stores and turns
     eviction_ages: HistogramStatus | None = None  # seconds since the last use of evicted chunks

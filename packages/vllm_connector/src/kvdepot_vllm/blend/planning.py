@@ -8,16 +8,17 @@ ends its stores there.
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.answers import BlendHit, BlendRun
 from kvdepot.client.scheduler import PendingBlendLookup, SchedulerClient
+from kvdepot.counting import CounterName, Counts
 from kvdepot.keys import KeyRun, Namespace
 from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob, RunJob
 from kvdepot_vllm.blend.wish import EVERYTHING, BlendWish
+from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.settings import Settings
@@ -26,6 +27,26 @@ if TYPE_CHECKING:
     from kvdepot.client.segments import Segments
 
 logger = logging.getLogger(__name__)
+
+_BLENDS_REFUSED: Final = engine_counter("blends_refused", "Requests that asked for a blend and cannot be blended")
+_BLENDS_FAILED: Final = engine_counter(
+    "blends_failed", "Blends that did not bring everything: the prompt was computed from its exact prefix on"
+)
+_BLENDS: Final = engine_counter("blends", "Prompts that were blended")
+_BLEND_REUSED_TOKENS: Final = engine_counter("blend_reused_tokens", "Tokens of blends whose KV was reused as it was")
+_BLEND_RECOMPUTED_TOKENS: Final = engine_counter(
+    "blend_recomputed_tokens", "Tokens of blends that were reused and computed again"
+)
+_BLEND_GAP_TOKENS: Final = engine_counter(
+    "blend_gap_tokens", "Tokens of blends between the reused ones, which were computed"
+)
+_BLENDS_DECLINED_SHORT: Final = engine_counter("blends_declined_short", "Blends that would have reused too few tokens")
+_BLENDS_DECLINED_ROOM: Final = engine_counter(
+    "blends_declined_room", "Blends for which the engine had too few free blocks"
+)
+_BLENDS_DECLINED_SLOW: Final = engine_counter(
+    "blends_declined_slow", "Blends that would have taken longer than computing the prompt"
+)
 
 # A longer rest of the prompt is not a question: its attention does not show which tokens matter.
 QUESTION_TOKENS: Final = 256
@@ -74,7 +95,7 @@ class Blends:
         settings: the user's.
         client: asks the depot.
         num_workers: workers that report each blend.
-        counters: counts, by the names of `kvdepot_vllm.stats`.
+        counters: counts, declared by `engine_counter`.
         clock: seconds, monotonic.
     """
 
@@ -84,7 +105,7 @@ class Blends:
         settings: Settings,
         client: SchedulerClient,
         num_workers: int,
-        counters: Counter[str],
+        counters: Counts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool: BlockPool | None = None
@@ -111,7 +132,7 @@ class Blends:
             return
         refusal = refuse(request)
         if refusal is not None:
-            self._counters["blends_refused"] += 1
+            self._counters[_BLENDS_REFUSED] += 1
             logger.warning("request %s is not blended: %s", request.request_id, refusal)
             return
         tokens = request.all_token_ids[: request.num_prompt_tokens]
@@ -162,21 +183,23 @@ class Blends:
             taint(request, first // self._block_tokens)
         return offer.end
 
-    def _declined(self, request: EngineRequest, wish: BlendWish, offer: _Offer, token_seconds: float) -> str | None:
+    def _declined(
+        self, request: EngineRequest, wish: BlendWish, offer: _Offer, token_seconds: float
+    ) -> CounterName | None:
         """Return the counter of the reason for not blending, None if it pays."""
         reused = sum(run.length for run in offer.runs)
         first_block = offer.runs[0].position // self._block_tokens
         # Otherwise the hash of the first block, taken when the block fills up, would be exact.
         can_taint = len(request.block_hashes) == request.num_tokens // self._block_tokens > first_block
         if not can_taint or reused < self._settings.blend_min_tokens:
-            return "blends_declined_short"
+            return _BLENDS_DECLINED_SHORT
         if not self._has_room(offer, request):
-            return "blends_declined_room"
+            return _BLENDS_DECLINED_ROOM
         total = offer.end - offer.begin
         recomputed = total - reused + (0 if wish.policy == "none" else wish.ratio * reused)
         cost = _RECOMPUTE_COST * recomputed + (self._load_seconds / token_seconds * reused if token_seconds else 0)
         if wish.policy != EVERYTHING and cost > (1 - _LEAST_GAIN) * total:
-            return "blends_declined_slow"
+            return _BLENDS_DECLINED_SLOW
         return None
 
     def _has_room(self, offer: _Offer, request: EngineRequest) -> bool:
@@ -305,12 +328,12 @@ class Blends:
         figures, state = None if has_failed or not job.is_whole else job.figures, self._requests.get(request_id)
         self.drop(request_id, figures)
         if figures is None:
-            self._counters["blends_failed"] += 1
+            self._counters[_BLENDS_FAILED] += 1
             return
-        self._counters["blends"] += 1
-        self._counters["blend_reused_tokens"] += figures.reused
-        self._counters["blend_recomputed_tokens"] += figures.recomputed
-        self._counters["blend_gap_tokens"] += figures.gaps
+        self._counters[_BLENDS] += 1
+        self._counters[_BLEND_REUSED_TOKENS] += figures.reused
+        self._counters[_BLEND_RECOMPUTED_TOKENS] += figures.recomputed
+        self._counters[_BLEND_GAP_TOKENS] += figures.gaps
         if state is not None:
             state.figures = figures
 

@@ -8,15 +8,22 @@ one log line says so.
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
 from kvdepot.config import format_size
+from kvdepot.counting import Counts, tier_counter
+from kvdepot.tiers.base import EVICTED
 from kvdepot.tiers.disk.files import LEAST_FREE_SHARE, NOT_WRITABLE, Folder
 from kvdepot.tiers.disk.listing import Entries
 
 logger = logging.getLogger(__name__)
+
+_FILE_SYSTEM_FULL: Final = tier_counter(
+    "file_system_full", "Writes that found the file system fuller than the tier's capacity"
+)
+_NO_SPACE: Final = tier_counter("no_space", "Entries not written because the storage had no space")
+_NOT_EVICTED: Final = tier_counter("not_evicted", "Entries that could not be removed to make room")
 
 HIGH_WATERMARK: Final = 1.0  # of the capacity: above it, entries leave
 LOW_WATERMARK: Final = 0.9
@@ -43,7 +50,7 @@ class Room:
         entries: Entries,
         capacity_bytes: int,
         remove: Callable[[bytes], None],
-        counters: Counter[str],
+        counters: Counts,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.lock = threading.Lock()  # held to evict, and to open the folder
@@ -66,7 +73,7 @@ class Room:
         entries = self._entries
         missing = self._folder.missing_bytes(size)
         if missing > 0:
-            self._counters["file_system_full"] += 1
+            self._counters[_FILE_SYSTEM_FULL] += 1
             if missing <= entries.used_bytes and time.monotonic() >= self._patient_until:
                 self._evict(entries.used_bytes - missing)
                 missing = self._folder.missing_bytes(size)
@@ -92,7 +99,7 @@ class Room:
 
     def no_space(self, size: int) -> None:
         """Evict after a write unexpectedly found no space: there is a quota, or others just took it."""
-        self._counters["no_space"] += 1
+        self._counters[_NO_SPACE] += 1
         with self.lock:
             if self._entries.used_bytes < 2 * size or time.monotonic() < self._patient_until:
                 self.decline("no space is left, and evicting does not help")
@@ -144,7 +151,7 @@ class Room:
                     num_stuck += 1
                     if error.errno in NOT_WRITABLE or num_stuck > _MOST_STUCK:
                         raise
-                    self._counters["not_evicted"] += 1
+                    self._counters[_NOT_EVICTED] += 1
                     entries.use(key)  # evict others
                 else:
-                    self._counters["evicted"] += 1
+                    self._counters[EVICTED] += 1

@@ -8,12 +8,12 @@ import errno
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from kvdepot.config import format_size
+from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.disk import listing
@@ -23,6 +23,8 @@ from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import DEFAULT_THREADS, TierUrl
 
 logger = logging.getLogger(__name__)
+
+_NOT_WRITABLE: Final = tier_counter("not_writable", "Entries not written because the file system cannot be written")
 
 _CLEARED_AT_ONCE: Final = 256
 _LEAST_SLOTS: Final = 2  # with one, the drive idles while the slot changes hands
@@ -49,7 +51,7 @@ class DiskTier:
         self, pool: TierPool, directory: Path, capacity_bytes: int, num_threads: int = DEFAULT_THREADS
     ) -> None:
         self._pool = pool
-        self._counters: Counter[str] = Counter()
+        self._counters = Counts()
         self._entries = listing.Entries()
         # Writes share the drive's rate and so end together. If all of them then renamed files and waited for the next
         # checksums, the drive would idle. Therefore one write fewer moves bytes than are running.
@@ -160,7 +162,7 @@ class DiskTier:
             if error.errno in NO_ROOM:
                 self._room.no_space(size)
             elif error.errno in NOT_WRITABLE:
-                self._counters["not_writable"] += 1
+                self._counters[_NOT_WRITABLE] += 1
                 self._room.decline(f"it cannot be written: {error.strerror}")
             else:
                 raise

@@ -15,10 +15,10 @@ calls down suspends the tier through the queue's deadline.
 import importlib.util
 import logging
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import KEY_BYTES
@@ -29,8 +29,13 @@ from kvdepot.tiers.url import TierUrl
 
 logger = logging.getLogger(__name__)
 
+_CHILD_STARTS: Final = tier_counter("child_starts", "Starts of the process that holds Mooncake's SDK")
+
 _OPEN_SECONDS: Final = 0.8  # the wait of `open_tier` for the child
-_COUNTERS: Final = {m.Outcome.NO_SPACE: "no_space", m.Outcome.TRANSFER_FAILED: "transfer_failed"}
+_COUNTERS: Final = {
+    m.Outcome.NO_SPACE: tier_counter("no_space", "Entries not written because the storage had no space"),
+    m.Outcome.TRANSFER_FAILED: tier_counter("transfer_failed", "Entries that Mooncake did not transfer"),
+}
 
 
 class MooncakeTier:
@@ -41,7 +46,7 @@ class MooncakeTier:
     def __init__(self, options: MooncakeOptions, pool: TierPool) -> None:
         self._options = options
         self._pool = pool
-        self._counters: Counter[str] = Counter()
+        self._counters = Counts()
         self._lock = threading.Lock()
         self._is_closed = False
         self._child = self._new_child()
@@ -111,17 +116,16 @@ class MooncakeTier:
         self._child.leave()
 
     def _new_child(self) -> ChildProcess:
-        self._counters["child_starts"] += 1
+        self._counters[_CHILD_STARTS] += 1
         return ChildProcess(self._options, self._pool)
 
     def _ask(self, request: m.Write | m.Read | m.Contains) -> m.Outcomes:
         reply = self._child.ask(request, m.Outcomes)
         if len(reply.values) != len(request.keys):
             raise MooncakeUnavailable(f"{len(reply.values)} outcomes for {len(request.keys)} keys")
-        counts = Counter(_COUNTERS[outcome] for outcome in reply.values if outcome in _COUNTERS)
-        if counts:
-            with self._lock:
-                self._counters.update(counts)
+        with self._lock:
+            for outcome, name in _COUNTERS.items():
+                self._counters[name] += reply.values.count(outcome)
         return reply
 
 

@@ -12,13 +12,13 @@ connection. Cluster mode is not supported: its redirections are errors.
 import re
 import ssl
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from kvdepot.counting import CounterName, Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.keys import LABEL_BYTES
@@ -26,6 +26,9 @@ from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.valkey.connections import Connections, Server
 from kvdepot.tiers.valkey.resp import Command, Reply, ReplyError
+
+_REFUSED: Final = tier_counter("refused", "Entries that the server refused for lack of memory")
+_INCOMPLETE: Final = tier_counter("incomplete", "Entries removed because a part was missing")
 
 PART_BYTES: Final = 4 << 20
 
@@ -65,7 +68,7 @@ class ValkeyTier:
         self._pool = pool
         self._connections = Connections(server)
         self._lifetime = [b"PX", b"%d" % max(1, round(1000 * ttl_seconds))] if ttl_seconds else []
-        self._counters: Counter[str] = Counter(incomplete=0, refused=0)
+        self._counters = Counts()
         self._lock = threading.Lock()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -85,7 +88,7 @@ class ValkeyTier:
         replies = iter(self._call(commands, may_be_full=True))
         outcomes = [[next(replies) for _ in range(length)] == [b"OK"] * length for length in lengths]
         refused = [(place, keys[place], lengths[place]) for place, ok in enumerate(outcomes) if not ok]
-        self._count("refused", len(refused))
+        self._count(_REFUSED, len(refused))
         # The server may have taken some parts, and may have had all of them before.
         names = [[head_name(key), *(part_name(key, part) for part in range(length - 1))] for _, key, length in refused]
         hollow: list[bytes] = []
@@ -119,7 +122,7 @@ class ValkeyTier:
             else:
                 is_whole = head[SEAL_BYTES:] == len(parts).to_bytes(4, "little") and all(map(is_, found, parts))
                 seals.append(head[:SEAL_BYTES] if is_whole else b"")
-        self._count("incomplete", len(incomplete))
+        self._count(_INCOMPLETE, len(incomplete))
         self.remove(incomplete)
         return seals
 
@@ -167,7 +170,7 @@ class ValkeyTier:
     def _payloads(self, extents: Extents) -> list[memoryview]:
         return [self._pool.view[offset : offset + num_bytes] for offset, num_bytes in extents]
 
-    def _count(self, name: str, number: int) -> None:
+    def _count(self, name: CounterName, number: int) -> None:
         with self._lock:
             self._counters[name] += number
 
