@@ -14,7 +14,7 @@ _EXAMPLES = _BENCHMARKS.parent / "examples"
 
 
 def test_the_sample_trace_is_the_generated_one_and_can_be_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(_BENCHMARKS)
+    monkeypatch.setattr(sys, "path", [str(_BENCHMARKS), *sys.path])  # its neighbours
     trace = _EXAMPLES / "trace.jsonl"
     assert runpy.run_path(str(_BENCHMARKS / "sample_trace.py"))["sample"]() == trace.read_text()
     command = [sys.executable, "-m", "kvdepot", "replay", str(trace), "--simulate"]
@@ -31,7 +31,7 @@ def test_bars_of_the_performance_page_are_drawn_from_its_tables() -> None:
 
 
 def test_times_to_the_first_token_are_drawn_with_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(_BENCHMARKS)
+    monkeypatch.setattr(sys, "path", [str(_BENCHMARKS), *sys.path])  # its neighbours
     draw = runpy.run_path(str(_BENCHMARKS / "vllm_cpu.py"))["draw"]
     rows = [
         {"no cache": {"first_token_seconds": seconds}, "hit": {"first_token_seconds": seconds / 10}}

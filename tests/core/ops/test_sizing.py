@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,15 @@ def test_any_other_configuration_is_refused_with_the_way_that_is_exact(name: str
     config, word = REFUSED[name]
     with pytest.raises(ConfigError, match=f"{re.escape(word)}.*: attach an engine, and 'kvdepot status' prints"):
         size_model(config)
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(REFUSED["Falcon 7B"][0]))
+    command = [sys.executable, "-m", "kvdepot", "sizing", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "'multi_query', 'parallel_attn'" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_status_prints_bytes_a_token_and_a_state_and_how_many_prompts_the_pool_holds() -> None:
