@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvdepot.config import format_size
 from kvdepot.keys import PrefixHasher
 from kvdepot.lab.processes import DepotProcess
 from kvdepot_vllm.fingerprint import fingerprint
@@ -129,6 +130,33 @@ def test_half_of_a_large_tensor_that_changed_is_noticed(tmp_path: Path) -> None:
         safetensors(tmp_path / "model" / "model.safetensors", {**model_tensors(), "fused": data})
         found.add(fingerprint(tmp_path / "model").digest)
     assert len(found) == 3
+
+
+@pytest.mark.promise(69)
+def test_the_log_says_how_many_bytes_may_change_unnoticed_and_more_are_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Regression: 204 neighbouring rows of an embedding were zeroed. The fingerprint was the same, and the log silent.
+    rows, row_bytes = 2048, 1024
+    embedding = random.Random(6).randbytes(rows * row_bytes)
+
+    def known(first: int, count: int) -> str:
+        zeroed = embedding[:first] + bytes(count) + embedding[first + count :]
+        safetensors(tmp_path / "model" / "model.safetensors", {"embedding": zeroed, "norm": bytes(64)})
+        return digest(tmp_path / "model")
+
+    caplog.set_level("INFO")
+    before, unseen = known(0, 0), fingerprint(tmp_path / "model").unseen_bytes
+    assert f"at most {format_size(unseen)} in a row" in caplog.text
+    assert 0 < unseen < 204 * row_bytes
+    assert before not in {known(first, unseen + 1) for first in range(0, len(embedding) - unseen, 97_003)}
+    assert known(1024, unseen - 1) == before  # behind the first sample; the gaps differ by a byte
+    assert known(50 * row_bytes, 204 * row_bytes) != before
+    (tmp_path / "small").mkdir()
+    caplog.clear()
+    safetensors(tmp_path / "small" / "model.safetensors", {"embedding": embedding[:32_000]})
+    digest(tmp_path / "small")
+    assert "in a row" not in caplog.text
 
 
 def test_samples_are_few_however_large_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

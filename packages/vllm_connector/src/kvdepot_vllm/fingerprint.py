@@ -2,8 +2,9 @@
 
 The samples are read once when an engine starts, and for each new adapter. A file's directory names its tensors: the
 header of safetensors, or the central directory of the zip archives that `torch.save` writes, which also has a checksum
-of each tensor. Changing a whole tensor in place changes the fingerprint. A change within a large tensor of safetensors
-may miss every sample; in an archive of `torch.save` the checksum covers it.
+of each tensor. Changing a whole tensor in place changes the fingerprint. A change within a large tensor of safetensors,
+in some neighbouring rows for example, may lie between two samples: reaching every few rows would read most of the
+file. `Fingerprint.unseen_bytes` says how long it can be. In an archive of `torch.save` the checksum covers it.
 """
 
 import os
@@ -35,10 +36,13 @@ class Fingerprint:
     Attributes:
         digest: empty without weights.
         coarse: files whose tensors could not be found. They were sampled evenly, so a change in place may go unnoticed.
+        unseen_bytes: of the longest stretch of a tensor between two samples. A change of more bytes in a row within one
+            tensor is noticed; one of as many may not be. Coarse files are not counted.
     """
 
     digest: str
     coarse: tuple[str, ...]
+    unseen_bytes: int
 
 
 def fingerprint(path: Path) -> Fingerprint:
@@ -51,18 +55,22 @@ def fingerprint(path: Path) -> Fingerprint:
     inside = [path] if path.is_file() else path.iterdir()
     files = sorted(file for file in inside if file.suffix in _WEIGHTS or file.name in _SETTINGS)
     coarse: list[str] = []
+    unseen_bytes = 0
     for file in files:
         with file.open("rb", buffering=0) as stream:
             place, size = stream.fileno(), os.fstat(stream.fileno()).st_size
             directory = _directory(file, place, size)
             listing, tensors = directory or (b"", [(0, size)])
             digest.update(msgspec.msgpack.encode((file.name, size, listing)))
-            for piece in _read(place, [span for tensor in tensors for span in _samples(tensor, size)]):
+            samples = [[*_samples(tensor, size)] for tensor in tensors]
+            for piece in _read(place, [span for spans in samples for span in spans]):
                 digest.update(piece)
         if directory is None and size > _WHOLE_BYTES:
             coarse.append(file.name)
+        elif file.suffix == ".safetensors":
+            unseen_bytes = max(unseen_bytes, *map(_longest_gap, tensors, samples), 0)
     has_weights = any(file.suffix in _WEIGHTS for file in files)
-    return Fingerprint(digest.hexdigest()[:32] if has_weights else "", tuple(coarse))
+    return Fingerprint(digest.hexdigest()[:32] if has_weights else "", tuple(coarse), unseen_bytes)
 
 
 def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | None:
@@ -102,6 +110,13 @@ def _samples(span: Span, file_size: int) -> Iterator[Span]:
     for number in range(more + 1):
         begin = start + (rest * number // more if more else rest // 2)
         yield begin, begin + _SAMPLE_BYTES
+
+
+def _longest_gap(tensor: Span, samples: list[Span]) -> int:
+    """Return the most neighbouring bytes of a tensor that are in no sample."""
+    starts = [start for start, _ in samples] + [tensor[1]]
+    stops = [tensor[0]] + [stop for _, stop in samples]
+    return max(start - stop for start, stop in zip(starts, stops, strict=True))
 
 
 def _read(place: int, spans: list[Span]) -> Iterator[bytes]:

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 import msgspec
 from blake3 import blake3
 
+from kvdepot.config import format_size
 from kvdepot.keys import Namespace
 from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.fingerprint import fingerprint
@@ -179,6 +180,12 @@ def _fingerprint_of(path: Path, what: str) -> str:
             what, path, ", ".join(found.coarse),
         )  # fmt: skip
         return f"{found.digest} {path}"
+    if found.digest and found.unseen_bytes:
+        logger.info(
+            "%s in %s are known by samples of each tensor. A change in place of at most %s in a row, in some rows of an"
+            " embedding for example, may go unnoticed: change kvdepot.weights after it.",
+            what, path, format_size(found.unseen_bytes),
+        )  # fmt: skip
     return found.digest
 
 
