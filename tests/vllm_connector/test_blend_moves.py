@@ -24,11 +24,17 @@ def _tiles(block: Any) -> Any:
     return block.reshape(2, 16, HEADS, DIM // 2, 2).permute(2, 0, 3, 1, 4)
 
 
+def _pairs_of_tokens(block: Any) -> Any:
+    """Cut V into tiles of 16 dims in which pairs of tokens are neighbours, as AMX multiplies them."""
+    return block.reshape(BLOCK_TOKENS // 2, 2, HEADS, DIM // 16, 16).permute(2, 3, 0, 4, 1)
+
+
 LAYOUTS: dict[str, tuple[Pack, Pack]] = {  # from `(block_tokens, heads, dim)` to the order of memory
     "tokens outermost": (lambda k: k, lambda v: v),
     "heads outermost": (lambda k: k.transpose(0, 1), lambda v: v.transpose(0, 1)),
     "dims outermost": (lambda k: k.permute(1, 2, 0), lambda v: v.transpose(0, 1)),
     "tiles": (_tiles, lambda v: v.transpose(0, 1)),
+    "tiles of both": (_tiles, _pairs_of_tokens),
 }
 
 
@@ -156,12 +162,16 @@ def test_a_layer_without_rotation_is_copied_only() -> None:
     assert torch.equal(v, pages.v[source])
 
 
-@pytest.mark.parametrize("where", ["in place", "aligned", "elsewhere"])
+@pytest.mark.parametrize("where", ["in place", "aligned", "elsewhere", "one token on"])
 @pytest.mark.parametrize("is_neox_style", [True, False])
 @pytest.mark.parametrize("pairs", [DIM // 2, DIM // 4, 0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("dims outermost", torch.float32), ("dims outermost", torch.bfloat16), ("dims outermost", torch.float16),
+     ("tiles", torch.bfloat16), ("tiles of both", torch.bfloat16)],
+)  # fmt: skip
 def test_the_compiled_move_does_what_torch_does(
-    dtype: Any, pairs: int, is_neox_style: bool, where: str, monkeypatch: pytest.MonkeyPatch
+    layout: str, dtype: Any, pairs: int, is_neox_style: bool, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvdepot_cpu.kernels.move._BYTES_WORTH_A_THREAD", 1)
     compiled = native_move_tokens(num_threads=2)
@@ -169,11 +179,12 @@ def test_the_compiled_move_does_what_torch_does(
         pytest.skip("the compiled move was not built, or this processor cannot run it")
     rotation = Rotation.of(Angles(pairs, is_neox_style=is_neox_style), "cpu") if pairs else None
     source = torch.cat([torch.arange(3, 96), torch.arange(100, 105)])  # 1 to 32 tokens of a block
-    target = {"in place": source, "aligned": source + 128, "elsewhere": source + 141}[where]
+    target = source + {"in place": 0, "aligned": 128, "elsewhere": 141, "one token on": 129}[where]
     old = torch.arange(len(source)) + 300
     new = torch.where(old < 340, old + 57, torch.where(old < 370, old - 300, old))
-    layers = [Pages(*LAYOUTS["dims outermost"], dtype).layer(rotation) for _ in range(4)]
-    assert token_layout(layers[0]) is not None
+    layers = [Pages(*LAYOUTS[layout], dtype).layer(rotation) for _ in range(4)]
+    # In tiles, neighbouring dims that turn together would have to change places.
+    assert (token_layout(layers[0]) is None) == (layout != "dims outermost" and pairs > 0 and not is_neox_style)
     move(layers[:2], source, target, old, new, compiled)
     move(layers[2:], source, target, old, new)
     for got, wanted in (layers[::2], layers[1::2]):
@@ -181,9 +192,50 @@ def test_the_compiled_move_does_what_torch_does(
         assert ((k.float() - wanted_k.float()).abs() <= 4 * torch.finfo(dtype).eps).all()  # torch may round once more
         assert torch.equal(k[..., 2 * pairs :], wanted_k[..., 2 * pairs :])
         assert torch.equal(v, wanted_v)
+        if layout != "dims outermost":  # both ways gather
+            assert torch.equal(got.module.kv_cache, wanted.module.kv_cache)
 
 
-@pytest.mark.parametrize("layout", ["tokens outermost", "heads outermost", "tiles"])
+@pytest.mark.parametrize("shift", [0, 1, 21, 48, 128])
+def test_pages_that_amx_multiplies_are_moved_as_torch_does_page_by_page(shift: int) -> None:
+    """The attention kernel of vLLM for AMX writes the pages; writing them needs no AMX."""
+    from vllm import _custom_ops as ops
+
+    compiled = native_move_tokens(1)
+    if compiled is None:
+        pytest.skip("the compiled move was not built, or this processor cannot run it")
+    heads, dim, block_tokens, blocks = 3, 64, 128, 6
+    generator = torch.Generator().manual_seed(5)
+
+    class Amx:
+        scale = 1.0
+
+        def __init__(self) -> None:
+            self.kv_cache = torch.zeros(blocks, 2, heads, block_tokens, dim, dtype=torch.bfloat16)
+            self.module = SimpleNamespace(
+                impl=self, kv_cache=self.kv_cache, num_heads=heads, num_kv_heads=heads, head_size=dim, head_size_v=dim
+            )
+
+        def do_kv_cache_update(self, module: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+            ops.cpu_attn_reshape_and_cache(k, v, *cache.unbind(1), slots, "amx")
+
+    rotation = Rotation.of(Angles(dim // 2, is_neox_style=True), "cpu")
+    got, wanted = (Layer(Amx().module, rotation, block_tokens, scratch_block=0) for _ in range(2))
+    layout = token_layout(got)
+    assert layout is not None
+    assert (layout.k_lanes, layout.k_tile_tokens, layout.v_lanes, layout.v_group_dims) == (2, 16, 2, 16)
+    tokens = torch.arange(blocks * block_tokens)
+    k, v = (torch.randn(len(tokens), heads, dim, generator=generator).bfloat16() for _ in range(2))
+    source, old = torch.arange(7, 300), torch.arange(293) + 11
+    for layer, way in ((got, compiled), (wanted, None)):
+        layer.module.impl.do_kv_cache_update(layer.module, k, v, layer.module.kv_cache, tokens)
+        move([layer], source, source + 300 + shift if shift else source, old, old + 77, way)
+    for page, (moved, by_torch) in enumerate(zip(got.module.kv_cache, wanted.module.kv_cache, strict=True)):
+        assert torch.equal(moved, by_torch), page
+    assert torch.equal(got.rows(source + 300 + shift)[1], v[source] if shift else v[source + 300])
+
+
+@pytest.mark.parametrize("layout", ["tokens outermost", "heads outermost", "tiles", "tiles of both"])
 def test_other_layouts_are_left_to_torch(layout: str) -> None:
     assert token_layout(Pages(*LAYOUTS[layout], torch.float32).layer(None)) is None
 

@@ -29,9 +29,12 @@ class Direction(enum.IntEnum):
 
 
 class TokenLayout(NamedTuple):
-    """Where K and V of a token lie in the pages of a layer, if K has its tokens innermost and V its dims.
+    """Where K and V of a token lie in the pages of a layer.
 
-    Offsets are from the start of a block; they and strides are in elements. `move_tokens.c` reads the same fields.
+    K lies in rows of neighbouring tokens, each for `k_lanes` neighbouring dims that take turns. A row is as long as a
+    tile, which may be the block. V lies in rows of `v_group_dims` neighbouring dims, each for `v_lanes` neighbouring
+    tokens that take turns; the row of the next tokens follows. Offsets are from the start of a block; they and strides
+    are in elements. `move_tokens.c` reads the same fields.
     """
 
     item_bytes: int
@@ -40,13 +43,19 @@ class TokenLayout(NamedTuple):
     heads: int
     k_offset: int
     k_head_stride: int
-    k_dim_stride: int
+    k_row_stride: int
     k_dims: int
+    k_lanes: int  # 1, or 2 of bfloat16
+    k_tile_tokens: int
+    k_tile_stride: int
     v_offset: int
     v_head_stride: int
     v_dims: int
+    v_lanes: int  # 1, or 2 of two bytes each
+    v_group_dims: int
+    v_group_stride: int
     pairs: int  # of K's first `2 * pairs` dims, which turn; 0: none does
-    pair_stride: int
+    pair_row_stride: int  # from the row of a pair's first dim to that of the next `k_lanes` pairs
     member_stride: int  # from the first dim of a pair to the second
 
 

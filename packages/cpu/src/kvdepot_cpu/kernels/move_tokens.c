@@ -1,4 +1,8 @@
-/* Moves tokens' KV to other places in the pages and turns K on its way. In these pages K has its tokens innermost.
+/* Moves tokens' KV to other places in the pages and turns K on its way.
+ *
+ * In these pages K lies in rows: neighbouring tokens of one dim or, in tiles as AMX multiplies them, neighbouring tokens
+ * of two neighbouring dims, which take turns. A row ends with its tile. V lies the other way round: neighbouring dims of
+ * one token, or of two neighbouring tokens, which take turns.
  *
  * A turn by one distance combines two rows of K, the dims of a pair, with one cosine and one sine: in float32, with one
  * product rounded and the other not, as torch's vectorized addcmul does it. Each element is read once and written once.
@@ -11,9 +15,9 @@
 
 typedef struct { /* kvdepot.kvcache.TokenLayout */
     int64_t item_bytes, is_bfloat16, block_stride, heads;
-    int64_t k_offset, k_head_stride, k_dim_stride, k_dims;
-    int64_t v_offset, v_head_stride, v_dims;
-    int64_t pairs, pair_stride, member_stride;
+    int64_t k_offset, k_head_stride, k_row_stride, k_dims, k_lanes, k_tile_tokens, k_tile_stride;
+    int64_t v_offset, v_head_stride, v_dims, v_lanes, v_group_dims, v_group_stride;
+    int64_t pairs, pair_row_stride, member_stride;
 } token_layout;
 
 typedef struct { /* neighbouring tokens of one block */
@@ -84,13 +88,19 @@ typedef struct {
     lanes first, second;
 } lane_pair;
 
-INLINE lane_pair turned(row_pair rows, size_t at, __m256 cosine, __m256 sine, enum type type)
+INLINE lane_pair turned(row_pair rows, size_t at, lanes cosine, lanes sine, enum type type)
 {
     lanes x = load(rows.from_first + at, type), y = load(rows.from_second + at, type);
-    return (lane_pair){{_mm256_fnmadd_ps(y.a, sine, _mm256_mul_ps(x.a, cosine)),
-                        _mm256_fnmadd_ps(y.b, sine, _mm256_mul_ps(x.b, cosine))},
-                       {_mm256_fmadd_ps(x.a, sine, _mm256_mul_ps(y.a, cosine)),
-                        _mm256_fmadd_ps(x.b, sine, _mm256_mul_ps(y.b, cosine))}};
+    return (lane_pair){{_mm256_fnmadd_ps(y.a, sine.a, _mm256_mul_ps(x.a, cosine.a)),
+                        _mm256_fnmadd_ps(y.b, sine.b, _mm256_mul_ps(x.b, cosine.b))},
+                       {_mm256_fmadd_ps(x.a, sine.a, _mm256_mul_ps(y.a, cosine.a)),
+                        _mm256_fmadd_ps(x.b, sine.b, _mm256_mul_ps(y.b, cosine.b))}};
+}
+
+/* Spread the factor of a row's dim, or of its two dims: `load` parts bfloat16s into those of even and of odd places. */
+INLINE lanes spread(const float *factors, int64_t dims)
+{
+    return (lanes){_mm256_set1_ps(factors[0]), _mm256_set1_ps(factors[dims - 1])};
 }
 
 INLINE void store_pair(row_pair rows, size_t at, lane_pair values, enum type type)
@@ -99,9 +109,8 @@ INLINE void store_pair(row_pair rows, size_t at, lane_pair values, enum type typ
     store(rows.to_second + at, values.second, type);
 }
 
-INLINE void turn_rows(row_pair rows, size_t bytes, size_t ahead, float cosine, float sine, enum type type)
+INLINE void turn_rows(row_pair rows, size_t bytes, size_t ahead, lanes cosines, lanes sines, enum type type)
 {
-    __m256 cosines = _mm256_set1_ps(cosine), sines = _mm256_set1_ps(sine);
     size_t step = type == FLOAT32 ? STEP * 4 : STEP * 2;
     if (bytes < step) { /* by way of buffers */
         char first[STEP * 4] = {0}, second[STEP * 4] = {0};
@@ -124,23 +133,44 @@ INLINE void turn_rows(row_pair rows, size_t bytes, size_t ahead, float cosine, f
     store_pair(rows, bytes - step, last, type);
 }
 
+/* Move tokens of one tile into one tile. */
+INLINE void move_rows(const char *from, char *to, size_t tokens, const token_layout *layout, const float *cosines,
+                      const float *sines, enum type type)
+{
+    int64_t item = layout->item_bytes, dims = layout->k_lanes;
+    size_t bytes = tokens * dims * item, ahead = AHEAD * layout->pair_row_stride * item;
+    for (int64_t pair = 0; pair < layout->pairs; pair += dims) {
+        int64_t first = pair / dims * layout->pair_row_stride * item, second = first + layout->member_stride * item;
+        row_pair rows = {from + first, from + second, to + first, to + second};
+        turn_rows(rows, bytes, ahead, spread(cosines + pair, dims), spread(sines + pair, dims), type);
+    }
+    for (int64_t dim = 2 * layout->pairs; from != to && dim < layout->k_dims; dim += dims) {
+        int64_t row = dim / dims * layout->k_row_stride * item;
+        memcpy(to + row, from + row, bytes);
+    }
+}
+
+INLINE int64_t in_tile(int64_t token, const token_layout *layout)
+{
+    int64_t tile = layout->k_tile_tokens;
+    return token / tile * layout->k_tile_stride + token % tile * layout->k_lanes;
+}
+
 INLINE void move_k(char *pages, const token_slice *slice, const token_layout *layout, const float *cosines,
                    const float *sines, enum type type)
 {
-    int64_t item = layout->item_bytes;
-    const char *from = pages + (slice->from_block * layout->block_stride + layout->k_offset + slice->from_offset) * item;
-    char *to = pages + (slice->to_block * layout->block_stride + layout->k_offset + slice->to_offset) * item;
-    size_t bytes = slice->length * item, ahead = AHEAD * layout->pair_stride * item;
+    int64_t item = layout->item_bytes, tile = layout->k_tile_tokens, count;
     for (int64_t head = 0; head < layout->heads; head++) {
-        int64_t start = head * layout->k_head_stride * item;
-        for (int64_t pair = 0; pair < layout->pairs; pair++) {
-            int64_t first = start + pair * layout->pair_stride * item, second = first + layout->member_stride * item;
-            row_pair rows = {from + first, from + second, to + first, to + second};
-            turn_rows(rows, bytes, ahead, cosines[pair], sines[pair], type);
-        }
-        for (int64_t dim = 2 * layout->pairs; from != to && dim < layout->k_dims; dim++) {
-            int64_t row = start + dim * layout->k_dim_stride * item;
-            memcpy(to + row, from + row, bytes);
+        int64_t start = layout->k_offset + head * layout->k_head_stride;
+        const char *from = pages + (slice->from_block * layout->block_stride + start) * item;
+        char *to = pages + (slice->to_block * layout->block_stride + start) * item;
+        for (int64_t done = 0; done < slice->length; done += count) {
+            int64_t source = slice->from_offset + done, target = slice->to_offset + done;
+            count = slice->length - done;
+            count = count < tile - source % tile ? count : tile - source % tile;
+            count = count < tile - target % tile ? count : tile - target % tile;
+            move_rows(from + in_tile(source, layout) * item, to + in_tile(target, layout) * item, count, layout,
+                      cosines, sines, type);
         }
     }
 }
@@ -155,24 +185,59 @@ MOVE_K(move_k_of_bfloat16, BFLOAT16)
 MOVE_K(move_k_of_float16, FLOAT16)
 MOVE_K(move_k_of_float32, FLOAT32)
 
+/* Copy V of neighbouring tokens that lie in pairs. Both places are those of the pairs of the first token; `source` and
+ * `target` say which of its pair each is: 0 or 1. */
+TARGET static void copy_pairs(const uint16_t *from, uint16_t *to, int64_t source, int64_t target, int64_t length,
+                              int64_t dims)
+{
+    if (target) { /* the second one of its pair */
+        for (int64_t dim = 0; dim < dims; dim++)
+            to[2 * dim + 1] = from[2 * dim + source];
+        from += 2 * dims * source, to += 2 * dims;
+        source = !source;
+        length--;
+    }
+    int64_t whole = length / 2 * 2 * dims; /* elements of whole pairs in the target */
+    if (!source)
+        memcpy(to, from, whole * sizeof *to);
+    else
+        for (int64_t pair = 0; pair < whole; pair += 2 * dims)
+            for (int64_t dim = 0; dim < 2 * dims; dim += 2) {
+                to[pair + dim] = from[pair + dim + 1];
+                to[pair + dim + 1] = from[pair + dim + 2 * dims];
+            }
+    if (length % 2)
+        for (int64_t dim = 0; dim < dims; dim++)
+            to[whole + 2 * dim] = from[whole + 2 * dim + source];
+}
+
 static void copy_v(char *pages, const token_slice *slices, size_t num_slices, const token_layout *layout)
 {
     uint64_t sources[RUNS], targets[RUNS], bytes[RUNS];
     size_t count = 0;
+    int64_t item = layout->item_bytes, tokens = layout->v_lanes, dims = layout->v_group_dims;
     for (size_t i = 0; i < num_slices; i++)
-        for (int64_t head = 0; head < layout->heads; head++) {
-            const token_slice *slice = &slices[i];
-            int64_t start = layout->v_offset + head * layout->v_head_stride;
-            int64_t from = slice->from_block * layout->block_stride + start + slice->from_offset * layout->v_dims;
-            int64_t to = slice->to_block * layout->block_stride + start + slice->to_offset * layout->v_dims;
-            sources[count] = (uintptr_t)(pages + from * layout->item_bytes);
-            targets[count] = (uintptr_t)(pages + to * layout->item_bytes);
-            bytes[count++] = slice->length * layout->v_dims * layout->item_bytes;
-            if (count == RUNS) {
-                kvdepot_copy_runs(sources, targets, bytes, count, 1);
-                count = 0;
+        for (int64_t head = 0; head < layout->heads; head++)
+            for (int64_t group = 0; group < layout->v_dims / dims; group++) {
+                const token_slice *slice = &slices[i];
+                int64_t start = layout->v_offset + head * layout->v_head_stride + group * layout->v_group_stride;
+                int64_t from = slice->from_block * layout->block_stride + start;
+                int64_t to = slice->to_block * layout->block_stride + start;
+                from += slice->from_offset / tokens * tokens * dims;
+                to += slice->to_offset / tokens * tokens * dims;
+                if (tokens == 2) {
+                    copy_pairs((const uint16_t *)pages + from, (uint16_t *)pages + to, slice->from_offset % 2,
+                               slice->to_offset % 2, slice->length, dims);
+                    continue;
+                }
+                sources[count] = (uintptr_t)(pages + from * item);
+                targets[count] = (uintptr_t)(pages + to * item);
+                bytes[count++] = slice->length * dims * item;
+                if (count == RUNS) {
+                    kvdepot_copy_runs(sources, targets, bytes, count, 1);
+                    count = 0;
+                }
             }
-        }
     kvdepot_copy_runs(sources, targets, bytes, count, 1);
 }
 #endif

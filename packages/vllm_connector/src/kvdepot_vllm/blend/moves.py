@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """Moves tokens' KV to other slots and positions: K is turned by the distance, everything else is copied.
 
-Slots and positions are CPU int64. The CPU backend brings a compiled move for the usual layout of its pages. Otherwise a
+Slots and positions are CPU int64. The CPU backend brings a compiled move for the layouts of its pages. Otherwise a
 CPU moves slices of blocks, each of which stays in its cache. A device gathers and scatters tokens, and so does a CPU
 where tokens lie in tiles that a slice would cut. The work on indices and angles is done once for each kind of layer.
 """
@@ -14,7 +14,7 @@ import torch
 
 from kvdepot.kvcache import TokenLayout
 from kvdepot_vllm.blend.layers import Layer
-from kvdepot_vllm.blend.places import Places
+from kvdepot_vllm.blend.places import Axis, Places
 
 _SLICE_ELEMENTS: Final = 1 << 12  # of K in a block: smaller slices cost more than gathering
 _GATHERED_ELEMENTS: Final = 1 << 18  # of K at once on a CPU
@@ -60,41 +60,60 @@ def move(
 
 def token_layout(layer: Layer) -> TokenLayout | None:
     """Return the layout of a layer's pages, None if they are not such that the compiled move can be used."""
-    cache, k, v = layer.module.kv_cache, layer.k_index, layer.v_index
-    is_straight = all(len(axis) <= 1 for places in (layer.k, layer.v) for axis in places.axes)
-    if not is_straight or cache.device.type != "cpu" or cache.dtype not in _COMPILED:
+    cache = layer.module.kv_cache
+    (k_tokens, k_heads, k_dims), (v_tokens, v_heads, v_dims) = layer.k.axes, layer.v.axes
+    if cache.device.type != "cpu" or cache.dtype not in _COMPILED or not (k_tokens and k_dims and v_tokens and v_dims):
         return None
-    if layer.k.axes[0] != ((layer.block_tokens, 1),) or _steps(v)[0::2] != [v.shape[-1], 1]:
+    (k_tile_tokens, k_lanes), (v_group_dims, v_lanes) = k_tokens[-1], v_dims[-1]
+    k_rows, v_rows = _rows(k_dims, k_lanes), _rows(v_tokens, v_lanes)
+    if k_rows is None or v_rows is None or (k_lanes == 2 and cache.dtype != torch.bfloat16):
         return None
-    _, k_head_stride, k_dim_stride = _steps(k)
-    turned = None if layer.rotation is None else layer.rotation.pairs(k)
-    _, _, member_stride, pair_stride = [0] * 4 if turned is None else _steps(turned)
+    if max(map(len, (k_rows, v_rows, k_heads, v_heads))) > 1 or max(len(k_tokens), len(v_dims)) > 2:
+        return None
+    if (v_rows and v_rows[0][1] != v_group_dims * v_lanes) or (v_lanes == 2 and cache.element_size() != 2):
+        return None
+    pairs, pair_rows, member_stride = 0, (), 0
+    if layer.turned is not None:
+        assert layer.rotation is not None
+        pairs = layer.rotation.num_pairs
+        *_, members, pair_dims = layer.turned.axes
+        pair_rows, member_stride = _rows(pair_dims, k_lanes), members[0][1]
+        if pair_rows is None or len(pair_rows) > 1:
+            return None
     return TokenLayout(
         item_bytes=cache.element_size(),
         is_bfloat16=cache.dtype == torch.bfloat16,
         block_stride=cache.stride(0),
-        heads=k.shape[1],
-        k_offset=int(k[0, 0, 0]),
-        k_head_stride=k_head_stride,
-        k_dim_stride=k_dim_stride,
-        k_dims=k.shape[2],
-        v_offset=int(v[0, 0, 0]),
-        v_head_stride=_steps(v)[1],
-        v_dims=v.shape[2],
-        pairs=0 if turned is None else turned.shape[-1],
-        pair_stride=pair_stride,
+        heads=layer.k_index.shape[1],
+        k_offset=int(layer.k_index[0, 0, 0]),
+        k_head_stride=_stride(k_heads),
+        k_row_stride=_stride(k_rows),
+        k_dims=layer.k_index.shape[2],
+        k_lanes=k_lanes,
+        k_tile_tokens=k_tile_tokens,
+        k_tile_stride=_stride(k_tokens[:-1]),
+        v_offset=int(layer.v_index[0, 0, 0]),
+        v_head_stride=_stride(v_heads),
+        v_dims=layer.v_index.shape[2],
+        v_lanes=v_lanes,
+        v_group_dims=v_group_dims,
+        v_group_stride=_stride(v_dims[:-1]),
+        pairs=pairs,
+        pair_row_stride=_stride(pair_rows),
         member_stride=member_stride,
     )
 
 
-def _steps(index: Any) -> list[int]:
-    """Return the stride of each axis of an index of places; 0 for an axis of length 1."""
-    start = [0] * index.dim()
-    first = int(index[tuple(start)])
-    return [
-        int(index[(*start[:axis], 1, *start[axis + 1 :])]) - first if index.shape[axis] > 1 else 0
-        for axis in range(index.dim())
-    ]
+def _rows(axis: Axis, lanes: int) -> Axis | None:
+    """Return the digits of an axis without its innermost one, of which `lanes` take turns in a row; None if none do."""
+    if lanes == 1:
+        return axis
+    return axis[:-1] if lanes == 2 and axis[-1:] == ((2, 1),) else None
+
+
+def _stride(axis: Axis) -> int:
+    """Return the stride of an axis with one digit; 0 for an axis of length 1."""
+    return axis[0][1] if axis else 0
 
 
 def _follows(source: Any, target: Any, size: int) -> Any:

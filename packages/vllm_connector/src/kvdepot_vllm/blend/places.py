@@ -14,10 +14,13 @@ from typing import Any
 from kvdepot.errors import LayoutError
 
 Digit = tuple[int, int]
-"""Size and stride in elements; an axis is a tuple of them, the most significant first."""
+"""Size and stride in elements."""
+
+Axis = tuple[Digit, ...]
+"""The most significant digit first; none for an axis of length 1."""
 
 
-def digits_of(offsets: list[int]) -> tuple[Digit, ...]:
+def digits_of(offsets: list[int]) -> Axis:
     """Return the digits of an axis whose element `i` lies `offsets[i]` elements behind element 0.
 
     Raises:
@@ -49,7 +52,7 @@ class Places:
 
     pages: Any
     rows: Any
-    axes: tuple[tuple[Digit, ...], ...]
+    axes: tuple[Axis, ...]
     token_dim: int | None
 
     @classmethod
@@ -66,7 +69,7 @@ class Places:
         """
         start = (0,) * index.dim()
         base = int(index[start])
-        axes: list[tuple[Digit, ...]] = []
+        axes: list[Axis] = []
         rest = index - base
         for axis in range(index.dim()):
             offsets = index[(*start[:axis], slice(None), *start[axis + 1 :])] - base
@@ -114,5 +117,5 @@ class Places:
         return values.reshape([digit[0] if digit in mine else 1 for digit in every]).contiguous()
 
 
-def _in_memory(axes: Iterable[tuple[Digit, ...]]) -> list[Digit]:
+def _in_memory(axes: Iterable[Axis]) -> list[Digit]:
     return sorted((digit for axis in axes for digit in axis), key=lambda digit: -digit[1])
