@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -21,6 +23,7 @@ def test_a_table_is_read_back() -> None:
     assert re.match(r"5000 entries in [\d.]+ s, \d+ steps", run("restore.py", "--entries", "5000"))
 
 
+@pytest.mark.slow
 def test_a_slow_tier_is_beside_lookups() -> None:
     printed = run("slow_tier.py", "--rounds", "2", "--seconds", "0.3")
     waited = re.match(r"(\d+) lookups waited for the tier", printed)

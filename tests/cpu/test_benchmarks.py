@@ -45,6 +45,7 @@ def test_times_to_the_first_token_are_drawn_with_their_medians(monkeypatch: pyte
     assert len({circle.get("cx") for circle in circles}) == 6
 
 
+@pytest.mark.slow
 def test_a_kill_of_the_depot_is_drawn_with_the_requests_around_it(tmp_path: Path) -> None:
     plot = tmp_path / "kill.svg"
     command = [sys.executable, str(_BENCHMARKS / "kill.py"), "--seconds", "5", "--kill", "2", "--away", "0.5"]

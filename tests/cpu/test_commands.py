@@ -43,6 +43,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.promise(23, 29)
 def test_the_demo_verifies_what_two_engines_share_and_survives_a_killed_depot() -> None:
     summary = run_json("demo")
@@ -96,6 +97,7 @@ def test_without_a_depot_status_says_what_to_do(tmp_path: Path) -> None:
     assert "kvdepot serve" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.promise(3)
 def test_a_hung_depot_is_unhealthy_within_its_deadline() -> None:
     import signal
@@ -153,6 +155,7 @@ def lines_of(written: str) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)) if line.strip()]
 
 
+@pytest.mark.slow
 def test_the_demo_fits_80_columns_and_says_what_the_depot_saved_and_what_is_next() -> None:
     shown = run_in_terminal([sys.executable, "-m", "kvdepot", "demo"])
     assert shown.status == 0, shown.text
@@ -175,6 +178,7 @@ def pool_of_a_depot_in(directory: str) -> Path:
     raise AssertionError(f"no depot in {directory}")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_demo_is_one_line_and_frees_its_memory() -> None:
     pools: list[Path] = []
     with tempfile.TemporaryDirectory() as place:

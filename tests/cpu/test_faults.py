@@ -120,6 +120,7 @@ def test_unfinished_chunks_of_a_live_writer_wait_until_it_comes_back_or_dies(dep
     assert other.ask("retrieve 1 3") == ["3", "0"]
 
 
+@pytest.mark.slow
 @pytest.mark.promise(29)
 def test_killing_the_server_over_and_over_under_load_serves_no_wrong_byte(depot: DepotProcess, spawn: Spawn) -> None:
     engines = [spawn("one"), spawn("two")]
@@ -250,6 +251,7 @@ def test_a_server_killed_during_a_store_makes_it_a_miss(
     assert (context.cache[0, :16] == 3).all()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.promise(27)
 def test_ten_restarts_leave_no_descriptor_mapping_or_thread_in_a_worker(
     depot: DepotProcess, make: Callable[..., CpuTransferContext]

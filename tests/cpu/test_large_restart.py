@@ -20,6 +20,7 @@ def has_room(depot: DepotProcess) -> bool:
     return status.pool_ready_bytes >= min(status.pool_size_bytes, status.pool_used_bytes + (256 << 20))
 
 
+@pytest.mark.slow
 @pytest.mark.promise(23, 39)
 def test_four_gibibytes_of_chunks_are_found_again() -> None:
     cache = [np.empty((_BLOCKS, _PAGE), np.uint8) for _ in range(_LAYERS)]

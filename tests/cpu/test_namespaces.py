@@ -73,6 +73,7 @@ def test_what_a_killed_container_had_prepared_comes_back(depot: DepotProcess, sp
     assert other.ask("store 1 3") == ["True", "3"]
 
 
+@pytest.mark.slow
 @pytest.mark.promise(23, 24, 54)
 def test_the_next_server_waits_for_a_container_that_may_be_writing_and_for_no_other(
     depot: DepotProcess, spawn: Spawn

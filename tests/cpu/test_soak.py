@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.promise(24, 25, 29)
 def test_a_minute_of_load_and_kills_leaves_nothing_wrong_late_or_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvdepot", "soak", "--seconds", "60", "--engines", "2", "--seed", "7", "--json"]

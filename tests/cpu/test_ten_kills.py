@@ -36,6 +36,7 @@ def hit_rate_at_the_end(num_kills: int) -> float:
     return 1 - computed / sum(report.prompt_tokens for report in reports)
 
 
+@pytest.mark.slow
 @pytest.mark.promise(23)
 def test_the_hit_rate_ends_within_five_points_of_an_undisturbed_run() -> None:
     undisturbed, disturbed = hit_rate_at_the_end(0), hit_rate_at_the_end(10)

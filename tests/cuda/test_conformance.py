@@ -44,6 +44,7 @@ class TestWithAPoolThatCannotBeRegistered(_OverTheFakeDriver):
     failing = ("register_host",)
 
 
+@pytest.mark.slow
 class TestByAMover(BackendSuite):
     """Each worker's copies are made by a process of the depot, which has opened its memory."""
 

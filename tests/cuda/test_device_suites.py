@@ -25,6 +25,8 @@ from support.cuda.node import FakeDevice
 from support.cuda.on_device import KERNEL, ByAMover
 from support.cuda.order import BATCH_BYTES, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES, OrderSuite
 
+pytestmark = pytest.mark.slow
+
 WAIT_SECONDS = 30.0
 
 

@@ -62,6 +62,7 @@ def test_thresholds_that_cannot_work_are_refused(bad: dict[str, int]) -> None:
 # --- the whole way ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 class TestWithTheKernel(BackendSuite):
     """The suite of every backend, with every aligned page of a retrieve copied by the kernel."""
 

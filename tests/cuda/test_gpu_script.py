@@ -12,6 +12,8 @@ import pytest
 from kvdepot.errors import BackendUnavailable
 from kvdepot_cuda.context import CudaTransferContext
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cuda_gpu.py"
 STEPS = {
     "environment": "ok", "raw_ipc": "skipped", "patterned": "ok", "conformance": "skipped", "copies": "ok",

@@ -84,6 +84,7 @@ def mode_of(worker: Cache) -> str:
 # --- who is killed, and when ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 class TestWhoIsKilled(MoverFaultSuite):
     """Nobody but the living holds the device's memory."""
 

@@ -28,6 +28,7 @@ def first_failure() -> int:
     pytest.fail(f"none of {NUM_SEEDS} histories fails")
 
 
+@pytest.mark.slow
 @pytest.mark.promise(64)
 def test_no_history_fails() -> None:
     for seed in range(NUM_SEEDS):

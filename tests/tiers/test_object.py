@@ -109,6 +109,7 @@ def test_objects_of_others_below_the_prefix_stay(server: S3Server) -> None:
     tier.close()
 
 
+@pytest.mark.slow
 def test_many_are_asked_for_and_cleared_at_once(server: S3Server) -> None:
     pool = make_pool()
     tier = open_url(server.url("many", "&deadline=20"), pool)
@@ -122,6 +123,7 @@ def test_many_are_asked_for_and_cleared_at_once(server: S3Server) -> None:
     tier.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_is_an_error_and_comes_back() -> None:
     server, pool, key = S3Server(), make_pool(), make_key(1)
     fill(pool, 0, [key], [8192])
@@ -155,6 +157,7 @@ def test_without_its_bucket_the_probe_fails(server: S3Server) -> None:
     tier.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [0, 1 << 16])
 def test_a_put_that_times_out_leaves_the_pool_alone_when_it_returns(reads: int) -> None:
     """The server takes some bytes or none and never answers; afterwards nobody holds the pool's memory."""

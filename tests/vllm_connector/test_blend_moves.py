@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+
+torch = pytest.importorskip("torch", reason="torch is not installed: `tox r -e torch` has it")
 
 from kvdepot.errors import LayoutError
 from kvdepot_cpu.kernels.move import native_move_tokens

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+
+torch = pytest.importorskip("torch", reason="torch is not installed: `tox r -e torch` has it")
 
 from kvdepot_vllm.blend.policies import POLICIES, Budget
 from kvdepot_vllm.blend.refusal import why_not

@@ -266,6 +266,7 @@ def test_a_depot_that_is_slow_all_the_time_is_left_alone_until_it_is_not(
     wait_until(lambda: depot.status().num_leases == 0, what="the leases that were granted too late to come back")
 
 
+@pytest.mark.slow
 @pytest.mark.promise(27)
 def test_ten_restarts_leave_nothing_behind(client: SchedulerClient, depot: DepotProcess) -> None:
     def count() -> tuple[int, int]:

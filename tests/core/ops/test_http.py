@@ -64,6 +64,7 @@ def peer(depot: DepotProcess) -> Iterator[Peer]:
     peer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.promise(3)
 def test_health_follows_the_request_loop(depot: DepotProcess, http: Http) -> None:
     assert http.get("/healthz", token="")[0] == 200
@@ -231,6 +232,7 @@ def test_health_is_answered_whoever_holds_connections(http: Http, sent: bytes) -
         assert http.get("/readyz", token="")[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.promise(63)
 def test_health_is_answered_while_others_wait_for_the_depot(http: Http, depot: DepotProcess) -> None:
     """More of them than threads and connections; each waits for a depot that is stopped."""
@@ -265,6 +267,7 @@ def test_requests_without_the_token_take_one_thread_however_many_they_are(http: 
         depot.signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.promise(63)
 def test_health_is_answered_with_few_descriptors(http: Http) -> None:
     assert http.get("/healthz", token="")[0] == 200
@@ -328,6 +331,7 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
         HttpSettings.parse("127.0.0.1:0", tmp_path / "token")
 
 
+@pytest.mark.slow
 def test_what_answers_is_started_again_when_it_ends(http: Http) -> None:
     assert http.get("/healthz")[0] == 200
     first = http.server.pid

@@ -60,6 +60,7 @@ def found_in(num_chunks: int, prompts: list[bytes]) -> float:
     return found / asked
 
 
+@pytest.mark.slow
 @pytest.mark.promise(57)
 def test_estimates_are_what_pools_of_those_sizes_find() -> None:
     prompts = list(traffic(4000))

@@ -79,6 +79,7 @@ def store(depot: DepotProcess) -> None:
     peer.close()
 
 
+@pytest.mark.slow
 @as_root
 def test_members_of_the_group_are_served_and_others_are_not(directory: Path) -> None:
     with DepotProcess("--socket-group", str(GROUP), directory=directory) as depot:

@@ -191,6 +191,7 @@ def test_a_quota_and_the_status(full: FullDepot) -> None:
     gate(full, OPERATOR_SECONDS, work)
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_restoring(full: FullDepot) -> None:
     def work(_number: int) -> None:
@@ -208,6 +209,7 @@ def test_restoring(full: FullDepot) -> None:
     gate(full, OPERATOR_SECONDS, work)
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_clearing(full: FullDepot) -> None:
     def work(number: int) -> None:

@@ -333,6 +333,7 @@ for number in range(1_000_000):
 """
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_byte_leaves_whole_entries_or_none(tmp_path: Path) -> None:
     pool = make_pool(1 << 20)
     rng = random.Random(1)

@@ -1261,6 +1261,7 @@ def test_nothing_is_warmed_without_an_engine(make: Maker) -> None:
     assert bench.wait(commands.warm(bench.depot, o.Warm("default", prompt(2).digests))).count == 0
 
 
+@pytest.mark.slow
 @pytest.mark.promise(29, 31)
 @pytest.mark.parametrize("demotion", Demotion)
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])

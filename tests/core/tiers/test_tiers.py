@@ -239,6 +239,7 @@ def test_a_write_that_reports_too_little_is_no_error(bench: FaultyBench, checksu
     assert bench.queue.counters["errors"] == 0
 
 
+@pytest.mark.slow
 def test_closing_does_not_wait_for_a_storage_that_hangs(bench: FaultyBench) -> None:
     stuck = FaultyTier(bench.tier.inner)
     bench.tier.inner = stuck
