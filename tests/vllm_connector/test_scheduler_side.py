@@ -41,12 +41,14 @@ class Client:
     ended: list[str] = field(default_factory=list[str])
     awaited: list[int] = field(default_factory=list[int])  # chunks that each lookup expects of another engine
     handing_over: list[str] = field(default_factory=list[str])
+    waits: list[float | None] = field(default_factory=list["float | None"])
 
     def submit_lookup(
         self, request_id: str, key: KeyRun, *, joins: bool, announces: bool, ahead_tokens: int, awaits: int,
-        hands_over: bool,
+        hands_over: bool, wait_seconds: float | None,
     ) -> Any:  # fmt: skip
         assert joins or not announces
+        self.waits.append(wait_seconds)
         self.asked.append(key.num_chunks)
         self.awaited.append(awaits)
         if hands_over:
@@ -500,26 +502,40 @@ def test_a_request_whose_last_store_fails_gives_its_lease_back(
 # --- what others are computing --------------------------------------------------------------------------------------
 
 
-def test_a_request_waits_for_what_others_compute_and_no_longer_than_computing_it(
+def test_a_request_waits_for_what_others_compute_and_no_longer_than_twice_computing_it(
     scene: Callable[..., Scene],
 ) -> None:
-    it = scene(num_chunks=2)
+    it = scene(num_chunks=2, deadline_seconds=2.0)
     it.client.num_pending, it.client.token_seconds = 3, 0.1
     request = it.request(100)
     assert it.side.matched_tokens(request, 0) == (None, False)
+    it.clock[0] = 8.0
     assert it.side.matched_tokens(request, 0) == (None, False)
     assert [lease.num_chunks for lease in it.client.released] == [2, 2], "each question begins anew"
-    it.clock[0] = 10.0
+    it.clock[0] = 19.0
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    assert it.client.waits[0] is None
+    assert it.client.waits[1:] == pytest.approx([20.05, 12.05, 1.05]), "no question outlives the wait in all"
+    it.clock[0] = 20.1
     assert it.side.matched_tokens(request, 0) == (32, True)
 
 
-def test_a_request_waits_a_deadline_at_least(scene: Callable[..., Scene]) -> None:
+def test_a_request_waits_no_longer_than_a_deadline_while_the_pace_is_unknown(scene: Callable[..., Scene]) -> None:
     it = scene(deadline_seconds=2.0)
     it.client.num_pending = 3
     request = it.request(100)
     it.clock[0] = 1.9
     assert it.side.matched_tokens(request, 0) == (None, False)
+    assert it.client.waits[1:] == pytest.approx([0.1])
     it.clock[0] = 2.0
+    assert it.side.matched_tokens(request, 0) == (0, False)
+
+
+def test_a_request_of_a_quick_engine_does_not_wait_a_deadline(scene: Callable[..., Scene]) -> None:
+    it = scene(deadline_seconds=2.0)
+    it.client.num_pending, it.client.token_seconds = 3, 0.001
+    request = it.request(100)
+    it.clock[0] = 0.3
     assert it.side.matched_tokens(request, 0) == (0, False)
 
 

@@ -1,13 +1,16 @@
 # pyright: reportPrivateUsage=false
 """Single flight: lookups wait for chunks that another request is computing, never for longer than it pays."""
 
+import os
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
 
-from kvdepot.keys import KeyRun, Namespace, hash_prefix
-from kvdepot.server import flights
+from kvdepot.errors import ErrorCode
+from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.server import commands, flights
 from kvdepot.server.replies import Deferred
 from kvdepot.wire import messages as m
 from support.index import HYBRID, ONLY_WINDOW, PLAIN, SHARDED, Bench, Worker, prompt
@@ -19,6 +22,7 @@ PACE = 0.01  # seconds a token
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flights, "_LEAST_TOKENS", 2)
+    monkeypatch.setattr(flights, "_SLACK_SECONDS", 0.0)
 
 
 class Asked:
@@ -27,7 +31,7 @@ class Asked:
     def __init__(self, worker: Worker, run: KeyRun, request_id: str = "r", *, announces: bool = True, **fields: Any):
         fields = {"wait_seconds": WAIT_SECONDS, "token_seconds": PACE, "joins": True, **fields}
         request = m.Lookup(worker.context, request_id, run.digests, run.tenant, announces=announces, **fields)
-        self.asked_at = worker.bench.now
+        self.bench, self.asked_at = worker.bench, worker.bench.now
         self.answers: list[m.LookupReply] = []
         reply = worker.bench.depot.handle(worker.session, worker.writer, request)
         if isinstance(reply, Deferred):
@@ -36,11 +40,15 @@ class Asked:
             self._take(reply)
 
     def _take(self, reply: Any) -> None:
+        if isinstance(reply, m.ErrorReply):  # its own context has ended
+            assert reply.code == ErrorCode.UNKNOWN_CONTEXT
+            reply = m.LookupReply(1, 0, 0)
         self.answers.append(reply)
 
     @property
     def found(self) -> int | None:
         """The chunks that were found, None while there is no answer."""
+        self.bench.depot.background.work()  # as the loop does in the same turn
         assert len(self.answers) < 2
         return self.answers[0].num_chunks if self.answers else None
 
@@ -48,6 +56,7 @@ class Asked:
 def at(bench: Bench, now: float) -> None:
     bench.now = now
     bench.depot.flights.expire(now)
+    bench.depot.background.work()
 
 
 @pytest.mark.promise(75)
@@ -113,7 +122,7 @@ def test_a_flight_that_stalls_is_over_for_all() -> None:
     bench = Bench()
     first, second = bench.worker(), bench.worker()
     Asked(first, prompt(4))
-    waiting = Asked(second, prompt(4), wait_seconds=60.0)
+    waiting = Asked(second, prompt(4), wait_seconds=60.0, token_seconds=0.0)
     limit = flights._GRACE_SECONDS + 2 * 4 * PACE
     at(bench, limit - 0.001)
     assert waiting.found is None
@@ -126,7 +135,7 @@ def test_a_flight_that_moves_has_its_time_again() -> None:
     bench = Bench()
     first, second = bench.worker(), bench.worker()
     Asked(first, prompt(4))
-    waiting = Asked(second, prompt(4), wait_seconds=60.0)
+    waiting = Asked(second, prompt(4), wait_seconds=60.0, token_seconds=0.0)
     for chunk in range(3):
         at(bench, bench.now + flights._GRACE_SECONDS)
         first.store(prompt(4).slice(chunk, chunk + 1))
@@ -152,11 +161,116 @@ def test_without_an_estimate_it_waits() -> None:
     bench = Bench()
     first = bench.worker()
     Asked(first, prompt(4), token_seconds=0.0, ahead_tokens=1000)
-    waiting = Asked(bench.worker(), prompt(4))
+    waiting = Asked(bench.worker(), prompt(4), token_seconds=0.0)
     at(bench, 1.0)
     assert waiting.found is None
     first.store(prompt(4))
     assert waiting.found == 4
+
+
+@pytest.mark.promise(75)
+@pytest.mark.parametrize("pace", [0.0, 1e-7, PACE])
+def test_nobody_waits_longer_than_twice_its_own_time_whatever_is_announced(pace: float) -> None:
+    """Nor by asking again while the announcement is repeated."""
+    bench = Bench()
+    liar, engine = bench.worker(), bench.worker()
+    Asked(liar, prompt(4), token_seconds=pace)
+    own_seconds = 4 * PACE
+    waiting = Asked(engine, prompt(4), "waiting", announces=False)
+    at(bench, 2 * own_seconds - 0.001)
+    assert waiting.found is None
+    at(bench, 2 * own_seconds)
+    assert waiting.found == 0
+    while waiting.answers[0].num_pending:
+        assert bench.now < 6 * own_seconds
+        Asked(liar, prompt(4), token_seconds=pace)
+        waiting = Asked(engine, prompt(4), "waiting", announces=False)
+        while waiting.found is None:
+            at(bench, bench.now + 0.01)
+    told = Asked(engine, prompt(4), "told", awaits=4)
+    assert told.found is None, "but if its request says that another engine computes the prompt"
+
+
+@pytest.mark.parametrize("end", ["the depot drains", "its worker leaves"])
+def test_nobody_waits_for_chunks_that_cannot_be_stored(end: str) -> None:
+    bench = Bench()
+    first, second = bench.worker(name="engine"), bench.worker()
+    scheduler = m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec)
+    reply = bench.depot.handle(first.session, first.writer, scheduler)
+    assert isinstance(reply, m.Registered)
+    announcer = Worker(bench, first.session, first.writer, reply.context, 0)
+    Asked(announcer, prompt(4))
+    waiting = Asked(second, prompt(4))
+    assert waiting.found is None
+    if end == "the depot drains":
+        commands.drain(bench.depot, True)
+    else:
+        first.ask(m.Unregister(first.context))
+    assert (waiting.found, waiting.answers[0].num_pending) == (0, 0)
+    Asked(announcer, prompt(4))
+    assert Asked(second, prompt(4)).found == 0
+
+
+def test_what_has_ended_holds_no_bytes() -> None:
+    """Announcements that were withdrawn and lookups that were answered, long before their deadlines."""
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+
+    def announce_and_end(name: str) -> None:
+        run = KeyRun(os.urandom(m.MAXIMUM_CHUNKS * DIGEST_BYTES), 0, bytes(DIGEST_BYTES))
+        Asked(first, run, name, token_seconds=60.0)
+        waiting = Asked(second, run, name, wait_seconds=60.0, token_seconds=0.0)
+        assert waiting.found is None
+        first.ask(m.EndRequest(first.context, name))
+        assert waiting.found == 0
+        second.ask(m.EndRequest(second.context, name))
+
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(20):
+            announce_and_end(str(number))
+        assert tracemalloc.get_traced_memory()[0] - before < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_flight_ends_after_a_minute_however_slow_its_engine_is() -> None:
+    bench = Bench()
+    Asked(bench.worker(), prompt(4), token_seconds=60.0, ahead_tokens=1 << 30)
+    at(bench, flights.MAXIMUM_SECONDS)
+    assert not bench.depot.flights
+
+
+def test_no_engine_takes_all_flights_nor_all_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "MAXIMUM_FLIGHTS", 8)
+    monkeypatch.setattr(flights, "MAXIMUM_WAITING", 8)
+    bench = Bench()
+    greedy, modest = bench.worker(), bench.worker()
+    for number in range(10):
+        Asked(greedy, prompt(4, number), str(number))
+    assert len(bench.depot.flights) == 4
+    Asked(modest, prompt(4, 10))
+    assert len(bench.depot.flights) == 5
+    asked = [Asked(greedy, prompt(4, 10), f"waiting {number}") for number in range(10)]
+    assert [each.found for each in asked].count(None) == 4
+    assert Asked(modest, prompt(4, 0), "waiting").found is None
+
+
+def test_waits_that_end_together_are_answered_in_steps() -> None:
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(4))
+    asked = [Asked(second, prompt(4), str(number)) for number in range(20)]
+    assert not any(each.answers for each in asked)
+    bench.now = WAIT_SECONDS
+    bench.depot.flights.expire(bench.now, lambda: True)
+    bench.depot.background.work(lambda: True)
+    assert 0 < len([each for each in asked if each.answers]) < 3
+    first.ask(m.EndRequest(first.context, "r"))
+    bench.depot.background.work(lambda: True)
+    assert len([each for each in asked if each.answers]) < 5
+    assert all(each.found == 0 for each in asked)
 
 
 def test_a_request_does_not_wait_for_itself_and_others_of_its_engine_do() -> None:
@@ -215,9 +329,9 @@ def test_a_hybrid_model_s_lookup_waits_for_the_last_state() -> None:
     bench = Bench(HYBRID)
     first, second = bench.worker(), bench.worker()
     Asked(first, prompt(6))
-    waiting = Asked(second, prompt(6), wait_seconds=60.0)
+    waiting = Asked(second, prompt(6), wait_seconds=60.0, token_seconds=0.0)
     first.store(prompt(6).slice(0, 3), 3, 3, 1)
-    late = Asked(second, prompt(6), "late", wait_seconds=60.0)
+    late = Asked(second, prompt(6), "late", wait_seconds=60.0, token_seconds=0.0)
     first.store(prompt(6).slice(3), 3, 3, 0)
     at(bench, 4.0)
     assert (waiting.found, late.found) == (None, None), "all attention is here, and no state at the end"
@@ -240,8 +354,9 @@ def test_a_longer_prompt_of_a_hybrid_model_waits_and_one_that_diverges_does_not(
 
 
 def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "MAXIMUM_FLIGHTS", 2)
-    monkeypatch.setattr(flights, "MAXIMUM_WAITING", 1)
+    monkeypatch.setattr(flights, "MAXIMUM_FLIGHTS", 4)
+    monkeypatch.setattr(flights, "MAXIMUM_WAITING_FOR_ONE", 1)
+    monkeypatch.setattr(flights, "MAXIMUM_DIGEST_BYTES", 16 * 32)
     bench = Bench()
     first, second = bench.worker(), bench.worker()
     for name in range(3):
@@ -249,9 +364,8 @@ def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(bench.depot.flights) == 2
     asked = [Asked(second, prompt(4), str(number)) for number in range(2)]
     assert [each.found for each in asked] == [None, 0]
-    monkeypatch.setattr(flights, "MAXIMUM_DIGEST_BYTES", 8 * 32)
     first.ask(m.EndRequest(first.context, "1"))
-    Asked(first, prompt(5, 5), "5")
+    Asked(first, prompt(9, 5), "5")
     assert len(bench.depot.flights) == 1
 
 
@@ -298,6 +412,7 @@ def test_whatever_happens_everybody_is_answered_in_time_and_nothing_stays(
         bench.depot.end_process(worker.writer)
     table = bench.depot.flights
     assert all(each.found is not None for each in asked)
-    assert (len(table), table._by_chunk, table._num_digest_bytes) == (0, {}, 0)
+    assert (len(table), table._by_chunk, table.next_deadline()) == (0, {}, None)
+    assert [each.total for each in (table._num_flights, table._num_waiting, table._digest_bytes)] == [0, 0, 0]
     bench.depot.background.work()
     bench.drain()

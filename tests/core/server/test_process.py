@@ -263,6 +263,24 @@ def serve(tmp_path: Path) -> Iterator[Callable[[], DepotServer]]:
         thread.join(10)
 
 
+def test_a_failure_in_the_deadlines_of_single_flight_does_not_end_the_server(
+    serve: Callable[[], DepotServer], tmp_path: Path
+) -> None:
+    server = serve()
+    failed = threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise RuntimeError("planted")
+
+    server.depot.flights._timers.call_at(0.0, fail)  # pyright: ignore[reportPrivateUsage]
+    with SchedulerClient(SPEC, "engine", url=str(tmp_path)) as client:
+        client.wait_until_connected(5)
+        assert failed.wait(5)
+        wait_until(lambda: server.depot.counters["chores_failed"] == 1)
+        client.wait_until_connected(5)
+
+
 @pytest.mark.promise(26)
 def test_a_session_that_says_nothing_for_an_hour_is_still_open(
     serve: Callable[[], DepotServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

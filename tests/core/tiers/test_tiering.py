@@ -1342,9 +1342,11 @@ class OtherNode:
     def wait(self, asked: Any, seconds: float = 1.0) -> Any:
         """Return the answer to a lookup; None if there is none after these seconds of the clock."""
         bench, until = self.bench, self.bench.clock.now + seconds
+        bench.depot.background.work()
         while asked.reply is None and bench.clock.now < until:
             bench.clock.now += 0.005
             bench.depot.flights.expire(bench.clock.now)
+            bench.depot.background.work()
             bench.finish_promotions()
         return asked.reply
 
@@ -1415,7 +1417,7 @@ def test_a_tier_is_asked_as_often_after_many_flights_have_ended(awaited: OtherNo
     for number in range(40):
         asked = awaits(awaited, name=str(number))
         awaited.bench.ask(m.EndRequest(awaited.bench.contexts[0], str(number)))
-        assert asked.reply is not None
+        assert awaited.wait(asked, 0.0) is not None
     before = awaited.num_questions
     assert awaited.wait(awaits(awaited, wait_seconds=0.5), 1.0) is not None
     assert awaited.num_questions - before >= 10, "every 20 ms for half a second"
@@ -1430,7 +1432,7 @@ def test_an_engine_of_this_node_that_begins_takes_over(awaited: OtherNode) -> No
     assert (reply.num_chunks, reply.num_pending) == (0, 8)
     asked = awaits(awaited)
     awaited.bench.ask(m.EndRequest(awaited.bench.contexts[0], "prefill"))
-    assert asked.reply is not None
+    assert awaited.wait(asked, 0.0) is not None
 
 
 @pytest.mark.parametrize("rule", Demotion)

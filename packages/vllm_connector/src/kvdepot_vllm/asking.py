@@ -33,6 +33,10 @@ _IDLE_SECONDS: Final = 0.001  # to wait for an answer while nothing is computed;
 # The same for an answer that waits for a tier or another engine. Empty steps, one after the other, would take most of a
 # core, which on CPU the other engine computes with. A request that arrives in the meantime waits that long.
 _LONG_IDLE_SECONDS: Final = 0.010
+# A request waits for others at most so many times what its own engine would take, and a little: the depot answers it by
+# the same rule (`kvdepot.server.flights`).
+_PATIENCE: Final = 2.0
+_SLACK_SECONDS: Final = 0.05
 
 
 @dataclass(slots=True)
@@ -54,7 +58,7 @@ class Question:
     lease: Lease | None = None
     lookup: PendingLookup | None = None
     asked_at: float = 0.0
-    waits_until: float = 0.0  # for chunks that others are computing
+    waits_until: float = 0.0  # for chunks that others are computing, in all; 0 before the first lookup
     began_at: float = 0.0  # when the first lookup was sent
     ask_at: float = 0.0  # when to ask again
     num_found: int = 0  # chunks of the last answer
@@ -117,6 +121,8 @@ class Questions:
                     self.may_idle = False
                     time.sleep(_IDLE_SECONDS)
                 return None
+            if question.lease is not None:  # too old: everything begins again
+                question.waits_until = 0.0
             self.drop(question)
             self._ask(question)
         if question.lookup is None:
@@ -183,9 +189,11 @@ class Questions:
         key, now = self._wanted(question), self._clock()
         if not key.num_chunks:
             return
-        if question.asked_at + _FRESH_SECONDS < now or not question.waits_until:
-            # Waiting for others takes at most as long as computing the prompt, or a deadline.
+        wait_seconds = None
+        if not question.waits_until:
             question.began_at, question.waits_until = now, now + self._patience_seconds(question)
+        elif question.hand_over is None:
+            wait_seconds = max(0.0, question.waits_until - now)
         question.asked_at = now
         question.span = start_span("kvdepot lookup", question.request, wanted_tokens=self.wanted_tokens(question))
         joins = self._settings.wait_for_others
@@ -203,6 +211,7 @@ class Questions:
             ahead_tokens=self._ahead_tokens(question),
             awaits=question.awaits,
             hands_over=hands_over,
+            wait_seconds=wait_seconds,
         )
 
     def _asks_again(self, question: Question, lease: Lease) -> bool:
@@ -226,7 +235,9 @@ class Questions:
         return True
 
     def _patience_seconds(self, question: Question) -> float:
-        return max(question.request.num_tokens * self._client.token_seconds, self._settings.deadline_seconds)
+        """Return how long a request may wait for others in all: a deadline while the engine's pace is unknown."""
+        own_seconds = question.request.num_tokens * self._client.token_seconds
+        return _PATIENCE * own_seconds + _SLACK_SECONDS if own_seconds else self._settings.deadline_seconds
 
     def _ahead_tokens(self, question: Question) -> int:
         """Return the tokens of earlier prompts that are still to be computed, as far as that is known."""

@@ -151,6 +151,7 @@ class SchedulerClient:
         ahead_tokens: int = 0,
         awaits: int = 0,
         hands_over: bool = False,
+        wait_seconds: float | None = None,
     ) -> PendingLookup:
         """Like `lookup`, without waiting.
 
@@ -164,17 +165,20 @@ class SchedulerClient:
             awaits: leading chunks that another engine, perhaps of another node, computes for this request. A depot with
                 tiers waits until these bring them, within the deadline.
             hands_over: another engine waits for what the request stores. `end_request` withdraws it.
+            wait_seconds: limit of the depot's wait for tiers and other engines; never more than a share of the
+                deadline, which is the default.
         """
         if key.first_chunk:
             raise KVDepotError(f"a lookup starts at chunk 0, not at {key.first_chunk}")
         with self._lock:
             channel, sequence = self._current(), 0
+            longest = self.deadline_seconds * _SHARE_FOR_WAITING
             if channel is not None and key.digests:
                 with contextlib.suppress(DepotUnavailable):
                     lookup = m.Lookup(
                         channel.link.context, request_id, key.digests, key.tenant,
-                        self.deadline_seconds * _SHARE_FOR_WAITING, self.token_seconds, announces, ahead_tokens,
-                        joins, awaits, hands_over,
+                        longest if wait_seconds is None else min(longest, wait_seconds), self.token_seconds,
+                        announces, ahead_tokens, joins, awaits, hands_over,
                     )  # fmt: skip
                     sequence = channel.submit(lookup)
             return Pending(self, channel if sequence else None, sequence, MISS, lease_of)

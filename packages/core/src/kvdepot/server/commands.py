@@ -318,6 +318,7 @@ def drain(depot: Depot, is_draining: bool) -> m.Done:
         depot.state.note(text)
         logger.info("%s", text)
     depot.state.is_draining = is_draining
+    depot.flights.end_stranded()
     return m.Done(depot.state.epoch, len(depot.stores.tickets))
 
 

@@ -247,6 +247,11 @@ class ContextTable:
         places = [] if workers is None else workers.places()
         return (places, workers.first_of(instance).model) if workers is not None and places else ([], "")
 
+    def has_worker(self, space: Space, instance: str) -> bool:
+        """Return whether an engine has a worker that can store caches of a space."""
+        workers = self._workers.get(space.number)
+        return workers is not None and instance in workers.by_instance
+
     def models(self, space: Space) -> list[str]:
         """Return the models whose workers share a space: their entries have names of their own in tiers."""
         return list(dict.fromkeys(worker.model for worker in self._workers.get(space.number, ())))

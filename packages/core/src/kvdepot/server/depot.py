@@ -58,7 +58,7 @@ class Depot:
         self.pins = PinTable(index)
         self.contexts = ContextTable(self.state)
         self.quarantine = QuarantineTable(self.state)
-        self.flights = FlightTable(index, clock, self.counters)
+        self.flights = FlightTable(self.state, self.contexts)
         self.stores = Stores(self.state, self.contexts, self.quarantine, self.flights)
         lookups, self.blends = Lookups(self.state, self.contexts, self.flights), BlendLookups(self.state)
         self.status = StatusReport(
@@ -113,6 +113,7 @@ class Depot:
     def _unregister(self, context: Context, request: m.Unregister) -> m.Done:
         self.flights.end_context(context)
         mover = self.contexts.remove(context)
+        self.flights.end_stranded()
         self.stores.end_context(context.number, None if mover is None else (mover, context.owner))
         return m.Done(self.state.epoch, 1)
 
@@ -182,6 +183,7 @@ class Depot:
         for context in self.contexts.of_session(session):
             self.flights.end_context(context)
             mover = self.contexts.remove(context)
+            self.flights.end_stranded()
             fence = context.fence if mover is None else (mover, context.owner)  # the process that may be writing
             count = self.stores.end_context(context.number, fence)
             self.state.note(

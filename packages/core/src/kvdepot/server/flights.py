@@ -3,7 +3,12 @@
 A flight begins when a lookup that announces is answered with a miss: its engine is about to compute the missing chunks.
 Another lookup of the same tenant that misses the same chunk can join the flight. It is answered once the chunks that
 the two have in common are here, when the flight ends without them, or at its own deadline. A flight ends when its
-chunks are here, its request ends, its engine leaves, or nothing of it arrives in time.
+chunks are here, its request ends, its engine or one of its workers leaves, stores are declined, or nothing of it
+arrives in time.
+
+Whatever an announcement says, a lookup waits at most twice as long as its own engine would compute the chunks, if that
+is known, and at most its own deadline. A lookup that is to be answered is answered in a step of the background, so that
+the end of many waits is spread over many turns of the loop.
 
 A remote flight is one that an engine of another node computes and that comes through a tier. Nobody announces it here:
 it begins when a lookup names its chunks (`Lookup.awaits`). While a lookup waits for it, the tiers are asked for the
@@ -16,17 +21,19 @@ last one all that a lookup needs. Nobody can say whether shorter parts of such a
 that shares all of its chunks joins it.
 """
 
-import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Final
 
-from kvdepot.counting import Counts, depot_counter
-from kvdepot.index.index import ChunkIndex
+from kvdepot.counting import depot_counter
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.server.contexts import Context
+from kvdepot.server.background import Task
+from kvdepot.server.contexts import Context, ContextTable
+from kvdepot.server.fair import FairBound
+from kvdepot.server.query import Query
+from kvdepot.server.state import DepotState
+from kvdepot.server.timers import Timers
 
 _FLIGHTS: Final = depot_counter("flights", "Prefixes that a lookup announced as being computed")
 _FLIGHTS_JOINED: Final = depot_counter(
@@ -35,13 +42,18 @@ _FLIGHTS_JOINED: Final = depot_counter(
 _FLIGHTS_FAILED: Final = depot_counter("flights_failed", "Announced prefixes that did not arrive whole")
 
 MAXIMUM_FLIGHTS: Final = 1024
-MAXIMUM_WAITING: Final = 64  # lookups of one flight
+MAXIMUM_WAITING: Final = 4096  # lookups of all flights
+MAXIMUM_WAITING_FOR_ONE: Final = 64  # lookups of one flight
 MAXIMUM_DIGEST_BYTES: Final = 32 << 20  # of all flights
+MAXIMUM_SECONDS: Final = 60.0  # without a new chunk; no lookup may wait longer (`Lookup.wait_seconds`)
 
 _LEAST_TOKENS: Final = 256  # fewer are computed again sooner than they are waited for
 _PATIENCE: Final = 2.0  # times what computing would take: estimates of two equal engines differ that much
 _GRACE_SECONDS: Final = 1.0  # that a flight may take beside twice its estimate
 _UNKNOWN_SECONDS: Final = 5.0  # that it may take without an estimate
+# That a lookup may wait beside twice its own time: for the copy of a store, its commit and a step of each engine, which
+# take tens of milliseconds however few the tokens are.
+_SLACK_SECONDS: Final = 0.05
 _POLL_SECONDS: Final = 0.02  # between two questions to the tiers for one remote flight
 _MOST_POLLS: Final = 400  # a second, for all remote flights together
 
@@ -52,9 +64,8 @@ class _Waiting:
 
     context: Context
     stop: int  # it waits for the chunks before this one
-    until: float
     on_end: Callable[[], None]
-    flight: "Flight | None"  # None once it has been answered
+    timer: int = 0  # of its deadline
 
 
 @dataclass(slots=True, eq=False)
@@ -70,21 +81,26 @@ class Flight:
     ahead_tokens: int  # that the engine computes before these; 0 once the first of these is here
     token_seconds: float  # 0: unknown
     moved_at: float
-    due: float = 0.0
-    waiting: list[_Waiting] = field(default_factory=list["_Waiting"])
+    timer: int = 0  # of its end
+    waiting: dict[_Waiting, None] = field(default_factory=dict["_Waiting", None])  # in order
     ask_tiers: "AskTiers | None" = None  # of a remote flight
     has_moved: bool = False  # a chunk has arrived since it began
     is_polled: bool = False  # the next question to the tiers is under way or has its time
 
-    def seconds_to(self, chunk: int, now: float) -> float:
-        """Return how long the engine will probably take for the chunks before `chunk`; 0.0 if that is unknown."""
+    def expected_at(self, chunk: int, token_seconds: float = 0.0) -> float:
+        """Return when the chunks before `chunk` are probably here; `token_seconds` if the engine's own are unknown."""
         tokens = self.ahead_tokens + (chunk - self.position) * self.context.space.spec.chunk_tokens
-        return max(0.0, self.moved_at + tokens * self.token_seconds - now)
+        return self.moved_at + tokens * (self.token_seconds or token_seconds)
 
     def stop_of(self, digests: bytes, found: int) -> int:
         """Return up to which chunk a lookup, `found` of whose chunks are here, can wait for this flight."""
         stop = common_chunks(self.digests, digests, found)
         return found if self.context.space.windows and stop < self.stop else stop
+
+    @property
+    def owner(self) -> tuple[int, str]:
+        """The request, by context and name."""
+        return self.context.number, self.request_id
 
     @property
     def is_remote(self) -> bool:
@@ -100,138 +116,124 @@ class FlightTable:
     """Every flight.
 
     Args:
-        index: says which chunks are here.
-        clock: seconds, monotonic.
-        counters: `flights`, `flights_failed`, `flights_joined`.
+        state: of the depot.
+        contexts: say whether an engine that announces can store.
     """
 
-    def __init__(self, index: ChunkIndex, clock: Callable[[], float], counters: Counts) -> None:
-        self._index = index
-        self._clock = clock
-        self._counters = counters
+    def __init__(self, state: DepotState, contexts: ContextTable) -> None:
+        self._state = state
+        self._contexts = contexts
+        self._index = state.index
+        self._clock = state.clock
+        self._counters = state.counters
         self._by_request: dict[tuple[int, str], Flight] = {}  # by context and request
         # By space and first missing chunk, then by tenant and whether it is remote.
         self._by_chunk: dict[tuple[int, bytes], dict[tuple[str, bool], Flight]] = {}
-        # A heap of functions to call with the time; some belong to flights and lookups that have ended.
-        self._deadlines: list[tuple[float, int, Callable[[float], None]]] = []
-        self._numbers = count()
-        self._num_digest_bytes = 0
+        self._timers = Timers()
+        # By process: one engine has several sessions, and a session costs nothing.
+        self._num_flights = FairBound(MAXIMUM_FLIGHTS)
+        self._num_waiting = FairBound(MAXIMUM_WAITING)
+        self._digest_bytes = FairBound(MAXIMUM_DIGEST_BYTES)
         self._num_remote = 0
 
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def begin(
-        self, context: Context, request_id: str, tenant: str, digests: bytes, *, found: int, ahead_tokens: int,
-        token_seconds: float,
-    ) -> None:  # fmt: skip
-        """Begin a flight for the chunks from `found` on, unless they are few or somebody else has begun one."""
-        space, stop, position = context.space, len(digests) // DIGEST_BYTES, self._position(context, digests, found)
-        flight = self._by_request.get((context.number, request_id))
+    def begin(self, query: Query) -> None:
+        """Begin a flight for the chunks that a query misses, unless they are few or somebody else has begun one."""
+        context, request, digests = query.context, query.request, query.digests
+        stop, position = len(digests) // DIGEST_BYTES, self._position(query)
+        flight = self._by_request.get(query.owner)
         if flight is not None and not flight.is_remote and (flight.digests, flight.position) == (digests, position):
-            flight.ahead_tokens, flight.moved_at = ahead_tokens, self._clock()  # it has asked again
-            self._expect(flight)
-            return
-        self.end_request(context, request_id)
-        if (stop - found) * space.spec.chunk_tokens < _LEAST_TOKENS:
+            return  # it has asked again, which brings its chunks no nearer
+        self.end_request(context, request.request_id)
+        if (stop - query.found) * context.space.spec.chunk_tokens < _LEAST_TOKENS or not self._can_arrive(context):
             return
         flight = Flight(
-            context, request_id, tenant, digests, position, stop, ahead_tokens, token_seconds, self._clock()
-        )
+            context, request.request_id, request.tenant, digests, position, stop, request.ahead_tokens,
+            request.token_seconds, self._clock(),
+        )  # fmt: skip
         if self._begin(flight):
-            remote = self._find(context, tenant, digests, found, is_remote=True)
+            remote = self._find(query, is_remote=True)
             if remote is not None:
                 self._end(remote)  # its lookups ask again and join this one, whose end they notice
 
     def _begin(self, flight: Flight) -> bool:
         """Add a flight; False if it is one too many, another one has its next chunk, or the model has none."""
-        num_bytes = self._num_digest_bytes + len(flight.digests)
-        is_full = len(self._by_request) >= MAXIMUM_FLIGHTS or num_bytes > MAXIMUM_DIGEST_BYTES
-        if is_full or not flight.context.space.full_mask or not self._enter(flight):
+        owner, num_bytes = flight.context.writer, len(flight.digests)
+        has_room = self._num_flights.has_room(owner) and self._digest_bytes.has_room(owner, num_bytes)
+        if not has_room or not flight.context.space.full_mask or not self._enter(flight):
             return False
-        self._by_request[flight.context.number, flight.request_id] = flight
-        self._num_digest_bytes = num_bytes
+        self._by_request[flight.owner] = flight
+        self._num_flights.take(owner)
+        self._digest_bytes.take(owner, num_bytes)
         self._num_remote += flight.is_remote
         self._expect(flight)
         self._counters[_FLIGHTS] += 1
         return True
 
-    def join(
-        self, context: Context, request_id: str, tenant: str, digests: bytes, *, found: int, token_seconds: float,
-        until: float, on_end: Callable[[], None], awaits: int = 0,
-    ) -> bool:  # fmt: skip
-        """Wait for a flight that has the chunk `found`; False if there is none, or waiting takes longer than computing.
+    def _can_arrive(self, context: Context) -> bool:
+        """Return whether an engine can store anything now."""
+        state = self._state
+        is_stopping = not (state.accepts_stores or state.is_restoring)
+        return not (is_stopping or state.is_draining) and self._contexts.has_worker(context.space, context.instance)
 
-        Args:
-            context: of the lookup.
-            request_id: of the lookup, which does not wait for its own flight.
-            tenant: of the lookup.
-            digests: of the lookup.
-            found: its chunks that are here.
-            token_seconds: its engine's time for a token, 0 for unknown.
-            until: the lookup's deadline.
-            on_end: called once, when the lookup must be answered with the chunks that are here then.
-            awaits: chunks that its request was told to wait for, however long computing them would take.
+    def join(self, query: Query, on_end: Callable[[], None]) -> bool:
+        """Wait for a flight that has the next chunk of a query; False if there is none, or computing takes less time.
+
+        `on_end` is called once, when the lookup must be answered with the chunks that are here then.
         """
-        flight = self._find(context, tenant, digests, found)
-        if flight is None:
+        flight, num_chunks = self._find(query), self.pending(query)
+        if flight is None or not num_chunks:
             return False
-        num_chunks = self.pending(
-            context, request_id, tenant, digests, found=found, token_seconds=token_seconds, awaits=awaits
-        )
-        return num_chunks > 0 and self._wait_for(flight, _Waiting(context, found + num_chunks, until, on_end, flight))
+        until, own_seconds = query.until, query.own_seconds(num_chunks)
+        if own_seconds and query.found >= query.request.awaits:
+            until = min(until, self._clock() + _PATIENCE * own_seconds + _SLACK_SECONDS)
+        return self._wait_for(flight, query, query.found + num_chunks, until, on_end)
 
-    def await_remote(
-        self, context: Context, request_id: str, tenant: str, digests: bytes, *, found: int, until: float,
-        on_end: Callable[[], None], ask_tiers: AskTiers,
-    ) -> bool:  # fmt: skip
+    def await_remote(self, query: Query, on_end: Callable[[], None], ask_tiers: AskTiers) -> bool:
         """Wait for chunks that an engine of another node brings to a tier; False if too many do, or it is too late.
 
         Args:
-            context: of the lookup.
-            request_id: of the lookup.
-            tenant: of the lookup.
-            digests: of the chunks that come, from chunk 0 on.
-            found: those that are here.
-            until: the lookup's deadline.
+            query: for the chunks that come.
             on_end: called once, when the lookup must be answered with the chunks that are here then.
             ask_tiers: called at a bounded pace while a lookup waits.
         """
-        own = self._by_request.get((context.number, request_id))
+        own = self._by_request.get(query.owner)
         if own is not None and own.is_remote:
             self._advance(own)  # the lookup's own promotion may have brought chunks
-        flight = self._find(context, tenant, digests, found, is_remote=True)
+        flight, request = self._find(query, is_remote=True), query.request
         if flight is None:
-            self.end_request(context, request_id)
-            position, stop = self._position(context, digests, found), len(digests) // DIGEST_BYTES
+            self.end_request(query.context, request.request_id)
             flight = Flight(
-                context, request_id, tenant, digests, position, stop, 0, token_seconds=0.0, moved_at=self._clock(),
-                ask_tiers=ask_tiers,
+                query.context, request.request_id, request.tenant, query.digests, self._position(query),
+                len(query.digests) // DIGEST_BYTES, 0, token_seconds=0.0, moved_at=self._clock(), ask_tiers=ask_tiers,
             )  # fmt: skip
             if not self._begin(flight):
                 return False
-        stop = flight.stop_of(digests, found)
-        return stop > found and self._wait_for(flight, _Waiting(context, stop, until, on_end, flight))
+        stop = flight.stop_of(query.digests, query.found)
+        return stop > query.found and self._wait_for(flight, query, stop, query.until, on_end)
 
-    def _wait_for(self, flight: Flight, waiting: _Waiting) -> bool:
-        if len(flight.waiting) >= MAXIMUM_WAITING or waiting.until <= self._clock():
+    def _wait_for(self, flight: Flight, query: Query, stop: int, until: float, on_end: Callable[[], None]) -> bool:
+        owner = query.context.writer
+        has_room = len(flight.waiting) < MAXIMUM_WAITING_FOR_ONE and self._num_waiting.has_room(owner)
+        if not has_room or until <= self._clock():
             return False
-        flight.waiting.append(waiting)
-        self._call_at(waiting.until, partial(self._is_late, waiting))
+        waiting = _Waiting(query.context, stop, on_end)
+        flight.waiting[waiting] = None
+        self._num_waiting.take(owner)
+        waiting.timer = self._timers.call_at(until, partial(self._answer, flight, waiting))
         self._counters[_FLIGHTS_JOINED] += 1
         if flight.is_remote and not flight.is_polled:
             self._poll_soon(flight)
         return True
 
-    def _call_at(self, when: float, call: Callable[[float], None]) -> None:
-        heapq.heappush(self._deadlines, (when, next(self._numbers), call))
-
     def _poll_soon(self, flight: Flight) -> None:
         flight.is_polled = True
         seconds = max(_POLL_SECONDS, self._num_remote / _MOST_POLLS)
-        self._call_at(self._clock() + seconds, partial(self._poll, flight))
+        self._timers.call_at(self._clock() + seconds, partial(self._poll, flight))
 
-    def _poll(self, flight: Flight, _: float) -> None:
+    def _poll(self, flight: Flight) -> None:
         """Ask the tiers for the chunks of a remote flight, and again when they have answered."""
         flight.is_polled = False
         self._advance_if_under_way(flight)
@@ -248,27 +250,27 @@ class FlightTable:
             flight.is_polled = False
 
     def _advance_if_under_way(self, flight: Flight) -> None:
-        if self._by_request.get((flight.context.number, flight.request_id)) is flight:
+        if self._by_request.get(flight.owner) is flight:
             self._advance(flight)
 
-    def pending(
-        self, context: Context, request_id: str, tenant: str, digests: bytes, *, found: int, token_seconds: float,
-        awaits: int = 0,
-    ) -> int:  # fmt: skip
-        """Return how many chunks from `found` on come sooner from another request's flight than from computing them.
+    def pending(self, query: Query) -> int:
+        """Return how many of the next chunks come sooner from another request's flight than from computing them.
 
         A lookup that `awaits` chunks does not compare. It counts those of a remote flight once one of them has arrived.
         """
-        flight = self._find(context, tenant, digests, found)
-        if flight is None and found < awaits:
-            flight = self._find(context, tenant, digests, found, is_remote=True)
-            return 0 if flight is None or not flight.has_moved else flight.stop_of(digests, found) - found
-        if flight is None or (flight.context is context and flight.request_id == request_id):
+        flight, found, request = self._find(query), query.found, query.request
+        if flight is None and found < request.awaits:
+            flight = self._find(query, is_remote=True)
+            return 0 if flight is None or not flight.has_moved else flight.stop_of(query.digests, found) - found
+        if flight is None or flight.owner == query.owner:
             return 0
-        stop = flight.stop_of(digests, found)
-        own_seconds = (stop - found) * context.space.spec.chunk_tokens * token_seconds
-        if token_seconds and found >= awaits and flight.seconds_to(stop, self._clock()) > _PATIENCE * own_seconds:
-            return 0
+        stop = flight.stop_of(query.digests, found)
+        own_seconds = query.own_seconds(stop - found)
+        if own_seconds and found >= request.awaits:
+            # One that is late by as much is no longer believed, or an announcement could be repeated for ever.
+            seconds = flight.expected_at(stop, request.token_seconds) - self._clock()
+            if abs(seconds) > _PATIENCE * own_seconds + _SLACK_SECONDS:
+                return 0
         return stop - found
 
     def arrived(self, nodes: Iterable[int]) -> None:
@@ -298,82 +300,80 @@ class FlightTable:
             return
         self._expect(flight)
         for waiting in [each for each in flight.waiting if each.stop <= position]:
-            flight.waiting.remove(waiting)
-            self._answer(waiting)
+            self._answer(flight, waiting)
 
     def end_request(self, context: Context, request_id: str) -> None:
         """End the flight of a request, if it has one."""
         flight = self._by_request.get((context.number, request_id))
         if flight is not None:
-            self._counters[_FLIGHTS_FAILED] += 1
-            self._end(flight)
+            self._fail(flight)
 
     def end_context(self, context: Context) -> None:
         """End the flights of a scheduler that leaves, and answer its lookups."""
         for flight in list(self._by_request.values()):
             for waiting in [each for each in flight.waiting if each.context is context]:
-                flight.waiting.remove(waiting)
-                self._answer(waiting)
+                self._answer(flight, waiting)
             if flight.context is context:
-                self.end_request(context, flight.request_id)
+                self._fail(flight)
 
-    def expire(self, now: float) -> None:
+    def end_stranded(self) -> None:
+        """End the flights that cannot arrive: their engine has lost its workers, or the depot declines stores."""
+        for flight in list(self._by_request.values()):
+            if not flight.is_remote and not self._can_arrive(flight.context):
+                self._fail(flight)
+
+    def expire(self, now: float, is_over: Callable[[], bool] = lambda: False) -> None:
         """Answer lookups at their deadlines, end flights that are late, and ask the tiers for remote ones."""
-        deadlines = self._deadlines
-        while deadlines and deadlines[0][0] <= now:
-            _, _, call = heapq.heappop(deadlines)
-            call(now)
-
-    def _is_late(self, waiting: _Waiting, _: float) -> None:
-        if waiting.flight is not None and waiting in waiting.flight.waiting:
-            waiting.flight.waiting.remove(waiting)
-            self._answer(waiting)
-
-    def _is_due(self, flight: Flight, now: float) -> None:
-        if flight.due <= now and self._by_request.get((flight.context.number, flight.request_id)) is flight:
-            self._counters[_FLIGHTS_FAILED] += 1
-            self._end(flight)
+        self._timers.expire(now, is_over)
 
     def next_deadline(self) -> float | None:
         """Return when `expire` has work, None if there is nothing to wait for."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._timers.next_deadline()
 
     def _expect(self, flight: Flight) -> None:
         now = self._clock()
-        seconds = 2 * flight.seconds_to(flight.stop, now) if flight.token_seconds else _UNKNOWN_SECONDS
+        seconds = 2 * (flight.expected_at(flight.stop) - now) if flight.token_seconds else _UNKNOWN_SECONDS
         if flight.context.space.windows:
             seconds = max(seconds, _UNKNOWN_SECONDS)  # vLLM gives a state away one step after the step that computes it
-        flight.due = now + _GRACE_SECONDS + seconds
-        self._call_at(flight.due, partial(self._is_due, flight))
+        self._timers.cancel(flight.timer)
+        due = now + min(_GRACE_SECONDS + seconds, MAXIMUM_SECONDS)
+        flight.timer = self._timers.call_at(due, partial(self._fail, flight))
+
+    def _fail(self, flight: Flight) -> None:
+        self._counters[_FLIGHTS_FAILED] += 1
+        self._end(flight)
 
     def _end(self, flight: Flight) -> None:
-        del self._by_request[flight.context.number, flight.request_id]
+        del self._by_request[flight.owner]
         self._leave(flight)
-        self._num_digest_bytes -= len(flight.digests)
+        self._timers.cancel(flight.timer)
+        self._num_flights.give_back(flight.context.writer)
+        self._digest_bytes.give_back(flight.context.writer, len(flight.digests))
         self._num_remote -= flight.is_remote
-        waiting, flight.waiting = flight.waiting, []
-        for each in waiting:
-            self._answer(each)
+        for each in list(flight.waiting):
+            self._answer(flight, each)
 
-    def _answer(self, waiting: _Waiting) -> None:
-        waiting.flight = None
-        waiting.on_end()
+    def _answer(self, flight: Flight, waiting: _Waiting) -> None:
+        del flight.waiting[waiting]
+        self._timers.cancel(waiting.timer)
+        self._num_waiting.give_back(waiting.context.writer)
+        self._state.background.add_urgent(_once(waiting.on_end))
 
-    def _find(
-        self, context: Context, tenant: str, digests: bytes, found: int, *, is_remote: bool = False
-    ) -> Flight | None:
-        position = self._position(context, digests, found)
-        flights = self._by_chunk.get((context.space.number, _digest(digests, position)))
-        return None if flights is None else flights.get((tenant, is_remote))
+    def _find(self, query: Query, *, is_remote: bool = False) -> Flight | None:
+        if not self._by_chunk:
+            return None
+        flights = self._by_chunk.get((query.context.space.number, _digest(query.digests, self._position(query))))
+        return None if flights is None else flights.get((query.request.tenant, is_remote))
 
-    def _position(self, context: Context, digests: bytes, found: int) -> int:
+    def _position(self, query: Query) -> int:
         """Return the first chunk whose full attention is missing, the last one at most. The first `found` are usable.
 
         Where all groups are full attention, it is `found`.
         """
-        if not context.space.windows:
-            return found
-        return min(self._index.full_prefix(context.space, digests), len(digests) // DIGEST_BYTES - 1)
+        space = query.context.space
+        if not space.windows:
+            return query.found
+        return min(self._index.full_prefix(space, query.digests), len(query.digests) // DIGEST_BYTES - 1)
 
     def _enter(self, flight: Flight) -> bool:
         """Let a flight be found by its first missing chunk; False if another one is."""
@@ -403,3 +403,7 @@ def common_chunks(one: bytes, other: bytes, least: int) -> int:
 
 def _digest(digests: bytes, chunk: int) -> bytes:
     return digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+
+
+def _once(call: Callable[[], None]) -> Task:
+    yield call()

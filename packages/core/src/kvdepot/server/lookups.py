@@ -1,6 +1,7 @@
 """Lookups, hints and retrieves: the requests of engines about prefixes that the depot may have."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final
 
 from kvdepot.counting import depot_counter
@@ -10,7 +11,8 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.server.background import Kind, Task
 from kvdepot.server.contexts import Context, ContextTable, check_covered
 from kvdepot.server.flights import Flight, FlightTable
-from kvdepot.server.replies import Deferred, Refused, count_digests
+from kvdepot.server.query import Query
+from kvdepot.server.replies import Deferred, Refused, Steps, count_digests, run
 from kvdepot.server.state import HINTS_CUT, DepotState
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -57,81 +59,67 @@ class Lookups:
     def lookup(self, context: Context, request: m.Lookup) -> frames.Reply | Deferred:
         """Lease the prefix that is there; wait for more of it that is being computed, or ask the tiers for more."""
         num_chunks, space = count_digests(request.digests), context.space
-        found, nodes = self._index.longest_prefix(space, request.digests)
+        query = Query(context, request, request.digests, *self._index.longest_prefix(space, request.digests))
         if request.token_seconds != context.token_seconds:
             context.token_seconds = self._contexts.token_seconds[context.instance] = request.token_seconds
         counters = self._counters
         counters[_LOOKUPS] += 1
         counters[_LOOKUP_CHUNKS] += num_chunks
-        counters[_LOOKUP_CHUNKS_POOL_HIT] += found
+        counters[_LOOKUP_CHUNKS_POOL_HIT] += query.found
         self._observe(request.digests, space)
         if request.hands_over:
             self._contexts.begin_hand_over(context.instance, request.request_id)
         tokens = self._usage.tokens_of(request.tenant or _DEFAULT_TENANT)
         tokens[0] += num_chunks * space.spec.chunk_tokens
-        tokens[1] += found * space.spec.chunk_tokens
-        if found < num_chunks:
-            if self._flights and request.joins:
-                deferred = Deferred()
-                if self._join(context, request, found, self._state.clock(), deferred):
-                    return deferred
-            deferred = self._promote(context, request, found, nodes, tokens)
-            if deferred is not None:
-                return deferred.reply or deferred
-        return self._found(context, request, found, nodes)
+        tokens[1] += query.found * space.spec.chunk_tokens
+        if query.is_whole:
+            return self._found(query)
+        return run(self._complete(query, tokens))
 
-    def _join(self, context: Context, request: m.Lookup, found: int, began: float, deferred: Deferred) -> bool:
+    def _complete(self, query: Query, tokens: list[int]) -> Steps:
+        """Wait for chunks that another request computes, or for those that the tiers have and what follows them."""
+        context, request, began = query.context, query.request, self._state.clock()
+        query.until = began + request.wait_seconds
+        if not (yield partial(self._join, query)):
+            if not (yield partial(self._promote, query)):
+                return self._found(query)
+            if self._is_gone(context):
+                return self._gone(context)
+            tokens[2] += max(0, query.refresh(self._index)) * context.space.spec.chunk_tokens
+            if request.joins and not query.is_whole and not (yield partial(self._join, query)):
+                yield partial(self._await, query.first(request.awaits))
+        if self._is_gone(context):
+            return self._gone(context)
+        query.refresh(self._index)
+        return self._found(query, self._state.clock() - began)
+
+    def _is_gone(self, context: Context) -> bool:
+        return self._contexts.by_number.get(context.number) is not context
+
+    def _gone(self, context: Context) -> m.ErrorReply:
+        text = f"context {context.number} ended while its lookup waited: register again"
+        return m.ErrorReply(self._state.epoch, ErrorCode.UNKNOWN_CONTEXT, text)
+
+    def _join(self, query: Query, on_end: Callable[[], None]) -> bool:
         """Wait for chunks that another request is computing; False if there are none."""
-        return self._flights.join(
-            context, request.request_id, request.tenant, request.digests, found=found,
-            token_seconds=request.token_seconds, until=began + request.wait_seconds,
-            on_end=lambda: self._answer(context, request, began, deferred), awaits=request.awaits,
-        )  # fmt: skip
+        return query.request.joins and self._flights.join(query, on_end)
 
-    def _await(self, context: Context, request: m.Lookup, found: int, began: float, deferred: Deferred) -> bool:
+    def _await(self, query: Query, on_end: Callable[[], None]) -> bool:
         """Wait for chunks that an engine of another node brings to a tier; False if the lookup names none."""
 
         def ask(flight: Flight, on_answer: Callable[[], None]) -> bool:
-            here, nodes = self._index.longest_prefix(context.space, flight.digests)
+            here, nodes = self._index.longest_prefix(flight.context.space, flight.digests)
             return self._ask_tiers(flight.context, flight.tenant, flight.digests, here, nodes, on_answer)
 
-        digests = request.digests[: request.awaits * DIGEST_BYTES]
-        return found * DIGEST_BYTES < len(digests) and self._flights.await_remote(
-            context, request.request_id, request.tenant, digests, found=found, until=began + request.wait_seconds,
-            on_end=lambda: self._answer(context, request, began, deferred), ask_tiers=ask,
+        return not query.is_whole and self._flights.await_remote(query, on_end, ask)
+
+    def _promote(self, query: Query, on_answer: Callable[[], None]) -> bool:
+        """Ask the tiers for the rest of a prefix; False if they cannot have it."""
+        request = query.request
+        return self._ask_tiers(
+            query.context, request.tenant, query.digests, query.found, query.nodes, on_answer, request.wait_seconds,
+            request.token_seconds,
         )  # fmt: skip
-
-    def _answer(self, context: Context, request: m.Lookup, began: float, deferred: Deferred) -> None:
-        here, nodes = self._index.longest_prefix(context.space, request.digests)
-        deferred.send(self._found(context, request, here, nodes, self._state.clock() - began))
-
-    def _promote(
-        self, context: Context, request: m.Lookup, found: int, nodes: tuple[int, ...], tokens: list[int]
-    ) -> Deferred | None:
-        """Ask the tiers for the rest of a prefix; None if they cannot have it."""
-        space, state = context.space, self._state
-        deferred = Deferred()
-        began = state.clock()
-
-        def answer() -> None:
-            if self._contexts.by_number.get(context.number) is not context:
-                gone = f"context {context.number} ended while its lookup waited for tiers: register again"
-                deferred.send(m.ErrorReply(state.epoch, ErrorCode.UNKNOWN_CONTEXT, gone))
-                return
-            here, nodes = self._index.longest_prefix(space, request.digests)
-            tokens[2] += max(0, here - found) * space.spec.chunk_tokens
-            is_waiting = (
-                request.joins and here * DIGEST_BYTES < len(request.digests)
-                and ((self._flights and self._join(context, request, here, began, deferred))
-                     or self._await(context, request, here, began, deferred))
-            )  # fmt: skip
-            if not is_waiting:
-                deferred.send(self._found(context, request, here, nodes, state.clock() - began))
-
-        is_asking = self._ask_tiers(
-            context, request.tenant, request.digests, found, nodes, answer, request.wait_seconds, request.token_seconds
-        )
-        return deferred if is_asking else None
 
     def _ask_tiers(
         self, context: Context, tenant: str, digests: bytes, found: int, nodes: tuple[int, ...],
@@ -171,34 +159,23 @@ class Lookups:
             self._usage.shadow.looked_up(digests[start : start + step], chunk_bytes)
             yield
 
-    def _found(
-        self, context: Context, request: m.Lookup, found: int, nodes: tuple[int, ...], waited_seconds: float = 0.0
-    ) -> m.LookupReply:
+    def _found(self, query: Query, waited_seconds: float = 0.0) -> m.LookupReply:
+        context, request, found = query.context, query.request, query.found
         epoch, leases = self._state.epoch, self._leases
         self._counters[_LOOKUP_CHUNKS_HIT] += found
         num_pending = 0
-        if found * DIGEST_BYTES < len(request.digests):
-            if self._flights and request.joins:
-                num_pending = self._pending(context, request, found)
+        if not query.is_whole:
+            if request.joins:
+                num_pending = self._flights.pending(query)
             if request.announces and not num_pending:
-                self._flights.begin(
-                    context, request.request_id, request.tenant, request.digests, found=found,
-                    ahead_tokens=request.ahead_tokens, token_seconds=request.token_seconds,
-                )  # fmt: skip
+                self._flights.begin(query)
         if not found:
             return m.LookupReply(epoch, 0, 0, 0.0, waited_seconds, num_pending)
-        lease = leases.grant(context.number, request.request_id, nodes, self._state.clock())
-        self._state.used(nodes[-1])
+        lease = leases.grant(context.number, request.request_id, query.nodes, self._state.clock())
+        self._state.used(query.nodes[-1])
         if self._state.tiering is not None:
-            self._state.tiering.used(nodes[-1])
+            self._state.tiering.used(query.nodes[-1])
         return m.LookupReply(epoch, found, lease, leases.lease_seconds, waited_seconds, num_pending)
-
-    def _pending(self, context: Context, request: m.Lookup, found: int) -> int:
-        """Return how many of the chunks that are not here another request is bringing."""
-        return self._flights.pending(
-            context, request.request_id, request.tenant, request.digests, found=found,
-            token_seconds=request.token_seconds, awaits=request.awaits,
-        )  # fmt: skip
 
     def release(self, context: Context, request: m.Release) -> frames.Reply:
         """End leases; the reply counts them."""

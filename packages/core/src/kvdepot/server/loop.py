@@ -16,12 +16,12 @@ from typing import Final
 
 import zmq
 
-from kvdepot.counting import depot_counter
+from kvdepot.counting import CounterName, depot_counter
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.events import EventPublisher
 from kvdepot.operators.zeromq import LOOK_MILLISECONDS, Listeners
 from kvdepot.pool.files import PoolFiles
-from kvdepot.server.background import Kind
+from kvdepot.server.background import CHORES_FAILED, Kind
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.restoring import Restoring
@@ -133,7 +133,7 @@ class Loop:
             self._movers.serve()
         self._movers.expire()
         if depot.flights.next_deadline() is not None:
-            depot.flights.expire(time.monotonic())
+            self._guard(lambda: depot.flights.expire(time.monotonic(), _after(_TASK_SECONDS)), CHORES_FAILED)
         if self._results.fileno() in events:
             self._results.take()
         if self._restoring is not None and depot.state.is_restoring:
@@ -161,11 +161,15 @@ class Loop:
         tiering = self._depot.state.tiering
         if tiering is None:
             return
+        self._guard(lambda: tiering.turn(_after(_TASK_SECONDS)), _TIERS_FAILED)
+
+    def _guard(self, work: Callable[[], None], counter: CounterName) -> None:
+        """Do a part of the turn whose failure must not end the loop."""
         try:
-            tiering.turn(_after(_TASK_SECONDS))
+            work()
         except Exception:
-            logger.exception("the tiers' turn failed")
-            self._depot.counters[_TIERS_FAILED] += 1
+            logger.exception("a part of the loop's turn failed")
+            self._depot.counters[counter] += 1
 
     def _idle_milliseconds(self) -> int:
         """Return how long the loop may sleep if nothing comes."""

@@ -1,7 +1,8 @@
 """Replies that refuse a request and replies that come later."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 
 from kvdepot.errors import ErrorCode
 from kvdepot.keys import DIGEST_BYTES
@@ -28,6 +29,29 @@ class Deferred:
         self.reply = reply
         if self.on_reply is not None:
             self.on_reply(reply)
+
+
+Wait = Callable[[Callable[[], None]], bool]
+"""Begins to wait and calls the function once, later or at once. Returns False if there is nothing to wait for."""
+
+Steps = Generator[Wait, bool, frames.Reply]
+"""A handler that yields what it waits for, is sent whether it waited, and returns its reply."""
+
+
+def run(steps: Steps) -> frames.Reply | Deferred:
+    """Run a handler to its reply, now or later."""
+    deferred = Deferred()
+
+    def go_on(has_waited: bool | None) -> None:
+        try:
+            wait = steps.send(has_waited)  # type: ignore[arg-type]
+            while not wait(partial(go_on, True)):
+                wait = steps.send(False)
+        except StopIteration as end:
+            deferred.send(end.value)
+
+    go_on(None)
+    return deferred.reply or deferred
 
 
 def count_digests(digests: bytes) -> int:
