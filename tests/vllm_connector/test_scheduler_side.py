@@ -80,12 +80,15 @@ class Client:
 class Block:
     block_id: int
     ref_cnt: int = 0
+    block_hash: str | None = None
 
 
 class Pool:
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(number) for number in range(num_blocks)]
         self.null_block = self.blocks[0]
+        for block in self.blocks[1:]:
+            block.block_hash = f"hash {block.block_id}"
 
     def touch(self, blocks: list[Block]) -> None:
         for block in blocks:
@@ -132,6 +135,11 @@ class Scene:
         plan = self.side.plan_step(step)
         request.num_computed_tokens += num_tokens
         return plan
+
+    def idle(self) -> StepPlan:
+        """Take a step without a request."""
+        step: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=None)
+        return self.side.plan_step(step)
 
     def report(self, plan: StepPlan, num_chunks: int | None = None, **told: Any) -> None:
         ended = {
@@ -343,6 +351,40 @@ def test_no_more_blocks_are_held_than_allowed(scene: Callable[..., Scene]) -> No
     assert it.step(request, 1, (blocks(1, 13),)).stores == ()
     it.report(first)
     assert [job.key.first_chunk for job in it.step(request, 1, (blocks(1, 13),)).stores] == [6]
+
+
+def test_chunks_without_room_at_the_end_of_their_request_are_stored_later(scene: Callable[..., Scene]) -> None:
+    it = scene(max_pinned_share=0.1)  # of 64
+    request = it.request(200)
+    it.side.matched_tokens(request, 0)
+    plans = [it.step(request, 200, (blocks(1, 13),))]
+    it.side.finished(request, (blocks(1, 13),))
+    assert (it.idle().stores, it.side.has_pending_stores) == ((), True), "the first six hold all blocks that stores may"
+    it.report(plans[-1])
+    plans.append(it.idle())
+    (rest,) = plans[-1].stores
+    assert (rest.key.first_chunk, rest.key.num_chunks, rest.block_ids) == (6, 6, (blocks(7, 6),))
+    assert it.client.ended == [], "others still wait for these"
+    it.report(plans[-1])
+    assert (it.client.ended, it.side.has_pending_stores, it.pool.held()) == (["r"], False, set())
+
+
+@pytest.mark.parametrize("block_hash", [None, "of another prompt"])
+def test_chunks_whose_blocks_were_taken_are_not_stored_and_nobody_waits_for_them(
+    block_hash: str | None, scene: Callable[..., Scene]
+) -> None:
+    it = scene(max_pinned_share=0.1)
+    request = it.request(200)
+    it.side.matched_tokens(request, 0)
+    plan = it.step(request, 200, (blocks(1, 13),))
+    it.side.finished(request, (blocks(1, 13),))
+    it.pool.blocks[9].block_hash = block_hash
+    it.report(plan)
+    plan = it.idle()
+    assert [job.block_ids for job in plan.stores] == [(blocks(7, 2),)]
+    it.report(plan)
+    assert (it.idle().stores, it.client.ended, it.side.has_pending_stores) == ((), ["r"], False)
+    assert it.pool.held() == set()
 
 
 @pytest.mark.parametrize("wishes", [{"load": False}, {"store": False}, "nonsense", {"load": "no"}])

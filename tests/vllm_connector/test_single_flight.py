@@ -44,6 +44,30 @@ def test_a_prompt_that_two_engines_get_at_once_is_computed_once(
     assert depot.status().counters["flights_joined"] > 0
 
 
+@pytest.mark.parametrize("multiprocessing", [True, False], ids=["own processes", "in process"])
+@pytest.mark.promise(75)
+def test_a_prompt_of_one_step_is_computed_once_though_a_store_finds_room_for_a_third_of_it(
+    multiprocessing: bool, depot: DepotProcess, model: MakeModel
+) -> None:
+    """VLLM's default: the step that computes the whole prompt is the last one that its request takes part in."""
+    given = prompts(4, 12 * 128 + 1, seed=81 + multiprocessing)
+    config = connector(depot.url, max_pinned_share=0.04)  # of 128 blocks
+    options: dict[str, Any] = {"max_tokens": 1, "multiprocessing": multiprocessing}
+    one = Engine(model("gqa"), config, reference=given, **options)
+    with one, Engine(model("gqa"), config, **options) as other:
+        wait_until_stored(one, depot, seed=83)
+        computed: list[float] = []
+        for number, prompt in enumerate(given):
+            before = depot.status().num_chunks
+            for engine in (one, other):
+                engine.send("generate", prompts=[prompt] * 4, max_tokens=1)
+            outputs = one.answer()["outputs"] + other.answer()["outputs"]
+            assert tokens(outputs) == [one.reference[number]] * 8
+            computed.append(sum(len(prompt) - each for each in cached(outputs)) / len(prompt))
+            wait_until(lambda before=before: depot.status().num_chunks == before + 12, 30, "all chunks in the depot")
+        assert min(computed) <= 1.1, computed
+
+
 @pytest.mark.parametrize("name", ["short-windows", "recurrent"])
 @pytest.mark.promise(75)
 def test_a_prompt_of_a_hybrid_model_is_computed_once(name: str, depot: DepotProcess, model: MakeModel) -> None:

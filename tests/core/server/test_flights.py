@@ -191,6 +191,18 @@ def test_nobody_waits_longer_than_twice_its_own_time_whatever_is_announced(pace:
     assert told.found is None, "but if its request says that another engine computes the prompt"
 
 
+def test_a_lookup_that_no_longer_believes_a_flight_begins_its_own() -> None:
+    bench = Bench()
+    stopped, first, second = bench.worker(), bench.worker(), bench.worker()
+    Asked(stopped, prompt(4), token_seconds=0.0)
+    at(bench, 1.0)
+    assert Asked(first, prompt(4)).found == 0
+    waiting = Asked(second, prompt(4))
+    assert waiting.found is None, "it waits for the engine that computes now"
+    first.store(prompt(4))
+    assert waiting.found == 4
+
+
 @pytest.mark.parametrize("end", ["the depot drains", "its worker leaves"])
 def test_nobody_waits_for_chunks_that_cannot_be_stored(end: str) -> None:
     bench = Bench()

@@ -57,6 +57,7 @@ class Block(Protocol):
 
     block_id: int
     ref_cnt: int
+    block_hash: Any  # of a full block in the prefix cache; None if it may hold anything
 
 
 class BlockPool(Protocol):

@@ -211,6 +211,7 @@ class SchedulerSide:
         )
         for request_id in step.preempted_req_ids or ():
             self._questions.withdraw(request_id)
+        self._stores.plan_put_off()  # before others fill the room: vLLM may take these blocks in any step
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not num_tokens:
@@ -324,7 +325,7 @@ class SchedulerSide:
         try:
             if progress.may_store and not has_failed and state.load.job is None:
                 computed = min(request.num_computed_tokens - request.num_in_flight_tokens, progress.num_computed)
-                self._stores.plan(progress, lambda: table, (), computed)
+                self._stores.plan_last(progress, table, computed)
             if state.hints is not None:
                 key = state.keys.run(0, min(progress.num_stored, MAXIMUM_CHUNKS))
                 self._stores.once_stored(request.request_id, partial(self._send, state.hints, key))

@@ -26,6 +26,7 @@ _STORES_PUT_OFF: Final = engine_counter(
     "stores_put_off", "Stores that waited because too many blocks were held by others"
 )
 _STORES_WITHOUT_BLOCKS: Final = engine_counter("stores_without_blocks", "Stores whose blocks were gone")
+_MOST_PUT_OFF: Final = 256  # ended requests; each step looks at the oldest only while there is room for its chunks
 
 
 class RequestKeys:
@@ -132,6 +133,16 @@ class _PendingStore:
     num_reports: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _PutOff:
+    """Chunks that found no room when their request ended. vLLM's prefix cache may keep their blocks for a while."""
+
+    progress: StoreProgress
+    table: BlockTable
+    stop: int  # the chunk after the last
+    hashes: dict[int, Any]  # of the blocks when the request ended: a block with another one holds something else
+
+
 class Stores:
     """All stores of one engine that are planned or under way.
 
@@ -161,6 +172,7 @@ class Stores:
         self._blocks_per_chunk = [blocks_per_chunk(cache, group) for group in cache.groups]
         self._planned: list[StoreJob] = []
         self._pending: dict[int, _PendingStore] = {}
+        self._put_off: dict[str, _PutOff] = {}  # by request, the oldest first
         self._afterwards: dict[str, list[Callable[[], None]]] = {}
         self.num_held_blocks = 0
         self._next_job = 1
@@ -182,12 +194,7 @@ class Stores:
             offers: `(group, block id, tokens)` of recurrent states.
             num_ready: computed tokens.
         """
-        chunk_tokens = self._cache.chunk_tokens
-        ready = max(0, min(num_ready, progress.request.num_tokens) - self._cache.volatile_tokens)
-        if self._settings.store == "prompt":
-            ready = min(ready, progress.request.num_prompt_tokens)
-        if progress.exact_tokens is not None:
-            ready = min(ready, progress.exact_tokens)
+        chunk_tokens, ready = self._cache.chunk_tokens, self._ready_tokens(progress, num_ready)
         stop = ready // chunk_tokens
         tail_end = progress.keys.tail_end
         tail_states = {group: block_id for group, block_id, tokens in offers if tokens == tail_end}
@@ -220,6 +227,62 @@ class Stores:
             planned = self._plan_one(self.pool, progress, table, last, last + 1, tail_states, is_tail=True)
             progress.is_tail_stored = planned > 0
 
+    def _ready_tokens(self, progress: StoreProgress, num_ready: int) -> int:
+        """Return how many leading tokens of a request can be stored, `num_ready` of which are computed."""
+        ready = max(0, min(num_ready, progress.request.num_tokens) - self._cache.volatile_tokens)
+        if self._settings.store == "prompt":
+            ready = min(ready, progress.request.num_prompt_tokens)
+        return ready if progress.exact_tokens is None else min(ready, progress.exact_tokens)
+
+    def plan_last(self, progress: StoreProgress, table: BlockTable, num_ready: int) -> None:
+        """Plan stores of a request that ends. Chunks that find no room are stored later, if their blocks last."""
+        self.plan(progress, lambda: table, (), num_ready)
+        stop = self._ready_tokens(progress, num_ready) // self._cache.chunk_tokens
+        if self.pool is None or stop <= progress.num_stored or len(self._put_off) >= _MOST_PUT_OFF:
+            return
+        ids = {block_id for group in self._cache.groups for block_id in table[group.number]}
+        hashes = {block_id: self.pool.blocks[block_id].block_hash for block_id in ids}
+        self._put_off[progress.request.request_id] = _PutOff(progress, table, stop, hashes)
+
+    def plan_put_off(self) -> None:
+        """Plan stores of chunks that were put off, while there is room. Those whose blocks were taken are given up."""
+        pool, per_chunk = self.pool, sum(self._blocks_per_chunk)
+        while self._put_off and pool is not None:
+            if self.num_held_blocks and self._room(pool) < per_chunk:
+                return
+            request_id, rest = next(iter(self._put_off.items()))
+            progress, stop = rest.progress, self._held_until(pool, rest)
+            first = progress.num_stored
+            planned = self._plan_one(pool, progress, rest.table, first, stop, {}) if stop > first else 0
+            progress.num_stored += planned
+            if not planned or progress.num_stored >= rest.stop:
+                del self._put_off[request_id]
+                self._call_afterwards(request_id)
+
+    def _held_until(self, pool: BlockPool, rest: _PutOff) -> int:
+        """Return the first chunk of an ended request that its blocks no longer hold."""
+
+        def is_held(chunk: int) -> bool:
+            for group in self._cache.groups:
+                step = self._cache.chunk_tokens // group.block_tokens
+                if group.kind is GroupKind.RECURRENT and not group.states_by_position:
+                    continue
+                for block_id in rest.table[group.number][chunk * step : (chunk + 1) * step]:
+                    known = rest.hashes[block_id]
+                    is_same = known is not None and pool.blocks[block_id].block_hash == known
+                    if block_id != pool.null_block.block_id and not is_same:
+                        return False
+            return True
+
+        chunk = rest.progress.num_stored
+        while chunk < rest.stop and is_held(chunk):
+            chunk += 1
+        return chunk
+
+    def _room(self, pool: BlockPool) -> int:
+        """Return how many more blocks stores may hold."""
+        return int(len(pool.blocks) * self._settings.max_pinned_share) - self.num_held_blocks
+
     def _plan_one(
         self,
         pool: BlockPool,
@@ -233,7 +296,7 @@ class Stores:
     ) -> int:
         """Plan one store from chunk `first` on and hold its blocks. Return its chunks, 0 if none can be stored now."""
         per_chunk = sum(self._blocks_per_chunk)
-        room = int(len(pool.blocks) * self._settings.max_pinned_share) - self.num_held_blocks
+        room = self._room(pool)
         if room < per_chunk:
             self.counters[_STORES_PUT_OFF] += 1
             return 0
@@ -298,15 +361,17 @@ class Stores:
                 tuple(max(0, count - cut) for count in store.covered),
             )
         )
-        request_id = store.request.request_id
+        self._call_afterwards(store.request.request_id)
+
+    def _call_afterwards(self, request_id: str) -> None:
         if not self.is_storing(request_id):
             for call in self._afterwards.pop(request_id, ()):
                 call()
 
     @property
     def num_pending(self) -> int:
-        """Stores that hold blocks: the engine must keep stepping to learn that they ended."""
-        return len(self._pending)
+        """Stores that hold blocks or wait for those: the engine must keep stepping to learn that they ended."""
+        return len(self._pending) + len(self._put_off)
 
     @property
     def can_free_blocks_soon(self) -> bool:
@@ -319,8 +384,10 @@ class Stores:
         )
 
     def is_storing(self, request_id: str) -> bool:
-        """Return whether a store of this request is under way."""
-        return any(store.request.request_id == request_id for store in self._pending.values())
+        """Return whether a store of this request is under way or put off."""
+        return request_id in self._put_off or any(
+            store.request.request_id == request_id for store in self._pending.values()
+        )
 
     def once_stored(self, request_id: str, call: Callable[[], None]) -> None:
         """Call `call` when the last store of an ended request has ended: at once if none is under way."""

@@ -153,6 +153,9 @@ class FlightTable:
             context, request.request_id, request.tenant, digests, position, stop, request.ahead_tokens,
             request.token_seconds, self._clock(),
         )  # fmt: skip
+        other = self._find(query)
+        if other is not None and request.joins and not self._is_timely(other, query):
+            self._fail(other)  # or each lookup that does not believe it would compute the same
         if self._begin(flight):
             remote = self._find(query, is_remote=True)
             if remote is not None:
@@ -264,14 +267,19 @@ class FlightTable:
             return 0 if flight is None or not flight.has_moved else flight.stop_of(query.digests, found) - found
         if flight is None or flight.owner == query.owner:
             return 0
-        stop = flight.stop_of(query.digests, found)
-        own_seconds = query.own_seconds(stop - found)
-        if own_seconds and found >= request.awaits:
-            # One that is late by as much is no longer believed, or an announcement could be repeated for ever.
-            seconds = flight.expected_at(stop, request.token_seconds) - self._clock()
-            if abs(seconds) > _PATIENCE * own_seconds + _SLACK_SECONDS:
-                return 0
-        return stop - found
+        return flight.stop_of(query.digests, found) - found if self._is_timely(flight, query) else 0
+
+    def _is_timely(self, flight: Flight, query: Query) -> bool:
+        """Return whether a flight should be here within twice what the lookup's engine would need for its chunks.
+
+        One that is late by as much is no longer believed, or an announcement could be repeated for ever.
+        """
+        stop = flight.stop_of(query.digests, query.found)
+        own_seconds = query.own_seconds(stop - query.found)
+        if not own_seconds or query.found < query.request.awaits:
+            return True
+        seconds = flight.expected_at(stop, query.request.token_seconds) - self._clock()
+        return abs(seconds) <= _PATIENCE * own_seconds + _SLACK_SECONDS
 
     def arrived(self, nodes: Iterable[int]) -> None:
         """Note that the chunks of some nodes may be here now."""
