@@ -1,0 +1,37 @@
+"""`benchmarks/hand_over.py` leaves nothing behind when it is ended."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from kvdepot.lab.processes import wait_until
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "hand_over.py"
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+    return [*children, *(other for child in children for other in children_of(child))]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_sigterm_ends_depot_and_engines(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, SCRIPT, "--prompts", "1"], env=environment, start_new_session=True) as it:
+        wait_until(lambda: len(children_of(it.pid)) > 1, 120, "the depot and an engine")
+        started = children_of(it.pid)
+        it.send_signal(signal.SIGTERM)
+        assert it.wait(60) == 128 + signal.SIGTERM
+    wait_until(lambda: not any(map(is_running, started)), 30, "the end of all processes")
+    assert not [*Path("/dev/shm").glob(f"kvdepot-pool-{it.pid}-*")], "the pool's folder has the session in its name"
