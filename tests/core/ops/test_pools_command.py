@@ -2,12 +2,16 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
+from kvdepot.ops import pools
 from kvdepot.ops.cli import main
+from kvdepot.pool.files import open_pool
+from kvdepot.pool.found import find_pools
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -48,3 +52,19 @@ def test_what_is_no_pool_is_left_alone(arguments: list[str], words: str, capsys:
     status, _, error = run(capsys, *arguments)
     assert status == 1
     assert words in error
+
+
+def test_pools_that_may_be_a_restarting_depot_s_stay_unless_they_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "find_pools", lambda: find_pools(tmp_path))
+    for name, age in (("recent", 0), ("old", 3600)):
+        open_pool(tmp_path / name, 1 << 20, 64, server="the depot of --dir /one").close(remove=False)
+        used_at = time.time() - age
+        for path in (tmp_path / name).iterdir():
+            os.utime(path, (used_at, used_at))
+    said = run(capsys, "--remove", "--stopped")[1]
+    assert f"kept {tmp_path / 'recent'}: last used" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["recent"]
+    assert run(capsys, str(tmp_path / "recent"), "--remove")[0] == 0
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -148,11 +149,11 @@ def test_a_server_that_starts_while_another_makes_the_pool_leaves_it_alone(
 ) -> None:
     link, others = os.link, list[PoolFiles]()
 
-    def be_late(source: Path, target: Path) -> None:
+    def be_late(source: str, target: str, **folders: Any) -> None:
         if not others:
             monkeypatch.setattr(os, "link", link)
             others.append(open_here(tmp_path))
-        link(source, target)
+        link(source, target, **folders)
 
     monkeypatch.setattr(os, "link", be_late)
     with pytest.raises(DepotBusy):

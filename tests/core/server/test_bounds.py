@@ -13,7 +13,7 @@ from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
 from kvdepot.index.index import MOST_EVICTED
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
-from kvdepot.pool.files import NAMES_FILE
+from kvdepot.pool.folder import NAMES_FILE
 from kvdepot.pool.table import Writer
 from kvdepot.server import commands
 from kvdepot.server.app import DepotServer

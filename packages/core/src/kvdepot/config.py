@@ -274,8 +274,9 @@ class ServerConfig:
         parse=parse_size,
     )
     max_entries: int | None = setting(
-        None, "capacity of the index (default: one entry per 64 KiB of pool, at least 65,536)", metavar="N"
-    )
+        None, "capacity of the index (default: one entry per 64 KiB of pool, at least 65,536)", metavar="N",
+        parse=parse_count,
+    )  # fmt: skip
     socket_group: str | None = setting(
         None, "let members of this group connect as well (default: only this user and root)", metavar="GROUP"
     )

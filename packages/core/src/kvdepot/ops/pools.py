@@ -12,6 +12,10 @@ from kvdepot.config import format_size
 from kvdepot.errors import PoolError, printable
 from kvdepot.pool.found import SHARED_MEMORY, FoundPool, find_pools, look_at, remove_pool
 
+# A depot that is restarted leaves its pool for so long at most: Kubernetes' back-off ends at 5 minutes, and a node that
+# pulls a new image takes about as long. Whoever names a pool decides himself.
+_RESTART_SECONDS: Final = 600.0
+
 _UNITS: Final = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
@@ -25,7 +29,11 @@ def add_commands(commands: Any, common: argparse.ArgumentParser, json_output: ar
     pools.set_defaults(run=_pools)
     pools.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="only these (default: all of /dev/shm)")
     pools.add_argument("--remove", action="store_true", help="remove the pools at PATH; a running depot keeps its own")
-    pools.add_argument("--stopped", action="store_true", help="only pools whose depot is not running")
+    pools.add_argument(
+        "--stopped", action="store_true",
+        help="only pools whose depot is not running; --remove without PATH keeps those used in the last"
+        f" {_RESTART_SECONDS // 60:.0f} minutes, as their depot may be restarting",
+    )  # fmt: skip
 
 
 def _pools(options: argparse.Namespace) -> int:
@@ -35,6 +43,8 @@ def _pools(options: argparse.Namespace) -> int:
     if options.stopped:
         found = [pool for pool in found if not pool.is_served]
     if options.remove:
+        if not options.paths:
+            found = _without_recent(found, time.time())
         return _remove(found)
     if options.json:
         print(json.dumps([_as_dict(pool) for pool in found], indent=2))
@@ -50,6 +60,17 @@ def _look_at(path: Path) -> FoundPool:
         return look_at(path)
     except OSError as error:
         raise PoolError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _without_recent(pools: list[FoundPool], now: float) -> list[FoundPool]:
+    """Return the pools whose depot is not just restarting, and print the others."""
+    recent = [pool for pool in pools if now - pool.used_at < _RESTART_SECONDS]
+    for pool in recent:
+        age = _ago(now - pool.used_at)
+        print(
+            printable(f"kept {pool.directory}: last used {age} ago, so its depot may be restarting; name it to remove")
+        )
+    return [pool for pool in pools if pool not in recent]
 
 
 def _remove(pools: list[FoundPool]) -> int:

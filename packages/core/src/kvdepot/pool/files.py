@@ -11,8 +11,6 @@ import fcntl
 import logging
 import mmap
 import os
-import secrets
-import stat
 import struct
 import threading
 from collections.abc import Callable
@@ -23,11 +21,10 @@ from blake3 import blake3
 
 from kvdepot.config import format_size
 from kvdepot.errors import DepotBusy, PoolError
-from kvdepot.pool.names import MAGIC as NAMES_MAGIC
+from kvdepot.pool.folder import NAMES_FILE, POOL_FILE, POOL_MAGIC, TABLE_FILE, TRAILER_BYTES, PoolFolder
 from kvdepot.pool.names import NamesFile
 from kvdepot.pool.pace import Pace
 from kvdepot.pool.table import HEADER_PAGE_BYTES, IndexTable, TableReader, holder_of
-from kvdepot.pool.table import MAGIC as TABLE_MAGIC
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +34,6 @@ ENLARGE_TMPFS = (
 )
 """Advice for a machine with too little room for a pool; containers have 64 MiB in /dev/shm by default."""
 
-POOL_FILE = "pool"
-TABLE_FILE = "index"
-NAMES_FILE = "names"
-
 _FIRST_ALLOCATION_BYTES = 64 << 20
 _ALLOCATION_STEP_BYTES = 16 << 20
 _POPULATE_STEP_BYTES = 8 << 20
@@ -48,10 +41,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; `mmap` has no name for it
 
 _FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, process
 _SERVER_LOCK = 1 << 60  # the byte of the pool's file that its server has locked: far behind the end of any pool
-_TRAILER = struct.Struct("<8sQ")  # magic, generation: behind the pool's last byte, in a page that no client maps
-_TRAILER_BYTES = 4096
-_MAGIC = b"KVDEPOTP"
-MAGICS = {POOL_FILE: _MAGIC, TABLE_FILE: TABLE_MAGIC, NAMES_FILE: NAMES_MAGIC[:8]}
+_TRAILER = struct.Struct("<8sQ")  # magic, generation: behind the pool's last byte
 
 
 @dataclass(slots=True)
@@ -70,29 +60,28 @@ class PoolFiles:
     def advance(self) -> None:
         """Begin a new generation, so that copies of the files that were made before do not fit together any more."""
         self.table.generation += 1
-        os.pwrite(self.lock_fd, _TRAILER.pack(_MAGIC, self.table.generation), self.size_bytes)
+        os.pwrite(self.lock_fd, _TRAILER.pack(POOL_MAGIC, self.table.generation), self.size_bytes)
 
     def close(self, *, remove: bool) -> None:
-        """Close everything; with `remove` leave nothing behind."""
+        """Close all files. If `remove`, delete them."""
         self.table.close()
         self.names.close()
         os.close(self.pool_fd)
         os.close(self.table_fd)
         if remove:
-            for name in MAGICS:
-                (self.directory / name).unlink(missing_ok=True)
-            try:
-                self.directory.rmdir()
-            except OSError:
-                logger.info("%s holds other files and stays", self.directory)
+            with PoolFolder(self.directory, through_links=True) as folder:
+                if not folder.remove_pool():
+                    logger.info("%s holds other files and stays", self.directory)
         os.close(self.lock_fd)
 
 
 def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str, fresh: bool = False) -> PoolFiles:
     """Open the pool in `directory`, an earlier server's if it verifies, else a new one.
 
-    A new pool has no space allocated yet: see `allocate_in_background`. The pool's file stays locked until `close`, so
-    no other server opens it, whichever path, container or PID namespace it comes from.
+    A new pool has its first 64 MiB, no more: see `allocate_in_background`. The pool's file stays locked until `close`,
+    so no other server opens it, whichever path, container or PID namespace it comes from.
+
+    A pool of another size is replaced only when the new one has its memory, so an error leaves the cache that is there.
 
     Args:
         directory: made if it is not there.
@@ -107,200 +96,203 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = PoolFolder(directory, through_links=True)
     except OSError as error:
         raise PoolError(f"--pool-dir {directory} cannot be made: {error}") from error
-    _refuse_foreign(directory)
-    earlier_fd = lock_earlier(directory)
-    try:
-        files = None
-        if earlier_fd is not None and not fresh:
-            try:
-                files = _reopen(directory, size_bytes, earlier_fd)
-            except (PoolError, OSError) as error:
-                logger.warning("the cache of an earlier server in %s is thrown away: %s", directory, error)
-        if files is None:
-            files = _create(directory, size_bytes, num_records, replaces=earlier_fd is not None)
-        else:
-            earlier_fd = None  # it is the files' now
-    finally:
-        if earlier_fd is not None:
-            os.close(earlier_fd)
+    with folder:
+        folder.refuse_foreign()
+        earlier_fd = lock_earlier(folder)
+        try:
+            files, why_not = None, ""
+            if earlier_fd is not None and not fresh:
+                try:
+                    files = _reopen(folder, size_bytes, earlier_fd)
+                except (PoolError, OSError) as error:
+                    why_not = str(error)
+            if files is None:
+                is_kept = earlier_fd is not None and not fresh and _size_of(earlier_fd) != size_bytes
+                if earlier_fd is not None and not is_kept:
+                    folder.remove_files()  # it is of no use, and the new one may need its memory
+                try:
+                    files = _create(folder, size_bytes, num_records, replaces=is_kept)
+                except (PoolError, OSError) as error:
+                    text = str(error) if isinstance(error, PoolError) else f"no pool in {directory}: {error}"
+                    if is_kept:
+                        text += f" (the cache in {directory} stays: {why_not}; --fresh discards it first)"
+                    raise (DepotBusy if isinstance(error, DepotBusy) else PoolError)(text) from error
+                if why_not:
+                    logger.warning("the cache of an earlier server in %s is thrown away: %s", directory, why_not)
+            else:
+                earlier_fd = None  # it is the files' now
+        finally:
+            if earlier_fd is not None:
+                os.close(earlier_fd)
+        folder.remove_files(only_unfinished=True)  # of starts that were killed: whoever else starts now has lost
     files.table.holder = server
     files.advance()
     return files
 
 
-def _refuse_foreign(directory: Path) -> None:
-    """Refuse a folder that holds foreign files under the names of ours."""
-    found = [name for name in MAGICS if os.path.lexists(directory / name)]
-    for name in found:
-        path = directory / name
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise PoolError(f"{path} is not a regular file, so not a pool: remove it, or choose another --pool-dir")
-    if found and not is_pool(directory):
-        raise PoolError(
-            f"{directory} holds a file {found[0]!r} that is not a depot's: choose another --pool-dir, or move it away"
-        )
-
-
-def is_pool(directory: Path) -> bool:
-    """Whether a folder holds files that a depot made.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    files = ((directory / name, magic) for name, magic in MAGICS.items())
-    return any(stat.S_ISREG(path.lstat().st_mode) and _is_ours(path, magic) for path, magic in files if path.exists())
+def _size_of(pool_fd: int) -> int:
+    return os.fstat(pool_fd).st_size - TRAILER_BYTES
 
 
 def size_of_pool(directory: Path) -> int | None:
     """Return the bytes of the pool in a folder, None without a pool."""
-    path = directory / POOL_FILE
     try:
-        size = path.stat().st_size - _TRAILER_BYTES
-        return size if size > 0 and _is_ours(path, _MAGIC) else None
+        with PoolFolder(directory, through_links=True) as folder:
+            return folder.status(POOL_FILE).st_size - TRAILER_BYTES if POOL_FILE in folder.pool_files() else None
     except OSError:
         return None
 
 
-def is_pool_served(directory: Path) -> bool:
-    """Whether a living depot has the pool in a folder; does not disturb one that is starting.
+def allocated_bytes(directory: Path) -> int:
+    """Return the memory that the files of a pool in a folder take, 0 without a pool."""
+    try:
+        with PoolFolder(directory, through_links=True) as folder:
+            return sum(folder.status(name).st_blocks * 512 for name in folder.pool_files())
+    except OSError:
+        return 0
+
+
+def is_pool_served(folder: PoolFolder) -> bool:
+    """Whether a living depot has the pool in a folder, or is making one; does not disturb it.
 
     Raises:
         OSError: it cannot be read.
     """
-    try:
-        fd = os.open(directory / POOL_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return is_locked(fd, _SERVER_LOCK)
-    finally:
-        os.close(fd)
+    for name in folder.pool_files():
+        try:
+            fd = folder.open(name, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            if is_locked(fd, _SERVER_LOCK):
+                return True
+        finally:
+            os.close(fd)
+    return False
 
 
-def _is_ours(path: Path, magic: bytes) -> bool:
-    with path.open("rb") as file:
-        if magic == _MAGIC:
-            file.seek(max(0, path.stat().st_size - _TRAILER_BYTES))
-        return file.read(len(magic)) == magic
-
-
-def lock_earlier(directory: Path) -> int | None:
+def lock_earlier(folder: PoolFolder) -> int | None:
     """Return a descriptor of the existing pool's file, locked; None without one.
 
     Raises:
         DepotBusy: its server lives.
         PoolError: it cannot be opened.
     """
-    path = directory / POOL_FILE
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = folder.open(POOL_FILE, os.O_RDWR)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise PoolError(f"{path} cannot be opened: {error}") from error
+        raise PoolError(f"{folder.path / POOL_FILE} cannot be opened: {error}") from error
     try:
         lock_fd = open_with_lock(fd, _SERVER_LOCK)
     except BlockingIOError:
-        raise _busy(directory, holder_of_pool(directory)) from None
+        raise busy(folder) from None
     finally:
         os.close(fd)
-    if not path.exists() or not os.path.samestat(os.fstat(lock_fd), path.stat()):
+    try:
+        is_same = os.path.samestat(os.fstat(lock_fd), folder.status(POOL_FILE))
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:
         os.close(lock_fd)
-        raise _busy(directory, "a server that is starting")  # which put another file in its place
+        raise busy(folder, "a server that is starting")  # which put another file in its place
     return lock_fd
 
 
-def _busy(directory: Path, server: str) -> DepotBusy:
+def busy(folder: PoolFolder, server: str = "") -> DepotBusy:
+    """Return the error of a pool that `server` has; by default its holder."""
     return DepotBusy(
-        f"the pool in {directory} is in use by {server}: stop that, or choose another --pool-dir"
-        " (another --dir has a pool of its own unless --pool-dir names one)"
+        f"the pool in {folder.path} is in use by {server or holder_of_pool(folder)}: stop that, or choose another"
+        " --pool-dir (another --dir has a pool of its own unless --pool-dir names one)"
     )
 
 
-def holder_of_pool(directory: Path) -> str:
+def holder_of_pool(folder: PoolFolder) -> str:
     """Return which server has the pool in a folder, or had it last."""
     try:
-        with (directory / TABLE_FILE).open("rb") as table:
-            return holder_of(table.read(HEADER_PAGE_BYTES)) or "another server"
+        fd = folder.open(TABLE_FILE, os.O_RDONLY)
     except OSError:
         return "another server"
+    try:
+        return holder_of(os.pread(fd, HEADER_PAGE_BYTES, 0)) or "another server"
+    finally:
+        os.close(fd)
 
 
 def _pool_id(fd: int, size_bytes: int) -> bytes:
-    """Name this very file in this very boot: after a crash of the machine nothing in it is believed."""
+    """Return an id of the pool's file that changes when the machine starts, so no cache outlives its crash."""
     status = os.fstat(fd)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return blake3(f"{boot} {status.st_dev} {status.st_ino} {size_bytes}".encode()).digest()[:16]
 
 
-def _reopen(directory: Path, size_bytes: int, lock_fd: int) -> PoolFiles:
+def _reopen(folder: PoolFolder, size_bytes: int, lock_fd: int) -> PoolFiles:
     """Open the files of an earlier server, whose pool `lock_fd` has locked."""
-    status = os.fstat(lock_fd)
-    earlier_bytes = status.st_size - _TRAILER_BYTES
+    earlier_bytes = _size_of(lock_fd)
     if earlier_bytes != size_bytes:
         raise PoolError(
             f"its pool has {earlier_bytes:,} bytes and --pool-size is {size_bytes:,} (to keep it, start without"
             f" --pool-size or with {earlier_bytes})"
         )
-    trailer = os.pread(lock_fd, _TRAILER.size, size_bytes)
-    magic, generation = _TRAILER.unpack(trailer) if len(trailer) == _TRAILER.size else (b"", 0)
-    if magic != _MAGIC:
-        raise PoolError("the pool's end is damaged")
+    _, generation = _TRAILER.unpack(os.pread(lock_fd, _TRAILER.size, size_bytes))
     with contextlib.ExitStack() as undo:
         fd = os.open(f"/proc/self/fd/{lock_fd}", os.O_RDWR | os.O_CLOEXEC)
         undo.callback(os.close, fd)
-        table = IndexTable.open(directory / TABLE_FILE, size_bytes, _pool_id(fd, size_bytes))
+        table = IndexTable.open(folder.path / TABLE_FILE, size_bytes, _pool_id(fd, size_bytes))
         undo.callback(table.close)
         if table.generation - generation not in (0, 1):  # the table's is written first
             raise PoolError(
                 f"the index is of generation {table.generation} and the pool of {generation}: one of them was copied"
             )
-        names = NamesFile.open(directory / NAMES_FILE)
+        names = NamesFile.open(folder.path / NAMES_FILE)
         undo.callback(names.close)
-        files = PoolFiles(directory, size_bytes, fd, lock_fd, table, _read_only(directory), names, is_new=False)
+        table_fd = folder.open(TABLE_FILE, os.O_RDONLY)
+        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, is_new=False)
         undo.pop_all()
     return files
 
 
-def _create(directory: Path, size_bytes: int, num_records: int, *, replaces: bool) -> PoolFiles:
-    """Make new files. The old ones are not truncated: a client of an earlier server may still have those mapped.
+def _create(folder: PoolFolder, size_bytes: int, num_records: int, *, replaces: bool) -> PoolFiles:
+    """Make new files. All three are whole, locked and have memory before the first gets its name.
 
-    The pool's file gets its name when it is locked. With `replaces` the caller has the one before locked.
+    So an error changes nothing, and a crash leaves files that a later start knows as a depot's. Earlier files are not
+    truncated: a client of an earlier server may still have them mapped. With `replaces` the caller has them locked.
     """
-    path = directory / POOL_FILE
-    new_path = directory / f".{POOL_FILE}-{secrets.token_hex(8)}"
+    unfinished = folder.unfinished_names()
     with contextlib.ExitStack() as undo:
-        fd = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        for name in unfinished.values():
+            undo.callback(folder.remove, name)
+        fd = folder.open(unfinished[POOL_FILE], os.O_RDWR | os.O_CREAT | os.O_EXCL)
         undo.callback(os.close, fd)
-        undo.callback(new_path.unlink, missing_ok=True)
         lock_fd = open_with_lock(fd, _SERVER_LOCK)
         undo.callback(os.close, lock_fd)
-        os.ftruncate(fd, size_bytes + _TRAILER_BYTES)
-        os.pwrite(fd, _TRAILER.pack(_MAGIC, 0), size_bytes)
-        try:
-            if replaces:
-                new_path.rename(path)
-            else:
-                os.link(new_path, path)
-                new_path.unlink()
-        except FileExistsError:
-            raise _busy(directory, "a server that is starting") from None
-        undo.callback(path.unlink, missing_ok=True)
-        for name in (TABLE_FILE, NAMES_FILE):
-            (directory / name).unlink(missing_ok=True)
-        table = IndexTable.create(directory / TABLE_FILE, num_records, size_bytes, _pool_id(fd, size_bytes))
+        os.pwrite(fd, _TRAILER.pack(POOL_MAGIC, 0).ljust(TRAILER_BYTES, b"\0"), size_bytes)
+        allocate_first(fd, size_bytes)
+        table_path = folder.path / unfinished[TABLE_FILE]
+        table = IndexTable.create(table_path, num_records, size_bytes, _pool_id(fd, size_bytes))
         undo.callback(table.close)
-        names = NamesFile.create(directory / NAMES_FILE)
+        names = NamesFile.create(folder.path / unfinished[NAMES_FILE])
         undo.callback(names.close)
-        files = PoolFiles(directory, size_bytes, fd, lock_fd, table, _read_only(directory), names, is_new=True)
+        table_fd = folder.open(unfinished[TABLE_FILE], os.O_RDONLY)
+        undo.callback(os.close, table_fd)
+        os.fsync(fd)  # on a disk, a crash of the machine would otherwise leave files without a magic: nobody's
+        os.fsync(table_fd)
+        names.flush()
+        try:
+            folder.give_name(unfinished[POOL_FILE], POOL_FILE, replaces=replaces)
+            undo.callback(folder.remove, POOL_FILE)
+            for kind in (TABLE_FILE, NAMES_FILE):
+                folder.give_name(unfinished[kind], kind, replaces=True)
+                undo.callback(folder.remove, kind)
+        except (FileExistsError, FileNotFoundError):
+            raise busy(folder, "a server that is starting") from None
+        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, is_new=True)
         undo.pop_all()
     return files
-
-
-def _read_only(directory: Path) -> int:
-    return os.open(directory / TABLE_FILE, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def open_with_lock(fd: int, number: int) -> int:

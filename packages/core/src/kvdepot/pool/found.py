@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvdepot.errors import PoolError
-from kvdepot.pool.files import MAGICS, holder_of_pool, is_pool, is_pool_served, lock_earlier
+from kvdepot.pool.files import busy, holder_of_pool, is_pool_served, lock_earlier
+from kvdepot.pool.folder import PoolFolder
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -17,20 +18,22 @@ class FoundPool:
     directory: Path
     allocated_bytes: int  # memory that all its files take
     uid: int  # of the owner
-    used_at: float  # when its index changed last; seconds since the epoch
+    used_at: float  # when a depot last had it, to a second; since the epoch
     server: str  # which depot has it, or had it last
     is_served: bool
 
 
 def find_pools(parent: Path = SHARED_MEMORY) -> list[FoundPool]:
-    """Return the pools in the folders of `parent` that this user can read, by their paths."""
+    """Return the pools in the folders of `parent` that this user can read, by their paths.
+
+    A link to a folder is passed over: anybody may have put it there.
+    """
     found: list[FoundPool] = []
-    for directory in sorted(path for path in parent.iterdir() if path.is_dir()):
+    for directory in sorted(parent.iterdir()):
         try:
-            if is_pool(directory):
-                found.append(look_at(directory))
-        except OSError:
-            continue  # another user's, or removed in the meantime
+            found.append(look_at(directory))
+        except (OSError, PoolError):
+            continue  # no pool, another user's, or removed in the meantime
     return found
 
 
@@ -38,19 +41,34 @@ def look_at(directory: Path) -> FoundPool:
     """Describe the pool in `directory`.
 
     Raises:
-        PoolError: it has no pool.
+        PoolError: it has no pool, or is a link.
         OSError: it cannot be read.
     """
-    if not is_pool(directory):
-        raise PoolError(f"{directory} holds no pool of a depot")
-    statuses = [path.stat() for name in MAGICS if (path := directory / name).exists()]
+    with _open(directory) as folder:
+        return _look_at(folder)
+
+
+def _open(directory: Path) -> PoolFolder:
+    if directory.is_symlink():
+        raise PoolError(f"{directory} is a link to {directory.readlink()}: name the folder itself")
+    try:
+        return PoolFolder(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        raise PoolError(f"{directory} is no folder, so it holds no pool of a depot") from None
+
+
+def _look_at(folder: PoolFolder) -> FoundPool:
+    names = folder.pool_files()
+    if not names:
+        raise PoolError(f"{folder.path} holds no pool of a depot")
+    statuses = [folder.status(name) for name in names]
     return FoundPool(
-        directory,
+        folder.path,
         sum(status.st_blocks * 512 for status in statuses),
-        directory.stat().st_uid,
+        folder.status().st_uid,
         max(status.st_mtime for status in statuses),
-        holder_of_pool(directory),
-        is_pool_served(directory),
+        holder_of_pool(folder),
+        is_pool_served(folder),
     )
 
 
@@ -62,14 +80,14 @@ def remove_pool(directory: Path) -> int:
         PoolError: the pool does not exist or cannot be opened.
         OSError: it cannot be removed.
     """
-    pool = look_at(directory)
-    lock_fd = lock_earlier(directory)  # held until the files are gone, so no depot opens them in the meantime
-    try:
-        for name in MAGICS:
-            (directory / name).unlink(missing_ok=True)
-        if not any(directory.iterdir()):
-            directory.rmdir()
-    finally:
-        if lock_fd is not None:
-            os.close(lock_fd)
+    with _open(directory) as folder:
+        pool = _look_at(folder)
+        if pool.is_served:
+            raise busy(folder)
+        lock_fd = lock_earlier(folder)  # held until the files are gone, so no depot opens them in the meantime
+        try:
+            folder.remove_pool()
+        finally:
+            if lock_fd is not None:
+                os.close(lock_fd)
     return pool.allocated_bytes

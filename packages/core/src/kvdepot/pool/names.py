@@ -128,6 +128,10 @@ class NamesFile:
             raise OSError(f"only {written} of {len(frame)} bytes of a name found room")
         self._size_bytes += written
 
+    def flush(self) -> None:
+        """Write the file to its disk, if it is on one."""
+        os.fsync(self._fd)
+
     def close(self) -> None:
         """Close it; the file stays."""
         os.close(self._fd)

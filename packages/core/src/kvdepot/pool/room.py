@@ -9,7 +9,7 @@ from typing import Final
 from kvdepot.config import ServerConfig, format_size
 from kvdepot.errors import ConfigError
 from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
-from kvdepot.pool.files import ENLARGE_TMPFS, size_of_pool
+from kvdepot.pool.files import ENLARGE_TMPFS, allocated_bytes, size_of_pool
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def resolve_pool_size(config: ServerConfig) -> int:
             " tmpfs, for example below /dev/shm", folder, kind,
         )  # fmt: skip
     stat = os.statvfs(place)
-    earlier = sum(path.stat().st_blocks * 512 for path in folder.glob("*") if path.is_file())
+    earlier = allocated_bytes(folder)
     room = stat.f_bavail * stat.f_frsize + earlier
     if config.pool_size_bytes is None:
         share = (available_memory_bytes() + earlier) * SHARE_OF_FREE_MEMORY

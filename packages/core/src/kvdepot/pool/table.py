@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from kvdepot.config import format_size
 from kvdepot.errors import PoolError
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
@@ -148,18 +149,22 @@ class IndexTable:
 
         Raises:
             PoolError: no room.
+            OSError: the file exists, or cannot be made.
         """
         size = table_size_bytes(num_records)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fields = _FILE_HEADER.pack(MAGIC, TABLE_VERSION, RECORD_BYTES, num_records, pool_size_bytes, pool_id, 0)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            os.pwrite(fd, fields[:-4] + _U32.pack(zlib.crc32(fields[:-4])), 0)  # first: its magic says that it is ours
             os.posix_fallocate(fd, 0, size)
             memory = mmap.mmap(fd, size)
-        except OSError as error:
-            raise PoolError(f"no room for the index table of {size} bytes in {path}: {error}") from error
+        except (OSError, OverflowError) as error:
+            raise PoolError(
+                f"no room for the index of {num_records:,} entries ({format_size(size)}) in {path.parent}"
+                f" ({error}): lower --max-entries or --pool-size, or choose another --pool-dir"
+            ) from error
         finally:
             os.close(fd)
-        fields = _FILE_HEADER.pack(MAGIC, TABLE_VERSION, RECORD_BYTES, num_records, pool_size_bytes, pool_id, 0)
-        memory[: len(fields)] = fields[:-4] + _U32.pack(zlib.crc32(fields[:-4]))
         return cls(memory, num_records)
 
     @classmethod

@@ -26,7 +26,7 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import LayoutError
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.pool.files import POOL_FILE
+from kvdepot.pool.folder import POOL_FILE
 from kvdepot.testing.backend.plan import FILL, PLANS, WAIT_SECONDS, Cache, GroupPlan, Worker, WorkerPlan, prompt
 
 MakeCache = Callable[..., Cache]

@@ -1,0 +1,164 @@
+"""The folder of a pool, by descriptor: which of its files are a depot's, each by its own magic, never through a link.
+
+`--pool-dir` may hold files of others, and /dev/shm is everybody's. So a file counts as a depot's only if it is a
+regular file that carries the magic of its kind.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from kvdepot.errors import PoolError
+from kvdepot.pool.names import MAGIC as NAMES_MAGIC
+from kvdepot.pool.table import MAGIC as TABLE_MAGIC
+
+POOL_FILE: Final = "pool"
+TABLE_FILE: Final = "index"
+NAMES_FILE: Final = "names"
+
+TRAILER_BYTES: Final = 4096  # behind the pool's last byte, in a page that no client maps
+POOL_MAGIC: Final = b"KVDEPOTP"
+_MAGICS: Final = {POOL_FILE: POOL_MAGIC, TABLE_FILE: TABLE_MAGIC, NAMES_FILE: NAMES_MAGIC[:8]}
+KINDS: Final = tuple(_MAGICS)
+_UNFINISHED: Final = re.compile(rf"\.({'|'.join(KINDS)})-[0-9a-f]{{16}}")
+
+
+class PoolFolder:
+    """An open folder, in which a pool is, or is to be. A context manager."""
+
+    def __init__(self, path: Path, *, through_links: bool = False) -> None:
+        """Open the folder; `through_links` if an operator named it, so a link in its place is meant.
+
+        Raises:
+            OSError: it cannot be read, is a link or no folder.
+        """
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if through_links else os.O_NOFOLLOW))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the folder; what is in it stays."""
+        os.close(self._fd)
+
+    def status(self, name: str | None = None) -> os.stat_result:
+        """Return the status of a file in the folder, of a link itself, or without a name that of the folder.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return os.fstat(self._fd) if name is None else os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+
+    def open(self, name: str, flags: int) -> int:
+        """Return a descriptor of a file, not of where a link leads; a FIFO does not block.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+
+    def pool_files(self) -> list[str]:
+        """Return the files that a depot made, the unfinished ones of a start that was killed, too.
+
+        Raises:
+            OSError: the folder or a file cannot be read.
+        """
+        return [name for name in KINDS if self._is_ours(name, name)] + self._unfinished()
+
+    def _unfinished(self) -> list[str]:
+        names = ((name, _UNFINISHED.fullmatch(name)) for name in os.listdir(self._fd))
+        return [name for name, match in names if match and self._is_ours(name, match[1])]
+
+    def _is_ours(self, name: str, kind: str) -> bool:
+        try:
+            if not stat.S_ISREG(self.status(name).st_mode):
+                return False
+            fd = self.open(name, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            size = os.fstat(fd).st_size
+            if not size:  # its magic is the first thing that is written
+                return name != kind
+            magic = _MAGICS[kind]
+            return os.pread(fd, len(magic), max(0, size - TRAILER_BYTES) if kind == POOL_FILE else 0) == magic
+        finally:
+            os.close(fd)
+
+    def refuse_foreign(self) -> None:
+        """Refuse a folder in which somebody else's file has the name of one of a depot's.
+
+        Raises:
+            PoolError: it does; the text names the file.
+            OSError: a file cannot be read.
+        """
+        for name in KINDS:
+            try:
+                mode = self.status(name).st_mode
+            except FileNotFoundError:
+                continue
+            if not stat.S_ISREG(mode):
+                raise PoolError(
+                    f"{self.path / name} is not a regular file, so not a depot's: remove it, or choose another"
+                    " --pool-dir"
+                )
+            if not self._is_ours(name, name):
+                raise PoolError(
+                    f"{self.path} holds a file {name!r} that is not a depot's: choose another --pool-dir, or move it"
+                    " away"
+                )
+
+    def unfinished_names(self) -> dict[str, str]:
+        """Return a name for each new file until it is whole, by its kind."""
+        suffix = secrets.token_hex(8)
+        return {kind: f".{kind}-{suffix}" for kind in KINDS}
+
+    def give_name(self, unfinished: str, kind: str, *, replaces: bool) -> None:
+        """Give a file that is whole its name.
+
+        Raises:
+            FileExistsError: `replaces` is false, and another file has the name.
+            FileNotFoundError: another depot has removed the unfinished file.
+        """
+        if replaces:
+            os.rename(unfinished, kind, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        else:
+            os.link(unfinished, kind, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
+            os.unlink(unfinished, dir_fd=self._fd)
+
+    def remove_files(self, *, only_unfinished: bool = False) -> None:
+        """Remove the files that a depot made; the caller has the pool locked.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        for name in self._unfinished() if only_unfinished else self.pool_files():
+            self.remove(name)
+
+    def remove_pool(self) -> bool:
+        """Remove the files that a depot made, and the folder; return False if it holds others and stays.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        self.remove_files()
+        if os.listdir(self._fd) or self.path.is_symlink():
+            return False
+        self.path.rmdir()
+        return True
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)
