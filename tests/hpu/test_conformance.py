@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from kvdepot.testing.backend import BackendSuite, WorkerPlan
-from kvdepot.testing.device import FakeDevice
 from support.hpu.workers import HpuWorker
+from support.staged.device import FakeDevice
 
 
 class TestEager(BackendSuite):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvdepot.testing.device import POISON, FakeDevice, install
 from support.staged.bench import torch
+from support.staged.device import POISON, FakeDevice, install
 
 
 def _numbers(count: int = 4) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvdepot.testing.backend import WorkerPlan
-from kvdepot.testing.device import FakeDevice
 from support.hpu.workers import HpuWorker
+from support.staged.device import FakeDevice
 from support.staged.forked import ForkedFaultSuite
 
 

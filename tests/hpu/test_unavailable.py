@@ -13,8 +13,8 @@ import pytest
 from kvdepot import get_backend, list_backends
 from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.errors import BackendUnavailable
-from kvdepot.testing.device import FakeDevice
 from kvdepot_hpu import backend
+from support.staged.device import FakeDevice
 
 _WITHOUT = """
 import sys

@@ -11,12 +11,11 @@ from kvdepot.errors import LayoutError
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.layout import GroupKind
 from kvdepot.testing.backend import prompt
-from kvdepot.testing.device import FakeDevice
-from kvdepot_hpu.arrays import without_pad_block
 from kvdepot_hpu.context import HpuOptions, HpuTransferContext
 from kvdepot_vllm.groups import EngineCache, EngineGroup, worker_groups
-from support.hpu.workers import TensorTuple
+from support.hpu.workers import TensorTuple, without_pad_block
 from support.staged.bench import torch
+from support.staged.device import FakeDevice
 
 NUM_BLOCKS, BLOCK_TOKENS = 16, 16
 

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 
 from kvdepot.backends import CacheGroup, KVCache
+from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.errors import LayoutError
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.testing.backend import prompt
-from kvdepot.testing.device import FakeDevice
-from kvdepot.testing.xpu_kernels import FakeKernels
+from kvdepot.testing.backend import WorkerPlan, prompt
 from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
 from support.staged.bench import NUM_BLOCKS, round_trip, torch
+from support.staged.device import FakeDevice
 from support.staged.suite import CopySuite
-from support.xpu.workers import XpuBench, device_type
+from support.xpu.workers import XpuBench, XpuWorker, device_type
 
 
 class TestCopies(CopySuite):
@@ -32,6 +32,10 @@ def test_moves_are_as_large_as_the_staging_memory_allows() -> None:
 
 
 def test_where_memory_cannot_be_pinned_no_copy_is_late(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pageable(_bridge: Bridge, num_bytes: int) -> tuple[Any, bool]:
+        return torch().empty(num_bytes, dtype=torch().int8), False
+
+    monkeypatch.setattr(Bridge, "host_buffer", pageable)
     late: list[bool] = []
     copy = fake.copy
 
@@ -41,7 +45,7 @@ def test_where_memory_cannot_be_pinned_no_copy_is_late(fake: FakeDevice, monkeyp
         return copy(target, source, non_blocking)
 
     monkeypatch.setattr(fake, "copy", watched)
-    assert round_trip(XpuBench(pins=False), 14)
+    assert round_trip(XpuBench(), 14)
     assert late
     assert not any(late)
 
@@ -72,14 +76,24 @@ def test_keys_and_values_may_be_apart() -> None:
     context.close()
 
 
-@pytest.mark.parametrize("path", ["staged", "registered"])
-def test_views_in_another_order_than_memory_are_the_same_bytes(path: str, kernels: FakeKernels) -> None:
+@pytest.mark.usefixtures("xpu")
+def test_memory_that_cannot_be_pinned_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with DepotProcess() as depot:
+        worker = XpuWorker(depot.url, WorkerPlan())
+        assert sum("could not be pinned" in record.message for record in caplog.records) == (
+            not worker.context.is_pinned
+        )
+        worker.context.close()
+
+
+@pytest.mark.usefixtures("device")
+def test_views_in_another_order_than_memory_are_the_same_bytes() -> None:
     layers = [torch().zeros(8, 16, 2, 8, device=device_type()) for _ in range(2)]
     views = [layer.transpose(1, 2) for layer in layers]
     with DepotProcess() as depot:
         context = XpuTransferContext(
             KVCache([CacheGroup(views, 16)], "engine", "float32"),
-            XpuOptions(device_type=device_type(), url=depot.url, path=path),
+            XpuOptions(device_type=device_type(), url=depot.url),
         )
         context.wait_until_connected(20)
         for layer in layers:

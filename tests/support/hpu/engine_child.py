@@ -3,21 +3,26 @@
 import importlib.util
 import sys
 
+import pytest
+
 from kvdepot.testing.backend import WorkerPlan
-from kvdepot.testing.device import install
 from kvdepot.testing.engine import obey
 from support.hpu.workers import HpuWorker
+from support.staged.device import install
+from support.staged.pretend import pretend_to_pin
 
 
 def main() -> None:
     url, instance, mode = sys.argv[1:]
-    if importlib.util.find_spec("habana_frameworks") is None:
-        install("hpu", lazy=mode == "lazy")
 
     def make_worker(url: str, plan: WorkerPlan) -> HpuWorker:
         return HpuWorker(url, plan, max_blocks=4)
 
-    obey(make_worker, url, instance)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if importlib.util.find_spec("habana_frameworks") is None:
+            install("hpu", lazy=mode == "lazy")
+            pretend_to_pin(monkeypatch)
+        obey(make_worker, url, instance)
 
 
 if __name__ == "__main__":

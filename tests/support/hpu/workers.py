@@ -5,7 +5,6 @@ from typing import Any
 
 from kvdepot.backends import CacheGroup
 from kvdepot.testing.backend import STATE, GroupPlan, WorkerPlan
-from kvdepot_hpu.arrays import without_pad_block
 from kvdepot_hpu.bridge import load_bridge
 from kvdepot_hpu.context import HpuOptions, HpuTransferContext
 from support.staged.bench import Bench, torch
@@ -19,6 +18,14 @@ class TensorTuple(tuple[Any, ...]):
     @property
     def shape(self) -> Any:
         return self[0].shape
+
+
+def without_pad_block(flat: Any, block_tokens: int) -> Any:
+    """Return a view of `((num_blocks + 1) * block_tokens, ...)` as `(num_blocks, block_tokens, ...)`.
+
+    vllm-gaudi allocates keys and values so; the last block is padding that any request may write.
+    """
+    return flat.view(-1, block_tokens, *flat.shape[1:])[:-1]
 
 
 def page(num_blocks: int, block_tokens: int, size_bytes: int, padding_bytes: int = 0) -> Any:

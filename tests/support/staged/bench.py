@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.backends import CopyBatch
-from kvdepot.copying.staged.arrays import page_layout_of
+from kvdepot.copying.arrays import page_layout_of
 from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.copying.staged.copy import StagedCopier
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup
@@ -45,7 +45,7 @@ class Bench:
             for _ in range(2 * NUM_LAYERS)
         ]
         self.tensors = [flat.view(NUM_BLOCKS + 1, BLOCK_TOKENS, *HEAD)[:-1] for flat in self.flat]
-        pages = tuple(page_layout_of(tensor, bridge.device_type) for tensor in self.tensors)
+        pages = tuple(page_layout_of(tensor, bridge.device_type, has_address=False) for tensor in self.tensors)
         group = LayerGroup(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, pages)
         self.chunk_bytes = group.chunk_size_bytes(BLOCK_TOKENS * BLOCKS_PER_CHUNK)
         self.pool = Pool()

@@ -1,14 +1,25 @@
 """What every backend that stages shows of its copies: inherit `CopySuite`, and say how a bench is made."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvdepot.backends import Direction
 from kvdepot.copying.staged.moves import Move
-from kvdepot.testing.device import FakeDevice
+from kvdepot.errors import LayoutError
 from support.staged.bench import BLOCK_TOKENS, NUM_BLOCKS, Bench, Pool, round_trip, torch
+from support.staged.device import FakeDevice
+
+
+def _copied(tensor: Any, int8: Any) -> Any:
+    return tensor.clone().view(tensor.shape[0], -1).view(int8)
+
+
+def _converted(tensor: Any, int8: Any) -> Any:
+    return tensor.view(tensor.shape[0], -1).to(int8).repeat(1, tensor.element_size())
 
 
 class CopySuite:
@@ -83,39 +94,44 @@ class CopySuite:
             bench = self.make_bench()
         assert round_trip(bench, 14)
 
+    @pytest.mark.parametrize("view", [_copied, _converted])
+    @pytest.mark.usefixtures("fake")
+    def test_a_byte_view_that_is_none_is_refused(
+        self, view: Callable[[Any, Any], Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvdepot.copying.staged.copy.byte_view", view)
+        with pytest.raises(LayoutError, match="do not arrive"):
+            self.make_bench()
 
-def moves_right_bytes(bench: Bench, fake: FakeDevice) -> bool:
-    """Right bytes in all of it: plain, through an engine that is still writing, and through one still reading."""
-    right = all(round_trip(bench, count, seed=count) for count in (2, 14, 46))
-    return right and follows_writes(bench, fake) and follows_reads(bench, fake)
+    def test_a_store_comes_after_what_the_engine_has_launched(self, fake: FakeDevice) -> None:
+        bench = self.make_bench()
+        source = np.random.default_rng(9).integers(0, 256, bench.tensors[0].numel() * 2, np.uint8)
+        written = torch().from_numpy(source).view(torch().bfloat16).view(bench.tensors[0].shape)
+        for tensor in bench.tensors:
+            tensor.copy_(written, non_blocking=True)
+        ready = bench.copier.mark_ready(Direction.STORE, None)
+        assert ready is not None
+        bench.copier.wait_for(Direction.STORE, ready)
+        bench.copier.store(bench.batch(list(range(14))))
+        fake.synchronize()
+        kept = [page[:14] for page in bench.read()]
+        bench.copier.retrieve(bench.batch(list(range(30, 44))))
+        for page, each in zip(bench.read(), kept, strict=True):
+            assert np.array_equal(page[30:44], each)
+            assert np.array_equal(each.reshape(-1), source[: each.size])
 
-
-def follows_reads(bench: Bench, fake: FakeDevice) -> bool:
-    """Retrieve into blocks whose reading the engine has launched, and not waited for."""
-    bench.write(bench.flat, np.random.default_rng(8))
-    bench.copier.store(bench.batch(list(range(14))))
-    expected = bench.read()
-    read = [torch().empty(tensor.shape, dtype=tensor.dtype) for tensor in bench.tensors]
-    for target, tensor in zip(read, bench.tensors, strict=True):
-        target.copy_(tensor, non_blocking=True)
-    fake.mark_step()
-    bench.copier.retrieve(bench.batch(list(range(30, 44))))
-    fake.synchronize()
-    raw = [target.view(torch().uint8).numpy().reshape(NUM_BLOCKS, -1) for target in read]
-    return all(np.array_equal(*pair) for pair in zip(raw, expected, strict=True))
-
-
-def follows_writes(bench: Bench, fake: FakeDevice) -> bool:
-    """Store blocks that the engine has launched the writing of, and not waited for."""
-    source = np.random.default_rng(9).integers(0, 256, bench.tensors[0].numel() * 2, np.uint8)
-    written = torch().from_numpy(source).view(torch().bfloat16).view(bench.tensors[0].shape)
-    for tensor in bench.tensors:
-        tensor.copy_(written, non_blocking=True)
-    fake.mark_step()
-    bench.copier.store(bench.batch(list(range(14))))
-    fake.synchronize()
-    kept = [page[:14] for page in bench.read()]
-    bench.copier.retrieve(bench.batch(list(range(30, 44))))
-    return all(np.array_equal(page[30:44], each) for page, each in zip(bench.read(), kept, strict=True)) and all(
-        np.array_equal(each.reshape(-1), source[: each.size]) for each in kept
-    )
+    def test_a_retrieve_comes_after_what_the_engine_has_launched(self, fake: FakeDevice) -> None:
+        bench = self.make_bench()
+        bench.write(bench.flat, np.random.default_rng(8))
+        bench.copier.store(bench.batch(list(range(14))))
+        expected = bench.read()
+        read = [torch().empty(tensor.shape, dtype=tensor.dtype) for tensor in bench.tensors]
+        for target, tensor in zip(read, bench.tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
+        ready = bench.copier.mark_ready(Direction.RETRIEVE, None)
+        assert ready is not None
+        bench.copier.wait_for(Direction.RETRIEVE, ready)
+        bench.copier.retrieve(bench.batch(list(range(30, 44))))
+        fake.synchronize()
+        raw = [target.view(torch().uint8).numpy().reshape(NUM_BLOCKS, -1) for target in read]
+        assert all(np.array_equal(*pair) for pair in zip(raw, expected, strict=True))

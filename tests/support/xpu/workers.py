@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import pytest
-
 from kvdepot.copying.staged.bridge import Bridge
-from kvdepot.lab.processes import wait_until
 from kvdepot.testing.backend import WorkerPlan
 from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
 from support.staged.bench import Bench, torch
@@ -16,18 +13,9 @@ def device_type() -> str:
     return "xpu" if torch().xpu.is_available() else "fakexpu"
 
 
-def load_bridge(*, pins: bool = True) -> Bridge:
+def load_bridge() -> Bridge:
     name = device_type()
-    return Bridge(torch(), name, getattr(torch(), name), pins=pins)
-
-
-def pretend_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have staging memory count as pinned: the pretend device cannot pin."""
-
-    def host_buffer(bridge: Bridge, num_bytes: int) -> tuple[Any, bool]:
-        return torch().empty(num_bytes, dtype=torch().int8), bridge.pins
-
-    monkeypatch.setattr(Bridge, "host_buffer", host_buffer)
+    return Bridge(torch(), name, getattr(torch(), name), index=0)
 
 
 def page(num_blocks: int, block_tokens: int, size_bytes: int, padding_bytes: int = 0) -> Any:
@@ -69,16 +57,8 @@ class XpuWorker:
         return block_on_host.view(torch().uint8).numpy().tobytes()
 
 
-class RegisteredWorker(XpuWorker):
-    """Connected when the pool is registered, too: else its first transfers would be staged."""
-
-    def wait_until_connected(self, timeout_seconds: float) -> None:
-        super().wait_until_connected(timeout_seconds)
-        wait_until(lambda: self.context.is_registered, timeout_seconds, "the pool to be registered")
-
-
 class XpuBench(Bench):
     """A staged copier as the context makes it."""
 
-    def __init__(self, *, pins: bool = True, **options: Any) -> None:
-        super().__init__(load_bridge(pins=pins), follows=False, needs_pinned=True, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(load_bridge(), **options)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvdepot.backends import KVCache
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
-from kvdepot_cpu.arrays import page_layout_of
+from kvdepot.copying.arrays import page_layout_of
 from kvdepot_cpu.kernels.copy import PageCopier
 from kvdepot_cpu.kernels.move import native_move_tokens
 
@@ -41,7 +41,7 @@ class CpuTransferContext(WorkerTransfers):
     """
 
     def __init__(self, cache: KVCache, options: CpuOptions = CpuOptions()) -> None:  # frozen
-        layout = cache.layout(page_layout_of)
+        layout = cache.layout(lambda tensor: page_layout_of(tensor, "cpu"))
         copier = PageCopier(layout, options.num_threads, keep_alive=cache)
         super().__init__(cache.registration(layout, "cpu"), layout, copier, options)
         self.move_tokens = native_move_tokens(options.num_threads[1])

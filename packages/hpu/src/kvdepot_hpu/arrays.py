@@ -26,17 +26,3 @@ def tensors_of(group: CacheGroup) -> list[Any]:
             " use bfloat16 or static scales; else pass (keys, values), or is_mla=True for latent attention"
         )
     return found
-
-
-def without_pad_block(flat: Any, block_tokens: int) -> Any:
-    """Return the blocks of `((num_blocks + 1) * block_tokens, ...)` as `(num_blocks, block_tokens, ...)`.
-
-    vllm-gaudi allocates keys and values so; the last block is padding that any request may write. A view.
-
-    Raises:
-        LayoutError: not a whole number of blocks, or no block but the padding.
-    """
-    num_blocks, rest = divmod(int(flat.shape[0]), block_tokens)
-    if rest or num_blocks < 2:
-        raise LayoutError(f"{flat.shape[0]} slots are not blocks of {block_tokens} and one of padding")
-    return flat.view(num_blocks, block_tokens, *flat.shape[1:])[:-1]

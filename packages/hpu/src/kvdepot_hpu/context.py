@@ -10,7 +10,8 @@ from typing import Final
 
 from kvdepot.backends import KVCache
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
-from kvdepot.copying.staged.arrays import flattened, page_layout_of
+from kvdepot.copying.arrays import page_layout_of
+from kvdepot.copying.staged.arrays import flattened
 from kvdepot.copying.staged.copy import STAGING_BYTES, StagedCopier
 from kvdepot_hpu.arrays import tensors_of
 from kvdepot_hpu.bridge import load_bridge
@@ -44,7 +45,7 @@ class HpuTransferContext(WorkerTransfers):
 
     def __init__(self, cache: KVCache, options: HpuOptions = HpuOptions()) -> None:  # frozen
         cache = flattened(cache, tensors_of)
-        layout = cache.layout(lambda tensor: page_layout_of(tensor, "hpu"))
+        layout = cache.layout(lambda tensor: page_layout_of(tensor, "hpu", has_address=False))
         bridge = load_bridge()
         bridge.launch()  # the work that made the cache may still be deferred
         copier = StagedCopier(

@@ -1,5 +1,6 @@
 """The toolkit of backend authors: turns a `CopyBatch` into copies. Needs numpy.
 
+- `arrays`: where the blocks of a tensor lie.
 - `runs`: for devices whose blocks have addresses.
 - `staged`: for devices that torch drives and whose memory has none.
 """

@@ -2,8 +2,6 @@
 
 - `kvdepot.testing.backend`: the conformance suite of transfer contexts.
 - `kvdepot.testing.faults`: the fault suite, with engines that are killed and stopped (`kvdepot.testing.engine`).
-- `kvdepot.testing.device`: a pretend accelerator that shows forgotten waits and new shapes; needs torch.
-- `kvdepot.testing.xpu_kernels`: pretend operators of vllm_xpu_kernels on it.
 - `kvdepot.lab.pattern`: bytes that follow from a key, the oracle of every test that moves data.
 - `kvdepot.lab.processes`: depots and engines as real processes that can be killed.
 """

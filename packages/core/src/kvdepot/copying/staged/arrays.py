@@ -6,7 +6,6 @@ from typing import Any, cast
 
 from kvdepot.errors import LayoutError
 from kvdepot.kvcache import CacheGroup, KVCache
-from kvdepot.layout import PageLayout, strided_pages
 
 
 def tensors_of(group: CacheGroup) -> list[Any]:
@@ -57,24 +56,6 @@ def _in_memory_order(tensor: Any) -> Any:
     if order == sorted(order):
         return tensor
     return tensor.permute(0, *(dimension for dimension in range(1, tensor.dim()) if dimension not in order), *order)
-
-
-def page_layout_of(tensor: Any, device_type: str) -> PageLayout:
-    """Return how the blocks of `tensor`, `(num_blocks, ...)` on a device, lie.
-
-    The address is 0: `data_ptr()` may be virtual, and nothing here computes with it.
-
-    Raises:
-        LayoutError: not on such a device, no blocks, or the bytes of one are not contiguous.
-    """
-    found = str(getattr(getattr(tensor, "device", None), "type", type(tensor).__name__))
-    if found != device_type:
-        raise LayoutError(
-            f"a tensor on {found}: the {device_type} backend copies memory of that device, use the backend of {found}"
-        )
-    itemsize = int(tensor.element_size())
-    shape = tuple(int(size) for size in tensor.shape)
-    return strided_pages(0, shape, tuple(int(step) * itemsize for step in tensor.stride()), itemsize)
 
 
 def byte_view(tensor: Any, int8: Any) -> Any:

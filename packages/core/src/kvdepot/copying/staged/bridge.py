@@ -18,7 +18,11 @@ class Bridge:
     module: Any  # torch.hpu, torch.xpu: Stream, Event, stream, current_stream
     launch: Callable[[], object] = _nothing  # starts work that the device's library has deferred; does not wait
     compiles_shapes: bool = False  # an operation on a new shape costs seconds
-    pins: bool = True  # try to pin staging memory
+    index: int | None = None  # of the device; None: the current one
+
+    def current_stream(self) -> Any:
+        """Return the calling thread's stream of the device."""
+        return self.module.current_stream() if self.index is None else self.module.current_stream(self.index)
 
     @contextlib.contextmanager
     def issuing(self, stream: Any) -> Generator[None]:
@@ -31,9 +35,8 @@ class Bridge:
 
         Some versions of some devices cannot pin; some claim to have pinned and have not. So ask, then check.
         """
-        if self.pins:
-            with contextlib.suppress(RuntimeError, TypeError):
-                buffer = self.torch.empty(num_bytes, dtype=self.torch.int8, pin_memory=True)
-                if buffer.is_pinned():
-                    return buffer, True
+        with contextlib.suppress(RuntimeError, TypeError):
+            buffer = self.torch.empty(num_bytes, dtype=self.torch.int8, pin_memory=True)
+            if buffer.is_pinned():
+                return buffer, True
         return self.torch.empty(num_bytes, dtype=self.torch.int8), False

@@ -5,6 +5,9 @@ then, once the event has happened, the slot's bytes go to the extents. A move in
 `index_copy_`. Two slots a direction take turns, so that the host copies one while the device fills the other. The
 device touches the staging slots alone, never the pool.
 
+A transfer comes after the work that the engine's stream has when it is submitted: the copying thread waits on the host
+for an event that the submitting thread recorded there.
+
 Where the device compiles each new shape (a Gaudi, for seconds) everything on it has one of the shapes that `warm_up`
 has run. Waiting and launching are apart: `Bridge.launch` starts deferred work and waits for nothing (a Gaudi's
 mark_step), an event waits and may launch nothing. So every hand-over is: work, launch, event, wait.
@@ -116,9 +119,6 @@ class StagedCopier(Copier):
         tensors: of each group, in the order of the layout's pages; kept alive.
         max_blocks: how many blocks are moved at once, at most.
         staging_bytes: of a staging slot, at most; there are four, and two buffers of that size on the device.
-        follows: have each batch wait on the device for the work of this call's stream by then; else the copier
-            above this one has waited for the engine.
-        needs_pinned: make each copy between host and device wait where the staging memory could not be pinned.
 
     Raises:
         LayoutError: the tensors cannot be seen as bytes.
@@ -132,24 +132,22 @@ class StagedCopier(Copier):
         *,
         max_blocks: int,
         staging_bytes: int = STAGING_BYTES,
-        follows: bool = True,
-        needs_pinned: bool = False,
     ) -> None:
         self._bridge = bridge
-        self._follows = follows
         self._shapes = [
             GroupShape.of(group, layout.chunk_tokens, staging_bytes, max_blocks, in_buckets=bridge.compiles_shapes)
             for group in layout.groups
         ]
         self._pages = [[byte_view(tensor, bridge.torch.int8) for tensor in group] for group in tensors]
-        self._compute = bridge.module.current_stream()  # of the engine's work
+        compute = bridge.current_stream()  # of the engine's work
         self._issuing = threading.Lock()  # lazy mode accumulates for the process: a move is issued in one piece
         self._stores, self._retrieves = (_Buffers(bridge, self._shapes) for _ in range(2))
         bridge.launch()
         self.is_pinned: Final = self._stores.is_pinned and self._retrieves.is_pinned
-        self._is_late = self.is_pinned or not needs_pinned  # copies between host and device return before they are done
+        # Whether copies between host and device return before they are done: pageable memory gives no such promise.
+        self._is_late = self.is_pinned
         for direction in (self._stores, self._retrieves):
-            direction.stream.wait_stream(self._compute)  # what made the cache and the buffers
+            direction.stream.wait_stream(compute)  # what made the cache and the buffers
         for number, group in enumerate(tensors):
             self._check(number, group)
         self.warm_up()
@@ -163,9 +161,16 @@ class StagedCopier(Copier):
         self._run(batch, self._retrieves, self._retrieve_in_turns)
 
     def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """See `Copier`. Launch the engine's deferred work: only launched work can be waited for."""
-        self._bridge.launch()
-        return super().mark_ready(direction, ready)
+        """See `Copier`. Mark the engine's stream, except for a store with `ready`."""
+        self._bridge.launch()  # only launched work can be waited for
+        if direction is Direction.STORE and ready is not None:
+            return ready
+        try:
+            event = self._bridge.module.Event()
+            event.record(self._bridge.current_stream())
+        except RuntimeError as error:
+            return _Unordered(error)
+        return event
 
     def close(self) -> None:
         """See `Copier`."""
@@ -183,7 +188,6 @@ class StagedCopier(Copier):
     # --- a batch --------------------------------------------------------------------------------------------------
 
     def _run(self, batch: CopyBatch, direction: _Buffers, work: Callable[[CopyBatch, _Buffers, Bytes], None]) -> None:
-        self._follow_compute(direction)
         pool: Bytes = np.frombuffer(batch.mapping.pool, np.uint8)
         try:
             work(batch, direction, pool)
@@ -205,7 +209,7 @@ class StagedCopier(Copier):
             self._unload(*before, pool)
 
     def _unload(self, move: Move, slot: _Slot, pool: Bytes) -> None:
-        self._wait_until_staged(slot)
+        slot.event.synchronize()
         move.to_pool(self._shapes[move.group], slot.bytes_on_host, pool)
 
     def _retrieve_in_turns(self, batch: CopyBatch, direction: _Buffers, pool: Bytes) -> None:
@@ -213,21 +217,16 @@ class StagedCopier(Copier):
         for number, move in enumerate(moves(batch, self._shapes)):
             slot = direction.slots[number % _NUM_SLOTS]
             if number >= _NUM_SLOTS:
-                self._wait_until_free(slot)
+                slot.event.synchronize()  # the device may still read it
             shape = self._shapes[move.group]
             move.from_pool(shape, slot.bytes_on_host, pool)
             move.pad(shape, slot.bytes_on_host)
             self._scatter(direction, move, number % _NUM_SLOTS)
             used = min(number + 1, _NUM_SLOTS)
         for slot in direction.slots[:used]:
-            self._wait_until_written(slot)
+            slot.event.synchronize()
 
     # --- the device -----------------------------------------------------------------------------------------------
-
-    def _follow_compute(self, direction: _Buffers) -> None:
-        """Have the direction's stream wait for the engine's kernels, which may still write or read the blocks."""
-        if self._follows:
-            direction.stream.wait_stream(self._compute)
 
     def _gather(self, direction: _Buffers, move: Move, number: int) -> _Slot:
         """Issue the copy of blocks to a slot."""
@@ -239,7 +238,7 @@ class StagedCopier(Copier):
                 index_select(page, 0, views.ids, out=rows)
             self._bridge.launch()  # so that the copy stays out of the compiled graph
             views.staged[number].copy_(views.gathered, non_blocking=self._is_late)
-            self._launch_store()
+            self._bridge.launch()
             slot.event.record(direction.stream)
         return slot
 
@@ -252,7 +251,7 @@ class StagedCopier(Copier):
             self._bridge.launch()
             for page, rows in zip(self._pages[move.group], views.pages, strict=True):
                 page.index_copy_(0, views.ids, rows)
-            self._launch_retrieve()
+            self._bridge.launch()
             slot.event.record(direction.stream)
         return slot
 
@@ -268,35 +267,16 @@ class StagedCopier(Copier):
         with self._issuing, self._bridge.issuing(direction.stream):
             yield
 
-    # Each step below is one that a device needs and no CPU does; the tests of the backends leave them out in turn.
-
-    def _launch_store(self) -> None:
-        self._bridge.launch()
-
-    def _launch_retrieve(self) -> None:
-        self._bridge.launch()
-
-    def _wait_until_staged(self, slot: _Slot) -> None:
-        slot.event.synchronize()
-
-    def _wait_until_free(self, slot: _Slot) -> None:
-        slot.event.synchronize()
-
-    def _wait_until_written(self, slot: _Slot) -> None:
-        slot.event.synchronize()
-
     # --- warming up and checking ----------------------------------------------------------------------------------
 
     def _read_rows(self, move: Move) -> Bytes:
-        self._follow_compute(self._stores)
         slot = self._gather(self._stores, move, 0)
-        self._wait_until_staged(slot)
+        slot.event.synchronize()
         return slot.bytes_on_host[: move.bucket * self._shapes[move.group].block_size_bytes].copy()
 
     def _write_rows(self, move: Move, rows: Bytes) -> None:
-        self._follow_compute(self._retrieves)
         self._retrieves.slots[0].bytes_on_host[: len(rows)] = rows
-        self._wait_until_written(self._scatter(self._retrieves, move, 0))
+        self._scatter(self._retrieves, move, 0).event.synchronize()
 
     def _check(self, number: int, tensors: Sequence[Any]) -> None:
         """See that the byte views are the engine's tensors, both ways: a view may be a private copy."""
@@ -325,3 +305,13 @@ class StagedCopier(Copier):
         with self._issuing:
             block = tensor[:1].to("cpu")
         return block.contiguous().view(self._bridge.torch.uint8).numpy().reshape(-1)
+
+
+class _Unordered:
+    """Stands for a stream that could not be marked: the transfer fails when it waits for it, which is a miss."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def synchronize(self) -> None:
+        raise self._error

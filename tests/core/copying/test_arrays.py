@@ -6,9 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdepot.copying.arrays import page_layout_of as layout_on
 from kvdepot.errors import LayoutError
 from kvdepot.layout import PageLayout
-from kvdepot_cpu.arrays import page_layout_of
+
+
+def page_layout_of(tensor: Any) -> PageLayout:
+    return layout_on(tensor, "cpu")
 
 
 def tensor(shape: tuple[int, ...], strides: tuple[int, ...], device: str = "cpu") -> Any:

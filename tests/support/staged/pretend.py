@@ -1,0 +1,75 @@
+"""The device of a folder's tests: the real one where there is one, else the pretend one of `support.staged.device`.
+
+Without torch the tests that need it are skipped, unless KVDEPOT_REQUIRE_TORCH is set, as in the tox environment.
+A process has one pretend device: run the tests of each device by themselves.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvdepot.copying.staged.bridge import Bridge
+from support.nursery import Nursery
+from support.staged.bench import torch
+from support.staged.device import FakeDevice, install
+from support.staged.forked import torch_nursery
+
+
+class Found:
+    """Why there is no device, "" if there is one, and the device if it is pretended.
+
+    Args:
+        name: of the pretend device.
+        is_real: called with torch; whether the real device is here.
+        required: the environment variable with which a pretend device does not count.
+    """
+
+    def __init__(self, name: str, is_real: Callable[[Any], bool], required: str) -> None:
+        self._required = required
+        self.why_not, self.fake = "", None
+        if importlib.util.find_spec("torch") is None:
+            self.why_not = "torch is not installed: `tox r -e torch` has it"
+        elif not is_real(importlib.import_module("torch")):
+            try:
+                self.fake: FakeDevice | None = install(name)
+            except RuntimeError as error:
+                self.why_not = str(error)
+
+    def need(self) -> None:
+        """Skip the test without a device, or fail it where one was promised."""
+        assert self.fake is None or not os.environ.get(self._required), f"{self._required}: no such device is here"
+        if self.why_not:
+            assert not os.environ.get("KVDEPOT_REQUIRE_TORCH"), self.why_not
+            pytest.skip(self.why_not)
+
+    def pretended(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+        """Yield the pretend device in eager mode, with nothing under way; its staging memory counts as pinned."""
+        self.need()
+        if self.fake is None:
+            pytest.skip("the device is real: what only the pretend one can show is shown elsewhere")
+        pretend_to_pin(monkeypatch)
+        self.fake.lazy = False
+        self.fake.drop_pending()
+        yield self.fake
+        self.fake.drop_pending()
+        self.fake.lazy = False
+
+
+def pretend_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have staging memory count as pinned, so that copies are late: the pretend device cannot pin."""
+
+    def host_buffer(_bridge: Bridge, num_bytes: int) -> tuple[Any, bool]:
+        return torch().empty(num_bytes, dtype=torch().int8), True
+
+    monkeypatch.setattr(Bridge, "host_buffer", host_buffer)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Forks engines."""
+    with torch_nursery() as nursery:
+        yield nursery
