@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from kvdepot.layout import GroupKind
-from kvdepot_vllm.gaudi import check
 from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, worker_groups
-from kvdepot_vllm.settings import Settings
 
 NUM_BLOCKS = 8
 
@@ -105,37 +103,3 @@ def test_kernel_blocks_of_pairs_join_to_blocks() -> None:
 def test_what_is_no_pair_is_refused(group: EngineGroup, layers: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unsupported, match=reason):
         worker_groups(cache(group), layers, NUM_BLOCKS, 0)
-
-
-def test_recurrent_states_are_refused() -> None:
-    with pytest.raises(Unsupported, match="group 1 keeps recurrent states"):
-        check(cache(full(0, "a"), state(1, "b")), prefix_caching=True, environment={})
-    check(cache(full(0, "a"), window(1, "b")), prefix_caching=True, environment={})
-
-
-@pytest.mark.parametrize(
-    ("prefix_caching", "environment", "is_refused"),
-    [
-        (True, {}, False),
-        (False, {}, True),
-        (False, {"VLLM_CONTIGUOUS_PA": "False"}, False),
-        (True, {"VLLM_CONTIGUOUS_PA": "1"}, True),
-        (False, {"VLLM_CONTIGUOUS_PA": "true", "VLLM_DEFRAG": "0"}, False),
-        (True, {"VLLM_DEFRAG": "true"}, True),
-        (True, {"VLLM_CONTIGUOUS_PA": "what"}, True),
-    ],
-)
-def test_block_ids_that_may_lie_are_refused(
-    prefix_caching: bool, environment: dict[str, str], is_refused: bool
-) -> None:
-    if is_refused:
-        with pytest.raises(Unsupported, match="--enable-prefix-caching"):
-            check(cache(full(0, "a")), prefix_caching=prefix_caching, environment=environment)
-    else:
-        check(cache(full(0, "a")), prefix_caching=prefix_caching, environment=environment)
-
-
-def test_transfers_run_on_the_engines_thread_there_unless_somebody_says_otherwise() -> None:
-    assert [Settings().is_synchronous(device) for device in ("cpu", "xpu", "hpu")] == [False, False, True]
-    assert not Settings.parse({"kvdepot.synchronous": False}).is_synchronous("hpu")
-    assert Settings.parse({"kvdepot.synchronous": True}).is_synchronous("cpu")

@@ -1,11 +1,13 @@
 # pyright: basic, reportMissingImports=false
 """Which KV cache layout vLLM is asked for, and that what comes of each of its layouts is understood."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvdepot.backends import Capability
 from kvdepot.errors import ConfigError
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, on_device, wished_layout
@@ -74,7 +76,7 @@ from types import SimpleNamespace as Space
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views, compute_layout_strides
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvdepot.errors import LayoutError
-from kvdepot_cpu.arrays import page_layout_of
+from kvdepot.copying.arrays import page_layout_of
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.groups import EngineCache, EngineGroup, worker_groups
 
@@ -90,7 +92,7 @@ for layout in KVCacheLayout:
     views = create_kv_cache_views(raw, spec, BLOCKS, layout, place)
     (group,) = worker_groups(cache, dict(zip(names, views)), BLOCKS, 0)
     try:
-        pages = [page_layout_of(tensor) for tensor in group.tensors]
+        pages = [page_layout_of(tensor, "cpu") for tensor in group.tensors]
     except LayoutError as error:
         print(layout.name, "refused", "not contiguous" in str(error))
         continue
@@ -113,32 +115,39 @@ def test_what_comes_of_each_layout_is_understood_or_refused(run_code: RunCode) -
 # --- settings of one backend ------------------------------------------------------------------------------------------
 
 
+def backend(*settings: str, capabilities: Sequence[Capability] = (Capability.ASYNCHRONOUS,)) -> Any:
+    """Return the part of a backend that the settings ask."""
+    return SimpleNamespace(settings=frozenset(settings), capabilities=frozenset(capabilities))
+
+
+cpu, cuda, hpu = backend("copy_threads"), backend("mode", "batch_runs", "gather_kernel"), backend(capabilities=())
+
+
 def test_each_backend_is_told_its_own_settings_and_no_others() -> None:
     extra: dict[str, Any] = {
         "kvdepot.copy_threads": 2,
-        "kvdepot.kernel_run_bytes": 24576,
-        "kvdepot.kernel_runs": 64,
+        "kvdepot.gather_kernel": True,
         "kvdepot.batch_runs": 512,
-        "kvdepot.mode": "auto",
+        "kvdepot.mode": "ipc",
     }
     settings = Settings.parse(extra)
-    assert settings.backend_options("cpu") == {"copy_threads": 2}
-    assert settings.backend_options("cuda") == {
-        "mode": "auto", "batch_runs": 512, "kernel_run_bytes": 24576, "kernel_runs": 64
-    }  # fmt: skip
-    assert settings.backend_options("hpu") == {}
-    assert settings.of_other_backends("cpu") == [
-        "kvdepot.mode", "kvdepot.batch_runs", "kvdepot.kernel_run_bytes", "kvdepot.kernel_runs"
-    ]  # fmt: skip
-    assert settings.of_other_backends("cuda") == ["kvdepot.copy_threads"]
-    assert Settings().backend_options("cuda") == {}
+    assert settings.backend_options(cpu) == {"copy_threads": 2}
+    assert settings.backend_options(cuda) == {"mode": "ipc", "batch_runs": 512, "gather_kernel": True}
+    assert settings.backend_options(hpu) == {}
+    assert settings.of_other_backends(cpu) == ["kvdepot.mode", "kvdepot.batch_runs", "kvdepot.gather_kernel"]
+    assert settings.of_other_backends(cuda) == ["kvdepot.copy_threads"]
+    assert Settings().backend_options(cuda) == {}
 
 
-@pytest.mark.parametrize(
-    "extra", [{"kernel_run_bytes": -1}, {"kernel_runs": 0}, {"kernel_programs": 0}, {"batch_runs": 0}]
-)
-def test_thresholds_that_are_wrong_say_what_is_right(extra: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"kvdepot\.(kernel|batch)_"):
+def test_transfers_run_on_the_engines_thread_where_a_backend_needs_it_unless_somebody_says_otherwise() -> None:
+    assert [Settings().is_synchronous(each) for each in (cpu, cuda, hpu)] == [False, False, True]
+    assert not Settings.parse({"kvdepot.synchronous": False}).is_synchronous(hpu)
+    assert Settings.parse({"kvdepot.synchronous": True}).is_synchronous(cpu)
+
+
+@pytest.mark.parametrize("extra", [{"gather_kernel": 1}, {"mode": "auto"}, {"batch_runs": 0}])
+def test_settings_of_a_backend_that_are_wrong_say_what_is_right(extra: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"kvdepot\.(gather_kernel is 1: give bool|mode is \"direct\" or|batch_runs)"):
         Settings.parse({f"kvdepot.{name}": value for name, value in extra.items()})
 
 

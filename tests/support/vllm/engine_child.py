@@ -178,12 +178,12 @@ class Child:
                     if chunk < num_chunks and -1 not in blocks:
                         yield (job.key.digests[32 * chunk : 32 * chunk + 32], number), self._bytes_of(number, blocks)
 
-        def start_stores(side: Any, plan: Any, ready: Any = None) -> None:
+        def start_stores(side: Any, plan: Any) -> None:
             for job in plan.stores:
                 for key, data in entries(job, job.key.num_chunks):
                     seen.setdefault(key, blake3(data).digest())
                     self.watched["stored"] += 1
-            started(side, plan, ready)
+            started(side, plan)
 
         def poll_loads(side: Any) -> Any:
             jobs = {request_id: load.job for request_id, load in side._loads.items()}

@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Any
 
-from kvdepot.backends import Capability, KVCache, TransferContext
+from kvdepot.backends import Capability, EngineTraits, KVCache, TransferContext
 from kvdepot.errors import BackendUnavailable
 
 
@@ -13,6 +13,12 @@ class ToyBackend:
     name = "toy"
     device_type = "toy"
     capabilities = frozenset({Capability.ASYNCHRONOUS})
+    settings = frozenset[str]()
+
+    def why_unsuited(self, engine: EngineTraits) -> str | None:
+        """See `Backend`."""
+        del engine
+        return None
 
     def why_unavailable(self) -> str | None:
         """Return None if it can be used here, else a sentence with the way out."""

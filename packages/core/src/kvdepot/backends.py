@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from kvdepot.errors import BackendUnavailable
 from kvdepot.keys import KeyRun
 from kvdepot.kvcache import NO_BLOCK, BlockIds, CacheGroup, CopyBatch, Direction, KVCache
+from kvdepot.layout import GroupKind
 from kvdepot.pool.files import PoolMemory
 from kvdepot.wire.messages import CacheSpec
 
@@ -30,6 +31,7 @@ __all__ = [
     "CopyBatch",
     "DeviceBench",
     "Direction",
+    "EngineTraits",
     "KVCache",
     "ReadyEvent",
     "TransferContext",
@@ -145,6 +147,9 @@ class Copier(Protocol):
         """
         del mapping, barrier
 
+    def start_registering(self) -> None:
+        """See `TransferContext`. Mappings that `attach` has put off, and later ones, may be registered from now on."""
+
     def close(self) -> None:
         """Give up threads, buffers and the mapping. Nothing is being copied."""
         ...
@@ -200,6 +205,13 @@ class TransferContext(Protocol):
         """
         ...
 
+    def start_registering(self) -> None:
+        """Note that the engine has captured its graphs: the pool may be registered with the device from now on.
+
+        A context that was made with `register_when_asked` waits for this, or for its first transfer. Twice is harmless.
+        """
+        ...
+
     def close(self) -> None:
         """Finish the running transfers and leave the depot. Twice is harmless."""
         ...
@@ -208,9 +220,18 @@ class TransferContext(Protocol):
 class Capability(enum.StrEnum):
     """An ability of a backend beyond store and retrieve."""
 
-    ASYNCHRONOUS = "asynchronous"  # transfers run beside the caller
+    ASYNCHRONOUS = "asynchronous"  # transfers may run beside the caller, on threads of their own
     COMPILED_COPY = "compiled_copy"  # the backend's own copy was built; without it copies are slower
     DEPOT_DRIVEN = "depot_driven"  # a mover of the depot can copy
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """The facts about an engine that decide whether a backend suits it."""
+
+    name: str  # for example "vllm"
+    kinds: tuple[GroupKind, ...]  # of its layer groups
+    prefix_caching: bool  # its own is on
 
 
 class Backend(Protocol):
@@ -229,6 +250,18 @@ class Backend(Protocol):
     @property
     def capabilities(self) -> frozenset[Capability]:
         """Its abilities beyond store and retrieve."""
+        ...
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """Options of `create_context` that connectors hand on from their users."""
+        ...
+
+    def why_unsuited(self, engine: EngineTraits) -> str | None:
+        """Return None if such an engine can use it on this device, else a sentence with the way out.
+
+        An engine's port to a device may differ from the engine elsewhere, for example move blocks behind their ids.
+        """
         ...
 
     def why_unavailable(self) -> str | None:

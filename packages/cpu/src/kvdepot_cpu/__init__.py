@@ -6,7 +6,7 @@ The entry point names `backend`, which imports nothing heavy. `CpuTransferContex
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.backends import Capability, KVCache
+from kvdepot.backends import Capability, EngineTraits, KVCache
 from kvdepot.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -18,12 +18,18 @@ class CpuBackend:
 
     name = "cpu"
     device_type = "cpu"
+    settings = frozenset({"copy_threads"})
 
     @property
     def capabilities(self) -> frozenset[Capability]:
         """See `Backend`; the compiled copy is there if there was a C compiler when the package was installed."""
         is_built = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs") is not None
         return frozenset({Capability.ASYNCHRONOUS} | ({Capability.COMPILED_COPY} if is_built else set()))
+
+    def why_unsuited(self, engine: EngineTraits) -> str | None:
+        """See `Backend`."""
+        del engine
+        return None
 
     def why_unavailable(self) -> str | None:
         """Return None if it can be used here, else a sentence with the way out."""

@@ -6,10 +6,12 @@ The entry point names `backend`, which imports neither torch nor habana_framewor
 
 import importlib
 import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.backends import Capability, KVCache
+from kvdepot.backends import Capability, EngineTraits, KVCache
 from kvdepot.errors import BackendUnavailable
+from kvdepot_hpu import vllm_gaudi
 
 if TYPE_CHECKING:
     from kvdepot_hpu.context import HpuTransferContext
@@ -22,7 +24,14 @@ class HpuBackend:
 
     name = "hpu"
     device_type = "hpu"
-    capabilities = frozenset({Capability.ASYNCHRONOUS})
+    # Not ASYNCHRONOUS: whether a second thread may submit work to a Gaudi is unknown, and vllm-gaudi's runner gives no
+    # warning before it reuses the blocks of a store.
+    capabilities = frozenset[Capability]()
+    settings = frozenset[str]()
+
+    def why_unsuited(self, engine: EngineTraits) -> str | None:
+        """See `Backend`: vllm-gaudi's differences from vLLM."""
+        return vllm_gaudi.why_unsuited(engine, os.environ) if engine.name == "vllm" else None
 
     def why_unavailable(self) -> str | None:
         """Return None if it can be used here, else a sentence with the way out.

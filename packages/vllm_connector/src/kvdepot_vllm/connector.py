@@ -31,7 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.errors import DepotUnavailable, KVDepotError
-from kvdepot_vllm.device import recorded_event
 from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.events import stored_events
 from kvdepot_vllm.groups import EngineCache, wished_layout
@@ -257,13 +256,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Start the step's stores, which read their blocks after the step's work on the device. Never waits."""
         if self._worker is None or not self._plan.stores:
             return
-        try:
-            ready = recorded_event()
-        except Exception:
-            logger.exception("the stores of a step are skipped: kvdepot could not record the step's end")
-            self._worker.drop_stores(self._plan)
-        else:
-            self._worker.start_stores(self._plan, ready)
+        self._worker.start_stores(self._plan)
 
     @_never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

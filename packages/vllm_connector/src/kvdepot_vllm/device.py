@@ -1,8 +1,7 @@
 # pyright: basic, reportMissingImports=false
-"""The platform's part of a worker: how the bytes of a block are written, and when they are complete."""
+"""The platform's part of a worker: how the bytes of a block are written, and what a CPU has to permit."""
 
 import logging
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +32,3 @@ def permit_tiles(device: str) -> None:
 
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():  # noqa: SLF001  # torch has no other way
         logger.warning("the kernel refuses AMX tiles to this process: vLLM's attention may end with SIGILL")
-
-
-def recorded_event() -> Any:
-    """Return an event that follows all work given to the device so far.
-
-    None on CPU, where the forward pass has returned by now, and on Gaudi, whose context marks the stream itself.
-    """
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type in ("cpu", "hpu"):
-        return None
-    import torch
-
-    # The CUDA event has a handle, so that copies wait for it on the device. The worker waits for other events itself; a
-    # thread that waits for a blocking event sleeps instead of taking a core.
-    event = torch.cuda.Event(blocking=True) if current_platform.device_type == "cuda" else torch.Event()
-    event.record()
-    return event

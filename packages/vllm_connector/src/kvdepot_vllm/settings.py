@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, get_args
 
+from kvdepot.backends import Backend, Capability
 from kvdepot.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -13,11 +14,8 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "kvdepot."
 ASK_VLLM: Final = "auto"
 LEAVE_IT_TO_VLLM: Final = "engine"
-BACKEND_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "cpu": ("copy_threads",),
-    "cuda": ("mode", "batch_runs", "kernel_run_bytes", "kernel_runs", "kernel_programs"),
-}
-"""Settings that are options of one backend, by the device's type."""
+BACKEND_OPTIONS: Final = ("copy_threads", "mode", "batch_runs", "gather_kernel")
+"""Settings that are options of some backends: see `kvdepot.backends.Backend.settings`."""
 BLEND_POLICIES: Final = ("none", "heads", "deviation", "query", "mixkq")
 
 
@@ -51,12 +49,10 @@ class Settings:
     max_pinned_share: float = 0.5
     kv_cache_layout: str = ASK_VLLM
     copy_threads: int | None = None
-    mode: str | None = None  # on CUDA: "direct", "ipc" or "auto"; None: the backend's default
+    mode: str | None = None  # on CUDA: "direct" or "ipc"; None: the backend's default
     batch_runs: int | None = None
-    kernel_run_bytes: int | None = None
-    kernel_runs: int | None = None
-    kernel_programs: int | None = None
-    synchronous: bool | None = None  # transfer on the engine's thread; None: only on Gaudi
+    gather_kernel: bool | None = None  # on CUDA: a kernel retrieves small pages
+    synchronous: bool | None = None  # transfer on the engine's thread; None: as the backend needs it
     keep_load_failure_policy: bool = False  # True: do not change vLLM's kv_load_failure_policy
     keep_after_reset: bool = False  # True: a reset of the prefix cache does not begin a new generation of keys
 
@@ -69,44 +65,30 @@ class Settings:
             raise ConfigError(f"kvdepot.blend_policy is one of {', '.join(BLEND_POLICIES)}, not {self.blend_policy!r}")
         if not 0 <= self.blend_ratio <= 1:
             raise ConfigError(f"kvdepot.blend_ratio is {self.blend_ratio}: give a share from 0 to 1")
-        if self.mode not in (None, "direct", "ipc", "auto"):
-            raise ConfigError(f'kvdepot.mode is "direct", "ipc" or "auto", not {self.mode!r}')
+        if self.mode not in (None, "direct", "ipc"):
+            raise ConfigError(f'kvdepot.mode is "direct" or "ipc", not {self.mode!r}')
         if not (self.deadline_seconds > 0 and math.isfinite(self.deadline_seconds)):
             raise ConfigError(f"kvdepot.deadline_seconds is {self.deadline_seconds}: give seconds above 0")
         if not 0 < self.max_pinned_share <= 1:
             raise ConfigError(f"kvdepot.max_pinned_share is {self.max_pinned_share}: give a share above 0, at most 1")
-        for name in (
-            "blend_min_tokens",
-            "blend_step_tokens",
-            "chunk_tokens",
-            "copy_threads",
-            "batch_runs",
-            "kernel_runs",
-            "kernel_programs",
-        ):
+        for name in ("blend_min_tokens", "blend_step_tokens", "chunk_tokens", "copy_threads", "batch_runs"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"kvdepot.{name} is {value}: at least 1")
-        if self.kernel_run_bytes is not None and self.kernel_run_bytes < 0:
-            raise ConfigError(f"kvdepot.kernel_run_bytes is {self.kernel_run_bytes}: 0 for never, or bytes")
 
-    def backend_options(self, device: str) -> dict[str, int | str]:
-        """Return the options of this device's backend that are set."""
-        values = {name: getattr(self, name) for name in BACKEND_OPTIONS.get(device, ())}
+    def backend_options(self, backend: Backend) -> dict[str, int | str]:
+        """Return the options of this backend that are set."""
+        values = {name: getattr(self, name) for name in BACKEND_OPTIONS if name in backend.settings}
         return {name: value for name, value in values.items() if value is not None}
 
-    def of_other_backends(self, device: str) -> list[str]:
-        """Return the names of set options that have no effect on this device."""
-        names = [name for kind, names in BACKEND_OPTIONS.items() if kind != device for name in names]
+    def of_other_backends(self, backend: Backend) -> list[str]:
+        """Return the names of set options that have no effect on this backend."""
+        names = [name for name in BACKEND_OPTIONS if name not in backend.settings]
         return [PREFIX + name for name in names if getattr(self, name) is not None]
 
-    def is_synchronous(self, device: str) -> bool:
-        """Return whether transfers run on the engine's thread.
-
-        They do on Gaudi by default. Whether a second thread may submit work there is unknown, and its runner gives no
-        warning before it reuses the blocks of a store.
-        """
-        return device == "hpu" if self.synchronous is None else self.synchronous
+    def is_synchronous(self, backend: Backend) -> bool:
+        """Return whether transfers run on the engine's thread: by default where a backend knows no other way."""
+        return Capability.ASYNCHRONOUS not in backend.capabilities if self.synchronous is None else self.synchronous
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], role: str | None = None) -> "Settings":

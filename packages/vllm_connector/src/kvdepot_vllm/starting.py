@@ -7,7 +7,6 @@ engine runs without a depot. Nothing here is used after the start.
 """
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +15,10 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-from kvdepot.backends import KVCache, get_backend
+from kvdepot.backends import EngineTraits, KVCache, get_backend
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
 from kvdepot.layout import GroupKind
-from kvdepot_vllm import gaudi
 from kvdepot_vllm.device import device_of_bytes, permit_tiles
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, worker_groups
 from kvdepot_vllm.identity import engine_namespace
@@ -95,14 +93,13 @@ class Start:
         device = current_platform.device_type
         permit_tiles(device)
         backend = get_backend(device)
-        for name in self.settings.of_other_backends(device):
+        for name in self.settings.of_other_backends(backend):
             logger.warning("%s has no effect on %s and is ignored", name, device)
-        if device == "hpu":
-            gaudi.check(
-                cache,
-                prefix_caching=bool(self.vllm_config.cache_config.enable_prefix_caching),
-                environment=os.environ,
-            )
+        kinds = tuple(group.kind for group in cache.groups)
+        prefix_caching = bool(self.vllm_config.cache_config.enable_prefix_caching)
+        reason = backend.why_unsuited(EngineTraits("vllm", kinds, prefix_caching))
+        if reason is not None:
+            raise Unsupported(reason)
         layers = self.vllm_config.compilation_config.static_forward_context
         cache = on_device(cache, layers, device_of_bytes(cache.dtype))
         groups = worker_groups(
@@ -121,10 +118,9 @@ class Start:
             ),
             url=self.settings.url,
             deadline_seconds=self.settings.deadline_seconds,
-            synchronous=self.settings.is_synchronous(device),
-            # Not while vLLM captures its graphs: it reports captures that fail or hang beside a registration.
-            **({"register_when_asked": True} if device == "cuda" else {}),
-            **self.settings.backend_options(device),
+            synchronous=self.settings.is_synchronous(backend),
+            register_when_asked=True,  # vLLM reports graph captures that fail or hang beside a registration
+            **self.settings.backend_options(backend),
         )
         only = cache.groups[0] if cache.num_groups == 1 else None
         block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0

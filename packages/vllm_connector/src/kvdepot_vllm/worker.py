@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.backends import NO_BLOCK, ReadyEvent, TransferContext, TransferFuture
+from kvdepot.backends import NO_BLOCK, TransferContext, TransferFuture
 from kvdepot.counting import CounterName
 from kvdepot.errors import LayoutError
 from kvdepot_vllm.counting import engine_counter
@@ -76,9 +76,8 @@ class WorkerSide:
 
     def end_of_captures(self) -> None:
         """Have the context register the pool with its device, if it put that off."""
-        start_registering = getattr(self._context, "start_registering", None)
-        if start_registering is not None:
-            start_registering()
+        if self._context is not None:
+            self._context.start_registering()
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start the step's loads, and compute its slice of a blend. A load that cannot be started counts as failed."""
@@ -100,29 +99,25 @@ class WorkerSide:
             logger.exception("the load of request %s failed in kvdepot, so it is recomputed", job.request_id)
         return None
 
-    def start_stores(self, plan: StepPlan, ready: ReadyEvent | None = None) -> None:
-        """Start the step's stores; their blocks are read once `ready` has happened."""
+    def start_stores(self, plan: StepPlan) -> None:
+        """Start the step's stores; the device reads their blocks after the work that it has been given by now."""
         for job in plan.stores:
-            future = self._submit_store(job, ready)
+            future = self._submit_store(job)
             if future is None:
                 self._ended[job.number] = (1, 0)
             else:
                 self._stores[job.number] = future
 
-    def _submit_store(self, job: StoreJob, ready: ReadyEvent | None) -> TransferFuture[bool] | None:
+    def _submit_store(self, job: StoreJob) -> TransferFuture[bool] | None:
         if self._context is None:
             return None
         try:
-            return self._context.submit_store(job.request_id, job.key, job.block_ids, ready)
+            return self._context.submit_store(job.request_id, job.key, job.block_ids)
         except LayoutError as error:
             logger.error("store %d of request %s was refused: %s", job.number, job.request_id, error)
         except Exception:
             logger.exception("store %d of request %s failed in kvdepot", job.number, job.request_id)
         return None
-
-    def drop_stores(self, plan: StepPlan) -> None:
-        """Report the step's stores as ended without storing anything."""
-        self._ended.update((job.number, (1, 0)) for job in plan.stores)
 
     def wait_a_little(self) -> None:
         """Wait up to 2 ms for a load, in a step that computes nothing.

@@ -48,6 +48,9 @@ class TransferOptions:
     deadline_seconds: float = 2.0  # of each request to the depot
     synchronous: bool = False  # transfer on the caller's thread and return resolved futures
     batch_bytes: int = BATCH_BYTES  # how much of a run is asked for at once
+    register_when_asked: bool = False
+    """Register the pool with the device at the first copy or when `start_registering` is called, for engines that
+    capture graphs before they serve; else as soon as the depot is there."""
 
 
 class WorkerTransfers:
@@ -121,6 +124,10 @@ class WorkerTransfers:
         if not 0 <= skip_tokens <= key.num_chunks * self.layout.chunk_tokens:
             raise LayoutError(f"{skip_tokens} tokens to skip of {key.num_chunks} chunks of {self.layout.chunk_tokens}")
         return self._submit(Direction.RETRIEVE, request_id, key, block_ids, None, skip_tokens)
+
+    def start_registering(self) -> None:
+        """See `TransferContext`."""
+        self.copier.start_registering()
 
     def close(self) -> None:
         """See `TransferContext`."""
@@ -266,8 +273,7 @@ class WorkerTransfers:
         return not any(each.num_owed for each in self._queues)
 
     def _on_open(self, link: Link) -> None:
-        barrier = self._exchange.barrier
-        self._carrier.opened(link, barrier)
+        self._carrier.opened(link)
         self._verifier.warn_if_impossible(link)
         mapping = link.mapping
         if mapping is not None and mapping is not self._mapping and self._carrier.copies_here(link):
@@ -276,4 +282,4 @@ class WorkerTransfers:
                 target=mapping.populate, args=(lambda: self._closed,), name="kvdepot-populate", daemon=True
             )
             thread.start()
-            self.copier.attach(mapping, barrier)
+            self.copier.attach(mapping, self._exchange.barrier)

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.backends import Capability, KVCache
+from kvdepot.backends import Capability, EngineTraits, KVCache
 from kvdepot.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ class XpuBackend:
     name = "xpu"
     device_type = "xpu"
     capabilities = frozenset({Capability.ASYNCHRONOUS})
+    settings = frozenset[str]()
+
+    def why_unsuited(self, engine: EngineTraits) -> str | None:
+        """See `Backend`."""
+        del engine
+        return None
 
     def why_unavailable(self) -> str | None:
         """Return None if it can be used here, else a sentence with the way out.
@@ -62,7 +68,7 @@ class XpuBackend:
         """Return an `XpuTransferContext`; see `Backend`.
 
         Raises:
-            BackendUnavailable: no Intel GPU, not the software for it, or not the path that was asked for.
+            BackendUnavailable: no Intel GPU, or not the software for it.
         """
         reason = self.why_unavailable()
         if reason is not None:
