@@ -18,8 +18,8 @@ from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.gather import KernelUnavailable
 from kvdepot_cuda.image import GatherImage
-from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, fake_gather
 from support.cuda.device_worker import DeviceWorker
+from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, fake_gather
 from support.cuda.fake_worker import FakeWorker
 from support.cuda.node import FakeDevice
 from support.cuda.on_device import KERNEL, ByAMover
@@ -68,8 +68,9 @@ def test_a_worker_has_one_allocation_as_an_engine_has(small_allocations: bool, d
 
 @pytest.mark.parametrize("options", [{}, KERNEL])
 def test_a_worker_is_ready_when_its_pool_is_registered_and_its_kernel_loaded(
-    options: dict[str, Any], depot: DepotProcess
+    options: dict[str, Any], depot: DepotProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
     driver = SharedDriver()
     worker = device_worker(depot.url, driver, **options)
     cache = Cache(worker, PLAN)

@@ -10,19 +10,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, BackendSuite, Cache, MakeCache, WorkerPlan, prompt
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError
-from kvdepot_cuda.gather import Gather, KernelUnavailable, KernelUse, compile_gather
+from kvdepot_cuda.gather import LEAST_RUNS, MOST_RUN_BYTES, Gather, KernelUnavailable, compile_gather, runs_for_kernel
 from kvdepot_cuda.image import GatherImage
-from kvdepot_cuda.testing import FakeDriver
+from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 
 IMAGE = GatherImage(b"image", "gather_runs", 128, 1024, 2)
 WAIT_SECONDS = 20.0
-KERNEL: dict[str, Any] = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1, "compile_gather": lambda _: IMAGE}  # pyright: ignore[reportUnknownLambdaType]
+KERNEL: dict[str, Any] = {"gather_kernel": True, "compile_gather": lambda _: IMAGE}  # pyright: ignore[reportUnknownLambdaType]
 
 
 def columns(*runs: tuple[int, int, int]) -> list[Any]:
@@ -32,37 +31,29 @@ def columns(*runs: tuple[int, int, int]) -> list[Any]:
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("use", "expected"),
-    [
-        (KernelUse(), []),
-        (KernelUse(8192, 1), [0, 1, 2]),
-        (KernelUse(8192, 3), [0, 1, 2]),
-        (KernelUse(8192, 4), []),
-        (KernelUse(8191, 1), [0, 1]),
-        (KernelUse(8191, 3), []),
-        (KernelUse(1 << 20, 4), [0, 1, 2, 3]),
-    ],
-)
-def test_small_runs_go_by_the_kernel_if_there_are_enough_of_them(use: KernelUse, expected: list[int]) -> None:
-    """The fifth run is in a piece that the device does not know; the sixth and seventh are not aligned."""
+@pytest.mark.parametrize("missing", [0, 1])
+def test_small_runs_go_by_the_kernel_if_there_are_enough_of_them(missing: int) -> None:
+    """Behind them: a larger one, one in a piece that the device does not know, and two that are not aligned."""
+    small = [(4096 * (number + 1), (number + 1) << 40, MOST_RUN_BYTES) for number in range(LEAST_RUNS - missing)]
     runs = columns(
-        (4096, 1 << 40, 16), (8192, 2 << 40, 4096), (16384, 3 << 40, 8192), (65536, 4 << 40, 65536),
-        (0, 5 << 40, 4096), (4104, 6 << 40, 4096), (4096, (7 << 40) + 8, 4096),
+        *small, (65536, 60 << 40, MOST_RUN_BYTES + 16), (0, 61 << 40, 4096), (4104, 62 << 40, 4096),
+        (4096, (63 << 40) + 8, 4096),
     )  # fmt: skip
-    assert np.flatnonzero(use.chosen(*runs)).tolist() == expected
+    assert np.flatnonzero(runs_for_kernel(*runs)).tolist() == ([] if missing else list(range(LEAST_RUNS)))
 
 
-@pytest.mark.parametrize("bad", [{"run_bytes": -1}, {"min_runs": 0}, {"num_programs": 0}, {"num_programs": 2000}])
-def test_thresholds_that_cannot_work_are_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="kernel_"):
-        KernelUse(**bad)
+@pytest.fixture
+def every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the kernel copy single runs, and large ones."""
+    monkeypatch.setattr("kvdepot_cuda.gather.MOST_RUN_BYTES", 1 << 20)
+    monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
 
 
 # --- the whole way ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("every_run")
 class TestWithTheKernel(BackendSuite):
     """The suite of every backend, with every aligned page of a retrieve copied by the kernel."""
 
@@ -81,8 +72,9 @@ class TestWithTheKernel(BackendSuite):
 
 
 @pytest.fixture
-def worker_options() -> dict[str, Any]:
+def worker_options(every_run: None) -> dict[str, Any]:
     """The kernel is loaded before the pool is registered."""
+    del every_run
     return KERNEL
 
 
@@ -114,11 +106,12 @@ def test_by_default_the_kernel_is_neither_compiled_nor_used(depot: DepotProcess,
     assert driver.calls["launch_kernel"] == driver.calls["load_kernel"] == 0
 
 
-@pytest.mark.parametrize("options", [{"kernel_run_bytes": 1024}, {"kernel_runs": 10_000}])
+@pytest.mark.parametrize(("threshold", "value"), [("MOST_RUN_BYTES", 1024), ("LEAST_RUNS", 10_000)])
 def test_retrieves_of_large_or_few_pages_are_batches(
-    options: dict[str, int], cache: MakeCache, driver: FakeDriver
+    threshold: str, value: int, cache: MakeCache, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = cache(plan="large pages", **options)
+    monkeypatch.setattr(f"kvdepot_cuda.gather.{threshold}", value)
+    worker = cache(plan="large pages")
     assert worker.store(prompt(4))
     assert worker.retrieve(prompt(4)) == 4
     assert driver.calls["launch_kernel"] == 0
@@ -208,11 +201,11 @@ def test_host_addresses_in_the_table_are_a_fault_of_the_fake(driver: FakeDriver)
         gather = Gather(driver, IMAGE, 8)
         host = gather._rows_address  # pyright: ignore[reportPrivateUsage]
         runs = columns((host, target, 64))
-        gather.copy(runs[0], runs[1], runs[2], stream, 1)
+        gather.copy(runs[0], runs[1], runs[2], stream)
         with pytest.raises(DriverError, match="700"):
             driver.synchronize_stream(stream)
         runs[0][:] = driver.device_address_of(host)
-        gather.copy(runs[0], runs[1], runs[2], stream, 1)
+        gather.copy(runs[0], runs[1], runs[2], stream)
         driver.synchronize_stream(stream)
         gather.close()
         gather.close()

@@ -17,15 +17,12 @@ from typing import Any, cast
 import pytest
 
 from kvdepot.client.channel import Channel
-from kvdepot.errors import BackendUnavailable
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.movers.client import await_mover
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, WorkerPlan, prompt
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.wire import messages as m
-from kvdepot_cuda.gather import KernelUse
-from kvdepot_cuda.image import GatherImage
-from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
+from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 from support.cuda.mover_faults import (
     WAIT_SECONDS,
@@ -38,15 +35,6 @@ from support.cuda.mover_faults import (
 from support.cuda.node import FakeDevice
 
 PLAN = PLANS["large pages"]
-
-
-def not_here(_capability: int) -> GatherImage:
-    raise AssertionError("a worker whose mover copies compiles nothing")
-
-
-KERNEL: dict[str, Any] = {
-    "kernel_run_bytes": 1 << 20, "kernel_runs": 1, "kernel_in_mover": True, "compile_gather": not_here
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -236,7 +224,7 @@ def test_operators_see_who_copies_and_why(device: FakeDevice, depot: DepotProces
     after = wait_for_mover(depot, but=before)
     wait_until(lambda: f"mover ready, process {after}; the one before: it ended\n" in shown(), WAIT_SECONDS)
     device.fail("open_memory", "CUDA_ERROR_MAP_FAILED (205)")
-    cache("other", mode="auto")
+    cache("other")
     wait_until(
         lambda: "copies by itself: no mover: device GPU-0 or its memory cannot be opened" in shown(), WAIT_SECONDS
     )
@@ -312,7 +300,7 @@ def fell_back(depot: DepotProcess) -> str:
 def test_a_mover_that_is_lost_twice_makes_the_worker_copy_by_itself(
     depot: DepotProcess, cache: MakeCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = cache(mode="auto")
+    worker = cache()
     assert mode_of(worker) == "ipc"
     assert worker.store(prompt(3))
     before = 0
@@ -337,7 +325,7 @@ def test_a_worker_that_fell_back_lets_go_of_the_pool_of_the_depot_that_had_its_m
     depot: DepotProcess, cache: MakeCache
 ) -> None:
     """It keeps a session with movers until these are dead, and not for ever."""
-    worker = cache(mode="auto")
+    worker = cache()
     assert worker.store(prompt(3))
     made: Any = worker.context
     made.carrier.fall_back("a test")
@@ -359,25 +347,15 @@ def test_a_worker_that_fell_back_lets_go_of_the_pool_of_the_depot_that_had_its_m
 
 
 @pytest.mark.parametrize("call", ["open_memory", "create_stream"])
-def test_a_handle_that_does_not_open_is_a_fallback_or_an_error(
+def test_a_handle_that_does_not_open_is_a_fallback(
     call: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     device.fail(call, "CUDA_ERROR_MAP_FAILED (205)")
-    worker = cache(mode="auto")
+    worker = cache()
     assert "CUDA_ERROR_MAP_FAILED (205)" in fell_back(depot)
     assert worker.store(prompt(3))
     assert worker.retrieve(prompt(3)) == 3
     assert len([record for record in caplog.records if "copies by itself" in record.message]) == 1
-    caplog.clear()
-    by_name = cache("by name", mode="ipc", wait=False)
-    with pytest.raises(BackendUnavailable, match=r"'ipc'.*CUDA_ERROR_MAP_FAILED.*mode='auto'"):
-        by_name.context.wait_until_connected(WAIT_SECONDS)
-    for _ in range(3):
-        assert by_name.retrieve(prompt(3)) == 0
-        assert not by_name.store(prompt(3, salt=1))
-    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
-    assert context_of(depot, "by name").mover == "unavailable"
-    assert "CUDA_ERROR_MAP_FAILED (205)" in context_of(depot, "by name").why_no_mover
 
 
 def test_a_depot_that_is_restarted_while_its_mover_is_waited_for_is_waited_for(
@@ -404,7 +382,7 @@ def test_without_a_call_to_wait_a_worker_falls_back_at_its_first_transfer(
     device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
     device.fail("open_memory")
-    worker = cache(mode="auto", wait=False)
+    worker = cache(wait=False)
     wait_until(lambda: [c.mover for c in depot.status().contexts] == ["unavailable"], WAIT_SECONDS)
     assert not worker.store(prompt(2))
     fell_back(depot)
@@ -417,7 +395,7 @@ def test_without_a_call_to_wait_a_worker_falls_back_at_its_first_transfer(
 )
 def test_a_mover_that_cannot_run_is_a_fallback(mover: str, why: str, device: FakeDevice) -> None:
     with DepotProcess("--mover-start-seconds", "0.5" if mover == "sleepy" else "30") as depot:
-        worker = Cache(device.worker(depot.url, PLAN, mode="auto", mover=mover), PLAN)
+        worker = Cache(device.worker(depot.url, PLAN, mover=mover), PLAN)
         worker.context.wait_until_connected(WAIT_SECONDS)
         assert why in fell_back(depot)
         assert worker.store(prompt(3))
@@ -429,7 +407,7 @@ def test_a_handle_that_opens_the_second_time_is_no_fallback(
     device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
     device.fail("open_memory", is_once=True)
-    worker = cache(mode="auto")
+    worker = cache()
     assert worker.store(prompt(3))
     assert mode_of(worker) == "ipc"
     assert depot.status().counters["movers_started"] == 2
@@ -450,7 +428,7 @@ class Boasting(FakeDriver):
 def test_memory_that_is_smaller_than_the_worker_says_is_not_used(
     device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
-    cache(mode="auto", driver=Boasting(root=device.memory))
+    cache(driver=Boasting(root=device.memory))
     assert "the driver that it has" in fell_back(depot)
 
 
@@ -544,111 +522,6 @@ def test_a_worker_knows_when_who_copies_has_the_pool_registered(
         device.open_gate()
         wait_for_mover(depot, but=before)
         wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_settled, WAIT_SECONDS)
-
-
-# --- the kernel -------------------------------------------------------------------------------------------------------
-
-
-def retrieve_until(device: FakeDevice, worker: Cache, calls: dict[str, int]) -> None:
-    """Store and retrieve, right bytes each time, until the mover's driver was asked so often."""
-    assert worker.store(prompt(4))
-    wait_until(
-        lambda: worker.retrieve(prompt(4)) == 4 and all(device.calls()[call] >= count for call, count in calls.items()),
-        WAIT_SECONDS, f"{calls}",
-    )  # fmt: skip
-
-
-def test_a_mover_s_retrieves_go_by_the_kernel_and_its_stores_never(device: FakeDevice, cache: MakeCache) -> None:
-    """The worker itself loads none: it copies nothing."""
-    worker = cache(**KERNEL)
-    retrieve_until(device, worker, {"device_address_of": NUM_PIECES, "launch_kernel": 1})
-    before = device.calls()
-    assert worker.retrieve(prompt(4)) == 4
-    after = device.calls()
-    assert (after["launch_kernel"], after["copy_batch"]) == (before["launch_kernel"] + 1, before["copy_batch"])
-    assert after["gathered"] > before["gathered"]
-    assert worker.store(prompt(4, salt=1))
-    assert device.calls()["launch_kernel"] == after["launch_kernel"]
-    assert device.calls()["copy_batch"] > after["copy_batch"]
-
-
-@pytest.mark.parametrize("has_mps", [False, True])
-def test_a_mover_uses_the_kernel_by_itself_only_with_mps(
-    has_mps: bool, device: FakeDevice, cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else its kernels would not run beside the model's, but in their place."""
-    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    if has_mps:
-        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/nowhere")
-    worker = cache(**(KERNEL | {"kernel_in_mover": None}))
-    retrieve_until(device, worker, {"register_host": NUM_PIECES} | ({"load_kernel": 1} if has_mps else {}))
-    assert device.calls()["load_kernel"] == has_mps
-
-
-def test_a_mover_s_kernel_that_copies_nothing_is_seen(device: FakeDevice, cache: MakeCache) -> None:
-    """Proves the test above."""
-    (device.folder / "idle-kernel").touch()
-    worker = cache(**KERNEL)
-    with pytest.raises(AssertionError, match="wrong bytes were served"):
-        retrieve_until(device, worker, {"launch_kernel": 10_000})
-
-
-@pytest.mark.parametrize("thresholds", [{}, {"kernel_run_bytes": 1024}, {"kernel_runs": 10_000}])
-def test_a_mover_uses_the_kernel_for_what_the_worker_says(
-    thresholds: dict[str, int], device: FakeDevice, cache: MakeCache
-) -> None:
-    worker = cache(**(KERNEL | thresholds if thresholds else {}))
-    retrieve_until(device, worker, {"device_address_of": NUM_PIECES})
-    assert worker.retrieve(prompt(4)) == 4
-    assert device.calls()["launch_kernel"] == 0
-    assert device.calls()["load_kernel"] == (1 if thresholds else 0)
-
-
-@pytest.mark.parametrize("fault", ["no triton", "load_kernel", "launch_kernel"])
-def test_without_a_kernel_that_works_a_mover_copies_all_the_same(
-    fault: str, capfd: pytest.CaptureFixture[str], device: FakeDevice
-) -> None:
-    """One warning, no miss."""
-    if fault == "no triton":
-        (device.folder / "no-triton").touch()
-    else:
-        device.fail(fault, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701)")
-    tries = {"launch_kernel": 1} if fault == "launch_kernel" else {}
-    with DepotProcess("--move-seconds", "20") as depot:  # started here, so that what its mover says is seen here
-        worker = Cache(device.worker(depot.url, PLAN, **KERNEL), PLAN)
-        worker.context.wait_until_connected(WAIT_SECONDS)
-        mover = wait_for_mover(depot)
-        retrieve_until(device, worker, {"device_address_of": NUM_PIECES, **tries})
-        for _ in range(3):
-            assert worker.retrieve(prompt(4)) == 4
-        assert device.calls()["launch_kernel"] == len(tries)
-        assert device.calls()["gathered"] == 0
-        assert wait_for_mover(depot) == mover
-        worker.context.close()
-    assert capfd.readouterr().err.count("no kernel for small pages") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"kernel_programs": 5000}, "options cannot work: kernel_programs=5000: 1 to 1024"),
-        ({"kernel_runs": 0}, "options cannot work: kernel_runs=0"),
-        ({"of a later version": 3}, ""),
-    ],
-)
-def test_a_mover_refuses_options_that_cannot_work_and_leaves_others_alone(
-    options: dict[str, int], why: str, depot: DepotProcess, cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(KernelUse, "options", options)
-    worker = cache(mode="auto")
-    if why:
-        assert why in fell_back(depot)
-        worker.context.wait_until_connected(WAIT_SECONDS)
-    else:
-        assert mode_of(worker) == "ipc"
-    assert depot.status().counters["movers_started"] == 1
-    assert worker.store(prompt(3))
-    assert worker.retrieve(prompt(3)) == 3
 
 
 # --- what a message can make it do ------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The suites of every backend with NVIDIA's driver and a real device: by the worker and by a mover, with and without
-the kernel; and workers, movers and depots that are killed.
+"""The suites of every backend with NVIDIA's driver and a real device: by the worker, with and without the
+kernel, and by a mover; and workers, movers and depots that are killed.
 
 Skipped where there is no device; with KVDEPOT_REQUIRE_CUDA set, as on machines that have one, that is a failure. Needs
 no torch: the tensors are memory that the driver allocates. `test_device_suites.py` shows over the fake driver that
@@ -37,14 +37,14 @@ class TestByTheWorker(Workers, BackendSuite):
 class TestByTheWorkerWithTheKernel(Workers, BackendSuite):
     options = KERNEL
 
+    @pytest.fixture(autouse=True)
+    def every_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have the kernel copy single runs, too: calls of these plans are small."""
+        monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
+
 
 class TestByAMover(ByAMover, BackendSuite):
     pass
-
-
-@needs_triton
-class TestByAMoverWithTheKernel(ByAMover, BackendSuite):
-    options = {"mode": "ipc"} | KERNEL
 
 
 class TestSmallAllocations(ByAMover):

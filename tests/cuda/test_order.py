@@ -14,7 +14,7 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
 from kvdepot_cuda.driver import CopyKind
-from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
+from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from support.cuda.fake_worker import FakeWorker
 
 PLAN = PLANS["one group"]

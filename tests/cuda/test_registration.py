@@ -18,7 +18,7 @@ from kvdepot.testing.backend import MakeCache, prompt
 from kvdepot_cuda import registration
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
-from kvdepot_cuda.testing import FakeDriver, fake_gather
+from support.cuda.fake import FakeDriver, fake_gather
 from support.cuda.fake_worker import POOL_BYTES as WORKER_S_POOL_BYTES
 
 MIB = 1 << 20
@@ -197,15 +197,16 @@ class TestAWorker:
     def worker_options(self) -> dict[str, Any]:
         return {"piece_bytes": 2 * self.UNIT_BYTES, "plan": "large pages", "num_pieces": self.NUM_PIECES}
 
-    @pytest.mark.parametrize("kernel", [{}, {"kernel_run_bytes": 1 << 20, "kernel_runs": 1}])
+    @pytest.mark.parametrize("has_kernel", [False, True])
     def test_no_copy_crosses_the_end_of_what_is_registered(
-        self, kernel: dict[str, int], cache: MakeCache, driver: FullDevice
+        self, has_kernel: bool, cache: MakeCache, driver: FullDevice, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The fake refuses one that does, as drivers do."""
-        worker = cache(compile_gather=fake_gather, **kernel)
+        monkeypatch.setattr("kvdepot_cuda.gather.MOST_RUN_BYTES", 1 << 20)
+        worker = cache(compile_gather=fake_gather, gather_kernel=has_kernel)
         for salt in range(4):
             assert worker.store(prompt(8, salt=salt))
             assert worker.retrieve(prompt(8, salt=salt)) == 8
         assert driver.calls["pageable"] > 0
         assert driver.calls["copy_batch"] > 0
-        assert (driver.calls["gathered"] > 0) == bool(kernel)
+        assert (driver.calls["gathered"] > 0) == has_kernel

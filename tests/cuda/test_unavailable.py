@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.nvidia import CudaDriver
-from kvdepot_cuda.testing import FakeDriver
+from support.cuda.fake import FakeDriver
 
 NEW = "sys.exit(any(name.split('.')[0] in {0} for name in {{*sys.modules}} - before))"  # bindings may bring a .pth
 HAS_DEVICE = any(Path("/dev").glob("nvidia[0-9]*"))
@@ -31,6 +32,7 @@ def test_it_says_in_words_why_it_cannot_be_used() -> None:
     found = next(backend for backend in list_backends() if backend.name == "cuda")
     assert found.distribution
     assert found.capabilities == (Capability.ASYNCHRONOUS, Capability.DEPOT_DRIVEN)
+    assert backend.settings < {field.name for field in fields(CudaOptions)}
     assert found.why_unavailable is not None
     assert "NVIDIA" in found.why_unavailable
 
@@ -103,22 +105,18 @@ def test_a_device_without_room_for_streams_is_given_back() -> None:
     assert driver.left_over == {}
 
 
-def test_memory_that_cannot_be_shared_is_no_mode_ipc_and_with_auto_the_worker_copies_by_itself(
+def test_a_worker_whose_memory_cannot_be_shared_copies_by_itself_in_mode_ipc(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    driver = FakeDriver()  # without a folder its memory has no handles
-    with pytest.raises(BackendUnavailable, match=r"'ipc'.*cannot be shared.*mode='auto'"):
-        make_context(driver, mode="ipc")
-    assert driver.left_over == {}
-    context = make_context(FakeDriver(), mode="auto")
+    context = make_context(FakeDriver(), mode="ipc")  # without a folder the fake's memory has no handles
     assert context.transfer_mode == "direct"
     assert len([record for record in caplog.records if "cannot be shared" in record.message]) == 1
     context.close()
 
 
 def test_a_mode_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'direct', 'ipc' and 'auto'"):
-        make_context(FakeDriver(), mode="quick")
+    with pytest.raises(ConfigError, match="'direct' and 'ipc'"):
+        make_context(FakeDriver(), mode="auto")
 
 
 @pytest.mark.parametrize("options", [{"piece_bytes": 4097}, {"piece_bytes": 128 << 30}, {"batch_runs": 0}])

@@ -16,8 +16,8 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, prompt
 from kvdepot_cuda import watchdog
 from kvdepot_cuda.driver import CopyKind
-from kvdepot_cuda.testing import FakeDriver
 from kvdepot_cuda.watchdog import Watchdog
+from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 
 PLAN = PLANS["one group"]

@@ -375,21 +375,6 @@ def test_offers_that_do_not_add_up_are_refused(wrong: dict[str, Any], node: Node
     assert node.counter("movers_started") == 0
 
 
-def test_offers_of_workers_that_name_no_options_are_understood() -> None:
-    """Releases before them sent none."""
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(registration("quick")))
-    del sent[-2][-1]
-    frame = bytes(frames.encode_frame(1, registration("quick"))[:8]) + msgspec.msgpack.encode(sent)
-    assert frames.decode_request(frame) == registration("quick")
-
-
-@pytest.mark.parametrize("options", [{"a": -1}, {"a": 1 << 63}, {"a" * 257: 1}, {str(n): n for n in range(17)}])
-def test_options_of_an_offer_are_bounded(options: dict[str, int]) -> None:
-    frame = bytes(frames.encode_frame(1, registration("quick", offer=offer("quick", options=options))))
-    with pytest.raises(frames.FrameError):
-        frames.decode_request(frame)
-
-
 def test_only_what_was_prepared_for_this_worker_is_moved(node: Node) -> None:
     context, other = node.register(), node.register()
     for each in (context, other):

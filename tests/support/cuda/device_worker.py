@@ -17,7 +17,7 @@ from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import CopyKind, Driver, OpenDriver
 from kvdepot_cuda.nvidia import CudaDriver
-from kvdepot_cuda.testing import DEFAULT_STREAM, FakeTensor
+from support.cuda.fake import DEFAULT_STREAM, FakeTensor
 
 PIECE_BYTES = 8 << 20
 ALLOCATION_BYTES = 2 << 20
@@ -85,7 +85,7 @@ class DeviceWorker:
         ]
         options = {"piece_bytes": PIECE_BYTES} | options
         self._plan = plan
-        self._has_kernel = bool(options.get("kernel_run_bytes"))
+        self._has_kernel = bool(options.get("gather_kernel"))
         self.context = CudaTransferContext(
             plan.cache(tensors),
             CudaOptions(url=url, stream=lambda: DEFAULT_STREAM, open_driver=open_driver, **options),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvdepot.testing.backend import Worker, WorkerPlan
 from kvdepot.testing.engine import obey
-from kvdepot_cuda.testing import FakeDriver
 from support.cuda.device_worker import DeviceWorker
+from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import FakeWorker
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from kvdepot.testing.backend import WorkerPlan
 from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
-from kvdepot_cuda.testing import DEFAULT_STREAM, FakeDriver
+from support.cuda.fake import DEFAULT_STREAM, FakeDriver
 
 POOL_BYTES = 64 << 20  # of the suite
 PIECE_BYTES = 8 << 20

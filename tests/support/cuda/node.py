@@ -13,7 +13,7 @@ import pytest
 
 from kvdepot.lab.processes import remove_tree, wait_until
 from kvdepot.testing.backend import WorkerPlan
-from kvdepot_cuda.testing import FakeDriver, holders
+from support.cuda.fake import FakeDriver, holders
 from support.cuda.fake_worker import FakeWorker
 
 MOVERS = Path(__file__).with_name("movers")

@@ -9,7 +9,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, WorkerPlan, prompt
 from support.cuda.device_worker import DeviceWorker
 
-KERNEL: dict[str, Any] = {"kernel_run_bytes": 1 << 20, "kernel_runs": 1, "kernel_in_mover": True}
+KERNEL: dict[str, Any] = {"gather_kernel": True}
 REFUSALS = ("cannot be registered", "no kernel", "no batches", "not possible")
 
 

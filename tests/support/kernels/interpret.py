@@ -8,9 +8,10 @@ import numpy as np
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, prompt
+from kvdepot_cuda import gather as use
 from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.kernels import gather
-from kvdepot_cuda.testing import FakeDriver
+from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import FakeWorker
 
 SIZES = (1, 7, 15, 16, 17, 64, 1000, 8192, 8192 + 40, 3 * 8192 + 16, 20_001)
@@ -46,14 +47,14 @@ def check_worker() -> None:
     def run_kernel(table: int, num_runs: int, num_programs: int) -> None:
         gather.gather_runs[(num_programs,)](table, num_runs, WORDS=1024)
 
+    use.MOST_RUN_BYTES, use.LEAST_RUNS = 1 << 20, 1  # every run of these plans
     image = GatherImage(b"image", "gather_runs", 128, 0, 0)
     driver = FakeDriver(run_kernel=run_kernel)
     with DepotProcess() as depot:
         for salt, plan in enumerate(("one group", "odd page sizes", "large pages")):
             worker = FakeWorker(
-                depot.url, PLANS[plan], driver=driver, kernel_run_bytes=1 << 20, kernel_runs=1,
-                compile_gather=lambda _capability: image,
-            )  # fmt: skip
+                depot.url, PLANS[plan], driver=driver, gather_kernel=True, compile_gather=lambda _capability: image
+            )
             worker.wait_until_connected(20)
             wait_until(lambda worker=worker: worker.context.num_registered == 8)
             cache = Cache(worker, PLANS[plan])

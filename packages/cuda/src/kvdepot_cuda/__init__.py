@@ -6,7 +6,7 @@ Written against the driver's documentation and tested over a driver without a de
 
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.backends import Capability, KVCache
+from kvdepot.backends import Capability, EngineTraits, KVCache
 from kvdepot.errors import BackendUnavailable
 from kvdepot_cuda.availability import why_unavailable
 
@@ -20,6 +20,12 @@ class CudaBackend:
     name = "cuda"
     device_type = "cuda"
     capabilities = frozenset({Capability.ASYNCHRONOUS, Capability.DEPOT_DRIVEN})
+    settings = frozenset({"mode", "batch_runs", "gather_kernel"})
+
+    def why_unsuited(self, engine: EngineTraits) -> str | None:
+        """See `Backend`."""
+        del engine
+        return None
 
     def why_unavailable(self) -> str | None:
         """Return None if it can probably be used here, else a sentence with the way out. Initialises no device."""
@@ -31,7 +37,7 @@ class CudaBackend:
         """Return a `CudaTransferContext`; see `Backend`.
 
         Raises:
-            BackendUnavailable: no device, no driver, or memory that cannot be shared as mode "ipc" needs.
+            BackendUnavailable: no device, or no driver.
         """
         reason = self.why_unavailable()
         if reason is not None:

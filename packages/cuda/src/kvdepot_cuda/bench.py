@@ -4,7 +4,7 @@ A cell of the table is a page size, a number of pages and a direction. The pages
 extent, and scattered on the device, for the merged batch in stretches of 16 neighbours. The reference is one copy of as
 many contiguous, registered bytes in the same round. Times are those of the host, from the first call until the stream
 is synchronised, as a retrieve waits, over as many repetitions as make 64 MiB. Every way's bytes are compared before it
-is timed. `--tune` turns the table into the two numbers of `KernelUse`.
+is timed.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import itertools
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from kvdepot.errors import BackendUnavailable, KVDepotError
 from kvdepot_cuda.availability import why_unavailable
 from kvdepot_cuda.copy import BATCH_RUNS
 from kvdepot_cuda.driver import CopyKind, Driver, DriverError
-from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
+from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, compile_gather
 
 Say = Callable[[str], None]
 Row = dict[str, Any]
@@ -36,7 +36,6 @@ _TIMED_BYTES: Final = 64 << 20
 _MOST_REPETITIONS: Final = 32
 _NUM_COMPARED: Final = 32  # pages of each way
 _POISON: Final = 0xEE
-_LEAST_GAIN: Final = 0.03  # below it the kernel is not worth the processors that it takes from the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,6 @@ class BenchPlan:
     page_bytes: tuple[int, ...] = tuple(size << 10 for size in (4, 8, 16, 24, 32, 64, 256, 2048))
     counts: tuple[int, ...] = (16, 64, 256, 1024, 4096)
     directions: tuple[CopyKind, ...] = (CopyKind.TO_DEVICE, CopyKind.TO_HOST)
-    programs: tuple[int, ...] = (4, 8, 12, 16)
     rounds: int = 5
     largest_bytes: int = 512 << 20  # of one copy; larger cells are left out
     seconds: float = 240.0  # cells that are not begun by then are left out
@@ -56,24 +54,6 @@ class BenchPlan:
         for direction, page_bytes, count in itertools.product(self.directions, self.page_bytes, self.counts):
             if page_bytes * count <= self.largest_bytes:
                 yield direction, page_bytes, count
-
-
-TUNE: Final = BenchPlan(
-    page_bytes=tuple(size << 10 for size in (4, 8, 16, 24, 32, 48, 64)),
-    counts=(4, 8, 16, 32, 64, 128, 256, 1024, 4096),
-    directions=(CopyKind.TO_DEVICE,),
-)
-FAKE: Final = BenchPlan(
-    page_bytes=(4 << 10, 64 << 10), counts=(16, 64), programs=(4, 8), rounds=2, largest_bytes=4 << 20
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """A table's conclusion about the kernel: how to use it, and the mean gain over the table's cells without it."""
-
-    use: KernelUse
-    gain: float
 
 
 def bench_copies(
@@ -107,38 +87,6 @@ def bench_copies(
             "cells_left_out": left_out}  # fmt: skip
 
 
-def tune(rows: Sequence[Row]) -> Tuning:
-    """Return the thresholds with the highest mean ratio over the cells to the device, and how much that gains.
-
-    Where the kernel is not used, batches copy. It is left off if it gains less than 3 %.
-    """
-    cells = [row for row in rows if row["direction"] == CopyKind.TO_DEVICE.value and "batch" in row["ways"]]
-    best = Tuning(KernelUse(), 0.0)
-    if not cells:
-        return best
-    without = statistics.fmean(row["ways"]["batch"]["ratio"] for row in cells)
-    programs = {int(way.removeprefix("kernel ")) for row in cells for way in row["ways"] if way.startswith("kernel ")}
-    sizes, counts = {row["page_bytes"] for row in cells}, {row["count"] for row in cells}
-    # Among equally good ones, the kernel with fewer calls and fewer programs.
-    for use in itertools.starmap(
-        KernelUse, itertools.product(sorted(sizes), sorted(counts, reverse=True), sorted(programs))
-    ):
-        gain = statistics.fmean(_ratio_with(row, use) for row in cells) / without - 1
-        if gain > max(best.gain + 1e-9, _LEAST_GAIN):
-            best = Tuning(use, gain)
-    return best
-
-
-def describe_tuning(tuning: Tuning) -> str:
-    """Return what to set, for people."""
-    use = tuning.use
-    if not use.run_bytes:
-        return "the kernel gains less than 3 % here: leave it off (kernel_run_bytes=0, the default)"
-    return f"""the kernel for pages of at most {format_size(use.run_bytes)} from {use.min_runs} on: {tuning.gain:+.0%} over this table
-  in Python   create_context(..., kernel_run_bytes={use.run_bytes}, kernel_runs={use.min_runs}, kernel_programs={use.num_programs})
-  with vLLM   "kv_connector_extra_config": {{"kvdepot.kernel_run_bytes": {use.run_bytes}, "kvdepot.kernel_runs": {use.min_runs}, "kvdepot.kernel_programs": {use.num_programs}}}"""  # noqa: E501
-
-
 def describe_row(row: Row) -> str:
     """Return one row of the table, for people."""
     ways = "; ".join(f"{name} {way['ratio']:.2f}" for name, way in row["ways"].items())
@@ -147,13 +95,6 @@ def describe_row(row: Row) -> str:
         f"{row['direction']:9} {format_size(row['page_bytes']):>6} x {row['count']:4}:"
         f" one copy {row['reference_gb_per_s']:6.2f} GB/s; {ways}{problems}"
     )
-
-
-def _ratio_with(row: Row, use: KernelUse) -> float:
-    ways: Mapping[str, Mapping[str, float]] = row["ways"]
-    kernel = f"kernel {use.num_programs}"
-    is_kernel_s = row["page_bytes"] <= use.run_bytes and row["count"] >= use.min_runs and kernel in ways
-    return ways[kernel if is_kernel_s else "batch"]["ratio"]
 
 
 def _gather_of(driver: Driver, plan: BenchPlan, compile_gather: CompileGather) -> tuple[Gather | None, str]:
@@ -223,7 +164,7 @@ class _Cell:
         num_bytes = self._page_bytes * self._count
         failed: dict[str, str] = {}
         ways: dict[str, Callable[[], None]] = {}
-        for name, runs, way in self._ways(plan):
+        for name, runs, way in self._ways():
             try:
                 way()
                 self._driver.synchronize_stream(self._memory.stream)
@@ -259,14 +200,13 @@ class _Cell:
             }
         return row
 
-    def _ways(self, plan: BenchPlan) -> Iterator[tuple[str, Runs, Callable[[], None]]]:
+    def _ways(self) -> Iterator[tuple[str, Runs, Callable[[], None]]]:
         yield "loop", self._scattered, self._loop
         if self._driver.has_batch_copy:
             yield "batch", self._scattered, lambda: self._batches(self._scattered)
             yield "merged batch", self._neighbours, lambda: self._batches(merge(self._neighbours))
         if self._gather is not None and self._memory.host_on_device:
-            for programs in plan.programs:
-                yield f"kernel {programs}", self._scattered, lambda programs=programs: self._launch(programs)
+            yield "kernel", self._scattered, self._launch
 
     def _reference(self) -> None:
         memory, num_bytes = self._memory, self._page_bytes * self._count
@@ -293,11 +233,11 @@ class _Cell:
                 sources[some], targets[some], runs.sizes[some], self._direction, self._memory.stream
             )  # fmt: skip
 
-    def _launch(self, programs: int) -> None:
+    def _launch(self) -> None:
         """The rows are the same each time, so that repetitions need no wait between them."""
         assert self._gather is not None
         sources, targets = self._ends(self._scattered, self._memory.host_on_device)
-        self._gather.copy(sources, targets, self._scattered.sizes, self._memory.stream, programs)
+        self._gather.copy(sources, targets, self._scattered.sizes, self._memory.stream)
 
     def _time(self, submit: Callable[[], None], repetitions: int) -> tuple[float, float]:
         """Return the seconds of one repetition, and the part of them that submitting took."""
@@ -339,53 +279,30 @@ class CudaBench:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """See `DeviceBench`."""
-        parser.add_argument(
-            "--tune", action="store_true", help="measure what decides about the kernel, and say what to set"
-        )
         parser.add_argument("--device", type=int, default=0, metavar="N", help="number of the device (default 0)")
         parser.add_argument("--rounds", type=int, help="of each cell of the table")
         parser.add_argument("--seconds", type=float, help="begin no cell after that")
         parser.add_argument(
             "--largest", type=parse_size, metavar="SIZE", help="of one copy; the device needs twice as much"
         )
-        parser.add_argument(
-            "--fake", action="store_true", help="without a device: shows that it runs, measures nothing"
-        )
 
     def run(self, options: argparse.Namespace, say: Say) -> dict[str, Any]:
         """See `DeviceBench`."""
-        plan = FAKE if options.fake else TUNE if options.tune else BenchPlan()
         given = {"rounds": options.rounds, "seconds": options.seconds, "largest_bytes": options.largest}
-        plan = replace(plan, **{name: value for name, value in given.items() if value is not None})
+        plan = replace(BenchPlan(), **{name: value for name, value in given.items() if value is not None})
         if plan.rounds < 1 or not any(True for _ in plan.cells()):
             raise KVDepotError("nothing to measure: give --rounds of 1 or more, and --largest of 64KiB or more")
-        if options.fake:
-            from kvdepot_cuda.testing import FakeDriver, fake_gather
-
-            driver, compiler = FakeDriver(), fake_gather
-        else:
-            driver, compiler = _open(options.device), compile_gather
+        driver = _open(options.device)
         try:
-            result = bench_copies(driver, plan, compile_gather=compiler, say=say)
+            return bench_copies(driver, plan, say=say)
         finally:
             driver.close()
-        result["is_a_gpu"] = not options.fake
-        if options.fake:
-            say("these figures come from no GPU: they say nothing about one, set nothing by them")
-        if options.tune:
-            tuning = tune(result["rows"])
-            result["tuning"] = {
-                "kernel_run_bytes": tuning.use.run_bytes, "kernel_runs": tuning.use.min_runs,
-                "kernel_programs": tuning.use.num_programs, "gain": round(tuning.gain, 4),
-            }  # fmt: skip
-            say(describe_tuning(tuning))
-        return result
 
 
 def _open(ordinal: int) -> Driver:
     reason = why_unavailable()
     if reason is not None:
-        raise BackendUnavailable(f"bench cuda: {reason}; --fake shows that the bench runs")
+        raise BackendUnavailable(f"bench cuda: {reason}")
     from kvdepot_cuda.nvidia import CudaDriver
 
     try:

@@ -1,7 +1,7 @@
 """Makes the copies of a CUDA worker, in its own process or by a mover of the depot.
 
 `CudaCopier` is the worker's own copier. `MoverCarrier` asks a mover instead, as long as the registration offers the
-worker's memory to one; in mode `auto` it falls back to the copier.
+worker's memory to one, and falls back to the copier if no mover can copy.
 
 Order: a store reads its blocks after `ready`, or, if none is given, after what the engine's stream has at the time of
 the call. A retrieve always comes after what that stream has then, which may still read or clear the blocks. In mode
@@ -23,22 +23,20 @@ from kvdepot.client.carrier import Carrier
 from kvdepot.client.channel import Channel
 from kvdepot.client.link import Link
 from kvdepot.client.transfers import TransferOptions
-from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable
+from kvdepot.errors import ConfigError, DepotUnavailable
 from kvdepot.movers.client import MoverUnavailable, await_mover, move
 from kvdepot.pool.files import PoolMemory
 from kvdepot.wire import messages as m
 from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import DriverError, OpenDriver
 from kvdepot_cuda.export import MOVER
-from kvdepot_cuda.gather import KERNEL_PROGRAMS, KERNEL_RUNS, CompileGather, compile_gather
+from kvdepot_cuda.gather import CompileGather, compile_gather
 from kvdepot_cuda.nvidia import CudaDriver
-from kvdepot_cuda.probation import Probation
 
 logger = logging.getLogger(__name__)
 
 DIRECT: Final = "direct"
 IPC: Final = "ipc"
-AUTO: Final = "auto"
 _T = TypeVar("_T")
 
 
@@ -51,29 +49,23 @@ class CudaOptions(TransferOptions):
     """
 
     mode: str = DIRECT
-    """The copying process. "direct": the worker itself. "ipc": a mover of the depot. "auto": a mover as long as that is
-    possible and not slower, else the worker."""
+    """The copying process. "direct": the worker itself. "ipc": a mover of the depot, or the worker itself if no mover
+    can open its memory, which is one line in the log and in `kvdepot status`."""
     stream: Callable[[], int] | None = None
     """Returns the handle of the stream on which the engine writes and reads its cache; called at each submission. None:
     torch's current stream if the tensors are torch's, else transfers wait only for `ready`."""
     piece_bytes: int = PIECE_BYTES  # of the pool, registered by one call of the driver
     batch_runs: int = BATCH_RUNS  # copied by one call of the driver
-    register_when_asked: bool = False
-    """Register the pool at the first copy or when `start_registering` is called, for engines that capture graphs before
-    they serve; else as soon as the depot is there."""
-    kernel_run_bytes: int = 0  # a kernel retrieves runs of at most so many bytes; 0: none
-    kernel_runs: int = KERNEL_RUNS  # if a call has at least so many of them
-    kernel_programs: int = KERNEL_PROGRAMS  # thread blocks of the kernel
-    kernel_in_mover: bool | None = None
-    """Whether a mover uses the kernel, too. None: with MPS only, as else the GPU runs either the mover's kernels or the
-    model's; copies run beside both."""
+    gather_kernel: bool = False
+    """Have a kernel retrieve many small runs at once where the worker copies. A mover has none: without MPS a GPU runs
+    either the mover's kernels or the model's, while copies run beside both."""
     compile_gather: CompileGather = compile_gather  # makes that kernel
     open_driver: OpenDriver = CudaDriver  # opens the driver of a device by its number
     mover: str = MOVER  # entry point of the mover, where the depot runs
 
     def __post_init__(self) -> None:
-        if self.mode not in (DIRECT, IPC, AUTO):
-            raise ConfigError(f"mode {self.mode!r}: there are {DIRECT!r}, {IPC!r} and {AUTO!r}")
+        if self.mode not in (DIRECT, IPC):
+            raise ConfigError(f"mode {self.mode!r}: there are {DIRECT!r} and {IPC!r}")
 
 
 class CudaCopier(Copier):
@@ -116,6 +108,10 @@ class CudaCopier(Copier):
         """See `Copier`."""
         self._engine.attach(mapping, barrier)
 
+    def start_registering(self) -> None:
+        """See `Copier`."""
+        self._engine.start_registering()
+
     def close(self) -> None:
         """See `Copier`."""
         self._engine.close()
@@ -126,32 +122,27 @@ class MoverCarrier(Carrier):
 
     Args:
         copier: of the worker.
-        engine: of the copier.
         registration: with an offer, if a mover is to copy.
-        options: of the context.
+        deadline_seconds: of each request to the depot.
         register_as: see `Connection`.
     """
 
     def __init__(
         self,
         copier: CudaCopier,
-        engine: CopyEngine,
         registration: m.RegisterKVCache,
-        options: CudaOptions,
+        deadline_seconds: float,
         register_as: Callable[[m.RegisterKVCache], None],
     ) -> None:
         super().__init__(copier)
         self._cuda_copier = copier
-        self._engine = engine
         self._registration = registration
-        self._mode = options.mode
-        self._deadline_seconds = options.deadline_seconds
+        self._deadline_seconds = deadline_seconds
         self._register_as = register_as
         self._ready_link: Link | None = None  # its mover takes requests
         self._patient_until = 0.0  # until then transfers wait for the mover, but not each of a queue anew
         self._moved_links: list[Link] = []  # with movers: the last link, and earlier ones whose movers still live
         self._falling_back = threading.Lock()
-        self._probation: Probation | None = None
         self.is_mover_settled = False
         copier.waits_on_host = self.transfer_mode == IPC
 
@@ -168,7 +159,6 @@ class MoverCarrier(Carrier):
         """Wait for the mover of a link, or fall back if there will be none.
 
         Raises:
-            BackendUnavailable: mode "ipc" was asked for and is impossible.
             DepotUnavailable: the depot or its mover is not there within `timeout_seconds`.
             RemoteError: the depot refused it.
         """
@@ -176,10 +166,6 @@ class MoverCarrier(Carrier):
             await_mover(channel, timeout_seconds, self._deadline_seconds)
             self._ready_link = channel.link
         except MoverUnavailable as error:
-            if self._mode == IPC:
-                raise BackendUnavailable(
-                    f"mode {IPC!r}: {error}; mode={AUTO!r} lets the worker copy by itself"
-                ) from error
             self.fall_back(f"no mover: {error}")
 
     def fall_back(self, why: str) -> None:
@@ -205,14 +191,8 @@ class MoverCarrier(Carrier):
         """See `Carrier`."""
         return not (isinstance(link.registration, m.RegisterKVCache) and link.registration.offer is not None)
 
-    def opened(self, link: Link, barrier: CopyBarrier) -> None:
+    def opened(self, link: Link) -> None:
         """See `Carrier`."""
-        if not self.copies_here(link) and self._mode == AUTO and not self._moved_links:
-            self._probation = Probation(self._engine, barrier)
-        probation = self._probation
-        if probation is not None and any(moved is not link for moved in self._moved_links):
-            with barrier():
-                probation.end()
         earlier = [moved for moved in self._moved_links if moved is not link and moved.has_movers()]
         if self.copies_here(link):
             self._moved_links, self._ready_link = earlier, None  # a link keeps its pool mapped
@@ -239,35 +219,24 @@ class MoverCarrier(Carrier):
         """See `Carrier`. A mover has one retrieve at a time, so with one this returns when the copy has ended."""
         if self.copies_here(channel.link):
             return super().begin_retrieve(channel, batch)
-        probation = self._probation
-        if probation is None:
-            self._move(Direction.RETRIEVE, channel, batch)
-            return None
-        probation.retrieve(batch, lambda: self._move(Direction.RETRIEVE, channel, batch))
-        if probation.is_over:
-            self._probation = None
-            if probation.why_slower:
-                self.fall_back(probation.why_slower)
+        self._move(Direction.RETRIEVE, channel, batch)
         return None
 
-    def _move(self, direction: Direction, channel: Channel, batch: CopyBatch) -> bool:
+    def _move(self, direction: Direction, channel: Channel, batch: CopyBatch) -> None:
         """See `kvdepot.movers.client.move`."""
         try:
-            settled = self._with_mover(lambda: move(channel, direction, batch, self._deadline_seconds))
+            self.is_mover_settled = self._with_mover(lambda: move(channel, direction, batch, self._deadline_seconds))
         except DepotUnavailable:
             self._ready_link = None
             self.is_mover_settled = False
             self._patient_until = time.monotonic() + self._deadline_seconds
             raise
-        self.is_mover_settled = settled
-        return settled
 
     def _with_mover(self, ask: Callable[[], _T]) -> _T:
         try:
             return ask()
         except MoverUnavailable as error:
-            if self._mode == AUTO:
-                self.fall_back(f"no mover: {error}")
+            self.fall_back(f"no mover: {error}")
             raise
 
 

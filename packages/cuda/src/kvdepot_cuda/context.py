@@ -3,15 +3,14 @@
 In mode `direct` the worker's own process registers the depot's pool with its device and copies on two streams of low
 priority, one for stores and one for retrieves. In mode `ipc` it hands the depot handles of its memory, and a process
 of the depot, its mover, copies on streams of its own. `kvdepot.client.transfers` speaks with the depot, and
-`kvdepot.movers.client` with the mover; `kvdepot_cuda.copy` makes the copies of both modes. `auto` is `ipc` until that
-turns out to be impossible, or slower (`probation`). Then the worker registers again as `direct`, with the reason.
+`kvdepot.movers.client` with the mover; `kvdepot_cuda.copy` makes the copies of both modes. If `ipc` turns out to be
+impossible, the worker registers again as `direct`, with the reason.
 
 `kvdepot_cuda.carrier` has the order with the engine's stream.
 """
 
 import importlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,16 +20,15 @@ import msgspec.structs
 
 from kvdepot.backends import KVCache
 from kvdepot.client.transfers import WorkerTransfers
+from kvdepot.copying.arrays import device_index_of, page_layout_of
 from kvdepot.errors import BackendUnavailable, DepotUnavailable, ErrorCode, RemoteError
 from kvdepot.layout import CacheLayout
 from kvdepot.wire import messages as m
 from kvdepot_cuda import watchdog
-from kvdepot_cuda.arrays import ordinal_of, page_layout_of
-from kvdepot_cuda.carrier import AUTO, DIRECT, IPC, CudaCopier, CudaOptions, MoverCarrier
+from kvdepot_cuda.carrier import DIRECT, IPC, CudaCopier, CudaOptions, MoverCarrier
 from kvdepot_cuda.copy import CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError
 from kvdepot_cuda.export import offer_of
-from kvdepot_cuda.gather import KernelUse
 
 logger = logging.getLogger(__name__)
 
@@ -40,38 +38,28 @@ class CudaTransferContext(WorkerTransfers):
 
     Raises:
         LayoutError: the tensors do not fit their description.
-        BackendUnavailable: a device that cannot be used, or whose memory cannot be shared as mode "ipc" needs; the
-            text quotes the driver.
+        BackendUnavailable: a device that cannot be used; the text quotes the driver.
         ConfigError: an option that cannot work.
     """
 
     def __init__(self, cache: KVCache, options: CudaOptions = CudaOptions()) -> None:  # noqa: B008  # frozen
-        kernel = KernelUse(options.kernel_run_bytes, options.kernel_runs, options.kernel_programs)
-        layout = cache.layout(page_layout_of)
-        ordinal = ordinal_of(tensor for group in cache.groups for tensor in group.tensors)
+        layout = cache.layout(lambda tensor: page_layout_of(tensor, "cuda"))
+        ordinal = device_index_of(tensor for group in cache.groups for tensor in group.tensors)
         stream = options.stream or _stream_of_torch(cache.groups[0].tensors[0], ordinal)
-        driver, self._engine = _open(ordinal, cache, layout, kernel, options)
+        driver, self._engine = _open(ordinal, cache, layout, options)
         try:
-            in_mover = options.kernel_in_mover
-            if in_mover is None:
-                in_mover = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
-            registration = _offer(
-                cache.registration(layout, f"cuda:{ordinal}", DIRECT), driver, layout,
-                kernel if in_mover else KernelUse(), options,
-            )  # fmt: skip
+            registration = cache.registration(layout, f"cuda:{ordinal}", DIRECT)
+            if options.mode == IPC:
+                registration = _offer(registration, driver, layout, options.mover)
         except BaseException:
             self._engine.close()
             raise
         copier = CudaCopier(self._engine, stream)
         self.carrier: Final = MoverCarrier(
-            copier, self._engine, registration, options, lambda changed: self.connection.register_as(changed)
+            copier, registration, options.deadline_seconds, lambda changed: self.connection.register_as(changed)
         )
         super().__init__(registration, layout, copier, options, self.carrier)
         self._engine.watch(self.device_hangs, watchdog.HANG_SECONDS)
-
-    def start_registering(self) -> None:
-        """Register the pool from now on: the engine has captured its graphs. See `CudaOptions.register_when_asked`."""
-        self._engine.start_registering()
 
     @property
     def num_registered(self) -> int:
@@ -101,7 +89,6 @@ class CudaTransferContext(WorkerTransfers):
 
         Raises:
             DepotUnavailable: not there within `timeout_seconds`; the text gives the reason.
-            BackendUnavailable: mode "ipc" was asked for and is impossible.
         """
         end = time.monotonic() + timeout_seconds
         while True:
@@ -129,17 +116,16 @@ class CudaTransferContext(WorkerTransfers):
         self.carrier.end_movers()
 
 
-def _open(
-    ordinal: int, cache: KVCache, layout: CacheLayout, kernel: KernelUse, options: CudaOptions
-) -> tuple[Driver, CopyEngine]:
+def _open(ordinal: int, cache: KVCache, layout: CacheLayout, options: CudaOptions) -> tuple[Driver, CopyEngine]:
     try:
         driver = options.open_driver(ordinal)
     except DriverError as error:
         raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
     try:
         return driver, CopyEngine(
-            driver, layout, cache, piece_bytes=options.piece_bytes, batch_runs=options.batch_runs, kernel=kernel,
-            compile_gather=options.compile_gather, register_when_asked=options.register_when_asked,
+            driver, layout, cache, piece_bytes=options.piece_bytes, batch_runs=options.batch_runs,
+            compile_gather=options.compile_gather if options.gather_kernel else None,
+            register_when_asked=options.register_when_asked,
         )  # fmt: skip
     except BaseException as error:
         with suppress(DriverError):
@@ -149,20 +135,11 @@ def _open(
         raise
 
 
-def _offer(
-    registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, kernel: KernelUse, options: CudaOptions
-) -> m.RegisterKVCache:
-    """Return the registration with the offer that the mode needs."""
-    if options.mode == DIRECT:
-        return registration
+def _offer(registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, mover: str) -> m.RegisterKVCache:
+    """Return the registration with an offer of this memory for a mover, or with the reason for having none."""
     try:
-        offer = offer_of(driver, layout, options.mover, kernel)
+        offer = offer_of(driver, layout, mover)
     except DriverError as error:
-        if options.mode == IPC:
-            raise BackendUnavailable(
-                f"mode {IPC!r}: the memory of {registration.device} cannot be shared: {error};"
-                f" mode={AUTO!r} lets the worker copy by itself"
-            ) from error
         logger.warning("the worker copies by itself, as its memory cannot be shared: %s", error)
         return msgspec.structs.replace(registration, fallback=f"memory that cannot be shared: {error}"[:1024])
     return msgspec.structs.replace(registration, transfer_mode=IPC, offer=offer)

@@ -3,8 +3,8 @@
 The ladder, taken for each run by where it lies: batches where the pool is registered with the device and the driver
 takes batches; single copies in stream order where it takes none; single pageable copies where the pool is not
 registered (yet). A driver that fails a batch is asked for single copies at once and from then on. Retrieves of many
-small runs go by one launch of a kernel instead, where `KernelUse` says so; a kernel that cannot be loaded or launched
-is not used again. Each of these steps down is one warning.
+small runs go by one launch of a kernel instead, if it is switched on; a kernel that cannot be loaded or launched is not
+used again. Each of these steps down is one warning.
 
 Nothing is reported or raised before the stream was synchronised: a copy that a failed transfer had begun could
 otherwise still be written when its extents and blocks belong to others.
@@ -18,15 +18,13 @@ import weakref
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-import numpy as np
-
 from kvdepot.backends import CopyBarrier, CopyBatch, Direction, ReadyEvent
-from kvdepot.copying.runs import EXTENT_DTYPE, BatchRuns, Runs, merge, split
+from kvdepot.copying.runs import BatchRuns, Runs, merge, split
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
 from kvdepot.pool.files import PoolMemory
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, CopyKind, Driver, DriverError
-from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, KernelUse, compile_gather
+from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, runs_for_kernel
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
 from kvdepot_cuda.watchdog import Watchdog
 
@@ -49,8 +47,7 @@ class CopyEngine:
         piece_bytes: how much of the pool is registered by one call.
         batch_runs: how many runs one call of the driver gets.
         runs: makes the runs of a batch; None for those of `layout`, unchecked.
-        kernel: which runs of a retrieve the kernel copies.
-        compile_gather: makes that kernel; asked on a thread, once.
+        compile_gather: makes the kernel for small runs, asked on a thread, once; None for no kernel.
         register_when_asked: register the pool from the first copy or `start_registering` on, and not at `attach`.
             Engines capture CUDA graphs before that, and others saw captures fail or hang beside a registration.
 
@@ -68,8 +65,7 @@ class CopyEngine:
         piece_bytes: int = PIECE_BYTES,
         batch_runs: int = BATCH_RUNS,
         runs: BatchRuns | None = None,
-        kernel: KernelUse = KernelUse(),  # noqa: B008  # frozen
-        compile_gather: CompileGather = compile_gather,
+        compile_gather: CompileGather | None = None,
         register_when_asked: bool = False,
     ) -> None:
         if piece_bytes % _PAGE_BYTES or not 0 < piece_bytes <= MAXIMUM_REGISTERED_BYTES:
@@ -83,8 +79,7 @@ class CopyEngine:
         self._unit_bytes = unit_bytes_of(piece_bytes)
         self._batch_runs = batch_runs
         self._takes_batches = driver.has_batch_copy
-        self._kernel = kernel
-        self._compile_gather: CompileGather | None = compile_gather if kernel.run_bytes else None
+        self._compile_gather = compile_gather
         self._gather: Gather | None = None
         self._uses_gather = False
         self._registration: PoolRegistration | None = None
@@ -116,15 +111,6 @@ class CopyEngine:
     def is_settled(self) -> bool:
         """Whether registering the pool and loading the kernel have ended, with or without success."""
         return self._registering is not None and not self._registering.is_alive()
-
-    def covers(self, batch: CopyBatch) -> bool:
-        """Return whether each extent of a batch begins and ends in registered memory."""
-        registration = self._registration
-        if registration is None or registration.mapping is not batch.mapping:
-            return False
-        extents = np.frombuffer(batch.extents, EXTENT_DTYPE)
-        starts, sizes = extents["offset"].astype(np.uint64), extents["num_bytes"].astype(np.uint64)
-        return bool((registration.covers(starts) & registration.covers(starts + sizes - np.uint64(1))).all())
 
     def watch(self, on_hang: Callable[[Direction, str], None], seconds: float) -> None:
         """Report, from now on, a copy that does not return within `seconds`: see `Watchdog`. Such a copy fails."""
@@ -165,26 +151,13 @@ class CopyEngine:
 
     # --- the pool -------------------------------------------------------------------------------------------------
 
-    def attach(
-        self,
-        mapping: PoolMemory | None,
-        barrier: CopyBarrier,
-        *,
-        only_at: int | None = None,
-    ) -> None:
-        """Register a new mapping of the pool, and unregister the one before, on a thread.
-
-        Args:
-            mapping: the new one, None for none; copies may use it already.
-            barrier: entered to replace the mapping before; see `Copier.attach`.
-            only_at: register no more than the piece that has this offset, and at once.
-        """
+    def attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
+        """See `Copier`. Register the new mapping, and unregister the one before, on a thread."""
         with self._attaching:
-            if self._may_register or mapping is None or only_at is not None:
-                self._put_off = None
-                self._attach(mapping, barrier, only_at)
+            if self._may_register:
+                self._attach(mapping, barrier)
             else:
-                self._put_off = lambda: self._attach(mapping, barrier, only_at)
+                self._put_off = lambda: self._attach(mapping, barrier)
 
     def start_registering(self) -> None:
         """Register attached mappings, and later ones, without waiting for a copy. Twice is harmless."""
@@ -194,7 +167,7 @@ class CopyEngine:
             if put_off is not None:
                 put_off()
 
-    def _attach(self, mapping: PoolMemory | None, barrier: CopyBarrier, only_at: int | None) -> None:
+    def _attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
         if self._is_closed:
             return
         self._stop_registering.set()
@@ -203,14 +176,13 @@ class CopyEngine:
         def change() -> None:
             if before is not None:
                 before.join()
-            new = None if mapping is None else PoolRegistration(self._driver, mapping, self._piece_bytes)
+            new = PoolRegistration(self._driver, mapping, self._piece_bytes)
             with barrier():
                 old, self._registration = self._registration, new
             if old is not None:
                 old.close()
-            if new is not None:
-                self._load_kernel()
-                new.register(stop, only_at=only_at)
+            self._load_kernel()
+            new.register(stop)
 
         self._stop_registering = stop
         thread = threading.Thread(target=change, name="kvdepot-register", daemon=True)
@@ -335,14 +307,12 @@ class CopyEngine:
         """Have the kernel copy the runs that it is for, and return the others."""
         assert self._gather is not None
         sources = registration.device_addresses(runs.offsets)
-        chosen = self._kernel.chosen(sources, runs.blocks, runs.sizes)
+        chosen = runs_for_kernel(sources, runs.blocks, runs.sizes)
         if not chosen.any():
             return runs
         small = runs.where(chosen)
         try:
-            self._gather.copy(
-                sources[chosen], small.blocks, small.sizes, self._streams[Direction.RETRIEVE], self._kernel.num_programs
-            )  # fmt: skip
+            self._gather.copy(sources[chosen], small.blocks, small.sizes, self._streams[Direction.RETRIEVE])
         except DriverError as error:
             if error.is_permanent:
                 raise

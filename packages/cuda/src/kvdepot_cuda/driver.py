@@ -1,7 +1,8 @@
 """The calls that the copy engine makes to a device's driver, and no others. Behind this seam a device can be replaced.
 
-`kvdepot_cuda.nvidia` answers it with the CUDA driver API, `kvdepot_cuda.testing` without a device. The words are those
-that drivers share (streams, events, registered host memory), so that another one fits in; none other is written.
+`kvdepot_cuda.nvidia` answers it with the CUDA driver API, the tests' `support.cuda.fake` without a device. The words
+are those that drivers share (streams, events, registered host memory), so that another one fits in; none other is
+written.
 
 Every call that fails raises `DriverError`. Handles are plain integers, as drivers and torch name them; 0 is the default
 stream of the context. Calls are made with the device current, inside `activated()`.

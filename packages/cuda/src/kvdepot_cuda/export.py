@@ -3,19 +3,13 @@
 from kvdepot.layout import CacheLayout, LayerGroup, PageLayout
 from kvdepot.wire.messages import MAXIMUM_ALLOCATIONS, MoverOffer, PagePlace, RegisterKVCache
 from kvdepot_cuda.driver import Driver, DriverError
-from kvdepot_cuda.gather import KernelUse
 
 MOVER = "cuda"
 """The entry point of the mover that opens the exported memory."""
 
 
-def offer_of(
-    driver: Driver,
-    layout: CacheLayout,
-    mover: str = MOVER,
-    kernel: KernelUse = KernelUse(),  # noqa: B008  # frozen
-) -> MoverOffer:
-    """Return what to register so that a mover can open the pages of `layout`, and copies small ones as `kernel` says.
+def offer_of(driver: Driver, layout: CacheLayout, mover: str = MOVER) -> MoverOffer:
+    """Return what to register so that a mover can open the pages of `layout`.
 
     Tensors of one allocation share its handle: a process opens each only once.
 
@@ -34,7 +28,7 @@ def offer_of(
         pages = tuple(tuple(map(place_of, group.pages)) for group in layout.groups)
     if len(numbers) > MAXIMUM_ALLOCATIONS:
         raise DriverError("export_memory", f"{len(numbers)} allocations", f"at most {MAXIMUM_ALLOCATIONS} are shared")
-    return MoverOffer(mover, driver.uuid, tuple(numbers), pages, kernel.options)
+    return MoverOffer(mover, driver.uuid, tuple(numbers), pages)
 
 
 def layout_of(registration: RegisterKVCache, bases: list[int]) -> CacheLayout:

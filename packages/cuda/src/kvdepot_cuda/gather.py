@@ -1,7 +1,7 @@
 """Copies many small runs by one launch of a kernel instead of one DMA each: for some retrieves only.
 
-The copy engine asks `KernelUse` which runs of a call the kernel is for, and has `Gather` copy them. The kernel reads
-the pool itself, so it gets no run whose piece of the pool the device does not know.
+The copy engine asks `runs_for_kernel` for the runs of a call that the kernel is for, and has `Gather` copy them. The
+kernel reads the pool itself, so it gets no run whose piece of the pool the device does not know.
 """
 
 import contextlib
@@ -9,22 +9,21 @@ import ctypes
 import importlib
 import importlib.util
 import mmap
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdepot.copying.runs import Addresses
-from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.errors import KVDepotError
 from kvdepot_cuda.driver import CopyKind, Driver
 from kvdepot_cuda.image import GatherImage
 
-KERNEL_RUNS: Final = 16
-KERNEL_PROGRAMS: Final = 8
-_OPTIONS: Final = ("kernel_run_bytes", "kernel_runs", "kernel_programs")  # fields of `KernelUse`, as users name them
-_MOST: Final = 1 << 63
+# vLLM's figures for its own kernel on an H100 (vllm/v1/kv_offload/cpu/swap_blocks_triton.py); not measured for this.
+MOST_RUN_BYTES: Final = 28 << 10  # of a run: DMA is faster for larger ones
+LEAST_RUNS: Final = 16  # of a call: a launch costs more than fewer copies
+NUM_PROGRAMS: Final = 12  # thread blocks: the share of the device that the kernel takes from the model
 _ALIGNMENT: Final = 16
 _ROW_BYTES: Final = 24
 
@@ -33,52 +32,19 @@ class KernelUnavailable(KVDepotError):
     """The kernel cannot be compiled here; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelUse:
-    """When the kernel copies: runs of at most `run_bytes`, if a call has at least `min_runs` of those.
+def runs_for_kernel(sources: Addresses, targets: Addresses, sizes: Addresses) -> npt.NDArray[np.bool_]:
+    """Return for each run of a retrieve, `(num_runs,)`, whether the kernel copies it.
 
-    0 bytes is never. Neither number is measured yet; `kvdepot bench cuda --tune` finds them.
+    Args:
+        sources: where the device finds the pool's side, 0 where it cannot.
+        targets: the blocks' side.
+        sizes: bytes.
     """
-
-    run_bytes: int = 0
-    min_runs: int = KERNEL_RUNS
-    num_programs: int = KERNEL_PROGRAMS  # thread blocks: the share of the device that the kernel takes from the model
-
-    @classmethod
-    def of_options(cls, options: Mapping[str, int]) -> "KernelUse":
-        """Read the options of a worker; ignore other names.
-
-        Raises:
-            ConfigError: numbers that cannot work.
-        """
-        return cls(*(options.get(name, number) for name, number in zip(_OPTIONS, astuple(cls()), strict=True)))
-
-    @property
-    def options(self) -> dict[str, int]:
-        """The settings that a mover needs; empty if it is never to use the kernel."""
-        return dict(zip(_OPTIONS, astuple(self), strict=True)) if self.run_bytes else {}
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.run_bytes < _MOST:
-            raise ConfigError(f"kernel_run_bytes={self.run_bytes}: 0 for never, or bytes")
-        if not 1 <= self.min_runs < _MOST:
-            raise ConfigError(f"kernel_runs={self.min_runs}: at least 1")
-        if not 1 <= self.num_programs <= 1024:
-            raise ConfigError(f"kernel_programs={self.num_programs}: 1 to 1024")
-
-    def chosen(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> npt.NDArray[np.bool_]:
-        """Return for each run, `(num_runs,)`, whether the kernel copies it.
-
-        Args:
-            sources: where the device finds the pool's side, 0 where it cannot.
-            targets: the blocks' side.
-            sizes: bytes.
-        """
-        suits = (sizes <= np.uint64(self.run_bytes)) & (sources != 0)
-        suits &= (sources | targets) % np.uint64(_ALIGNMENT) == 0  # others it would copy byte by byte
-        if np.count_nonzero(suits) < self.min_runs:
-            suits[:] = False
-        return suits
+    suits = (sizes <= np.uint64(MOST_RUN_BYTES)) & (sources != 0)
+    suits &= (sources | targets) % np.uint64(_ALIGNMENT) == 0  # others it would copy byte by byte
+    if np.count_nonzero(suits) < LEAST_RUNS:
+        suits[:] = False
+    return suits
 
 
 CompileGather = Callable[[int], GatherImage]
@@ -132,7 +98,7 @@ class Gather:
             undo.callback(driver.destroy_event, self._rows_are_free)
             self._undo = undo.pop_all()
 
-    def copy(self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: int, num_programs: int) -> None:
+    def copy(self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: int) -> None:
         """Queue copies of runs, `(num_runs,)` each, in any order among themselves. All calls name the same stream.
 
         Args:
@@ -140,7 +106,6 @@ class Gather:
             targets: likewise; disjoint.
             sizes: bytes.
             stream: where the copies are put.
-            num_programs: how many thread blocks share them.
 
         Raises:
             DriverError: the launch was refused; some runs may be copied nevertheless.
@@ -154,7 +119,7 @@ class Gather:
             self._driver.record_event(self._rows_are_free, stream)
             hidden = [ctypes.c_uint64(0)] * self._image.num_hidden
             self._driver.launch_kernel(
-                self._kernel, min(num_programs, count), self._image.num_threads, self._image.shared_bytes,
+                self._kernel, min(NUM_PROGRAMS, count), self._image.num_threads, self._image.shared_bytes,
                 [ctypes.c_uint64(self._table), ctypes.c_uint32(count), *hidden], stream,
             )  # fmt: skip
 

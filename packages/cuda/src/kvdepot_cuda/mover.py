@@ -2,7 +2,7 @@
 
 The depot starts one for each worker (`kvdepot.movers.child`). It needs cuda-bindings and numpy, not torch, and sees
 only the worker's device, which it finds by its UUID. The pool is registered with the device from the first copy on, in
-the background. `kvdepot_cuda.copy` makes the copies, with its kernel if the worker asks for that and Triton is here.
+the background. `kvdepot_cuda.copy` makes the copies.
 
 A worker's claims about its memory are believed as far as the driver confirms them: every page has to lie in the
 allocation that was opened, and every run is compared with the opened ranges and with the pool before the first copy.
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvdepot.backends import CopyBatch
 from kvdepot.copying.runs import EXTENT_DTYPE, BatchRuns, Runs
-from kvdepot.errors import ConfigError, LayoutError
+from kvdepot.errors import LayoutError
 from kvdepot.layout import CacheLayout
 from kvdepot.movers.child import CopyNow, run_mover
 from kvdepot.movers.protocol import Copy, CopyRefused, MoverError, Setup
@@ -27,7 +27,6 @@ from kvdepot.wire.messages import RegisterKVCache
 from kvdepot_cuda.copy import PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
 from kvdepot_cuda.export import last_byte_of, layout_of
-from kvdepot_cuda.gather import CompileGather, KernelUse, compile_gather
 from kvdepot_cuda.nvidia import CudaDriver, see_only
 
 
@@ -98,8 +97,6 @@ class CudaMover:
         registration: of the worker, with an offer.
         pool: mapped here.
         piece_bytes: how much of the pool is registered by one call.
-        kernel: which runs of a retrieve the kernel copies.
-        compile_gather: makes that kernel.
 
     Raises:
         DriverError: a handle cannot be opened.
@@ -108,13 +105,7 @@ class CudaMover:
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        registration: RegisterKVCache,
-        pool: PoolMemory,
-        piece_bytes: int = PIECE_BYTES,
-        kernel: KernelUse = KernelUse(),  # noqa: B008  # frozen
-        compile_gather: CompileGather = compile_gather,
+        self, driver: Driver, registration: RegisterKVCache, pool: PoolMemory, piece_bytes: int = PIECE_BYTES
     ) -> None:
         offer = registration.offer
         assert offer is not None
@@ -135,9 +126,8 @@ class CudaMover:
         self._attach = threading.Lock()
         self._is_attached = False
         self._engine = CopyEngine(
-            driver, layout, None, piece_bytes=piece_bytes, runs=CheckedRuns(layout, ranges, pool.size_bytes),
-            kernel=kernel, compile_gather=compile_gather,
-        )  # fmt: skip
+            driver, layout, None, piece_bytes=piece_bytes, runs=CheckedRuns(layout, ranges, pool.size_bytes)
+        )
 
     def copy(self, request: Copy) -> bool:
         """Copy; returns when the bytes are in place, and whether all is registered that can be."""
@@ -166,22 +156,16 @@ class CudaMover:
         )
 
 
-def open_mover(
-    open_driver: OpenDriver, piece_bytes: int = PIECE_BYTES, compile_gather: CompileGather = compile_gather
-) -> Callable[[Setup, PoolMemory], CopyNow]:
+def open_mover(open_driver: OpenDriver, piece_bytes: int = PIECE_BYTES) -> Callable[[Setup, PoolMemory], CopyNow]:
     """Return what opens a worker's memory, with drivers of this kind."""
 
     def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:
         offer = setup.registration.offer
         if offer is None:
             raise MoverError("a worker that offers nothing", is_final=True)
-        try:
-            kernel = KernelUse.of_options(offer.options)
-        except ConfigError as error:
-            raise MoverError(f"the worker's options cannot work: {error}", is_final=True) from error
         see_only(offer.device)
         try:
-            return CudaMover(open_driver(0), setup.registration, pool, piece_bytes, kernel, compile_gather).copy
+            return CudaMover(open_driver(0), setup.registration, pool, piece_bytes).copy
         except LayoutError as error:
             raise MoverError(f"a layout that cannot be: {error}", is_final=True) from error
         except DriverError as error:

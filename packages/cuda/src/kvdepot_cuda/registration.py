@@ -70,23 +70,18 @@ class PoolRegistration:
         bases = self._on_device[units.astype(np.int64)]
         return np.where(bases == 0, bases, bases + rests)
 
-    def register(self, stop: threading.Event, *, only_at: int | None = None) -> None:
+    def register(self, stop: threading.Event) -> None:
         """Register the pieces, until `stop` is set. One warning lists the refused pieces.
 
         Refused pieces are halved while that helps: not after a piece of which nothing was taken, until another one is.
 
         Args:
             stop: checked between calls of the driver.
-            only_at: register just the piece that has this offset in the pool, without a word if that is refused.
         """
         num_units = len(self._is_registered)
         refused: DriverError | None = None
         halves = True
-        firsts = range(0, num_units, self._units_per_piece)
-        if only_at is not None:
-            piece = only_at // (self._units_per_piece * self.unit_bytes)
-            firsts = firsts[piece : piece + 1]
-        for first in firsts:
+        for first in range(0, num_units, self._units_per_piece):
             last = min(first + self._units_per_piece, num_units)
             refused = self._register(first, last, stop, halves=halves) or refused
             if stop.is_set():
@@ -94,7 +89,7 @@ class PoolRegistration:
             if refused is not None and refused.is_permanent:
                 break
             halves = bool(self._is_registered[first:last].any())
-        if refused is not None and only_at is None:
+        if refused is not None:
             missing = self.mapping.size_bytes - sum(self._ranges.values())
             logger.warning(
                 "%s of the pool's %s cannot be registered with the device, copies there are slower: %s",

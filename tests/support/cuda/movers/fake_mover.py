@@ -2,8 +2,7 @@
 
 `faults` has arguments of `FakeDriver.fail`, for one mover or for all; while `gate` is there copies do not end, and
 `at-gate-PID` says that one has begun; `violations` collects what a device would not have forgiven, `calls-PID` has what
-the driver was asked for until the last copy ended. With `no-triton` there is no kernel, with `idle-kernel` it does
-nothing.
+the driver was asked for until the last copy ended.
 """
 
 import json
@@ -14,10 +13,8 @@ from typing import Any
 
 from kvdepot.lab.processes import wait_until
 from kvdepot.movers.child import run_mover
-from kvdepot_cuda.gather import KernelUnavailable
-from kvdepot_cuda.image import GatherImage
 from kvdepot_cuda.mover import open_mover
-from kvdepot_cuda.testing import FakeDriver, fake_gather
+from support.cuda.fake import FakeDriver
 
 FOLDER = Path(os.environ["KVDEPOT_FAKE_DEVICE"])
 PIECE_BYTES = 8 << 20
@@ -42,15 +39,8 @@ class MoverDriver(FakeDriver):
             file.write(f"{violation}\n")
 
 
-def idle(table: int, num_runs: int, num_programs: int) -> None:
-    del table, num_runs, num_programs
-
-
 def open_driver(ordinal: int) -> FakeDriver:
-    driver = MoverDriver(
-        ordinal, has_batch_copy=not (FOLDER / "no-batches").exists(),
-        run_kernel=idle if (FOLDER / "idle-kernel").exists() else None,
-    )  # fmt: skip
+    driver = MoverDriver(ordinal, has_batch_copy=not (FOLDER / "no-batches").exists())
     faults = FOLDER / "faults"
     if faults.exists():
         fault: dict[str, Any] = json.loads(faults.read_text())
@@ -60,11 +50,5 @@ def open_driver(ordinal: int) -> FakeDriver:
     return driver
 
 
-def compile_gather(capability: int) -> GatherImage:
-    if (FOLDER / "no-triton").exists():
-        raise KernelUnavailable("there is no triton")
-    return fake_gather(capability)
-
-
 if __name__ == "__main__":
-    run_mover(sys.argv[1:], open_mover(open_driver, PIECE_BYTES, compile_gather))
+    run_mover(sys.argv[1:], open_mover(open_driver, PIECE_BYTES))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
-from kvdepot.backends import Copier, CopyBarrier, CopyBatch
+from kvdepot.backends import Copier, CopyBatch
 from kvdepot.client.channel import Channel
 from kvdepot.client.link import Link
 
@@ -22,7 +22,7 @@ class Carrier:
         del link
         return True
 
-    def opened(self, link: Link, barrier: CopyBarrier) -> None:
+    def opened(self, link: Link) -> None:
         """Note a link that has become usable: new, or no longer suspended. Called before `attach`."""
 
     def prepare(self, channel: Channel) -> None:

@@ -24,7 +24,6 @@ MAXIMUM_CHUNKS: Final = 65_536  # per lookup: 4 million tokens in chunks of 64
 MAXIMUM_STORE_ENTRIES: Final = 32  # if each evicts another
 MAXIMUM_RETRIEVE_ENTRIES: Final = 128
 MAXIMUM_ALLOCATIONS: Final = 4096  # of a worker's device memory
-MAXIMUM_MOVER_OPTIONS: Final = 16
 
 EXTENT: Final = struct.Struct("<IHHIIQQQ")
 """One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, 0 u16, record u32, 0 u32, header u64 (the
@@ -128,7 +127,6 @@ class MoverOffer(Struct, array_like=True, frozen=True):
         tuple[Annotated[tuple[PagePlace, ...], Meta(min_length=1, max_length=4096)], ...],
         Meta(min_length=1, max_length=64),
     ]  # by group, then by page
-    options: Annotated[dict[Name, Identifier], Meta(max_length=MAXIMUM_MOVER_OPTIONS)] = {}  # for the mover alone
 
 
 class Hello(Struct, array_like=True, tag="hello", frozen=True):

@@ -32,8 +32,8 @@ import numpy.typing as npt
 from kvdepot.copying.runs import Addresses
 from kvdepot_cuda.driver import CopyKind, DriverError
 from kvdepot_cuda.image import GatherImage
-from kvdepot_cuda.testing.memory import FakeMemory, FakeTensor
-from kvdepot_cuda.testing.streams import FakeStream
+from support.cuda.fake.memory import FakeMemory, FakeTensor
+from support.cuda.fake.streams import FakeStream
 
 POISON: Final = 0xAB
 DEFAULT_STREAM: Final = 0
