@@ -31,6 +31,7 @@ def test_a_slow_tier_is_beside_lookups() -> None:
     assert int(waited[1]) > 0
 
 
+@pytest.mark.slow
 def test_a_disk_tier_is_listed_beside_questions(tmp_path: Path) -> None:
     printed = run("disk_index.py", "--entries", "1000", "--rounds", "2", str(tmp_path))
     assert printed.startswith("1000 entries: plain walk ")

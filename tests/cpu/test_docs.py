@@ -67,6 +67,7 @@ def test_commands_parse(place: str) -> None:
     make_parser().parse_args(shlex.split(COMMANDS[place], comments=True)[1:])
 
 
+@pytest.mark.slow
 def test_flags_that_are_named_in_passing_are_flags() -> None:
     unknown: list[str] = []
     help_of: dict[str, str] = {}

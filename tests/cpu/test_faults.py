@@ -41,6 +41,7 @@ def spawn(depot: DepotProcess) -> Iterator[Callable[[str], Engine]]:
 Spawn = Callable[[str], Engine]
 
 
+@pytest.mark.slow
 @pytest.mark.promise(9, 24)
 def test_what_a_killed_worker_had_prepared_is_never_found_and_its_space_comes_back(
     depot: DepotProcess, spawn: Spawn
@@ -55,6 +56,7 @@ def test_what_a_killed_worker_had_prepared_is_never_found_and_its_space_comes_ba
     assert other.ask("retrieve 1 3") == ["3", "0"]
 
 
+@pytest.mark.slow
 @pytest.mark.promise(25)
 def test_a_stopped_worker_keeps_its_space_until_it_is_dead(depot: DepotProcess, spawn: Spawn) -> None:
     victim, other = spawn("victim"), spawn("other")
@@ -89,6 +91,7 @@ def test_two_engines_that_store_the_same_at_once_make_one_copy(depot: DepotProce
     assert [engine.ask("retrieve 1 16") for engine in engines] == [["16", "0"]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.promise(9, 23)
 def test_half_written_chunks_of_a_killed_server_are_gone_and_sealed_ones_are_there(
     depot: DepotProcess, spawn: Spawn
@@ -105,6 +108,7 @@ def test_half_written_chunks_of_a_killed_server_are_gone_and_sealed_ones_are_the
     assert writer.ask("retrieve 1 20") == ["20", "0"]
 
 
+@pytest.mark.slow
 def test_unfinished_chunks_of_a_live_writer_wait_until_it_comes_back_or_dies(depot: DepotProcess, spawn: Spawn) -> None:
     victim, other = spawn("victim"), spawn("other")
     victim.ask("prepare 2 3")
@@ -140,6 +144,7 @@ def test_killing_the_server_over_and_over_under_load_serves_no_wrong_byte(depot:
         assert engine.ask("retrieve 9 12") == ["12", "0"]
 
 
+@pytest.mark.slow
 @pytest.mark.promise(59)
 def test_the_next_release_of_the_server_serves_this_one() -> None:
     with DepotProcess(module="support.cpu.next_release") as depot:

@@ -55,6 +55,7 @@ def kill(engine: Engine) -> None:
 Spawn = Callable[[str], Engine]
 
 
+@pytest.mark.slow
 @pytest.mark.promise(54)
 def test_containers_share_what_one_of_them_stored(depot: DepotProcess, spawn: Spawn) -> None:
     one, other = spawn("one"), spawn("other")
@@ -64,6 +65,7 @@ def test_containers_share_what_one_of_them_stored(depot: DepotProcess, spawn: Sp
     assert other.ask("retrieve 1 5") == ["5", "0"]
 
 
+@pytest.mark.slow
 @pytest.mark.promise(24, 54)
 def test_what_a_killed_container_had_prepared_comes_back(depot: DepotProcess, spawn: Spawn) -> None:
     victim, other = spawn("victim"), spawn("other")

@@ -18,6 +18,8 @@ from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.cpu.engines import CHUNK, Engine
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_SECONDS = 1.0  # of lookups that wait for tiers
 
 
@@ -106,7 +108,6 @@ def test_a_pool_that_is_too_small_is_a_window_on_the_disk(make: MakeNode, tmp_pa
     assert status.counters["entries_promoted"] >= 6 * 16 - (8 << 20) // CHUNK
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["store", "reuse", "evict"])
 def test_every_rule_of_demotion_serves_right_bytes_under_pressure(rule: str, make: MakeNode, tmp_path: Path) -> None:
     node = make(disk(tmp_path), pool_size="8MiB", options=("--demote", rule))
@@ -122,7 +123,6 @@ def test_every_rule_of_demotion_serves_right_bytes_under_pressure(rule: str, mak
     assert found > 0
 
 
-@pytest.mark.slow
 @pytest.mark.promise(29)
 def test_a_depot_killed_while_it_writes_and_reads_leaves_no_wrong_byte(make: MakeNode, tmp_path: Path) -> None:
     node = make(disk(tmp_path), pool_size="8MiB")
@@ -157,7 +157,6 @@ def test_clear_reaches_the_disk(make: MakeNode, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("tier/*/*/*/*"))
 
 
-@pytest.mark.slow
 def test_prefixes_are_warmed_and_pinned_by_command(make: MakeNode, tmp_path: Path) -> None:
     node = make(disk(tmp_path))
     engine = node.spawn()
@@ -244,7 +243,6 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hangs"
 
 
-@pytest.mark.slow
 @pytest.mark.promise(25, 31)
 def test_a_tier_that_hangs_costs_a_lookup_its_deadline_once_and_then_nothing(make: MakeNode, hanging: Path) -> None:
     node = make(f"hanging://{hanging}")
@@ -268,7 +266,6 @@ def test_a_tier_that_hangs_costs_a_lookup_its_deadline_once_and_then_nothing(mak
     assert find(engine, 2, 8) == 4
 
 
-@pytest.mark.slow
 def test_a_depot_stops_in_time_while_a_tier_hangs(make: MakeNode, hanging: Path) -> None:
     node = make(f"hanging://{hanging}")
     engine = node.spawn()

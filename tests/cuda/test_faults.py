@@ -11,6 +11,8 @@ from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, PIECE_BYTES, POOL_BYTES, FakeWorker
 
+pytestmark = pytest.mark.slow
+
 WAIT_SECONDS = 20.0
 
 
@@ -76,7 +78,6 @@ def test_a_driver_whose_batches_fail_is_asked_for_single_copies(
     assert len([record for record in caplog.records if "no batches" in record.message]) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_first_seen_by", ["copy_batch", "record_event"])
 def test_a_device_that_is_lost_is_misses_for_ever_one_line_and_closes(
     is_first_seen_by: str, cache: MakeCache, driver: FakeDriver, depot: DepotProcess, caplog: pytest.LogCaptureFixture
@@ -200,7 +201,6 @@ def test_what_cannot_be_registered_is_copied_all_the_same(
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.promise(23, 27)
 def test_ten_restarts_of_the_depot_leave_one_registration(
     cache: MakeCache, driver: FakeDriver, depot: DepotProcess

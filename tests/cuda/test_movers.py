@@ -34,6 +34,8 @@ from support.cuda.mover_faults import (
 )
 from support.cuda.node import FakeDevice
 
+pytestmark = pytest.mark.slow
+
 PLAN = PLANS["large pages"]
 
 
@@ -72,7 +74,6 @@ def mode_of(worker: Cache) -> str:
 # --- who is killed, and when ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 class TestWhoIsKilled(MoverFaultSuite):
     """Nobody but the living holds the device's memory."""
 

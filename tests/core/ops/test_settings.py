@@ -164,6 +164,7 @@ def test_the_file_in_the_docs_is_one(tmp_path: Path) -> None:
     assert options["quotas"] == {"acme": 16 << 30}
 
 
+@pytest.mark.slow
 def test_what_config_prints_starts_a_depot_with_the_same_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,8 @@ from kvdepot.lab.processes import DepotProcess
 from kvdepot.server.access import Access
 from support.peer import Peer, prompt
 
+pytestmark = pytest.mark.slow
+
 GROUP, STRANGER = 54_321, 54_322
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can start processes of other users")
@@ -79,7 +81,6 @@ def store(depot: DepotProcess) -> None:
     peer.close()
 
 
-@pytest.mark.slow
 @as_root
 def test_members_of_the_group_are_served_and_others_are_not(directory: Path) -> None:
     with DepotProcess("--socket-group", str(GROUP), directory=directory) as depot:

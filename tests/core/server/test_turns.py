@@ -123,6 +123,7 @@ def gate(full: FullDepot, bound: float, work: Callable[[int], object]) -> None:
     assert min(longest) <= bound * scale, f"{longest} s on a machine {scale:.1f} times slower"
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_lookups_stores_and_hints_of_engines(full: FullDepot) -> None:
     def work(number: int) -> None:
