@@ -470,6 +470,17 @@ def test_a_successor_keeps_the_extent_of_a_writer_whose_cache_or_tenant_has_no_n
     assert again.extents.used_bytes == 0
 
 
+def test_the_bytes_of_a_writer_without_a_name_are_no_later_tenant_s() -> None:
+    """Regression: the next tenant got the number of the lost name, and later had less than no bytes."""
+    bench = Bench()
+    bench.worker().prepare(prompt(1))
+    again = bench.successor(specs=[])
+    again.quotas.add_label(0, "somebody")
+    again.discard_entry(bench.unfinished[0])
+    assert list(again.quotas.first_tenants(1)) == [("somebody", 0)]
+    again.check_integrity()
+
+
 @pytest.mark.promise(30)
 def test_what_lost_its_parent_to_damage_is_freed_with_it() -> None:
     bench = Bench()
@@ -523,6 +534,20 @@ def test_of_two_keys_that_begin_alike_one_is_found_after_a_restart_and_all_can_l
     assert (again.num_entries, again.extents.used_bytes) == (1, PAGE)
     assert again.evict_one()
     assert (again.num_chunks, again.extents.used_bytes) == (0, 0)
+
+
+def test_chunks_after_two_keys_that_begin_alike_are_not_found_after_a_restart() -> None:
+    """Regression: they followed whichever of the two was read first, and hid that the chunk before them was gone."""
+    bench = Bench()
+    worker, run = bench.worker(), prompt(3)
+    alike = KeyRun(run.digests[32:48] + bytes(16), 1, run.digests[:32])
+    worker.store(run.slice(0, 1))
+    worker.store(alike)
+    worker.store(run.slice(1))
+    again = bench.successor()
+    assert found(again, run) == 1
+    assert again.num_entries == 2
+    again.check_integrity()
 
 
 def test_a_child_stored_before_its_parent_was_aborted_and_stored_again_survives_a_restart() -> None:

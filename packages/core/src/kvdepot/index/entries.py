@@ -7,6 +7,7 @@ extent) or lingering (removed while a tier copies it).
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
@@ -16,6 +17,8 @@ from kvdepot.index.tree import NO_NODE, Nodes
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 from kvdepot.wire.messages import EXTENT
+
+_NO_LABEL: Final = 1 << 32  # more than a record can have
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +181,10 @@ class Entries:
         """Take over an unfinished entry as if it had been abandoned: its extent counts against its tenant."""
         share, size = self._quotas.share_of(record.label), extent_size(record.num_bytes)
         self._node_of[record.number] = NO_NODE
-        self.abandoned[record.number] = record.label
-        self._quotas.account(record.label, share, size)
+        # An unknown name gets its number later, for somebody else, if the end of the names was lost.
+        label = record.label if self._quotas.tenant_of(record.label) else _NO_LABEL
+        self.abandoned[record.number] = label
+        self._quotas.account(label, share, size)
         self._begin_writing(record.number, share, size)
 
     def move(self, node: int, share: int) -> None:

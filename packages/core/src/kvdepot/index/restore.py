@@ -104,13 +104,14 @@ class Restoring:
         node = space.nodes.get(record.key)
         if node is None:
             if name in level:
-                return False  # two keys begin alike, so the parent is ambiguous
+                level[name] = NO_NODE  # two keys begin alike: nobody knows which of them later chunks follow
+                return False
             node = self._parts.add_node(space, record.key, parent, record.depth, record.label)
             nodes.last_use[node] = 0
             self.nodes.append(node)
+            level[name] = node
         elif nodes.depth[node] != record.depth or entries.has(node, record.group, record.shard):
             return False
-        level[name] = node
         entries.restore(record, node)
         nodes.last_use[node] = max(nodes.last_use[node], record.last_use)
         self._parts.visibility.sealed_groups[node] |= entries.is_whole(record.number)
