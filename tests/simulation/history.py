@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from simulation.memory import Violation
-from simulation.world import Event, Setup, World
+from simulation.setup import Setup
+from simulation.world import Event, World
 
 NUM_STEPS: Final = 250
 _WEIGHTS: Final = {
     "start": 20, "restore": 14, "kill_server": 1.5, "turn": 8, "connect": 14, "disconnect": 0.7, "unregister": 0.5,
     "kill": 0.5, "bury": 4, "stop": 1, "prepare": 12, "copy": 24, "end_store": 24, "lookup": 10, "release": 4,
     "end_request": 1, "retrieve": 10, "read": 20, "hint": 1, "tier_begin": 24, "tier_end": 24, "tier_fails": 0.3,
-    "operate": 1, "report": 0.7, "linger": 1, "check": 2,
+    "operate": 1, "report": 0.7, "linger": 1, "check": 2, "grow": 1, "damage": 2, "lie": 2, "note": 2, "blend": 2,
 }  # fmt: skip
 _MOODS: Final = (dict[str, float](), {"kill_server": 10, "start": 3, "restore": 3})
 _SLOW: Final = {"turn": 3, "lookup": 5, "prepare": 3, "tier_fails": 0, "operate": 0, "kill_server": 2}
@@ -51,6 +52,8 @@ def run_seed(seed: int, num_steps: int = NUM_STEPS) -> Outcome:
         world.finish()
     except Violation as violation:
         failure = str(violation)
+    finally:
+        world.close()
     return Outcome(events, failure, world.num_crashes, world.num_reads)
 
 
@@ -63,6 +66,8 @@ def replay(setup: Setup, events: Sequence[Event], say: Callable[[str], object] |
         world.finish()
     except Violation as violation:
         return str(violation)
+    finally:
+        world.close()
     return None
 
 

@@ -1,11 +1,14 @@
 # pyright: reportPrivateUsage=false
 """Memory that outlives a simulated server: the pool's pages, table and names, with a crash after any write."""
 
+import os
 import struct
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 
-from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
+from kvdepot.errors import PoolError
+from kvdepot.pool.names import MAGIC, NamesFile
 from kvdepot.pool.table import IndexTable, table_size_bytes
 
 PAGE = 4096
@@ -68,23 +71,26 @@ class CrashingTable(IndexTable):
         super()._put_header(place, header)
 
 
-class CrashingNames:
-    """The names file over bytes that outlive it."""
+class CrashingNames(NamesFile):
+    """The names file; the server may be killed while it appends a name."""
 
-    def __init__(self, raw: bytearray, fuse: Fuse) -> None:
-        self._raw, self._fuse = raw, fuse
-        self.found, size = decode_names(bytes(raw))
-        del raw[size:]
-        self.num_spaces, self.num_labels = len(self.found.spaces), len(self.found.labels)
+    fuse: Fuse
 
-    def add(self, names: Names) -> None:
-        frame = encode_names(names)
-        if self._fuse.burn():
-            self._raw += frame[: self._fuse.torn]
+    def _append(self, frame: bytes) -> None:
+        if self.fuse.burn():
+            os.pwrite(self._fd, frame[: self.fuse.torn], self._size_bytes)
             raise Crash
-        self._raw += frame
-        self.num_spaces += len(names.spaces)
-        self.num_labels += len(names.labels)
+        super()._append(frame)
+
+
+def num_pages(num_bytes: int) -> int:
+    """Return how many pages so many bytes touch, from the start of a page on."""
+    return -(-num_bytes // PAGE)
+
+
+def pages_in(offset: int, num_bytes: int) -> range:
+    """Return the numbers of the pages that an extent touches."""
+    return range(offset // PAGE, num_pages(offset + num_bytes))
 
 
 @dataclass(eq=False)
@@ -102,27 +108,48 @@ class Claim:
         return self.num_written == self.num_pages
 
 
-@dataclass
 class Memory:
-    """Table, names and pages, and who may write which page."""
+    """Table, names and pages, and who may write which page. `close` it."""
 
-    num_pages: int
-    table: bytearray = field(default_factory=lambda: bytearray(table_size_bytes(NUM_RECORDS)))
-    names: bytearray = field(default_factory=lambda: bytearray(MAGIC))
-    pages: list[Tag | None] = field(default_factory=list[Any])
-    claims: dict[int, Claim] = field(default_factory=dict[int, Claim])
+    def __init__(self, num_pages: int, ready_pages: int) -> None:
+        self.num_pages = num_pages
+        self.ready_pages = ready_pages  # the first ones: the others have no memory yet
+        self.table = bytearray(table_size_bytes(NUM_RECORDS))
+        self.names_fd = os.memfd_create("names")
+        os.write(self.names_fd, MAGIC)
+        self.pages: list[Tag | None] = [None] * num_pages
+        self.claims: dict[int, Claim] = {}  # by page
+        self.copied = Counter[int]()  # pages that a tier copies
 
-    def __post_init__(self) -> None:
-        self.pages = [None] * self.num_pages
+    def close(self) -> None:
+        os.close(self.names_fd)
+
+    def open_names(self, fuse: Fuse) -> CrashingNames:
+        """Open the names as a server that starts does.
+
+        Raises:
+            Violation: a server could not start with them.
+        """
+        try:
+            names = CrashingNames.open(Path(f"/proc/self/fd/{self.names_fd}"))
+        except PoolError as error:
+            raise Violation(f"the names of an earlier server cannot be read: {error}") from error
+        names.fuse = fuse
+        return names
 
     def claim(self, holder: str, place: Place, offset: int, num_bytes: int) -> Claim:
         """Grant an extent to a writer.
 
         Raises:
-            Violation: another writer may still write to a page of it.
+            Violation: a page of it has no memory, a tier copies it, or another writer may still write to it.
         """
-        claim = Claim(holder, place, offset // PAGE, -(-num_bytes // PAGE))
-        for page in range(claim.first_page, claim.first_page + claim.num_pages):
+        pages = pages_in(offset, num_bytes)
+        claim = Claim(holder, place, pages.start, len(pages))
+        for page in pages:
+            if page >= self.ready_pages:
+                raise Violation(f"page {page} is given to {holder} and has no memory yet")
+            if self.copied[page]:
+                raise Violation(f"page {page} is given to {holder} while a tier copies it")
             other = self.claims.get(page)
             if other is not None:
                 raise Violation(f"page {page} is given to {holder} while {other.holder} may still write to it")
@@ -141,12 +168,15 @@ class Memory:
         for page in range(claim.first_page, claim.first_page + claim.num_pages):
             del self.claims[page]
 
+    def pages_of(self, offset: int, num_bytes: int) -> list[Tag | None]:
+        """Return the content of the pages of an extent."""
+        return [self.pages[page] for page in pages_in(offset, num_bytes)]
+
     def check_content(self, place: Place, offset: int, num_bytes: int, why: str) -> None:
         """Fail unless an extent holds the complete content of a place."""
-        first = offset // PAGE
-        for number in range(-(-num_bytes // PAGE)):
-            if self.pages[first + number] != (*place, number):
-                raise Violation(f"{why}: page {first + number} holds {describe(self.pages[first + number])}")
+        for number, page in enumerate(pages_in(offset, num_bytes)):
+            if self.pages[page] != (*place, number):
+                raise Violation(f"{why}: page {page} holds {describe(self.pages[page])}")
 
 
 def describe(tag: Tag | None) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 from unittest.mock import Mock
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -10,7 +11,8 @@ from kvdepot.pool.table import IndexTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.quarantine import QuarantineTable
 from simulation.history import replay, run_seed, shrink, story
-from simulation.world import Setup, World
+from simulation.setup import Setup
+from simulation.world import World
 
 NUM_SEEDS = 400
 
@@ -56,16 +58,17 @@ def test_a_living_writer_that_is_taken_for_dead_is_found(monkeypatch: pytest.Mon
 
 
 def test_an_unfinished_entry_whose_extent_is_given_away_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    abandon, free, freed = Entries.abandon, Entries.free_abandoned, list[int]()
+    abandon, free = Entries.abandon, Entries.free_abandoned
+    freed: WeakKeyDictionary[Entries, list[int]] = WeakKeyDictionary()
 
     def free_now(entries: Entries, record: int) -> None:
         abandon(entries, record)
         free(entries, record)
-        freed.append(record)
+        freed.setdefault(entries, []).append(record)
 
     def free_once(entries: Entries, record: int) -> None:
-        if record in freed:
-            freed.remove(record)
+        if record in freed.get(entries, ()):
+            freed[entries].remove(record)
         else:
             free(entries, record)
 

@@ -14,7 +14,7 @@ from kvdepot.tiers.jobs import Call, Operation
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.seal import checksum_of, make_seal
-from simulation.memory import PAGE, Claim, Memory, Tag, Violation
+from simulation.memory import PAGE, Claim, Memory, Tag, Violation, num_pages, pages_in
 
 DEADLINE_SECONDS = 2.0
 MAXIMUM_ENTRIES = 64
@@ -41,7 +41,7 @@ class Storage:
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         self._check()
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
-            tags = self.memory.pages[offset // PAGE : (offset + num_bytes) // PAGE]
+            tags = self.memory.pages_of(offset, num_bytes)
             first = tags[0]
             for number, tag in enumerate(tags):
                 if first is None or tag != (key[-DIGEST_BYTES:], *first[1:3], number):
@@ -60,7 +60,7 @@ class Storage:
         tags = self.entries.get(key, [])
         for number, tag in enumerate(tags):
             self.memory.pages[offset // PAGE + number] = tag
-        return make_seal(key, num_bytes, checksum_of(b"")) if len(tags) * PAGE == num_bytes else None
+        return make_seal(key, num_bytes, checksum_of(b"")) if len(tags) == num_pages(num_bytes) else None
 
     def remove(self, keys: Sequence[bytes]) -> None:
         raise Violation(f"the tier is said to have broken {len(keys)} entries")
@@ -99,7 +99,8 @@ class Threads:
         self._make_call, self._on_ended, self._clock = make_call, on_ended, clock
         self.waiting: dict[Operation, deque[Call]] = {operation: deque[Call]() for operation in Operation}
         self.begun: list[Call] = []
-        self.claims: dict[int, list[Claim]] = {}  # by id of the call
+        self.claims: dict[int, list[Claim]] = {}  # of reads, by id of the call
+        self.sources: dict[int, list[int]] = {}  # the pages that a write copies, by id of the call
 
     def hire(self) -> None:
         return
@@ -116,6 +117,9 @@ class Threads:
                 self.claims[id(call)] = [
                     self.memory.claim(self.holder, (key[-DIGEST_BYTES:], -1, -1), *extent) for key, extent in places
                 ]
+            elif call.operation is Operation.WRITE:
+                self.sources[id(call)] = [page for extent in call.extents for page in pages_in(*extent)]
+                self.memory.copied.update(self.sources[id(call)])
 
     def num_waiting(self, operation: Operation) -> int:
         return len(self.waiting[operation])
@@ -155,9 +159,10 @@ class Threads:
         return call
 
     def let_go(self, call: Call) -> None:
-        """Release the claims of a call, which no longer writes."""
+        """Release the pages of a call, which no longer touches them."""
         for claim in self.claims.pop(id(call), ()):
             self.memory.end(claim)
+        self.memory.copied.subtract(self.sources.pop(id(call), ()))
 
     def close(self, drain_seconds: float, running_seconds: float, num_hung: int) -> None:
         del drain_seconds, running_seconds, num_hung

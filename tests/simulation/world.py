@@ -5,22 +5,22 @@ Every step is one event of a history, `(name, a, b, c)`, whose numbers choose am
 impossible event does nothing, so a history stays valid when events are removed.
 """
 
-import random
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from kvdepot.client.verify import count_valid_chunks
-from kvdepot.config import Demotion
 from kvdepot.errors import ErrorCode, IntegrityError
 from kvdepot.index.index import ChunkIndex, digest_of
 from kvdepot.index.quotas import QuotaTable
-from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
-from kvdepot.layout import GroupKind
+from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.names import Names
-from kvdepot.pool.table import SEALED, TableReader, Writer
+from kvdepot.pool.names import MAGIC, Names
+from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, TableReader, Writer
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Deferred, Refused
@@ -36,11 +36,25 @@ from simulation.memory import (
     PAGE,
     Claim,
     Crash,
-    CrashingNames,
     CrashingTable,
     Fuse,
     Memory,
     Violation,
+    num_pages,
+    pages_in,
+)
+from simulation.setup import (
+    ABOVE,
+    FULL,
+    LETTER_TOKENS,
+    NAMES,
+    NUM_CHUNKS,
+    PROMPTS,
+    STATE,
+    TEXTS,
+    WINDOW,
+    Setup,
+    segments_of,
 )
 from simulation.tier import SimulatedQueue, Storage, make_queue
 from support.integrity import check_empty
@@ -48,54 +62,8 @@ from support.integrity import check_empty
 Event = tuple[str, int, int, int]
 
 LEASE_SECONDS: Final = 10.0
-NUM_PROCESSES: Final = 4
-FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
-SPECS: Final = (
-    m.CacheSpec(1, (m.GroupShape(FULL, 1),), "plain"),
-    m.CacheSpec(1, (m.GroupShape(FULL, 1, num_shards=2),), "two shards"),
-    m.CacheSpec(1, (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, 3), m.GroupShape(STATE, 1)), "hybrid"),
-    m.CacheSpec(1, (m.GroupShape(WINDOW, 1, 3, num_shards=2),), "only a window"),
-)
-NUM_CHUNKS: Final = 4
-PROMPTS: Final = tuple(
-    hash_prefix(Namespace("model", tenant=f"tenant-{n % 2}"), 1, [n // 2 * (i > 1) + i for i in range(NUM_CHUNKS)])
-    for n in range(4)
-)
-NAMES: Final = {
-    PROMPTS[n].digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]: f"{'abcd'[n]}{i}"
-    for n in (3, 2, 1, 0)
-    for i in range(NUM_CHUNKS)
-}
-
-
-def entry_bytes(group: int) -> int:
-    """Return the size of an entry: one page in the group of windows, else two."""
-    return PAGE if group == 1 else 2 * PAGE
-
-
-DEMOTIONS: Final = (None, Demotion.STORE, Demotion.STORE, Demotion.REUSE, Demotion.EVICT)
-
-
-@dataclass
-class Setup:
-    """The constants of a history."""
-
-    spec: m.CacheSpec
-    num_pages: int
-    policy: str
-    demotion: Demotion | None
-    quotas: dict[str, int]
-    has_history: bool  # the tier has every chunk from the start
-    is_slow: bool  # reads of the tier hang
-
-    @classmethod
-    def of_seed(cls, seed: int) -> "Setup":
-        rng = random.Random(f"setup {seed}")
-        quotas = {"tenant-0": 3 * PAGE} if rng.random() < 0.3 else {}
-        spec, num_pages, policy = rng.choice(SPECS), rng.randint(5, 20), rng.choice(["lru", "arc", "auto"])
-        demotion = rng.choice(DEMOTIONS)
-        is_slow = demotion is not None and rng.random() < 0.4
-        return cls(spec, num_pages, policy, demotion, quotas, is_slow or rng.random() < 0.5, is_slow)
+PROCESS_OF_WORKER: Final = (0, 0, 1, 2)  # two workers share a process
+NUM_WORKERS: Final = len(PROCESS_OF_WORKER)
 
 
 @dataclass(eq=False)
@@ -123,20 +91,36 @@ class Retrieve:
 
 @dataclass(eq=False)
 class Process:
-    """An engine's process with one worker, which also acts as the scheduler."""
+    """A process of an engine, which is stopped and killed as a whole."""
 
-    name: str
     writer: Writer
-    rank: int
     is_alive: bool = True
     is_stopped: bool = False
+
+
+@dataclass(eq=False)
+class Lease:
+    """A lease on the first chunks of a prompt, or on the extents of a retrieve."""
+
+    number: int
+    run: KeyRun
+    num_chunks: int
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker with a connection of its own, which also acts as the scheduler of its engine."""
+
+    name: str  # of the engine
+    process: Process
+    rank: int
     epoch: int = 0  # of the server to which it believes it is connected
     session: int = 0
     context: int = 0
     shards: tuple[int, ...] = ()
     stores: list[Store] = field(default_factory=list[Store])
     retrieves: list[Retrieve] = field(default_factory=list[Retrieve])
-    leases: list[int] = field(default_factory=list[int])
+    leases: list[Lease] = field(default_factory=list[Lease])
 
 
 class Server:
@@ -148,9 +132,10 @@ class Server:
         self.writer = Writer(pid, 1)
         size = setup.num_pages * PAGE
         table = CrashingTable(memory.table, self.fuse)
-        self.index = ChunkIndex(ExtentAllocator(size), table, setup.policy, QuotaTable(size, setup.quotas))
+        extents = ExtentAllocator(size, memory.ready_pages * PAGE)
+        self.index = ChunkIndex(extents, table, setup.policy, QuotaTable(size, setup.quotas))
         self.depot = Depot(self.index, epoch=pid, lease_seconds=LEASE_SECONDS, clock=world.clock)
-        self.names = CrashingNames(memory.names, self.fuse)
+        self.names = memory.open_names(self.fuse)
         self.queue: SimulatedQueue | None = None
         if setup.demotion is not None:
             self.queue = make_queue(world.storage, f"the server {pid}", world.clock)
@@ -185,7 +170,7 @@ class World:
     def __init__(self, setup: Setup, say: Callable[[str], object] | None = None) -> None:
         self.setup = setup
         self.now = 50.0
-        self.memory = Memory(setup.num_pages)
+        self.memory = Memory(setup.num_pages, setup.ready_pages)
         self.storage = Storage(self.memory)
         if setup.has_history:
             self._fill_tier()
@@ -195,7 +180,10 @@ class World:
         self.server: Server | None = None
         self.lingering: list[tuple[Writer, Any, list[Claim]]] = []  # calls of dead servers that are still in the kernel
         self.dead: list[Writer] = []  # processes whose end was not yet reported to the server
-        self.processes = [self._new_process(number) for number in range(NUM_PROCESSES)]
+        self.suspect: set[bytes] = set()  # chunks of which a client reported an entry
+        self.waiting: list[Deferred] = []  # lookups of the present server without an answer
+        processes = [Process(Writer(self._number(), 1)) for _ in set(PROCESS_OF_WORKER)]
+        self.workers = [self._new_worker(number, processes[each]) for number, each in enumerate(PROCESS_OF_WORKER)]
         self._events: dict[str, Callable[[int, int, int], str | None]] = {
             name.removeprefix("on_"): getattr(self, name) for name in dir(self) if name.startswith("on_")
         }
@@ -206,15 +194,22 @@ class World:
             for chunk in range(NUM_CHUNKS):
                 key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
                 for group, shape in enumerate(self.setup.spec.groups):
-                    layout = int.from_bytes(digest_of((1, (entry_bytes(group),)))[:8], "little")
+                    num_bytes = self.setup.entry_bytes[group]
+                    layout = int.from_bytes(digest_of((1, (num_bytes,)))[:8], "little")
                     for shard in range(shape.num_shards):
-                        place = place_of(spec, group, shard, layout, entry_bytes(group))
+                        place = place_of(spec, group, shard, layout, num_bytes)
                         self.storage.entries[tier_key(label_of(run.tenant), model, place, key)] = [
-                            (key, group, shard, number) for number in range(entry_bytes(group) // PAGE)
+                            (key, group, shard, number) for number in range(num_pages(num_bytes))
                         ]
 
     def clock(self) -> float:
         return self.now
+
+    def close(self) -> None:
+        """Close what has a descriptor."""
+        self.memory.close()
+        if self.server is not None:
+            self.server.names.close()
 
     def do(self, event: Event) -> bool:
         """Make an event happen. Return False if it is impossible now.
@@ -244,8 +239,9 @@ class World:
         self._next += 1
         return self._next
 
-    def _new_process(self, number: int) -> Process:
-        return Process(f"engine-{number}", Writer(self._number(), 1), number % 2)
+    @staticmethod
+    def _new_worker(number: int, process: Process) -> Worker:
+        return Worker(f"engine-{PROCESS_OF_WORKER[number]}", process, number % 2)
 
     # --- the server -----------------------------------------------------------------------------------------------
 
@@ -256,17 +252,19 @@ class World:
         if is_fresh:
             self._forget_files()
         self.server = Server(self, self._number())
-        for process in self.processes:
-            process.session = 0  # the kernel closed every connection
+        self.suspect.clear()
+        for worker in self.workers:
+            worker.session = 0  # the kernel closed every connection
+        self.waiting.clear()
         return f"a server starts (process {self.server.writer.pid}){' with new files' if is_fresh else ''}"
 
     def _forget_files(self) -> None:
         """Give the next server new files. Processes that mapped the old files write to those."""
-        self.memory.claims.clear()
-        self.memory.__init__(self.setup.num_pages)
+        self.memory.close()
+        self.memory.__init__(self.setup.num_pages, self.memory.ready_pages)
         self.lingering.clear()
-        for process in self.processes:
-            process.stores, process.retrieves = [], []
+        for worker in self.workers:
+            worker.stores, worker.retrieves = [], []
 
     def on_restore(self, a: int, b: int, c: int) -> str | None:
         server = self.server
@@ -301,6 +299,7 @@ class World:
         assert server is not None
         self.num_crashes += 1
         self.server = None
+        server.names.close()
         self.dead.clear()
         if server.queue is None:
             return
@@ -332,7 +331,7 @@ class World:
     def await_death(self, writer: Writer) -> bool:
         """Replace the session table: watch a process that may be alive."""
         assert self.server is not None
-        is_alive = any(process.writer == writer and process.is_alive for process in self.processes) or any(
+        is_alive = any(worker.process.writer == writer and worker.process.is_alive for worker in self.workers) or any(
             other == writer for other, _, _ in self.lingering
         )
         if is_alive:
@@ -351,11 +350,66 @@ class World:
         self.now += (0.0, 0.1, 1.0, 3.0, 11.0)[a % 5]
         depot = server.depot
         depot.expire()
+        depot.flights.expire(self.now)
         depot.background.work(lambda: bool(b % 2))
         if depot.state.tiering is not None:
             depot.state.tiering.turn(lambda: bool(b % 3))
         self._look(server)
         return f"the loop turns at {self.now:.1f} s"
+
+    def on_grow(self, a: int, b: int, c: int) -> str | None:
+        """Give more of the pool memory, while the server reads back, too."""
+        server, memory = self.server, self.memory
+        if server is None or memory.ready_pages == memory.num_pages:
+            return None
+        memory.ready_pages = min(memory.num_pages, memory.ready_pages + 1 + a % 4)
+        server.index.extents.grow(memory.ready_pages * PAGE)
+        return f"{memory.ready_pages} of {memory.num_pages} pages have memory"
+
+    def on_damage(self, a: int, b: int, c: int) -> str | None:
+        """Damage files between two servers: the names lose their end, a byte is another, or an entry is there twice.
+
+        Nobody may lose the extent that it writes, so records of unfinished entries stay.
+        """
+        if self.server is not None:
+            return None
+        memory, table = self.memory, IndexTable(self.memory.table, NUM_RECORDS)
+        number = a % NUM_RECORDS
+        if c % 3 == 0:
+            size = os.fstat(memory.names_fd).st_size
+            os.ftruncate(memory.names_fd, max(len(MAGIC), size - 1 - b))
+            return f"the names lose up to {1 + b} bytes"
+        if c % 3 == 1:
+            if table.header(number) & 0xFF == WRITING:
+                return None
+            memory.table[HEADER_PAGE_BYTES + number * RECORD_BYTES + b % RECORD_BYTES] ^= 1 + c // 3
+            return f"byte {b % RECORD_BYTES} of record {number} is another"
+        return self._copy_entry(table, number, b)
+
+    def _copy_entry(self, table: IndexTable, number: int, b: int) -> str | None:
+        """Give an entry a second record and extent, which a right server never does."""
+        memory, found = self.memory, table.record(number)
+        target = next((each for each in range(NUM_RECORDS) if not table.header(each) & 0xFF), None)
+        if found is None or found.state != SEALED or target is None:
+            return None
+        taken = {page for each in table.records() for page in pages_in(each.offset, each.num_bytes)} | set(
+            memory.claims
+        )
+        size = num_pages(found.num_bytes)
+        starts = [
+            start for start in range(memory.ready_pages - size + 1) if taken.isdisjoint(range(start, start + size))
+        ]
+        if not starts:
+            return None
+        start = starts[b % len(starts)]
+        memory.pages[start : start + size] = memory.pages_of(found.offset, found.num_bytes)
+        table.write(
+            target, space=found.space, group=found.group, shard=found.shard, offset=start * PAGE,
+            num_bytes=found.num_bytes, key=found.key, parent=found.parent, depth=found.depth, layout=found.layout,
+            label=found.label, writer=found.writer, owner=found.owner,
+        )  # fmt: skip
+        table.seal(target, found.last_use)
+        return f"record {target} is a copy of record {number}, with pages of its own"
 
     def _look(self, server: Server) -> None:
         counters = server.depot.counters
@@ -364,22 +418,22 @@ class World:
 
     # --- processes ------------------------------------------------------------------------------------------------
 
-    def _able(self, a: int) -> Process | None:
+    def _able(self, a: int) -> Worker | None:
         """Return a process that can act."""
-        process = self.processes[a % NUM_PROCESSES]
-        return process if process.is_alive and not process.is_stopped else None
+        worker = self.workers[a % NUM_WORKERS]
+        return worker if worker.process.is_alive and not worker.process.is_stopped else None
 
-    def _connected(self, a: int) -> Process | None:
-        process = self._able(a)
-        is_there = process is not None and self.server is not None and process.session
-        return process if is_there else None
+    def _connected(self, a: int) -> Worker | None:
+        worker = self._able(a)
+        is_there = worker is not None and self.server is not None and worker.session
+        return worker if is_there else None
 
-    def _ask(self, process: Process, request: frames.Request) -> Any:
+    def _ask(self, worker: Worker, request: frames.Request) -> Any:
         """Send a request and return the reply, or None if it was refused or comes later."""
         server = self.server
         assert server is not None
         try:
-            reply = server.depot.handle(process.session, process.writer, request)
+            reply = server.depot.handle(worker.session, worker.process.writer, request)
         except Refused as error:
             if error.code not in (ErrorCode.UNKNOWN_TICKET, ErrorCode.UNKNOWN_CONTEXT):
                 raise Violation(f"{type(request).__name__} is refused: {error}") from error
@@ -391,71 +445,70 @@ class World:
 
     def on_connect(self, a: int, b: int, c: int) -> str | None:
         """Open a session and register, once no copy is running."""
-        process = self._able(a)
-        if process is None or self.server is None or process.session:
+        worker = self._able(a)
+        if worker is None or self.server is None or worker.session:
             return None
-        self._end_jobs(process)
-        self._register(process)
-        return f"{process.name} (process {process.writer.pid}) connects"
+        self._end_jobs(worker)
+        self._register(worker)
+        return f"{worker.name} (process {worker.process.writer.pid}) connects"
 
-    def _register(self, process: Process) -> None:
+    def _register(self, worker: Worker) -> None:
         assert self.server is not None
-        process.session, process.epoch, process.leases = self._number(), self.server.writer.pid, []
+        worker.session, worker.epoch, worker.leases = self._number(), self.server.writer.pid, []
         spec = self.setup.spec
-        process.shards = tuple(process.rank if group.num_shards > 1 else 0 for group in spec.groups)
+        worker.shards = tuple(worker.rank if group.num_shards > 1 else 0 for group in spec.groups)
         details = tuple(
-            m.GroupDetail((entry_bytes(number),), 8, shard=shard) for number, shard in enumerate(process.shards)
+            m.GroupDetail((self.setup.entry_bytes[number],), 8, shard=shard)
+            for number, shard in enumerate(worker.shards)
         )
         reply = self._ask(
-            process,
-            m.RegisterKVCache(
-                m.PROTOCOL_VERSION, process.name, process.rank, 2, "none", "none", "model", spec, details
-            ),
+            worker,
+            m.RegisterKVCache(m.PROTOCOL_VERSION, worker.name, worker.rank, 2, "none", "none", "model", spec, details),
         )
-        process.context = reply.context
+        worker.context = reply.context
 
-    def _end_jobs(self, process: Process) -> None:
-        for store in process.stores:
+    def _end_jobs(self, worker: Worker) -> None:
+        for store in worker.stores:
             for claim in store.claims:
                 self.memory.end(claim)
-        process.stores, process.retrieves = [], []
+        worker.stores, worker.retrieves = [], []
 
     def on_unregister(self, a: int, b: int, c: int) -> str | None:
-        process = self._connected(a)
-        if process is None or not process.context:
+        worker = self._connected(a)
+        if worker is None or not worker.context:
             return None
-        self._end_jobs(process)
-        self._ask(process, m.Unregister(process.context))
-        self._register(process)
-        return f"{process.name} unregisters and registers again"
+        self._end_jobs(worker)
+        self._ask(worker, m.Unregister(worker.context))
+        self._register(worker)
+        return f"{worker.name} unregisters and registers again"
 
     def on_disconnect(self, a: int, b: int, c: int) -> str | None:
         """Close the connection; the process lives and may continue copying."""
-        process = self.processes[a % NUM_PROCESSES]
-        if not process.is_alive or self.server is None or not process.session:
+        worker = self.workers[a % NUM_WORKERS]
+        if not worker.process.is_alive or self.server is None or not worker.session:
             return None
-        self._end_session(process)
-        return f"the connection of {process.name} closes"
+        self._end_session(worker)
+        return f"the connection of {worker.name} closes"
 
-    def _end_session(self, process: Process) -> None:
+    def _end_session(self, worker: Worker) -> None:
         assert self.server is not None
-        self.server.depot.end_session(process.session)
-        process.session = 0
-        if any(quarantine.fence[0] == process.writer for quarantine in self.server.depot.quarantine.held):
-            self.server.watched.add(process.writer)
+        self.server.depot.end_session(worker.session)
+        worker.session = 0
+        if any(quarantine.fence[0] == worker.process.writer for quarantine in self.server.depot.quarantine.held):
+            self.server.watched.add(worker.process.writer)
 
     def on_kill(self, a: int, b: int, c: int) -> str | None:
         """Kill a process; another of the same name takes its place."""
-        number = a % NUM_PROCESSES
-        process = self.processes[number]
-        self._end_jobs(process)
+        process, successor = self.workers[a % NUM_WORKERS].process, Process(Writer(self._number(), 1))
         process.is_alive = False
-        self.processes[number] = self._new_process(number)
-        if self.server is not None:
-            if process.session:
-                self._end_session(process)
-            self._note_death(process.writer)
-        return f"{process.name} (process {process.writer.pid}) is killed"
+        for number, worker in enumerate(self.workers):
+            if worker.process is process:
+                self._end_jobs(worker)
+                self.workers[number] = self._new_worker(number, successor)
+                if self.server is not None and worker.session:
+                    self._end_session(worker)
+        self._note_death(process.writer)
+        return f"process {process.writer.pid} is killed"
 
     def on_bury(self, a: int, b: int, c: int) -> str | None:
         """Report a death to the server."""
@@ -466,9 +519,9 @@ class World:
         return f"the server sees that process {writer.pid} is dead"
 
     def on_stop(self, a: int, b: int, c: int) -> str | None:
-        process = self.processes[a % NUM_PROCESSES]
+        process = self.workers[a % NUM_WORKERS].process
         process.is_stopped = not (process.is_stopped or c % 4)
-        return f"{process.name} is {'stopped' if process.is_stopped else 'continued'}"
+        return f"process {process.writer.pid} is {'stopped' if process.is_stopped else 'continued'}"
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
@@ -482,30 +535,30 @@ class World:
         return tuple(min(run.num_chunks, window[group.kind]) for group in self.setup.spec.groups)
 
     def on_prepare(self, a: int, b: int, c: int) -> str | None:
-        process = self._connected(a)
-        if process is None or len(process.stores) >= 2:
+        worker = self._connected(a)
+        if worker is None or len(worker.stores) >= 2:
             return None
         run = self._run(b, c)
         plan = self._ask(
-            process,
+            worker,
             m.PrepareStore(
-                process.context, "r", run.tenant, run.digests, run.first_chunk, run.parent,
+                worker.context, "r", run.tenant, run.digests, run.first_chunk, run.parent,
                 self._needed(run, bool(b & 16)),
             ),
         )  # fmt: skip
         if plan is None or not plan.ticket:
-            return f"{process.name} asks to store {self._name(run)}: declined, or all of it is there"
-        holder = f"{process.name} (process {process.writer.pid})"
+            return f"{worker.name} asks to store {self._name(run)}: declined, or all of it is there"
+        holder = f"{worker.name} (process {worker.process.writer.pid})"
         claims = [
-            self.memory.claim(holder, self._place(run.digests, chunk, group, process.shards), offset, size)
+            self.memory.claim(holder, self._place(run.digests, chunk, group, worker.shards), offset, size)
             for chunk, group, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents)
         ]  # fmt: skip
-        process.stores.append(Store(process.epoch, plan.ticket, claims))
+        worker.stores.append(Store(worker.epoch, plan.ticket, claims))
         pages = ", ".join(
             f"{NAMES[claim.place[0]]} in pages {claim.first_page} to {claim.first_page + claim.num_pages - 1}"
             for claim in claims
         )
-        return f"{process.name} is given room for {pages}"
+        return f"{worker.name} is given room for {pages}"
 
     def _name(self, run: KeyRun) -> str:
         first, last = run.digests[:DIGEST_BYTES], run.digests[-DIGEST_BYTES:]
@@ -516,59 +569,64 @@ class World:
         return digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES], group, shards[group]
 
     def on_copy(self, a: int, b: int, c: int) -> str | None:
-        process = self._able(a)
-        stores = [] if process is None else [store for store in process.stores if not store.is_copied]
-        if process is None or not stores:
+        worker = self._able(a)
+        stores = [] if worker is None else [store for store in worker.stores if not store.is_copied]
+        if worker is None or not stores:
             return None
         store = stores[b % len(stores)]
         for _ in range(1 + c % 8):
             claim = next((claim for claim in store.claims if not claim.is_written), None)
             if claim is not None:
                 self.memory.write(claim, 1 + c // 4 % 2)
-        return f"{process.name} copies" + (" the last of it" if store.is_copied else " some pages")
+        return f"{worker.name} copies" + (" the last of it" if store.is_copied else " some pages")
 
     def on_end_store(self, a: int, b: int, c: int) -> str | None:
         """Commit a finished copy; abort a failed one."""
-        process = self._able(a)
-        if process is None or not process.stores:
+        worker = self._able(a)
+        if worker is None or not worker.stores:
             return None
-        store = process.stores[b % len(process.stores)]
+        store = worker.stores[b % len(worker.stores)]
         if not store.is_copied and c % 16:
             return None
-        process.stores.remove(store)
+        worker.stores.remove(store)
         for claim in store.claims:
             self.memory.end(claim)
-        if self.server is None or not process.session or store.epoch != self.server.writer.pid:
-            return f"{process.name} is done with a store of a server that is gone"
+        if self.server is None or not worker.session or store.epoch != self.server.writer.pid:
+            return f"{worker.name} is done with a store of a server that is gone"
         if not store.is_copied:
-            self._ask(process, m.AbortStore(process.context, store.ticket))
-            return f"{process.name} aborts a store"
-        reply = self._ask(process, m.CommitStore(process.context, store.ticket))
-        return f"{process.name} commits a store" + ("" if reply is not None else ", which is refused")
+            self._ask(worker, m.AbortStore(worker.context, store.ticket))
+            return f"{worker.name} aborts a store"
+        reply = self._ask(worker, m.CommitStore(worker.context, store.ticket))
+        return f"{worker.name} commits a store" + ("" if reply is not None else ", which is refused")
 
     # --- lookups and retrieves ------------------------------------------------------------------------------------
 
     def on_lookup(self, a: int, b: int, c: int) -> str | None:
-        process = self._connected(a)
-        if process is None:
+        """Look a prompt up. Some announce it, join those that did, or await what an engine of another node computes."""
+        worker = self._connected(a)
+        if worker is None:
             return None
         run = PROMPTS[b % len(PROMPTS)].slice(0, 1 + c % NUM_CHUNKS)
-        request = m.Lookup(process.context, "ab"[c // 4 % 2], run.digests, run.tenant, 1.0)
-        session, server = process.session, self.server
+        request = m.Lookup(
+            worker.context, "ab"[c // 4 % 2], run.digests, run.tenant, 1.0, token_seconds=(0.0, 1e-4, 1e-2)[a // 4 % 3],
+            announces=bool(c & 32), joins=bool(c & 16), awaits=run.num_chunks * (c >= 192), hands_over=bool(b & 128),
+        )  # fmt: skip
+        session, server = worker.session, self.server
 
         def on_reply(reply: Any) -> None:
             if isinstance(reply, m.LookupReply) and reply.num_chunks:
                 assert server is not None
                 self._check_found(server.index, run, reply.num_chunks)
-                if process.session == session:
-                    process.leases.append(reply.lease)
+                if worker.session == session:
+                    worker.leases.append(Lease(reply.lease, run, reply.num_chunks))
 
-        reply = self._ask(process, request)
+        reply = self._ask(worker, request)
         if isinstance(reply, Deferred):
             reply.on_reply = on_reply
-            return f"{process.name} looks {self._name(run)} up, which waits for the tier"
+            self.waiting.append(reply)
+            return f"{worker.name} looks {self._name(run)} up, which waits for a tier or another engine"
         on_reply(reply)
-        return f"{process.name} looks {self._name(run)} up and finds {0 if reply is None else reply.num_chunks}"
+        return f"{worker.name} looks {self._name(run)} up and finds {0 if reply is None else reply.num_chunks}"
 
     def _check_found(self, index: ChunkIndex, run: KeyRun, found: int) -> None:
         space = index.space(self.setup.spec)
@@ -583,63 +641,144 @@ class World:
                     self.memory.check_content((key, number, shard), *index.table.extent(record), "what is found")
 
     def on_release(self, a: int, b: int, c: int) -> str | None:
-        process = self._connected(a)
-        if process is None or not process.leases:
+        worker = self._connected(a)
+        if worker is None or not worker.leases:
             return None
-        lease = process.leases.pop(b % len(process.leases))
-        self._ask(process, m.Release(process.context, (lease,)))
-        return f"{process.name} releases a lease"
+        lease = worker.leases.pop(b % len(worker.leases))
+        self._ask(worker, m.Release(worker.context, (lease.number,)))
+        return f"{worker.name} releases a lease"
 
     def on_end_request(self, a: int, b: int, c: int) -> str | None:
-        process = self._connected(a)
-        if process is None:
+        worker = self._connected(a)
+        if worker is None:
             return None
-        self._ask(process, m.EndRequest(process.context, "abr"[b % 3]))
-        return f"{process.name} ends a request"
+        self._ask(worker, m.EndRequest(worker.context, "abr"[b % 3]))
+        return f"{worker.name} ends a request"
 
     def on_retrieve(self, a: int, b: int, c: int) -> str | None:
-        process = self._connected(a)
-        if process is None or len(process.retrieves) >= 2:
+        worker = self._connected(a)
+        if worker is None or len(worker.retrieves) >= 2:
             return None
         run = self._run(b, c)
         plan = self._ask(
-            process,
-            m.PrepareRetrieve(process.context, "r", run.digests, run.first_chunk, self._needed(run, full=False)),
+            worker,
+            m.PrepareRetrieve(worker.context, "r", run.digests, run.first_chunk, self._needed(run, full=False)),
         )
         if plan is None or not plan.num_chunks or not plan.lease:
-            return f"{process.name} asks to retrieve {self._name(run)}: a miss"
-        process.leases.append(plan.lease)
-        process.retrieves.append(Retrieve(plan, run.digests, process.shards))
-        return f"{process.name} begins to retrieve {plan.num_chunks} chunks from {self._name(run)}"
+            return f"{worker.name} asks to retrieve {self._name(run)}: a miss"
+        is_checked = self.is_full_attention and not run.first_chunk
+        worker.leases.append(Lease(plan.lease, run, plan.num_chunks if is_checked else 0))
+        if c >= 240:
+            plan = self._mixed_up(plan, run, b)
+        worker.retrieves.append(Retrieve(plan, run.digests, worker.shards))
+        return f"{worker.name} begins to retrieve {plan.num_chunks} chunks from {self._name(run)}"
+
+    def _mixed_up(self, plan: m.RetrievePlan, run: KeyRun, b: int) -> m.RetrievePlan:
+        """Return the plan of a server whose index is wrong: an extent is that of another chunk."""
+        assert self.server is not None
+        table, extents = self.server.index.table, list(m.EXTENT.iter_unpack(plan.extents))
+        place = b % len(extents)
+        chunk, group, zero, *_, num_bytes = extents[place]
+        for other in table.records():
+            if other.state == SEALED and other.num_bytes == num_bytes and other.key not in run.digests:
+                header = table.header(other.number)
+                extents[place] = chunk, group, zero, other.number, zero, header, other.offset, num_bytes
+        return msgspec.structs.replace(plan, extents=b"".join(m.EXTENT.pack(*extent) for extent in extents))
 
     def on_read(self, a: int, b: int, c: int) -> str | None:
         """Read the next extents; after the last one, compare as the client does."""
-        process = self._able(a)
-        if process is None or not process.retrieves:
+        worker = self._able(a)
+        if worker is None or not worker.retrieves:
             return None
-        retrieve = process.retrieves[b % len(process.retrieves)]
+        retrieve = worker.retrieves[b % len(worker.retrieves)]
         extents = list(m.EXTENT.iter_unpack(retrieve.plan.extents))
         for *_, offset, size in extents[len(retrieve.read) : len(retrieve.read) + 1 + c % 3]:
-            retrieve.read.append(self.memory.pages[offset // PAGE : (offset + size) // PAGE])
+            retrieve.read.append(self.memory.pages_of(offset, size))
         if len(retrieve.read) < len(extents):
-            return f"{process.name} reads some pages"
-        process.retrieves.remove(retrieve)
+            return f"{worker.name} reads some pages"
+        worker.retrieves.remove(retrieve)
         valid = count_valid_chunks(retrieve.plan, retrieve.digests, TableReader(self.memory.table))
         for (chunk, group, *_), pages in zip(extents, retrieve.read, strict=True):
             place = self._place(retrieve.digests, chunk, group, retrieve.shards)
             if chunk < valid and any(page != (*place, number) for number, page in enumerate(pages)):
-                raise Violation(f"{process.name} retrieved other bytes than those of {NAMES[place[0]]}")
+                raise Violation(f"{worker.name} retrieved other bytes than those of {NAMES[place[0]]}")
         self.num_reads += valid
-        return f"{process.name} has retrieved {valid} chunks"
+        return f"{worker.name} has retrieved {valid} chunks"
+
+    # --- blends ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_full_attention(self) -> bool:
+        return all(group.kind is FULL for group in self.setup.spec.groups)
+
+    def on_note(self, a: int, b: int, c: int) -> str | None:
+        """Say what a prompt's chunks hold."""
+        worker = self._connected(a)
+        if worker is None or not self.is_full_attention:
+            return None
+        number = b % len(PROMPTS)
+        run = PROMPTS[number].slice(0, 1 + c % NUM_CHUNKS)
+        self._ask(worker, m.NoteContents(worker.context, run.digests, segments_of(TEXTS[number], run.tenant)))
+        return f"{worker.name} says what {self._name(run)} hold"
+
+    def on_blend(self, a: int, b: int, c: int) -> str | None:
+        """Look for a text anywhere; it must be the text of the chunks that are found."""
+        worker = self._connected(a)
+        if worker is None or not self.is_full_attention:
+            return None
+        assert self.server is not None
+        number, tenant = b % len(PROMPTS), PROMPTS[b % len(PROMPTS)].tenant
+        cut = c % len(TEXTS[number])
+        text = TEXTS[number][cut:] + TEXTS[number][:cut]
+        reply = self._ask(worker, m.BlendLookup(worker.context, "ab"[a // 4 % 2], segments_of(text, tenant)))
+        for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
+            digests = reply.digests[start * DIGEST_BYTES : (start + count) * DIGEST_BYTES]
+            of = next((n for n, run in enumerate(PROMPTS) if digests == run.slice(first, first + count).digests), None)
+            if of is None or letters(TEXTS[of], source, length) != letters(text, position, length):
+                raise Violation(f"a blend takes chunks with another text than {letters(text, position, length)}")
+            self._check_found(self.server.index, PROMPTS[of], first + count)
+        if reply.lease:
+            worker.leases.append(Lease(reply.lease, PROMPTS[number], 0))
+        return f"{worker.name} looks for the text {text} and finds {len(reply.runs) // m.BLEND_RUN.size} runs"
+
+    # --- lies -----------------------------------------------------------------------------------------------------
+
+    def on_lie(self, a: int, b: int, c: int) -> str | None:
+        """Let a client name leases, tickets, contexts and records that are not its own: nothing may change."""
+        worker = self._connected(a)
+        if worker is None:
+            return None
+        assert self.server is not None
+        depot, context = self.server.depot, worker.context
+        leases = [lease.number for lease in depot.leases if lease.context != context]
+        every = [*depot.stores.tickets.values(), *depot.stores.late_tickets.values()]
+        tickets = [ticket.number for ticket in every if ticket.context != context] or [b]
+        ticket, number = tickets[b % len(tickets)], b % NUM_RECORDS
+        request = (
+            m.Release(context, tuple(leases)), m.CommitStore(context, ticket), m.AbortStore(context, ticket),
+            m.ReportCorrupt(context, ((number, self.server.index.table.header(number) ^ 0x100),)),
+            m.EndRequest(context + 1 + b % 8, "a"),
+        )[c % 5]  # fmt: skip
+        before = self._state()
+        self._ask(worker, request)
+        if self._state() != before:
+            raise Violation(f"{worker.name} changed by {request} what is not its own")
+        return f"{worker.name} sends {request}"
+
+    def _state(self) -> tuple[object, ...]:
+        assert self.server is not None
+        depot = self.server.depot
+        numbers = [lease.number for lease in depot.leases]
+        return bytes(self.memory.table), numbers, list(depot.stores.tickets), list(depot.stores.late_tickets)
 
     def on_hint(self, a: int, b: int, c: int) -> str | None:
-        process = self._connected(a)
-        if process is None:
+        worker = self._connected(a)
+        if worker is None:
             return None
         run = PROMPTS[b % len(PROMPTS)].slice(0, 1 + c % NUM_CHUNKS)
-        hint = m.Hint(process.context, run.tenant, run.digests, bool(c & 16), c >> 5 & 3, 5.0 if c & 8 else 0.0)
-        self._ask(process, hint)
-        return f"{process.name} says how long {self._name(run)} is worth keeping"
+        hint = m.Hint(worker.context, run.tenant, run.digests, bool(c & 16), c >> 5 & 3, 5.0 if c & 8 else 0.0)
+        self._ask(worker, hint)
+        return f"{worker.name} says how long {self._name(run)} is worth keeping"
 
     # --- the tier -------------------------------------------------------------------------------------------------
 
@@ -698,15 +837,16 @@ class World:
 
     def on_report(self, a: int, b: int, c: int) -> str | None:
         """Let a client report an entry's bytes as damaged."""
-        process = self._connected(a)
-        if process is None or self.server is None:
+        worker = self._connected(a)
+        if worker is None or self.server is None:
             return None
         number = b % NUM_RECORDS
         header = self.server.index.table.header(number)
         if header & 0xFF != SEALED:
             return None
-        reply = self._ask(process, m.ReportCorrupt(process.context, ((number, header),)))
-        return f"{process.name} reports record {number} as damaged: {reply.count} removed"
+        self.suspect.add(self.server.index.table.key_of(number))
+        reply = self._ask(worker, m.ReportCorrupt(worker.context, ((number, header),)))
+        return f"{worker.name} reports record {number} as damaged: {reply.count} removed"
 
     # --- what always holds ----------------------------------------------------------------------------------------
 
@@ -723,11 +863,29 @@ class World:
             server.index.check_integrity()
         except IntegrityError as error:
             raise Violation(f"the index does not add up: {error}") from error
+        index, depot = server.index, server.depot
+        for space in index.spaces if self.is_full_attention else ():
+            for key, node in space.nodes.items():
+                if key in ABOVE and index.key_of(index.parent_of(node)) != ABOVE[key]:
+                    raise Violation(f"chunk {NAMES[key]} follows another chunk than in its prompt")
+        remote = sum(flight.is_remote for flight in depot.flights._by_request.values())
+        if depot.flights._num_remote != remote:
+            raise Violation(f"{depot.flights._num_remote} flights of other nodes are counted, there are {remote}")
+        if index.quotas.num_shares == 1:  # else leases yield to tenants within their quotas
+            for worker in self.workers:
+                for lease in worker.leases if worker.session else ():
+                    if depot.leases.find(worker.context, lease.number) is not None:
+                        self._check_lease(index, lease)
+
+    def _check_lease(self, index: ChunkIndex, lease: Lease) -> None:
+        digests = lease.run.digests
+        if all(digests[chunk * DIGEST_BYTES :][:DIGEST_BYTES] not in self.suspect for chunk in range(lease.num_chunks)):
+            self._check_found(index, lease.run, lease.num_chunks)
 
     def finish(self) -> None:
         """Let everybody leave and die; fail unless nothing is left."""
-        for process in self.processes:
-            process.is_stopped = False
+        for worker in self.workers:
+            worker.process.is_stopped = False
         self.storage.is_failing = False
         while self.lingering:
             self.do(("linger", 0, 0, 0))
@@ -738,7 +896,13 @@ class World:
         server.fuse.left = None
         while self.do(("restore", 7, 0, 0)):
             pass
-        for number in range(NUM_PROCESSES):
+        while self.do(("grow", 3, 0, 0)):
+            pass
+        for _ in range(20):
+            self.do(("turn", 2, 0, 0))
+        if not all(deferred.reply for deferred in self.waiting):
+            raise Violation("a lookup is never answered")
+        for number in range(NUM_WORKERS):
             self.do(("kill", number, 0, 0))
         while self.do(("bury", 0, 0, 0)):
             pass
@@ -761,6 +925,11 @@ class World:
             check_empty(server.index)
         except (AssertionError, IntegrityError) as error:
             raise Violation(f"something is left over in the index: {_failed(error)}") from error
+
+
+def letters(text: str, first_token: int, num_tokens: int) -> str:
+    """Return the letters that stand for some tokens of a text."""
+    return text[first_token // LETTER_TOKENS : (first_token + num_tokens) // LETTER_TOKENS]
 
 
 def _failed(error: Exception) -> str:

@@ -1,0 +1,105 @@
+"""The constants of histories: caches, prompts and their texts, and what a seed chooses."""
+
+import random
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import structs
+
+from kvdepot.config import Demotion
+from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, PrefixHasher
+from kvdepot.layout import GroupKind
+from kvdepot.pool.table import PARENT_BYTES
+from kvdepot.wire import messages as m
+from simulation.memory import PAGE
+
+FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
+CHUNK_TOKENS: Final = 256  # as few as single flight waits for
+LETTER_TOKENS: Final = CHUNK_TOKENS // 2  # a prompt's text is a string whose letters stand for so many tokens
+_FULL: Final = m.GroupShape(FULL, CHUNK_TOKENS)
+_WINDOW: Final = m.GroupShape(WINDOW, CHUNK_TOKENS, 3 * CHUNK_TOKENS)
+SPECS: Final = (
+    m.CacheSpec(CHUNK_TOKENS, (_FULL,), "plain"),
+    m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, num_shards=2),), "two shards"),
+    m.CacheSpec(CHUNK_TOKENS, (_FULL, _WINDOW, m.GroupShape(STATE, CHUNK_TOKENS)), "hybrid"),
+    m.CacheSpec(CHUNK_TOKENS, (structs.replace(_WINDOW, num_shards=2),), "only a window"),
+)
+NUM_CHUNKS: Final = 4
+
+
+def _prompt(text: str, tenant: str) -> KeyRun:
+    """Return the chunks of a text; a letter that is left over is a tail, an incomplete last chunk."""
+    hasher, letters = PrefixHasher(Namespace("model", tenant=tenant), 2), [ord(letter) for letter in text]
+    hasher.extend(letters)
+    whole = hasher.run()
+    tail = hasher.tail(whole.num_chunks, letters[-1:]) if len(text) % 2 else b""
+    return KeyRun(whole.digests + tail, 0, whole.parent, tenant)
+
+
+# Two tenants have the same texts. They differ from the third chunk on, and two have the last one in common.
+TEXTS: Final = ("abcdefgh", "abcdefgh", "abcdwxgh", "abcdwxgh", "abcdefg", "abcdefg", "abyzefgh")
+_HONEST: Final = tuple(_prompt(text, f"tenant-{number % 2}") for number, text in enumerate(TEXTS))
+
+
+def _forged(run: KeyRun, like: KeyRun) -> KeyRun:
+    """Return a run whose second key begins like that of another one, so that records cannot tell the two apart."""
+    digests = run.digests[:DIGEST_BYTES] + like.digests[DIGEST_BYTES : DIGEST_BYTES + PARENT_BYTES]
+    return KeyRun(digests + run.digests[len(digests) :], 0, run.parent, run.tenant)
+
+
+PROMPTS: Final = (*_HONEST[:-1], _forged(_HONEST[-1], _HONEST[0]))
+NAMES: Final = {
+    PROMPTS[n].digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]: f"{'abcdefg'[n]}{i}"
+    for n in reversed(range(len(PROMPTS)))
+    for i in range(NUM_CHUNKS)
+}
+ABOVE: Final = {
+    prompt.digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]: prompt.digests[(i - 1) * DIGEST_BYTES : i * DIGEST_BYTES]
+    for prompt in PROMPTS
+    for i in range(1, NUM_CHUNKS)
+}
+"""The chunk before each chunk."""
+
+_SEGMENT_ENDS: Final = "cfxgh"
+
+
+def segments_of(text: str, tenant: str) -> bytes:
+    """Return the packed segments of a text: the same letters have the same name wherever they stand."""
+    packed, first = b"", 0
+    for place, letter in enumerate(text, 1):
+        if letter in _SEGMENT_ENDS:
+            name = f"{text[first:place]} {tenant}".encode()[: m.SEGMENT_NAME_BYTES]
+            packed += m.SEGMENT.pack(name, first * LETTER_TOKENS, (place - first) * LETTER_TOKENS)
+            first = place
+    return packed
+
+
+DEMOTIONS: Final = (None, Demotion.STORE, Demotion.STORE, Demotion.REUSE, Demotion.EVICT)
+
+
+@dataclass
+class Setup:
+    """The constants of a history."""
+
+    spec: m.CacheSpec
+    num_pages: int
+    ready_pages: int  # those that have memory when the first server starts
+    entry_bytes: tuple[int, ...]  # by group
+    policy: str
+    demotion: Demotion | None
+    quotas: dict[str, int]
+    has_history: bool  # the tier has every chunk from the start
+    is_slow: bool  # reads of the tier hang
+
+    @classmethod
+    def of_seed(cls, seed: int) -> "Setup":
+        rng = random.Random(f"setup {seed}")
+        quotas = {"tenant-0": 3 * PAGE} if rng.random() < 0.3 else {}
+        spec, num_pages, policy = rng.choice(SPECS), rng.randint(5, 20), rng.choice(["lru", "arc", "auto"])
+        ready_pages = rng.choice((num_pages, num_pages, rng.randint(0, num_pages)))
+        large, small = rng.choice(((2 * PAGE, PAGE), (PAGE + 904, 1000)))  # entries of one and of two pages
+        entry_bytes = tuple(small if number == 1 else large for number in range(len(spec.groups)))
+        demotion = rng.choice(DEMOTIONS)
+        is_slow = demotion is not None and rng.random() < 0.4
+        has_history = is_slow or rng.random() < 0.5
+        return cls(spec, num_pages, ready_pages, entry_bytes, policy, demotion, quotas, has_history, is_slow)
