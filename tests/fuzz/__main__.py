@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-_GUIDED = ("kvdepot",)
+_GUIDED = ("kvdepot", "kvdepot_vllm")
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
@@ -14,7 +15,7 @@ from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
-from kvdepot.server import commands
+from kvdepot.server import commands, flights
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Deferred, Refused
 from kvdepot.wire import frames
@@ -25,6 +26,7 @@ from support.integrity import check_empty, empty_by_eviction
 PAGE = 4096
 NUM_RECORDS = 24
 LEASE_SECONDS = 10.0
+MOVE_SECONDS = float("inf")
 FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
 SPECS = (
     m.CacheSpec(1, (m.GroupShape(FULL, 1),), "plain"),
@@ -71,6 +73,7 @@ class Life:
     sessions: list[int] = field(default_factory=lambda: list(range(1, NUM_SESSIONS + 1)))
     writers: list[Writer] = field(default_factory=lambda: [Writer(100 + n, 1) for n in range(NUM_SESSIONS)])
     next_number: int = NUM_SESSIONS + 1
+    waiting: list[tuple[float, Deferred]] = field(default_factory=list[tuple[float, Deferred]])  # until when, and what
 
     def __post_init__(self) -> None:
         setting = self.source.byte()
@@ -97,6 +100,7 @@ class Life:
             self.register_worker, self.register_scheduler, self.unregister, self.lookup, self.release,
             self.end_request, self.prepare, self.commit, self.abort, self.retrieve, self.report, self.clear,
             self.time_passes, self.connection_closes, self.process_dies, self.restart, self.frame, self.drain,
+            self.note, self.blend,
         ]  # fmt: skip
 
     def run(self) -> None:
@@ -123,7 +127,9 @@ class Life:
         if isinstance(reply, Deferred):
             self.depot.background.work()
             if reply.reply is None:
-                assert isinstance(request, m.Move), "there is no tier to wait for"
+                assert isinstance(request, m.Move) or (isinstance(request, m.Lookup) and request.joins)
+                seconds = request.wait_seconds if isinstance(request, m.Lookup) else MOVE_SECONDS
+                self.waiting.append((self.now + seconds, reply))
                 return None
             reply = reply.reply
         assert frames.decode_reply(bytes(frames.encode_frame(0, reply))) == reply
@@ -135,7 +141,7 @@ class Life:
             bytes(self.memory), dict(depot.stores.tickets), dict(depot.stores.late_tickets),
             dict(depot.contexts.by_number), list(depot.quarantine.held),
             list(depot.labels.names), list(depot.leases), len(depot.index.spaces),
-            list(depot.index.parts.nodes.tree.holds),
+            list(depot.index.parts.nodes.tree.holds), len(depot.flights), len(depot.blends.contents),
         )  # fmt: skip
 
     # --- what the input can choose from ---------------------------------------------------------------------------
@@ -202,9 +208,41 @@ class Life:
     def lookup(self) -> None:
         who = self.who()
         context, request_id = self.context(who), self.request_id()
-        digests, *_ = self.run_of_chunks()
-        reply = self.ask(m.Lookup(context, request_id, digests), who)
+        digests, _, _, tenant = self.run_of_chunks()
+        choice = self.source.byte()
+        request = m.Lookup(
+            context, request_id, digests, tenant, (0.0, 1.5, 4.0, 60.0)[choice & 3], (0.0, 0.01)[choice >> 2 & 1],
+            announces=bool(choice & 8), joins=bool(choice & 16), ahead_tokens=choice >> 5 << 2, awaits=choice >> 6,
+            hands_over=choice >= 0xF0,
+        )  # fmt: skip
+        reply = self.ask(request, who)
         assert reply is None or (isinstance(reply, m.LookupReply) and bool(reply.num_chunks) == bool(reply.lease))
+
+    def segments(self) -> bytes:
+        """Return some segments, ascending or as they come."""
+        packed, place = b"", 0
+        for _ in range(self.source.below(6)):
+            name, length = self.source.byte(), self.source.byte()
+            packed += m.SEGMENT.pack(bytes([name & 15]) * m.SEGMENT_NAME_BYTES, place, length & 7)
+            place = place + (length & 7) if length < 0xE0 else length
+        return packed if not packed or packed[0] < 15 else packed[:-1]
+
+    def note(self) -> None:
+        who = self.who()
+        context, (digests, *_) = self.context(who), self.run_of_chunks()
+        self.ask(m.NoteContents(context, digests, self.segments()), who)
+
+    def blend(self) -> None:
+        who = self.who()
+        request = m.BlendLookup(self.context(who), self.request_id(), self.segments(), self.source.below(4))
+        reply = self.ask(request, who)
+        if isinstance(reply, m.BlendReply):
+            end, found = 0, len(reply.digests) // 32
+            for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
+                assert position >= end
+                end = position + length
+                assert first <= source < source + length <= first + count
+                assert start + count <= found
 
     def release(self) -> None:
         who = self.who()
@@ -285,6 +323,7 @@ class Life:
 
     def time_passes(self) -> None:
         self.now += self.source.below(12)
+        self.depot.flights.expire(self.now)
         self.depot.expire()
         self.depot.background.work()
 
@@ -318,6 +357,7 @@ class Life:
             for space in self.depot.index.spaces
         ]
         self.start()
+        self.waiting.clear()  # their connections broke
         self.depot.labels.restore(labels)
         index = self.depot.index
         for record in [record for record in index.restore(specs, len(labels)) if record is not None]:
@@ -336,6 +376,8 @@ class Life:
         depot, index = self.depot, self.depot.index
         index.check_integrity()
         depot.leases.check_integrity()
+        for until, deferred in self.waiting:
+            assert deferred.reply is not None or self.now < until, "a lookup waits for too long"
         late = [n for t in depot.stores.late_tickets.values() for n in t.records]
         assert all(index.node_of(number) == NO_NODE for number in late)
         writing = [n for t in depot.stores.tickets.values() for n in t.records]
@@ -360,6 +402,8 @@ class Life:
     def finish(self) -> None:
         for who in range(NUM_SESSIONS):
             self.depot.end_session(self.sessions[who])
+        assert all(deferred.reply for until, deferred in self.waiting if until < MOVE_SECONDS), "never answered"
+        assert not len(self.depot.flights)
         for quarantine in list(self.depot.quarantine.held):
             self.depot.end_process(quarantine.fence[0])
         depot = self.depot
@@ -373,4 +417,5 @@ class Life:
 
 def live(data: bytes) -> None:
     """Run one input, at most 400 bytes of it: longer ones find nothing that shorter ones do not."""
-    Life(Bytes(data[:400])).run()
+    with patch.object(flights, "_LEAST_TOKENS", 2):  # chunks have one token here
+        Life(Bytes(data[:400])).run()

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from fuzz import control, tiers
 from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live
 from fuzz.movers import OFFER, REGISTRATION, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
@@ -325,8 +326,10 @@ def _depot_seeds() -> list[bytes]:
             steps += [
                 bytes([6, who, 0, prompt, 8 * rng.randrange(8), *covered, request_id]),
                 bytes([7, who, 0, 0, 0]),
-                bytes([3, who, 0, request_id, prompt, 56]),
-                bytes([rng.randrange(18)]) + rng.randbytes(rng.randrange(6)),
+                bytes([3, who, 0, request_id, prompt, 56, 0x1D]),
+                bytes([3, (who + 1) % 3, 0, request_id, prompt, 56, 0x15]),
+                bytes([18, who, 0, prompt, 56, 2, 1, 3, 2, 3, 19, who, 0, 0, 2, 1, 3, 2, 3, 0]),
+                bytes([rng.randrange(20)]) + rng.randbytes(rng.randrange(6)),
             ]
         seeds.append(b"".join(steps))
     frames = [frame[8:] for frame in _request_seeds()]
@@ -343,11 +346,11 @@ def _movers_seeds() -> list[bytes]:
             covered = bytes(len(SPECS[setting >> 2 & 3].groups))
             steps += [
                 bytes([6, who, 0, prompt, 8 * rng.randrange(8), *covered, request_id]),
-                bytes([18, who, 0, 0, rng.randrange(256)]),
-                bytes([rng.randrange(18, 21)]) + rng.randbytes(3),
+                bytes([20, who, 0, 0, rng.randrange(256)]),
+                bytes([rng.randrange(20, 23)]) + rng.randbytes(3),
                 bytes([rng.choice((7, 8)), who, 0, 0, 0]),
                 bytes([9, who, 0, prompt, 56, *covered, request_id]),
-                bytes([rng.randrange(21)]) + rng.randbytes(rng.randrange(6)),
+                bytes([rng.randrange(23)]) + rng.randbytes(rng.randrange(6)),
             ]
         seeds.append(b"".join(steps))
     return seeds
@@ -376,7 +379,15 @@ TARGETS: Final[dict[str, Target]] = {
     "settings": Target(settings, _settings_seeds, 6000),
     "depot": Target(live, _depot_seeds, 400),
     "movers": Target(live_with_movers, _movers_seeds, 400),
+    "control": Target(control.talk, control.seeds, 400),
+    "disk": Target(tiers.disk, tiers.disk_seeds, 200),
+    "resp": Target(tiers.resp, tiers.resp_seeds, 10_000),
+    "mooncake": Target(tiers.mooncake_replies, tiers.mooncake_seeds, 3000, is_message=True),
 }
+if find_spec("kvdepot_vllm"):
+    from fuzz import wishes
+
+    TARGETS["wishes"] = Target(wishes.parse, wishes.seeds, 2000)
 if find_spec("starlette") and find_spec("prometheus_client") and find_spec("uvicorn"):  # kvdepot[http]
     from fuzz import http
 

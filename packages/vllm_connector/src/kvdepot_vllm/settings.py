@@ -110,7 +110,10 @@ class Settings:
                 raise ConfigError(f"kv_connector_extra_config has {key!r}; known are {known}")
             expected = get_args(types[name]) or (types[name],)
             if float in expected and type(value) is int:
-                value = float(value)
+                try:
+                    value = float(value)
+                except OverflowError:
+                    raise ConfigError(f"{key} has {len(str(abs(value)))} digits: give a smaller number") from None
             if type(value) not in expected:
                 names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in expected)
                 raise ConfigError(f"{key} is {value!r}: give {names}")

@@ -107,3 +107,17 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 Reply: TypeAlias = Ready | Outcomes | Cleared | Failed
+
+_REPLY: Final = msgspec.msgpack.Decoder[Reply](Reply)
+
+
+def decode_reply(message: bytes) -> Reply:
+    """Return the reply in a packet of the child process.
+
+    Raises:
+        ConnectionError: it is none.
+    """
+    try:
+        return _REPLY.decode(message)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ConnectionError(f"not a reply: {error}") from error

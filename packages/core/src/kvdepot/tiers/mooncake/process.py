@@ -66,7 +66,7 @@ class ChildProcess:
             channel = idle.pop()
         try:
             reply = _exchange(channel, request, self._options.timeout_seconds)
-        except (OSError, msgspec.MsgspecError) as error:
+        except OSError as error:
             self._lose(f"the child process was lost: {error}")
             self.dead.wait()
             raise MooncakeUnavailable(self.why) from error
@@ -152,7 +152,7 @@ class ChildProcess:
         try:
             setup = self._options.setup(self._pool.view.nbytes, reached_from)
             reply = _exchange(channels[0], setup, self._options.start_seconds)
-        except (OSError, msgspec.MsgspecError) as error:
+        except OSError as error:
             raise MooncakeUnavailable(f"the child process did not start: {error}") from error
         if isinstance(reply, m.Failed):
             self.is_final = reply.is_final
@@ -176,7 +176,4 @@ def _exchange(channel: socket.socket, request: m.Request, timeout_seconds: float
         raise TimeoutError(f"no answer within {timeout_seconds:g} s") from error
     if not message:
         raise ConnectionError("it has ended")
-    return _REPLY.decode(message)
-
-
-_REPLY: Final = msgspec.msgpack.Decoder[m.Reply](m.Reply)
+    return m.decode_reply(message)

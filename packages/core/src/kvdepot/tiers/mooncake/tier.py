@@ -71,6 +71,8 @@ class MooncakeTier:
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`."""
         reply = self._ask(m.Read(list(keys), list(extents)))
+        if len(reply.seals) != len(keys):
+            raise MooncakeUnavailable(f"{len(reply.seals)} seals for {len(keys)} keys")
         pairs = zip(reply.values, reply.seals, strict=True)
         return [seal if outcome is m.Outcome.HERE else None for outcome, seal in pairs]
 

@@ -15,6 +15,7 @@ Reader: TypeAlias = "BufferedReader[socket.SocketIO]"
 _CRLF: Final = b"\r\n"
 _LARGEST_REPLY: Final = 64 << 20  # of one string, as a tier writes none larger
 _MOST_ITEMS: Final = 1 << 20
+_DEEPEST: Final = 4  # arrays within each other; those of a scan are two
 _SMALL: Final = 4096  # strings up to here are copied into one send
 
 
@@ -52,7 +53,7 @@ def send(to: socket.socket, commands: Sequence[Command]) -> None:
         to.sendall(small)
 
 
-def receive(reader: Reader, target: memoryview | None = None) -> Reply:
+def receive(reader: Reader, target: memoryview | None = None, depth: int = 0) -> Reply:
     """Read one reply. Read a string of exactly the size of `target` into it, and return `target`.
 
     Raises:
@@ -73,9 +74,9 @@ def receive(reader: Reader, target: memoryview | None = None) -> Reply:
             return _receive_string(reader, _number(rest), target)
         case b"*":
             count = _number(rest)
-            if count > _MOST_ITEMS:
-                raise ConnectionAbortedError(f"a reply of {count} items")
-            return None if count < 0 else [receive(reader) for _ in range(count)]
+            if count > _MOST_ITEMS or depth == _DEEPEST:
+                raise ConnectionAbortedError(f"a reply of {count} items, {depth} arrays deep")
+            return None if count < 0 else [receive(reader, None, depth + 1) for _ in range(count)]
         case _:
             raise ConnectionAbortedError(f"not a reply: {line[:20]!r}")
 

@@ -1,0 +1,216 @@
+"""What comes back from tiers as targets: files on a disk, replies of Valkey, messages of Mooncake's process.
+
+A tier may always miss. It never gives other bytes than were written, and fails with the errors that its queue expects.
+"""
+
+import atexit
+import contextlib
+import os
+import shutil
+import tempfile
+from functools import cache
+from io import BufferedReader, BytesIO
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+
+from fuzz.depot import Bytes
+from kvdepot.testing.tier.traffic import (
+    EXTENT_BYTES,
+    content,
+    extents_of,
+    fill,
+    make_key,
+    make_pool,
+    read_from,
+    write_to,
+)
+from kvdepot.tiers.base import TierPool
+from kvdepot.tiers.disk.files import name_of
+from kvdepot.tiers.disk.tier import DiskTier
+from kvdepot.tiers.mooncake import messages as mooncake
+from kvdepot.tiers.mooncake.options import MooncakeUnavailable
+from kvdepot.tiers.mooncake.process import ChildProcess
+from kvdepot.tiers.mooncake.tier import MooncakeTier
+from kvdepot.tiers.seal import SEAL_BYTES, checksum_of, make_seal
+from kvdepot.tiers.valkey.resp import ReplyError, receive
+
+_SIZES: Final = (EXTENT_BYTES, 4096, 5000, 1)
+_KEYS: Final = [make_key(number) for number in range(len(_SIZES))]
+
+
+@cache
+def _shared_pool() -> TierPool:
+    return make_pool(2 * len(_SIZES) * EXTENT_BYTES)
+
+
+@cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="kvdepot-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def disk(data: bytes) -> None:
+    """A folder that is not as the tier left it: files changed, cut, swapped, renamed, and files of others.
+
+    An entry is read as it was written or not at all, and a file of somebody else stays.
+    """
+    source, pool, folder = Bytes(data), _shared_pool(), _folder() / "tier"
+    shutil.rmtree(folder, ignore_errors=True)
+    tier = DiskTier(pool, folder, 1 << 20, num_threads=2)
+    fill(pool, 0, _KEYS, _SIZES)
+    assert write_to(tier, pool, _KEYS, extents_of(0, _SIZES)) == [True] * len(_KEYS)
+    if source.byte() & 1:  # another depot finds the folder
+        tier.close()
+        foreign = _change(source, folder)
+        tier = DiskTier(pool, folder, 1 << 20, num_threads=2)
+        list(tier.clear(b"nobody's", None))  # waits for the list
+    else:
+        foreign = _change(source, folder)
+    try:
+        for number, (key, size) in enumerate(zip(_KEYS, _SIZES, strict=True)):
+            extents = extents_of(len(_SIZES) + number, [size])
+            with contextlib.suppress(OSError):
+                if read_from(tier, pool, [key], extents)[0]:
+                    offset = extents[0][0]
+                    assert pool.view[offset : offset + size] == content(key, size), "other bytes"
+        with contextlib.suppress(OSError):  # a folder lies in the place of a file: it says so
+            list(tier.clear(None, None))
+        usage = tier.usage()
+        assert (usage.num_entries, usage.used_bytes) == (0, 0)
+        assert all(os.path.lexists(path) for path in foreign), "a file of somebody else was removed"
+    finally:
+        tier.close()
+
+
+def _change(source: Bytes, folder: Path) -> list[Path]:
+    """Change files as the input says; return those that are nobody's entries."""
+    foreign: list[Path] = []
+    paths = [folder / name_of(key) for key in _KEYS]
+    while not source.is_over:
+        choice, path = source.byte(), paths[source.below(len(paths))]
+        with contextlib.suppress(OSError):
+            match choice % 6:
+                case 0:  # bytes within
+                    place = int.from_bytes(source.take(2), "little")
+                    with path.open("r+b") as file:
+                        file.seek(place)
+                        file.write(source.take(1 + source.below(16)))
+                case 1:
+                    os.truncate(path, int.from_bytes(source.take(2), "little"))
+                case 2:
+                    path.replace(paths[source.below(len(paths))])
+                case 3:
+                    path.unlink()
+                case 4:
+                    path.unlink()
+                    if choice & 128:
+                        path.mkdir()
+                    else:
+                        path.symlink_to(folder / "elsewhere")
+                case _:
+                    name = (
+                        source.take(source.below(40)).replace(b"/", b"-").replace(b"\0", b"-").decode(errors="replace")
+                    )
+                    place = path.parent / name if choice & 128 else folder / name
+                    if name.strip(".") and not place.exists() and not name.endswith(".tmp"):
+                        place.write_bytes(b"somebody's")
+                        foreign.append(place)
+    return foreign
+
+
+def disk_seeds() -> list[bytes]:
+    """Return one change of each kind, seen by the tier that wrote and by the next one."""
+    changes = [
+        bytes([0, 0, 0, 0, 3]) + b"abcd", bytes([0, 1, 0, 16, 8]) + b"123456789", bytes([0, 2, 200, 31, 4]) + b"12345",
+        bytes([1, 0, 0, 16]), bytes([1, 1, 0, 0]), bytes([1, 2, 255, 255]), bytes([2, 0, 1]), bytes([2, 1, 0]),
+        bytes([3, 0]), bytes([4, 0]), bytes([134, 1]), bytes([5, 0, 5]) + b"names", bytes([137, 0, 5]) + b"names",
+        bytes([5, 0, 16]) + b"0123456789abcdef",
+    ]  # fmt: skip
+    return [bytes([again]) + change for again in (0, 1) for change in [*changes, b"".join(changes)]]
+
+
+def resp(data: bytes) -> None:
+    """Replies of a server of Valkey or Redis: values, or an `OSError`, and never more bytes than came."""
+    target = memoryview(bytearray(5))
+    reader = cast("Any", BufferedReader(cast("Any", BytesIO(data))))
+    try:
+        for place in range(64):
+            reply = receive(reader, target if place % 2 else None)
+            if isinstance(reply, ReplyError):
+                assert isinstance(reply.text, str)
+            if isinstance(reply, bytes | memoryview):
+                assert len(reply) <= len(data)
+    except OSError:
+        return
+
+
+def resp_seeds() -> list[bytes]:
+    """Return every kind of reply, nested and broken ones."""
+    scan = b"*2\r\n$2\r\n17\r\n*2\r\n$3\r\nabc\r\n$-1\r\n"
+    return [
+        b"+OK\r\n", b"-OOM command not allowed\r\n", b":12\r\n", b":-1\r\n", b"$5\r\nhello\r\n$5\r\nworld\r\n",
+        b"*-1\r\n", scan, b"*1\r\n" * 2000, b"$70000000\r\n", b"*2000000\r\n", b"$5\r\nhelloXX", b"$-1\r\n",
+        b":" + b"9" * 5000 + b"\r\n",
+        b"!x\r\n", b"+" + b"x" * 9000, b"$\r\n", b"*0\r\n",
+    ]  # fmt: skip
+
+
+class _Child:
+    """Stands for Mooncake's process: it answers with one packet whatever is asked."""
+
+    pid = 0
+
+    def __init__(self, packet: bytes) -> None:
+        self._packet = packet
+
+    def ask(self, request: object, expected: type[Any], *, is_probe: bool = False) -> Any:
+        del request, is_probe
+        try:
+            reply = mooncake.decode_reply(self._packet)
+        except OSError as error:
+            raise MooncakeUnavailable(str(error)) from error
+        if isinstance(reply, expected):
+            return reply
+        raise MooncakeUnavailable("an unexpected reply")
+
+
+class _Answered(MooncakeTier):
+    """The tier with that process."""
+
+    def __init__(self, packet: bytes) -> None:
+        self._packet = packet
+        super().__init__(cast("Any", None), _shared_pool())
+
+    def _new_child(self) -> ChildProcess:
+        return cast("ChildProcess", _Child(self._packet))
+
+
+def mooncake_replies(data: bytes) -> None:
+    """Replies of Mooncake's process: outcomes for as many keys as were asked for, or `MooncakeUnavailable`."""
+    tier, pool, keys, extents = _Answered(data), _shared_pool(), _KEYS[:2], extents_of(0, _SIZES[:2])
+    pool.view[: 2 * EXTENT_BYTES] = bytes(2 * EXTENT_BYTES)
+    for ask in (
+        lambda: tier.contains(keys),
+        lambda: tier.write(keys, [bytes(SEAL_BYTES)] * 2, extents),
+        lambda: tier.read(keys, extents),
+    ):
+        with contextlib.suppress(MooncakeUnavailable):
+            assert len(ask()) == len(keys)
+    with contextlib.suppress(MooncakeUnavailable):
+        for key, is_here in zip(keys, read_from(tier, pool, keys, extents), strict=True):
+            assert not is_here, f"{key.hex()} was never written"
+
+
+def mooncake_seeds() -> list[bytes]:
+    """Return a reply of each kind, with too few and too many outcomes."""
+    here, miss = mooncake.Outcome.HERE, mooncake.Outcome.MISS
+    seal = make_seal(_KEYS[0], _SIZES[0], checksum_of(b"something else"))
+    replies = [
+        mooncake.Ready(), mooncake.Cleared(3), mooncake.Failed("no"), mooncake.Outcomes([here, miss], [seal, b""]),
+        mooncake.Outcomes([here, here], [seal]), mooncake.Outcomes([here], [seal]), mooncake.Outcomes([here, miss]),
+        mooncake.Outcomes([mooncake.Outcome.NO_SPACE, mooncake.Outcome.TRANSFER_FAILED], [b"", b"x"]),
+    ]  # fmt: skip
+    return [*(msgspec.msgpack.encode(reply) for reply in replies), b"\x92\xa6failed\xa1\xff", b"\x91" * 3000]

@@ -1,0 +1,97 @@
+# pyright: reportPrivateUsage=false
+"""What users write for vLLM as a target: the connector's settings, and `kv_transfer_params` of requests."""
+
+import json
+from contextlib import suppress
+from typing import Any, Final, cast
+
+from kvdepot.client.segments import SegmentNamer
+from kvdepot.errors import ConfigError
+from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+from kvdepot_vllm.blend.wish import BlendWish
+from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
+from kvdepot_vllm.hints import Hints
+from kvdepot_vllm.scheduler import _wishes
+from kvdepot_vllm.settings import Settings
+
+_CHUNK_TOKENS: Final = 4
+_TOKENS: Final = list(range(40))
+_KEY: Final = hash_prefix(Namespace("model"), _CHUNK_TOKENS, _TOKENS)
+_NAMER: Final = SegmentNamer(Namespace("model"))
+
+
+def parse(data: bytes) -> None:
+    """Two objects in JSON: `kv_connector_extra_config`, a `ConfigError` if it is wrong, and `kv_transfer_params`.
+
+    No request fails because of its parameters: a wrong value is as good as none.
+    """
+    config, _, params = data.partition(b"\0")
+    with suppress(ConfigError):
+        _configure(config)
+    settings = Settings(blend="request")
+    try:
+        value: Any = json.loads(params)
+    except (ValueError, RecursionError):
+        return
+    hand_over = HandOver.parse(value)
+    if hand_over is not None:
+        assert 0 <= hand_over.wait_seconds <= 60
+        assert 0 <= hand_over.num_chunks(_KEY, len(_TOKENS), _CHUNK_TOKENS) <= _KEY.num_chunks
+    assert isinstance(asks_for_hand_over(value), bool)
+    request: Any = _Request(value)
+    wishes = _wishes(request)
+    hints = Hints.parse(wishes)
+    if hints is not None:
+        hint = m.Hint(1, "tenant", _KEY.digests, hints.session_ended, hints.priority, hints.ttl_seconds)
+        assert frames.decode_request(bytes(frames.encode_frame(0, hint))) == hint
+    blend = BlendWish.parse(settings, wishes)
+    if blend is not None:
+        assert 0 <= blend.ratio <= 1
+        assert len(_NAMER.name(_TOKENS, blend.borders)) < len(_TOKENS)
+
+
+class _Request:
+    """A request of vLLM, as far as its wishes go."""
+
+    kv_hints = None
+
+    def __init__(self, params: Any) -> None:
+        self.kv_transfer_params = params
+
+
+def _configure(config: bytes) -> None:
+    try:
+        extra: Any = json.loads(config)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(extra, dict):
+        settings = Settings.parse(cast("dict[str, Any]", extra))
+        for device in ("cpu", "cuda", "hpu"):
+            settings.backend_options(device)
+            settings.of_other_backends(device)
+
+
+def seeds() -> list[bytes]:
+    """Return right and wrong settings and parameters."""
+    told = handed_over(_KEY, len(_TOKENS))
+    ours: list[Any] = [
+        {"load": False, "store": False}, {"session_end": True, "priority": 2, "ttl_seconds": 60}, {"priority": 1.5},
+        {"ttl_seconds": 10**400, "priority": -1, "session_end": 0}, {"blend": True}, {"blend": [1]}, {"blend": {}}, 3,
+        {"blend": {"policy": "heads", "ratio": 0.5, "segments": [[0, 10], [10, 40]]}},
+        {"blend": {"ratio": float("nan")}},
+        {"blend": {"policy": [], "segments": [[0, 10**30], [5, 2]]}}, {"wait_ms": 50, "num_tokens": 8, "prefix": "00"},
+        {"num_tokens": -1, "prefix": 5, "wait_ms": 1e99}, {"prefix": "ab" * DIGEST_BYTES, "num_tokens": 0},
+    ]  # fmt: skip
+    params: list[Any] = [None, [], told, {"do_remote_decode": 1}, {"do_remote_prefill": True, "kvdepot": 5}]
+    params += [{"do_remote_prefill": remote, "kvdepot": each} for each in ours for remote in (False, True)]
+    configs: list[Any] = [
+        {"kvdepot.deadline_seconds": 2}, {"kvdepot.deadline_seconds": 10**400}, {"kvdepot.blend_ratio": float("nan")},
+        {"kvdepot.mode": "ipc", "kvdepot.copy_threads": 4}, {"kvdepot.store": []}, {"kvdepot.x": 1, "other": {}}, [1],
+        {"kvdepot.kernel_run_bytes": -1}, {"kvdepot.chunk_tokens": 0, "kvdepot.url": None}, {"kvdepot.load": "yes"},
+    ]  # fmt: skip
+    return [
+        *(json.dumps(config).encode() + b"\0{}" for config in configs),
+        *(b"{}\0" + json.dumps(each).encode() for each in params),
+    ]
