@@ -8,6 +8,7 @@ import pytest
 
 from kvdepot.index.entries import Entries
 from kvdepot.pool.table import IndexTable
+from kvdepot.server.contexts import Fence
 from kvdepot.server.depot import Depot
 from kvdepot.server.quarantine import QuarantineTable
 from simulation.history import replay, run_seed, shrink, story
@@ -74,6 +75,22 @@ def test_an_unfinished_entry_whose_extent_is_given_away_is_found(monkeypatch: py
 
     monkeypatch.setattr(Entries, "abandon", free_now)
     monkeypatch.setattr(Entries, "free_abandoned", free_once)
+    assert "may still write to it" in story(first_failure())
+
+
+def test_an_extent_that_is_freed_while_a_tier_copies_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Entries, "begin_reading", Mock())
+    monkeypatch.setattr(Entries, "end_reading", Mock())
+    assert "a tier copies" in story(first_failure())
+
+
+def test_a_worker_whose_return_frees_what_another_one_of_its_process_writes_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end_worker(table: QuarantineTable, fence: Fence) -> None:
+        table.end_process(fence[0])
+
+    monkeypatch.setattr(QuarantineTable, "end_worker", end_worker)
     assert "may still write to it" in story(first_failure())
 
 

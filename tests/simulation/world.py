@@ -546,6 +546,8 @@ class World:
                 self._needed(run, bool(b & 16)),
             ),
         )  # fmt: skip
+        assert self.server is not None
+        self._check_leases(self.server)
         if plan is None or not plan.ticket:
             return f"{worker.name} asks to store {self._name(run)}: declined, or all of it is there"
         holder = f"{worker.name} (process {worker.process.writer.pid})"
@@ -668,7 +670,7 @@ class World:
             return f"{worker.name} asks to retrieve {self._name(run)}: a miss"
         is_checked = self.is_full_attention and not run.first_chunk
         worker.leases.append(Lease(plan.lease, run, plan.num_chunks if is_checked else 0))
-        if c >= 240:
+        if c >= 240 and plan.extents:
             plan = self._mixed_up(plan, run, b)
         worker.retrieves.append(Retrieve(plan, run.digests, worker.shards))
         return f"{worker.name} begins to retrieve {plan.num_chunks} chunks from {self._name(run)}"
@@ -840,7 +842,8 @@ class World:
         worker = self._connected(a)
         if worker is None or self.server is None:
             return None
-        number = b % NUM_RECORDS
+        copied = [each.number for each in self.server.index.table.records() if self.memory.copied[each.offset // PAGE]]
+        number = copied[b % len(copied)] if copied and c % 2 else b % NUM_RECORDS
         header = self.server.index.table.header(number)
         if header & 0xFF != SEALED:
             return None
@@ -864,6 +867,9 @@ class World:
         except IntegrityError as error:
             raise Violation(f"the index does not add up: {error}") from error
         index, depot = server.index, server.depot
+        for extent in index.extents.free_extents():
+            if any(self.memory.copied[page] for page in pages_in(*extent)):
+                raise Violation(f"pages {extent[0] // PAGE} on are free while a tier copies some of them")
         for space in index.spaces if self.is_full_attention else ():
             for key, node in space.nodes.items():
                 if key in ABOVE and index.key_of(index.parent_of(node)) != ABOVE[key]:
@@ -871,16 +877,18 @@ class World:
         remote = sum(flight.is_remote for flight in depot.flights._by_request.values())
         if depot.flights._num_remote != remote:
             raise Violation(f"{depot.flights._num_remote} flights of other nodes are counted, there are {remote}")
-        if index.quotas.num_shares == 1:  # else leases yield to tenants within their quotas
-            for worker in self.workers:
-                for lease in worker.leases if worker.session else ():
-                    if depot.leases.find(worker.context, lease.number) is not None:
-                        self._check_lease(index, lease)
+        self._check_leases(server)
 
-    def _check_lease(self, index: ChunkIndex, lease: Lease) -> None:
-        digests = lease.run.digests
-        if all(digests[chunk * DIGEST_BYTES :][:DIGEST_BYTES] not in self.suspect for chunk in range(lease.num_chunks)):
-            self._check_found(index, lease.run, lease.num_chunks)
+    def _check_leases(self, server: Server) -> None:
+        """Fail unless everything leased is there; with quotas, leases yield to tenants within theirs."""
+        if server.index.quotas.num_shares > 1:
+            return
+        for worker in self.workers:
+            for lease in worker.leases if worker.session else ():
+                digests = lease.run.digests
+                keys = {digests[chunk * DIGEST_BYTES :][:DIGEST_BYTES] for chunk in range(lease.num_chunks)}
+                if server.depot.leases.find(worker.context, lease.number) is not None and not keys & self.suspect:
+                    self._check_found(server.index, lease.run, lease.num_chunks)
 
     def finish(self) -> None:
         """Let everybody leave and die; fail unless nothing is left."""
