@@ -14,7 +14,7 @@ _WEIGHTS: Final = {
     "start": 20, "restore": 14, "kill_server": 1.5, "turn": 8, "connect": 14, "disconnect": 0.7, "unregister": 0.5,
     "kill": 0.5, "bury": 4, "stop": 1, "prepare": 12, "copy": 24, "end_store": 24, "lookup": 10, "release": 4,
     "end_request": 1, "retrieve": 10, "read": 20, "hint": 1, "tier_begin": 24, "tier_end": 24, "tier_fails": 0.3,
-    "operate": 1, "report": 0.7, "linger": 1, "check": 2, "grow": 1, "damage": 6, "lie": 2, "note": 4, "blend": 4,
+    "operate": 1, "report": 0.7, "linger": 1, "check": 2, "grow": 1, "damage": 6, "lie": 2, "note": 6, "blend": 6,
 }  # fmt: skip
 _MOODS: Final = (dict[str, float](), {"kill_server": 10, "start": 3, "restore": 3})
 _SLOW: Final = {"turn": 3, "lookup": 5, "prepare": 3, "tier_fails": 0, "operate": 0, "kill_server": 2}

@@ -719,7 +719,7 @@ class World:
         if worker is None or not self.is_full_attention:
             return None
         number = b % len(PROMPTS)
-        run = PROMPTS[number].slice(0, 1 + c % NUM_CHUNKS)
+        run = PROMPTS[number]
         self._ask(worker, m.NoteContents(worker.context, run.digests, segments_of(TEXTS[number], run.tenant)))
         return f"{worker.name} says what {self._name(run)} hold"
 
@@ -730,7 +730,7 @@ class World:
             return None
         assert self.server is not None
         number, tenant = b % len(PROMPTS), PROMPTS[b % len(PROMPTS)].tenant
-        cut = c % len(TEXTS[number])
+        cut = c // 2 % len(TEXTS[number]) if c % 2 else 0
         text = TEXTS[number][cut:] + TEXTS[number][:cut]
         reply = self._ask(worker, m.BlendLookup(worker.context, "ab"[a // 4 % 2], segments_of(text, tenant)))
         for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
