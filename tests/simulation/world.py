@@ -754,7 +754,7 @@ class World:
         depot, context = self.server.depot, worker.context
         leases = [lease.number for lease in depot.leases if lease.context != context]
         every = [*depot.stores.tickets.values(), *depot.stores.late_tickets.values()]
-        tickets = [ticket.number for ticket in every if ticket.context != context] or [b]
+        tickets = [ticket.number for ticket in every if ticket.context != context] or [0]
         ticket, number = tickets[b % len(tickets)], b % NUM_RECORDS
         request = (
             m.Release(context, tuple(leases)), m.CommitStore(context, ticket), m.AbortStore(context, ticket),
