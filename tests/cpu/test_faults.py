@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from kvdepot.backends import CacheGroup, CopyBatch, KVCache
-from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import prompt
-from kvdepot.wire import messages as m
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 from kvdepot_cpu.kernels.copy import PageCopier
 from support.cpu.engines import CHUNK, Engine
@@ -142,26 +140,6 @@ def test_killing_the_server_over_and_over_under_load_serves_no_wrong_byte(depot:
     for engine in engines:
         wait_until(lambda engine=engine: engine.ask("store 9 12")[0] == "True")
         assert engine.ask("retrieve 9 12") == ["12", "0"]
-
-
-@pytest.mark.slow
-@pytest.mark.promise(59)
-def test_the_next_release_of_the_server_serves_this_one() -> None:
-    with DepotProcess(module="support.cpu.next_release") as depot:
-        reply = ask_depot(m.Hello(m.PROTOCOL_VERSION, "test"), depot.url, 20)
-        assert isinstance(reply, m.HelloReply)
-        assert (reply.protocol_version, reply.minimum_protocol_version) == (
-            m.PROTOCOL_VERSION + 1,
-            m.MINIMUM_PROTOCOL_VERSION,
-        )
-        engines = [Engine(depot, "one"), Engine(depot, "two")]
-        try:
-            assert engines[0].ask("store 1 5") == ["True", "5"]
-            assert engines[1].ask("lookup 1 5") == ["5"]
-            assert engines[1].ask("retrieve 1 5") == ["5", "0"]
-        finally:
-            for engine in engines:
-                engine.close()
 
 
 # --- in this process: gates in the copy -----------------------------------------------------------------------------

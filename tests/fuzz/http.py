@@ -82,7 +82,7 @@ def call(data: bytes) -> None:
             return o.Found(1, [])
         if isinstance(request, o.Configuration):
             return o.ConfigurationReply(1, {})
-        return m.HelloReply(1, 1, 1, "", 1) if isinstance(request, m.Hello) else m.Done(1, 0)
+        return m.HelloReply(1, 1, "", 1) if isinstance(request, m.Hello) else m.Done(1, 0)
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}

@@ -79,13 +79,13 @@ def reply(data: bytes) -> None:
 
 
 def session(data: bytes) -> None:
-    """The first message on the session socket, and its answer."""
-    for decode in (frames.decode_open_session, frames.decode_session_reply):
+    """The first message of a connection, and its answer."""
+    for decode in (frames.decode_greeting, frames.decode_session_reply):
         try:
             decoded = decode(data)
         except frames.FrameError:
             continue
-        assert frames.encode_session(decoded)[4:]
+        assert frames.encode_greeting(decoded)[4:]
 
 
 def _request_seeds() -> list[bytes]:
@@ -113,7 +113,7 @@ def _reply_seeds() -> list[bytes]:
         tenants={"default": {"used_bytes": 1}}, counters={"stores": 1},
     )  # fmt: skip
     replies: list[frames.Reply] = [
-        m.ErrorReply(1, ErrorCode.MALFORMED, "no"), m.HelloReply(1, 1, 1, "0.1", 5), m.Registered(1, 2, m.Verify.ALL),
+        m.ErrorReply(1, ErrorCode.MALFORMED, "no"), m.HelloReply(1, 1, "0.1", 5), m.Registered(1, 2, m.Verify.ALL),
         m.Done(1, 2), m.LookupReply(1, 3, 4, 300.0),
         m.BlendReply(1, 2, 300.0, m.BLEND_RUN.pack(9, 20, 3, 0, 1, 0), bytes(32)), m.StorePlan(1, 2, bytes(40), 0, 1),
         m.RetrievePlan(1, 2, 1, bytes(40)), m.Moved(1, m.MoveOutcome.UNAVAILABLE, "no"),
@@ -138,10 +138,11 @@ def _answer_seeds() -> list[bytes]:
 
 def _session_seeds() -> list[bytes]:
     messages = (
-        frames.OpenSession(_VERSION, "client"), frames.SessionOpened(1, bytes(16), 1, 1, "0.1"),
+        frames.OpenSession(_VERSION, "client"), frames.JoinSession(bytes(16)),
+        frames.SessionOpened(1, bytes(16), 1, 1, "0.1"),
         m.ErrorReply(1, ErrorCode.DRAINING, ""),
     )  # fmt: skip
-    return [frames.encode_session(message)[4:] for message in messages]
+    return [frames.encode_greeting(message)[4:] for message in messages]
 
 
 # --- what a server finds when it starts -----------------------------------------------------------------------------

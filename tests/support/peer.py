@@ -83,7 +83,7 @@ class RawSocket:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(1.0)
         self.socket.connect(str(depot.directory / CONTROL_SOCKET))
-        self.socket.sendall(frames.encode_greeting(token))
+        self.socket.sendall(frames.encode_greeting(frames.JoinSession(token) if token else None))
 
     def send(self, frame: bytes | bytearray) -> None:
         self.socket.sendall(frames.LENGTH.pack(len(frame)) + frame)

@@ -193,7 +193,7 @@ def test_another_protocol_version_is_one_line_in_the_server_s_log(caplog: pytest
     assert worker.refusal(m.RegisterScheduler(99, "e", "m", bench.spec)) is ErrorCode.VERSION_MISMATCH
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert "99" in line
-    assert f"{m.MINIMUM_PROTOCOL_VERSION} to {m.PROTOCOL_VERSION}" in line
+    assert f"this depot {m.PROTOCOL_VERSION}" in line
     assert "\n" not in line
 
 

@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -286,22 +285,6 @@ def test_a_cache_with_windows_and_malformed_segments_are_refused() -> None:
     assert worker.refusal(m.BlendLookup(worker.context, "r", bytes(25))) is ErrorCode.BAD_KEY
     assert worker.refusal(m.NoteContents(worker.context, b"", bytes(25))) is ErrorCode.BAD_KEY
     assert worker.refusal(m.NoteContents(worker.context, bytes(33), b"")) is ErrorCode.BAD_KEY
-
-
-def test_an_older_depot_has_no_blend(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    tokens = text(0, 640)
-    for name in ("NoteContents", "BlendLookup"):
-        fields = [*msgspec.structs.fields(getattr(m, name))]
-        unknown = msgspec.defstruct(name, [f.name for f in fields], tag=f"later_{name}", array_like=True)
-        monkeypatch.setattr(m, name, unknown)
-    with DepotProcess() as depot, SchedulerClient(SPEC, "engine", url=depot.url) as client:
-        client.wait_until_connected(10)
-        client.note_contents(hash_prefix(NAMESPACE, SPEC.chunk_tokens, tokens), NAMER.name(tokens))
-        assert client.submit_blend_lookup("r", NAMER.name(tokens), min_run_tokens=1).result().runs == ()
-        assert depot.status().counters["requests_refused"] == 2
-        assert client.lookup("r", hash_prefix(NAMESPACE, SPEC.chunk_tokens, tokens)).num_chunks == 0
-        wait_until(lambda: client.is_connected)
-    assert not caplog.records
 
 
 def test_a_scheduler_asks_a_real_depot() -> None:

@@ -2,14 +2,16 @@
 """However much an index holds, one request or one turn does a bounded part of what there is to do."""
 
 import contextlib
+import math
 import random
 import socket
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
+from kvdepot.config import CONTROL_SOCKET, ServerConfig
 from kvdepot.index.index import MOST_EVICTED
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
@@ -320,7 +322,7 @@ def test_requests_that_wait_are_left_for_the_next_turn_when_the_time_is_over(tmp
     with closing(server), socket.socket(socket.AF_UNIX) as asker:
         asker.connect(str(server.config.directory / CONTROL_SOCKET))
         hello = frames.encode_frame(1, m.Hello(m.PROTOCOL_VERSION, "test"))
-        asker.sendall(frames.encode_greeting(b"") + 10 * (frames.LENGTH.pack(len(hello)) + hello))
+        asker.sendall(frames.encode_greeting(None) + 10 * (frames.LENGTH.pack(len(hello)) + hello))
         latencies = server._requests.latencies[m.Hello]
         for number in range(1, 11):
             wait_until(lambda number=number: server.sockets.connections.serve(0.0) or sum(latencies.counts) == number)
@@ -332,7 +334,7 @@ def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(make_server(tmp_path)) as server, contextlib.ExitStack() as stack:
-        sessions, path = server.sockets.sessions, str(server.config.directory / SESSION_SOCKET)
+        connections, path = server.sockets.connections, str(server.config.directory / CONTROL_SOCKET)
 
         def connect() -> socket.socket:
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -341,20 +343,19 @@ def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(
             return client
 
         first = connect()
-        sessions.serve(lambda: True)
+        connections.serve(0.0)
         strangers = [connect() for _ in range(20)]
-        first.sendall(frames.encode_session(frames.OpenSession(m.PROTOCOL_VERSION, "first")))
+        first.sendall(frames.encode_greeting(frames.OpenSession(m.PROTOCOL_VERSION, "first")))
         for turn in range(1, 21):
-            sessions.serve(lambda: True)
-            assert len(sessions._sessions) <= 1 + turn
-            assert len(sessions) == 1 or turn == 1, "the first has its session meanwhile"
-        sessions.serve(lambda: False)
-        assert len(sessions._sessions) == 1 + len(strangers)
-        monkeypatch.setattr("kvdepot.server.sessions.HANDSHAKE_SECONDS", -1.0)
+            connections.serve(0.0)
+            assert len(connections) <= 1 + turn
+        wait_until(lambda: connections.serve(0.0) or len(connections) == len(strangers))
+        assert len(server.sockets.sessions) == 1
+        monkeypatch.setattr("kvdepot.server.connections.time", SimpleNamespace(monotonic=lambda: math.inf))
         for num_left in range(len(strangers) - 1, -1, -1):
-            sessions.expire_handshakes(lambda: True)
-            assert len(sessions._sessions) == 1 + num_left, "nor are those that say nothing closed all at once"
-        assert len(sessions) == 1
+            connections.sweep(lambda: True)
+            assert len(connections) == num_left, "nor are those that say nothing closed all at once"
+        assert len(server.sockets.sessions) == 1
 
 
 @pytest.mark.promise(61)

@@ -19,7 +19,7 @@ import zmq
 
 from kvdepot.client.connection import Connection
 from kvdepot.client.operator import ask_depot
-from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig
+from kvdepot.config import CONTROL_SOCKET, ServerConfig
 from kvdepot.errors import DepotUnavailable, ErrorCode
 from kvdepot.index.index import ChunkIndex
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -42,6 +42,7 @@ from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, RawSocket, frame, prompt, registration
 
 TOKEN = bytes(range(frames.TOKEN_BYTES))
+JOINED = frames.encode_greeting(frames.JoinSession(TOKEN))
 
 
 def num_descriptors(pid: int) -> int:
@@ -52,8 +53,7 @@ def num_descriptors(pid: int) -> int:
 
 
 @pytest.mark.promise(73)
-@pytest.mark.parametrize("name", [CONTROL_SOCKET, SESSION_SOCKET])
-def test_without_descriptors_who_is_connected_is_served_and_others_wait(name: str, depot: DepotProcess) -> None:
+def test_without_descriptors_who_is_connected_is_served_and_others_wait(depot: DepotProcess) -> None:
     """Regression: connections to the control socket ended the depot."""
     peer = Peer(depot)
     assert peer.store(prompt(3)) == 3
@@ -64,7 +64,7 @@ def test_without_descriptors_who_is_connected_is_served_and_others_wait(name: st
     for stranger in strangers:
         stranger.settimeout(10)
         with suppress(BlockingIOError):  # the kernel's queue is full, too
-            stranger.connect(str(depot.directory / name))
+            stranger.connect(str(depot.directory / CONTROL_SOCKET))
     wait_until(lambda: num_descriptors(depot.pid) >= limit - 20)
     assert all(peer.find(prompt(3)).num_chunks == 3 for _ in range(100))
     assert num_descriptors(depot.pid) < limit, "a reserve is left"
@@ -91,7 +91,7 @@ def test_a_reserve_that_is_touched_does_not_wake_the_loop_again_and_again(
         assert not select.select([table.table], [], [], 0)[0]
         touched[0] = False
         table.table.sweep(lambda: False)
-        client.sendall(frames.encode_greeting(b"") + framed(b"hello"))
+        client.sendall(frames.encode_greeting(None) + framed(b"hello"))
         assert table.serve_until(1) == [b"hello"]
 
 
@@ -150,8 +150,9 @@ class Table:
         self.ended: list[bytes] = []
         self.answer: Callable[[bytes], bytes | None] = lambda _data: b"ok"
         self.table = ConnectionTable(
-            [path], Access(), is_owner=lambda token: token == TOKEN, end_owner=self._end, handle=self._handle
-        )
+            path, Access(), is_owner=lambda token: token == TOKEN, end_owner=self._end,
+            open_session=lambda opened, _greeting: opened.close(), handle=self._handle,
+        )  # fmt: skip
 
     def _end(self, token: bytes) -> None:
         self.ended.append(token)
@@ -225,7 +226,7 @@ def test_frames_come_whole_and_in_order_however_they_are_cut(seed: int, table: T
     sent = [rng.randbytes(rng.choice((0, 1, 8, 100, 65_532, 65_533, 70_000))) for _ in range(40)]
     sent.append(rng.randbytes(frames.MAXIMUM_FRAME_BYTES))
     with table.connect() as client:
-        data = frames.encode_greeting(TOKEN) + b"".join(map(framed, sent))
+        data = JOINED + b"".join(map(framed, sent))
         sender = threading.Thread(target=in_pieces, args=(client, data, rng))
         sender.start()
         assert table.serve_until(len(sent)) == sent
@@ -243,7 +244,9 @@ def test_whatever_comes_nothing_stays_when_the_peer_is_gone(seed: int, table: Ta
     table.answer = lambda _data: rng.choice((b"ok", bytes(300_000), None))
     for _ in range(100):
         sent = [framed(rng.randbytes(rng.choice((0, 5, 70_000)))) for _ in range(rng.randrange(5))]
-        data = bytearray(frames.encode_greeting(rng.choice((TOKEN, b"", b"?" * 16))) + b"".join(sent))
+        data = bytearray(
+            rng.choice((JOINED, frames.encode_greeting(None), frames.LENGTH.pack(16) + b"?" * 16)) + b"".join(sent)
+        )
         for _ in range(rng.randrange(3)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         with table.connect() as client:
@@ -262,10 +265,10 @@ def test_whatever_comes_nothing_stays_when_the_peer_is_gone(seed: int, table: Ta
 @pytest.mark.promise(74)
 def test_one_frame_of_each_connection_is_served_in_turn(table: Table) -> None:
     with table.connect() as flood, table.connect() as other, table.connect() as third:
-        flood.sendall(frames.encode_greeting(TOKEN) + framed(b"flood") * 5000)
+        flood.sendall(JOINED + framed(b"flood") * 5000)
         table.serve_until(10)
         for client, name in ((other, b"other"), (third, b"third")):
-            client.sendall(frames.encode_greeting(b"") + framed(name) * 3)
+            client.sendall(frames.encode_greeting(None) + framed(name) * 3)
         before = len(table.frames)
         wait_until(lambda: table.table.serve(0.0) or table.frames.count(b"third") == 3)
         assert len(table.frames) - before < 30
@@ -275,9 +278,8 @@ def test_one_frame_of_each_connection_is_served_in_turn(table: Table) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"\xff" + bytes(7) + b"\x01\x7f\x03" + bytes(53),  # ZeroMQ's greeting, from a client of protocol 1
-        frames.encode_greeting(b"x" * 15),
-        frames.encode_greeting(b"") + frames.LENGTH.pack(frames.MAXIMUM_FRAME_BYTES + 1),
+        frames.LENGTH.pack(15) + b"x" * 15,
+        frames.encode_greeting(None) + frames.LENGTH.pack(frames.MAXIMUM_FRAME_BYTES + 1),
         b"\xff\xff\xff\xff",
     ],
 )
@@ -293,13 +295,13 @@ def test_what_is_no_frame_ends_its_connection(data: bytes, table: Table) -> None
     ("data", "is_closed"),
     [
         (b"", True),
-        (frames.encode_greeting(b""), True),
-        (frames.encode_greeting(b"") + framed(b"x"), True),
-        (frames.encode_greeting(b"unknown token..."), True),
-        (frames.encode_greeting(TOKEN), False),
-        (frames.encode_greeting(TOKEN) + framed(b"x"), False),
-        (frames.encode_greeting(TOKEN) + framed(b"x")[:-1], True),
-        (frames.encode_greeting(TOKEN) + framed(bytes(1 << 20))[:-1], True),
+        (frames.encode_greeting(None), True),
+        (frames.encode_greeting(None) + framed(b"x"), True),
+        (frames.encode_greeting(frames.JoinSession(b"unknown token...")), True),
+        (JOINED, False),
+        (JOINED + framed(b"x"), False),
+        (JOINED + framed(b"x")[:-1], True),
+        (JOINED + framed(bytes(1 << 20))[:-1], True),
     ],
 )
 def test_only_a_session_may_be_silent_and_only_between_its_frames(
@@ -317,14 +319,14 @@ def test_only_a_session_may_be_silent_and_only_between_its_frames(
         table.table.sweep(lambda: False)
         assert len(table.table) == (not is_closed)
         assert table.table._held_bytes == 0
-        assert table.ended == ([TOKEN] if is_closed and data.startswith(frames.encode_greeting(TOKEN)) else [])
+        assert table.ended == ([TOKEN] if is_closed and data.startswith(JOINED) else [])
 
 
 def test_who_waits_for_the_depot_is_not_silent(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     table.answer = lambda _data: None
     with table.connect() as waiting, table.connect() as unread:
-        waiting.sendall(frames.encode_greeting(b"") + framed(b"x"))
-        unread.sendall(frames.encode_greeting(b""))
+        waiting.sendall(frames.encode_greeting(None) + framed(b"x"))
+        unread.sendall(frames.encode_greeting(None))
         table.serve_until(1)
         table.serve_all()
         unread.sendall(framed(b"x"))
@@ -347,7 +349,7 @@ def test_requests_that_wait_are_bounded_in_bytes_and_all_are_answered(
     table.answer = lambda _data: None
     num_clients, num_frames = 24, 10
     clients = [table.connect() for _ in range(num_clients)]
-    data = frames.encode_greeting(TOKEN) + framed(bytes(300_000)) * num_frames
+    data = JOINED + framed(bytes(300_000)) * num_frames
     senders = [threading.Thread(target=client.sendall, args=(data,)) for client in clients]
     for sender in senders:
         sender.start()
@@ -381,7 +383,7 @@ def test_who_leaves_does_not_take_what_waits_for_it_off_the_account(
     table.answer = lambda _data: None
     for _ in range(100):
         with table.connect() as client:
-            client.sendall(frames.encode_greeting(b"") + framed(bytes(60_000)))
+            client.sendall(frames.encode_greeting(None) + framed(bytes(60_000)))
             table.serve_all()
         table.serve_all()
     assert sum(map(len, table.frames)) < 2 * limit + 60_000
@@ -399,7 +401,7 @@ def test_unread_replies_are_bounded_in_bytes_and_whoever_reads_gets_all_of_them(
     table.answer = lambda _data: reply
     with table.connect() as modest, table.connect() as greedy, table.connect() as third:
         for client, number in ((modest, 1), (greedy, 5), (third, 2)):
-            client.sendall(frames.encode_greeting(TOKEN if client is third else b"") + framed(b"x") * number)
+            client.sendall((JOINED if client is third else frames.encode_greeting(None)) + framed(b"x") * number)
         table.serve_all()
         assert len(table.frames) <= 3, "one reply each: clients that have not read it are not read"
         assert 0 < table.table._unread_bytes <= limit
@@ -409,7 +411,7 @@ def test_unread_replies_are_bounded_in_bytes_and_whoever_reads_gets_all_of_them(
     assert table.table._unread_bytes == 0
     table.frames.clear()
     with table.connect() as reader:
-        reader.sendall(frames.encode_greeting(b"") + framed(b"x") * 5)
+        reader.sendall(frames.encode_greeting(None) + framed(b"x") * 5)
         received = 0
         while received < 5 * (len(reply) + frames.LENGTH.size):
             table.serve_all()

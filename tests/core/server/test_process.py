@@ -19,7 +19,7 @@ import pytest
 import kvdepot
 from kvdepot import SchedulerClient
 from kvdepot.client.connection import open_session
-from kvdepot.config import SESSION_SOCKET, ServerConfig
+from kvdepot.config import CONTROL_SOCKET, ServerConfig
 from kvdepot.errors import ErrorCode
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -27,8 +27,6 @@ from kvdepot.pool.folder import NAMES_FILE, TABLE_FILE
 from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
 from kvdepot.server.app import DepotServer
-from kvdepot.wire import frames
-from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, RawSocket, prompt
 
 HEAVY = ("torch", "numpy", "vllm", "habana", "libcuda", "libcudart", "libze_loader", "libhl")
@@ -136,11 +134,9 @@ def test_a_pickle_that_would_run_code_is_just_a_malformed_frame(depot: DepotProc
     raw.close()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(1.0)
-        connection.connect(str(depot.directory / SESSION_SOCKET))
+        connection.connect(str(depot.directory / CONTROL_SOCKET))
         connection.sendall(len(payload).to_bytes(4, "little") + payload)
-        reply = frames.decode_session_reply(connection.recv(4096)[4:])
-    assert isinstance(reply, m.ErrorReply)
-    assert reply.code is ErrorCode.MALFORMED
+        assert connection.recv(4096) == b""
     assert not marker.exists()
 
 
@@ -289,17 +285,17 @@ def test_a_session_that_says_nothing_for_an_hour_is_still_open(
     with SchedulerClient(SPEC, "engine", url=str(tmp_path)) as client, socket.socket(socket.AF_UNIX) as connection:
         client.wait_until_connected(5)
         connection.settimeout(5.0)
-        opened, _ = open_session(connection, tmp_path / SESSION_SOCKET, "test", False)
+        opened, _ = open_session(connection, tmp_path / CONTROL_SOCKET, "test", False)
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
         swept = threading.Event()
-        expire = server.sockets.sessions.expire_handshakes
+        sweep = server.sockets.connections.sweep
 
-        def expire_and_say_so(is_over: Callable[[], bool]) -> None:
-            expire(is_over)
+        def sweep_and_say_so(is_over: Callable[[], bool]) -> None:
+            sweep(is_over)
             swept.set()
 
-        monkeypatch.setattr("kvdepot.server.sessions.time", later)
-        monkeypatch.setattr(server.sockets.sessions, "expire_handshakes", expire_and_say_so)
+        monkeypatch.setattr("kvdepot.server.connections.time", later)
+        monkeypatch.setattr(server.sockets.connections, "sweep", sweep_and_say_so)
         assert swept.wait(5)
         connection.sendall(b"p")
         assert connection.recv(1) == b"p"

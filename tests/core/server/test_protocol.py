@@ -9,7 +9,7 @@ import pytest
 
 from kvdepot.client.connection import open_session
 from kvdepot.client.operator import ask_depot
-from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET
+from kvdepot.config import CONTROL_SOCKET
 from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -157,18 +157,18 @@ def test_other_pages_under_the_same_spec_are_refused(peer: Peer, bystander: Peer
 
 @pytest.mark.promise(7)
 def test_another_protocol_version_is_refused_in_one_line_that_names_both(peer: Peer, depot: DepotProcess) -> None:
-    with pytest.raises(RemoteError, match=r"protocol 99, this server 2 to 2") as caught:
+    with pytest.raises(RemoteError, match=r"protocol 99, this depot 3") as caught:
         peer.ask(registration(version=99))
     assert caught.value.code is ErrorCode.VERSION_MISMATCH
-    for version in (1, 99):
+    for version in (m.PROTOCOL_VERSION - 1, 99):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(1.0)
-            connection.connect(str(depot.directory / SESSION_SOCKET))
-            connection.sendall(frames.encode_session(frames.OpenSession(version, "another")))
+            connection.connect(str(depot.directory / CONTROL_SOCKET))
+            connection.sendall(frames.encode_greeting(frames.OpenSession(version, "another")))
             reply = frames.decode_session_reply(connection.recv(4096)[4:])
         assert isinstance(reply, m.ErrorReply)
         assert reply.code is ErrorCode.VERSION_MISMATCH
-        assert f"protocol {version}, this server 2 to 2" in reply.message
+        assert f"protocol {version}, this depot 3" in reply.message
 
 
 def test_what_was_not_prepared_cannot_be_committed(peer: Peer, bystander: Peer) -> None:
@@ -353,7 +353,7 @@ def test_silent_and_garbled_session_connections_hurt_nobody(depot: DepotProcess,
     connections: list[socket.socket] = []
     for number in range(200):
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(str(depot.directory / SESSION_SOCKET))
+        connection.connect(str(depot.directory / CONTROL_SOCKET))
         if number % 2:
             connection.sendall(os.urandom(number) if number % 4 == 1 else (100).to_bytes(4, "little"))
         connections.append(connection)
@@ -364,15 +364,14 @@ def test_silent_and_garbled_session_connections_hurt_nobody(depot: DepotProcess,
 
 
 @pytest.mark.promise(53)
-def test_the_session_socket_is_for_this_user_alone(depot: DepotProcess) -> None:
-    assert (depot.directory / SESSION_SOCKET).stat().st_mode & 0o777 == 0o600
-    assert (depot.directory / CONTROL_SOCKET).stat().st_mode & 0o177 == 0
+def test_the_socket_is_for_this_user_alone(depot: DepotProcess) -> None:
+    assert (depot.directory / CONTROL_SOCKET).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_session_hands_over_pool_and_table(depot: DepotProcess) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(1.0)
-        opened, mapping = open_session(connection, depot.directory / SESSION_SOCKET, "test", True)
+        opened, mapping = open_session(connection, depot.directory / CONTROL_SOCKET, "test", True)
     assert mapping is not None
     assert mapping.size_bytes == opened.pool_size_bytes == 64 << 20
     with pytest.raises(TypeError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET
+from kvdepot.config import CONTROL_SOCKET
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.server.access import Access
@@ -72,7 +72,7 @@ def directory() -> Iterator[Path]:
 
 
 def modes(directory: Path) -> list[int]:
-    return [path.stat().st_mode & 0o777 for path in (directory, directory / CONTROL_SOCKET, directory / SESSION_SOCKET)]
+    return [path.stat().st_mode & 0o777 for path in (directory, directory / CONTROL_SOCKET)]
 
 
 def store(depot: DepotProcess) -> None:
@@ -85,7 +85,7 @@ def store(depot: DepotProcess) -> None:
 def test_members_of_the_group_are_served_and_others_are_not(directory: Path) -> None:
     with DepotProcess("--socket-group", str(GROUP), directory=directory) as depot:
         store(depot)
-        assert modes(directory) == [0o710, 0o660, 0o660]
+        assert modes(directory) == [0o710, 0o660]
         assert {path.stat().st_gid for path in (directory, *directory.glob("*.sock"))} == {GROUP}
         assert depot.pool_directory.stat().st_mode & 0o077 == 0
         for gid, groups in ((GROUP, ()), (STRANGER, (GROUP,)), (STRANGER, (*range(70_000, 70_400), GROUP))):
@@ -98,7 +98,7 @@ def test_members_of_the_group_are_served_and_others_are_not(directory: Path) -> 
 @as_root
 def test_without_a_group_the_depot_is_for_its_user_and_root(directory: Path) -> None:
     with DepotProcess(directory=directory):
-        assert modes(directory) == [0o700, 0o600, 0o600]
+        assert modes(directory) == [0o700, 0o600]
         assert "Permission denied" in as_stranger("engine", directory, GROUP)
         assert "is not for this user" in as_stranger("status", directory, GROUP)
 
@@ -108,11 +108,10 @@ def test_without_a_group_the_depot_is_for_its_user_and_root(directory: Path) -> 
 def test_the_kernel_is_asked_even_when_the_modes_let_everybody_in(directory: Path, flags: tuple[str, ...]) -> None:
     with DepotProcess(*flags, directory=directory):
         directory.chmod(0o755)
-        (directory / SESSION_SOCKET).chmod(0o666)
+        (directory / CONTROL_SOCKET).chmod(0o666)
         answer = as_stranger("engine", directory, STRANGER, (STRANGER,))
         assert "closed the connection during the handshake" in answer or "reset" in answer or "Broken pipe" in answer
         if flags:
-            (directory / CONTROL_SOCKET).chmod(0o666)
             assert as_stranger("engine", directory, STRANGER, (GROUP,)) == "0"
 
 

@@ -34,7 +34,7 @@ def serve(directory: Path, *arguments: str) -> tuple[int, str]:
         ("a file", "other", "d" * 110, "bytes, a socket's path at most 107"),
         ("a file", "depot/control.sock", "depot", "control.sock is there and no socket"),
         ("a folder", "depot/control.sock", "depot", "control.sock is there and no socket"),
-        ("a pipe", "depot/session.sock", "depot", "session.sock is there and no socket"),
+        ("a pipe", "depot/control.sock", "depot", "control.sock is there and no socket"),
         ("a folder", "depot/lock", "depot", "lock: Is a directory"),
         ("a pipe", "depot/lock", "depot", "lock is not a file"),
     ],
@@ -54,9 +54,8 @@ def test_a_directory_that_cannot_be_one_ends_the_start_in_one_line(
 
 def test_a_socket_that_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "depot").mkdir()
-    for name in ("control.sock", "session.sock"):
-        with socket.socket(socket.AF_UNIX) as left:
-            left.bind(str(tmp_path / "depot" / name))
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "depot" / "control.sock"))
     command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(tmp_path / "depot"), "--pool-size", "1MiB"]
     with subprocess.Popen([*command, "--ephemeral"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -19,7 +19,6 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 from kvdepot.errors import ConfigError
 
 CONTROL_SOCKET: Final = "control.sock"  # Unix stream: requests and replies
-SESSION_SOCKET: Final = "session.sock"  # Unix stream: descriptors and news of deaths
 HTTP_TOKEN: Final = "http.token"  # file: the bearer token, if none was given
 
 MAXIMUM_NUMBER: Final = 1e9  # bound for plain numbers, e.g. seconds; larger ones overflow timers

@@ -17,7 +17,6 @@ from kvdepot.wire import messages as m
 _READ_BYTES: Final = 64 << 10
 _MOST_REPLY_BYTES: Final = 64 << 20
 _MOST_UNSENT_BYTES: Final = 16 << 20  # kept by a channel for a depot that does not take requests now
-_ZEROMQ: Final = b"\xff" + bytes(7)  # first bytes of a depot before protocol 2; no reply begins so
 _TIMEVAL: Final = struct.Struct("ll")
 
 
@@ -56,7 +55,7 @@ class Channel:
         data = frames.LENGTH.pack(len(frame)) + frame
         if not self._is_connected:
             self._connect()
-            data = frames.encode_greeting(self.link.token) + data
+            data = frames.encode_greeting(frames.JoinSession(self.link.token) if self.link.token else None) + data
         if self._unsent:
             self._flush()
         if len(self._unsent) + len(data) > _MOST_UNSENT_BYTES:
@@ -181,11 +180,6 @@ class Channel:
             raise DepotUnavailable(f"the connection to the depot was lost: {error}") from error
         if not data:
             raise DepotUnavailable("the depot closed the connection")
-        if data.startswith(_ZEROMQ):
-            raise DepotUnavailable(
-                f"it is of a release before protocol {m.PROTOCOL_VERSION}: install the same version of kvdepot on both"
-                " sides"
-            )
         self._received += data
         while (frame := self._take_frame()) is not None:
             self._accept(frame)  # may send and receive, too

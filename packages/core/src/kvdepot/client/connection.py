@@ -1,12 +1,12 @@
 """`Connection`: keeps a link to the depot, and reconnects.
 
-Each connection has one thread, which owns the session socket and sleeps in a read. The server's death wakes it at once;
-then it tries to connect again, waiting longer each time, registers, and publishes a new **link**. There is no link
-while the depot is away, starting, hung or slow: callers answer "miss" without waiting.
+Each connection has one thread, which owns the session's socket and sleeps in a read. The server's death wakes it at
+once; then it tries to connect again, waiting longer each time, registers, and publishes a new **link**. There is no
+link while the depot is away, starting, hung or slow: callers answer "miss" without waiting.
 
-A call that runs into its deadline suspends the link, and so do several calls that wait for an eighth of it. The thread
-then pings on the session socket, and when the server answers quickly the link is used again. So a hung server costs one
-deadline, a slow one a bounded wait, a dead one less.
+A call that runs into its deadline suspends the link, and so do several calls that wait for an eighth of it. The
+thread then pings on that socket, and when the server answers quickly the link is used again. So a hung server costs
+one deadline, a slow one a bounded wait, a dead one less.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Final
 
 from kvdepot.client.channel import Channel
 from kvdepot.client.link import Link
-from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, directory_of_url
+from kvdepot.config import CONTROL_SOCKET, directory_of_url
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.pool.files import PoolMapping
 from kvdepot.wire import frames
@@ -209,7 +209,7 @@ class Connection:
         self._is_renewing = False  # before the registration is read
         try:
             connection.settimeout(self.deadline_seconds)
-            opened, mapping = open_session(connection, self.directory / SESSION_SOCKET, self._name, self._maps_pool)
+            opened, mapping = open_session(connection, self.directory / CONTROL_SOCKET, self._name, self._maps_pool)
             link = Link(opened, self.directory / CONTROL_SOCKET, mapping)
             channel = self.channel(link)
             try:
@@ -231,7 +231,7 @@ class Connection:
             raise
 
     def _watch(self, connection: socket.socket, link: Link) -> None:
-        """Serve the session socket until the session ends."""
+        """Read the session's socket until the session ends."""
         connection.setblocking(False)
         poller = select.poll()
         poller.register(connection, select.POLLIN)
@@ -288,7 +288,7 @@ class Connection:
 def open_session(
     connection: socket.socket, path: Path, name: str, maps_pool: bool
 ) -> tuple[frames.SessionOpened, PoolMapping | None]:
-    """Do the handshake on a session socket and map the pool if asked to.
+    """Open a session over an unconnected socket, and map the pool if asked to.
 
     Raises:
         RemoteError: the server refused.
@@ -296,7 +296,7 @@ def open_session(
         OSError: no server answers within the socket's timeout.
     """
     connection.connect(str(path))
-    connection.sendall(frames.encode_session(frames.OpenSession(m.PROTOCOL_VERSION, name)))
+    connection.sendall(frames.encode_greeting(frames.OpenSession(m.PROTOCOL_VERSION, name)))
     descriptors: list[int] = []
     received = bytearray()
     try:

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 _SHARE_FOR_WAITING: Final = 0.75  # of a deadline that the depot may wait for its tiers and for other engines
 _SILENT = (
     ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT,  # the connection's thread is registering again
-    ErrorCode.UNKNOWN_OPERATION,  # an older depot
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The pool's files: KV bytes, the index table and the names that records refer to, in one folder on tmpfs.
 
-The server owns them; workers get the descriptors over the session socket. A server that is started again in the same
+The server owns them; workers get the descriptors when they open a session. A server that is started again in the same
 folder finds all three. If they do not fit together, it refuses all of them and makes new ones. It never maps the pool:
 only copying processes do (`PoolMemory`).
 """

@@ -1,7 +1,7 @@
 """Access on this machine: modes of the sockets, and the credentials that the kernel gives of a peer.
 
 A depot is for its user and root. With a group its members are let in, too: they reach the sockets through directory
-0710 and socket 0660, and the session socket asks the kernel once more. Files of the pool stay the server's alone.
+0710 and socket 0660, and the depot asks the kernel once more. Files of the pool stay the server's alone.
 """
 
 import contextlib

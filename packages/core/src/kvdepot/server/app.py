@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import zmq
 
-from kvdepot.config import CONTROL_SOCKET, SESSION_SOCKET, ServerConfig, format_size
+from kvdepot.config import CONTROL_SOCKET, ServerConfig, format_size
 from kvdepot.errors import DepotBusy
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
@@ -109,8 +109,7 @@ class DepotServer:
         config, files = self.config, self._files
         size = files.size_bytes
         quotas = QuotaTable(size, config.quotas)
-        for path in (config.directory / SESSION_SOCKET, config.directory / CONTROL_SOCKET):
-            make_room(path)  # now that no living depot has them
+        make_room(config.directory / CONTROL_SOCKET)  # now that no living depot has it
         ready = allocate_first(files.pool_fd, size)
         return Depot(
             ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas),
@@ -123,10 +122,11 @@ class DepotServer:
     def _open_sockets(self, undo: contextlib.ExitStack) -> Sockets:
         config, depot = self.config, self.depot
         connections = ConnectionTable(
-            [config.directory / CONTROL_SOCKET],
+            config.directory / CONTROL_SOCKET,
             self._access,
             is_owner=lambda token: sessions.find(token) is not None,
             end_owner=lambda token: sessions.end(token),
+            open_session=lambda socket, greeting: sessions.open(socket, greeting),
             handle=lambda connection, frame: self._requests.serve(connections, connection, frame),
         )
         undo.callback(connections.close)
@@ -135,13 +135,10 @@ class DepotServer:
         undo.callback(listeners.close)
 
         def end_session(session: Session) -> None:
-            assert session.token is not None
             connections.close_owner(session.token)
             depot.end_session(session.number)
 
         sessions = SessionTable(
-            config.directory / SESSION_SOCKET,
-            self._access,
             welcome=self._welcome,
             on_end=end_session,
             on_death=depot.end_process,

@@ -1,27 +1,27 @@
 """Connections of the control socket: they take in and send whole frames, and none of them delays another.
 
-A connection begins with a greeting that names its owner: the token of a session, or nothing for an operator. Every
-further frame is a request. The server's loop calls `serve` when `fileno` is readable. A turn serves one frame of each
-connection at a time, in rotation, until its time is up.
+A connection begins with a greeting. It opens a session, and then leaves this table for the sessions'; or it joins a
+session by its token, or is empty, as an operator's. Every further frame is a request. The server's loop calls `serve`
+when `fileno` is readable. A turn serves one frame of each connection at a time, in rotation, until its time is up.
 
-The table keeps its bounds by not reading, so that the kernel makes the sender wait. It does not read a connection that
-has an unread reply or too many bytes of waiting requests, and reads none while all together hold too much. It closes a
-connection that breaks the framing, does not complete a frame in time, or falls silent without a session. If the unread
-replies of all connections become too many, it closes the one with the most. The session ends with its connection, so
-an engine never takes a lost connection for a living depot.
+The table keeps its bounds by not reading, so that the kernel makes the sender wait. It does not read a connection
+that has an unread reply or too many bytes of waiting requests, and reads none while all together hold too much. It
+closes a connection that breaks the framing, does not complete a frame in time, or falls silent without a session. If
+the unread replies of all connections become too many, it closes the one with the most. The session ends with its
+connection, so an engine never takes a lost connection for a living depot.
 """
 
 import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from kvdepot.server.access import Access
-from kvdepot.server.listening import Listeners, Warnings
+from kvdepot.server.listening import Listener, Warnings
 from kvdepot.wire import frames
 
 SILENCE_SECONDS: Final = 5.0  # for a greeting, for the rest of a frame, and between an operator's requests
@@ -54,29 +54,32 @@ class Connection:
 
 
 class ConnectionTable:
-    """Everything that is connected to the control sockets; one epoll set, polled by the server's loop.
+    """Everything that is connected to the control socket but sessions; one epoll set, polled by the server's loop.
 
     Args:
-        paths: of the sockets to listen on.
+        path: of the socket to listen on.
         access: decides which processes may connect.
         is_owner: whether a token is that of an open session.
         end_owner: ends the session of a token, which calls `close_owner`.
+        open_session: takes over a socket whose greeting opens a session.
         handle: serves one frame, which is valid during the call, by `send`, now or after `hold`.
 
     Raises:
-        ConfigError: a path cannot be listened on.
+        ConfigError: the path cannot be listened on.
     """
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        path: Path,
         access: Access,
         is_owner: Callable[[bytes], bool],
         end_owner: Callable[[bytes], None],
+        open_session: Callable[[socket.socket, frames.OpenSession], None],
         handle: Callable[[Connection, memoryview], None],
     ) -> None:
         self._is_owner = is_owner
         self._end_owner = end_owner
+        self._open_session = open_session
         self._handle = handle
         self._connections: dict[int, Connection] = {}
         self._of_owner: dict[bytes, set[Connection]] = {}
@@ -90,7 +93,7 @@ class ConnectionTable:
         self._warnings = Warnings()
         self._epoll = select.epoll()
         try:
-            self._listeners = Listeners(paths, access, self._epoll, self._warnings)
+            self._listener = Listener(path, access, self._epoll, self._warnings)
         except BaseException:
             self._epoll.close()
             raise
@@ -114,7 +117,8 @@ class ConnectionTable:
             for fd, events in self._epoll.poll(0, _EVENTS):
                 connection = self._connections.get(fd)
                 if connection is None:
-                    self._accept(fd)
+                    if fd == self._listener.fileno():
+                        self._accept()
                 elif events & select.EPOLLHUP and not connection.events & select.EPOLLIN:
                     self._close(connection)  # nobody reads its replies
                 elif not connection.is_queued:
@@ -188,19 +192,19 @@ class ConnectionTable:
                 self._break(connection)
             if is_over():
                 break
-        self._listeners.resume()
+        self._listener.resume()
 
     def close(self) -> None:
-        """Close every connection and remove the sockets. Twice is harmless."""
-        self._listeners.close()
+        """Close every connection and remove the socket. Twice is harmless."""
+        self._listener.close()
         for connection in list(self._connections.values()):
             connection.is_open = False
             connection.socket.close()
         self._connections.clear()
         self._epoll.close()
 
-    def _accept(self, listener: int) -> None:
-        accepted = self._listeners.accept(listener)
+    def _accept(self) -> None:
+        accepted = self._listener.accept()
         if accepted is None:
             return
         connection = Connection(accepted)
@@ -288,7 +292,7 @@ class ConnectionTable:
         return None
 
     def _greet(self, connection: Connection) -> bool:
-        """Take in the greeting, which names the owner; False if it is not here yet.
+        """Take in the greeting, which names the owner; False if it is not here yet, or opened a session.
 
         Raises:
             OSError: the bytes are not a greeting, or the session has too many connections.
@@ -297,13 +301,24 @@ class ConnectionTable:
         if len(received) < _LENGTH_BYTES:
             return False
         length = frames.LENGTH.unpack_from(received)[0]
-        if length not in (0, frames.TOKEN_BYTES):
+        if length > frames.MAXIMUM_GREETING_BYTES:
             raise ConnectionAbortedError("no greeting")
         if len(received) < _LENGTH_BYTES + length:
             return False
-        owner = bytes(received[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        greeting = bytes(received[_LENGTH_BYTES : _LENGTH_BYTES + length])
         del received[: _LENGTH_BYTES + length]
-        if not owner or not self._is_owner(owner):
+        owner = b""
+        if greeting:
+            try:
+                decoded = frames.decode_greeting(greeting)
+            except frames.FrameError as error:
+                raise ConnectionAbortedError(str(error)) from error
+            if isinstance(decoded, frames.OpenSession):
+                self._forget(connection)
+                self._open_session(connection.socket, decoded)
+                return False
+            owner = decoded.token
+        if not self._is_owner(owner):
             connection.owner = b""
             return True
         siblings = self._of_owner.setdefault(owner, set())
@@ -396,13 +411,16 @@ class ConnectionTable:
             self._end_owner(owner)
 
     def _close(self, connection: Connection) -> None:
-        if not connection.is_open:
-            return
+        if connection.is_open:
+            self._forget(connection)
+            connection.socket.close()
+
+    def _forget(self, connection: Connection) -> None:
+        """Take a connection out of the table without closing its socket."""
         connection.is_open = False
         fd = connection.socket.fileno()
         del self._connections[fd]
         self._epoll.unregister(fd)  # closing is not enough: a child that is being started may still have a copy
-        connection.socket.close()
         self._unfinished.pop(connection, None)
         self._unread_bytes -= len(connection.unread)
         connection.unread, connection.received = bytearray(), bytearray()

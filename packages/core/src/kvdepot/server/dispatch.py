@@ -60,9 +60,7 @@ class Operators:
         match request:
             case m.Hello():
                 check_version(request.protocol_version)
-                return m.HelloReply(
-                    depot.state.epoch, m.PROTOCOL_VERSION, m.MINIMUM_PROTOCOL_VERSION, self._version, os.getpid()
-                )
+                return m.HelloReply(depot.state.epoch, m.PROTOCOL_VERSION, self._version, os.getpid())
             case o.Status():
                 return o.StatusReply(depot.state.epoch, self._status())
             case o.Clear() | o.Warm() | o.SetQuota() if depot.state.is_restoring:

@@ -1,11 +1,10 @@
-"""The listening control sockets: they accept permitted processes, and pause while few descriptors are left."""
+"""The listening control socket: it accepts permitted processes, and pauses while few descriptors are left."""
 
 import logging
 import os
 import select
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,56 +31,46 @@ class Warnings:
             logger.warning(text, *values)
 
 
-class Listeners:
-    """The sockets on which new connections arrive.
+class Listener:
+    """The control socket, on which new connections arrive.
 
     Args:
-        paths: of the sockets.
+        path: of the socket.
         access: decides who may connect.
-        epoll: the caller's; it reports a listener whose `accept` has work.
+        epoll: the caller's; it reports when `accept` has work.
         warnings: for refused and failed connections.
 
     Raises:
-        ConfigError: a path cannot be listened on.
+        ConfigError: the path cannot be listened on.
     """
 
-    def __init__(self, paths: Sequence[Path], access: Access, epoll: select.epoll, warnings: Warnings) -> None:
+    def __init__(self, path: Path, access: Access, epoll: select.epoll, warnings: Warnings) -> None:
+        self._path = path
         self._access = access
         self._epoll = epoll
         self._warnings = warnings
-        self._bound: list[Path] = []
-        self._sockets: dict[int, socket.socket] = {}  # by descriptor
         self._is_listening = True
-        try:
-            for path in paths:
-                self._listen(path)
-        except BaseException:
-            self.close()
-            raise
-
-    def _listen(self, path: Path) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._sockets[listener.fileno()] = listener
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         umask = os.umask(PRIVATE_UMASK)
         try:
-            listener.bind(str(path))
+            self._socket.bind(str(path))
         except OSError as error:
+            self._socket.close()
             raise ConfigError(f"cannot listen on {path}: {error}") from error
         finally:
             os.umask(umask)
-        self._bound.append(path)
-        self._access.open_socket(path)
-        listener.listen(_BACKLOG)
-        self._epoll.register(listener.fileno(), select.EPOLLIN)
+        access.open_socket(path)
+        self._socket.listen(_BACKLOG)
+        self._epoll.register(self._socket.fileno(), select.EPOLLIN)
 
-    def accept(self, fd: int) -> socket.socket | None:
-        """Accept a connection of the listener with this descriptor; None if no permitted process waits."""
+    def accept(self) -> socket.socket | None:
+        """Accept a connection; None if no permitted process waits."""
         if self._is_crowded():
             self._warnings.warn("few descriptors are left: new connections wait")
             self._set_listening(False)
             return None
         try:
-            accepted, _ = self._sockets[fd].accept()
+            accepted, _ = self._socket.accept()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -96,6 +85,10 @@ class Listeners:
         accepted.setblocking(False)
         return accepted
 
+    def fileno(self) -> int:
+        """Return the descriptor that the epoll set reports, -1 once closed."""
+        return self._socket.fileno()
+
     def resume(self) -> None:
         """Listen again, if it was paused and there are descriptors enough."""
         if not self._is_listening:
@@ -107,13 +100,10 @@ class Listeners:
     def _set_listening(self, is_listening: bool) -> None:
         if is_listening != self._is_listening:
             self._is_listening = is_listening
-            for fd in self._sockets:
-                self._epoll.modify(fd, select.EPOLLIN if is_listening else 0)
+            self._epoll.modify(self._socket.fileno(), select.EPOLLIN if is_listening else 0)
 
     def close(self) -> None:
-        """Stop listening and remove the sockets. Twice is harmless."""
-        for listener in self._sockets.values():
-            listener.close()
-        self._sockets.clear()
-        for path in self._bound:
-            path.unlink(missing_ok=True)
+        """Stop listening and remove the socket. Twice is harmless."""
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            self._path.unlink(missing_ok=True)

@@ -146,7 +146,6 @@ class Loop:
         self._depot.expire()
         self._files.advance()
         sockets.connections.sweep(_after(_TASK_SECONDS))
-        sockets.sessions.expire_handshakes(_after(_TASK_SECONDS))
         sockets.sessions.find_dead(_after(_TASK_SECONDS))
         gc.collect(1)
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _REQUESTS_REFUSED: Final = depot_counter("requests_refused", "Requests answered with an error")
 _REQUESTS_FAILED: Final = depot_counter("requests_failed", "Requests that failed because of a bug")
 
-_WHY_NO_SESSION: Final = "no open session: connect to the session socket first"
+_WHY_NO_SESSION: Final = "no open session: greet the depot with open_session first"
 
 
 class Requests:

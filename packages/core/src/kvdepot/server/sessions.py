@@ -1,11 +1,10 @@
 """Sessions of connected clients, and the deaths of their processes.
 
-A client opens the session socket, says its protocol version and gets the descriptors of pool and table and a token. The
-token greets the depot on each of its connections to the control socket, so a message is known to come from that
-process. Bytes sent later are pings and are echoed. When the connection closes, the session ends; but a killed
-process lives on for up to 150 ms after its connection closed (measured), so its unfinished extents are freed only once
-its pidfd reports its death. A later server recognises a living process of another PID namespace by the lock that its
-mapping keeps on the pool.
+A client that greets the depot with `OpenSession` gets the descriptors of pool and table and a token. Its further
+connections begin with the token, so a message is known to come from that process. Later bytes on the first connection
+are pings and are echoed. When that connection closes, the session ends; but a killed process lives on for up to 150
+ms after its connection closed (measured), so its unfinished extents are freed only once its pidfd reports its death.
+A later server recognises a living process of another PID namespace by the lock that its mapping keeps on the pool.
 """
 
 import contextlib
@@ -14,28 +13,23 @@ import os
 import secrets
 import select
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from kvdepot.errors import ErrorCode
 from kvdepot.pool.table import Writer
-from kvdepot.processes.descriptors import EXHAUSTED, is_reserve_touched, raise_if_exhausted
+from kvdepot.processes.descriptors import EXHAUSTED, raise_if_exhausted
 from kvdepot.processes.identity import process_start_time
-from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
+from kvdepot.server.access import peer_credentials
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS: Final = 5.0
 MAXIMUM_SESSIONS: Final = 4096
 
 _SO_PEERPIDFD: Final = 77  # Linux 6.5
-_MAXIMUM_OPEN_BYTES: Final = 4096
-_SECONDS_BETWEEN_COMPLAINTS: Final = 10.0
 _FIRST_LOCK: Final = 1 << 61  # behind the end of any pool
 
 
@@ -47,18 +41,14 @@ class Session:
     socket: socket.socket
     writer: Writer
     pidfd: int | None
-    opened_at: float
-    token: bytes | None = None  # None until the handshake is done
-    received: bytearray | None = None  # of the handshake
+    token: bytes
 
 
 class SessionTable:
-    """The session socket and everything that is connected to it; one epoll set, polled by the server's loop.
+    """All open sessions, and the processes whose death is awaited; one epoll set, polled by the server's loop.
 
     Args:
-        path: the Unix stream socket.
-        access: decides which processes may connect.
-        welcome: makes the answer to a handshake, with the descriptors to hand over, which are closed here.
+        welcome: makes the answer to a greeting, with the descriptors to hand over, which are closed here.
         on_end: called with a session whose connection ended.
         on_death: called with a process that was being waited for and is dead now.
         is_awaited: whether anything waits for the death of a process.
@@ -68,8 +58,6 @@ class SessionTable:
 
     def __init__(
         self,
-        path: Path,
-        access: Access,
         welcome: Callable[[bytes, Writer], tuple[frames.SessionOpened, list[int]]],
         on_end: Callable[[Session], None],
         on_death: Callable[[Writer], None],
@@ -77,8 +65,6 @@ class SessionTable:
         is_mapping: Callable[[Writer], bool],
         epoch: int,
     ) -> None:
-        self._path = path
-        self._access = access
         self._welcome = welcome
         self._on_end = on_end
         self._on_death = on_death
@@ -91,25 +77,49 @@ class SessionTable:
         self._watched: set[Writer] = set()  # the same
         self._unnumbered: set[Writer] = set()  # that are asked for again and again
         self._next = 1
-        self._complained_at = float("-inf")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        umask = os.umask(PRIVATE_UMASK)
-        try:
-            self._listener.bind(str(path))
-        finally:
-            os.umask(umask)
-        access.open_socket(path)
-        self._listener.listen(128)
-        self._is_listening = True
         self._epoll = select.epoll()
-        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when there is work."""
         return self._epoll.fileno()
 
     def __len__(self) -> int:
-        return len(self._by_token)
+        return len(self._sessions)
+
+    def open(self, connection: socket.socket, request: frames.OpenSession) -> None:
+        """Open a session over a connection that greeted with `request`, or refuse it; the connection is owned here."""
+        pid, _, _ = peer_credentials(connection)
+        reason = m.check_protocol_version(request.protocol_version)
+        if reason:
+            self._refuse(connection, pid, ErrorCode.VERSION_MISMATCH, reason)
+            return
+        if len(self._sessions) >= MAXIMUM_SESSIONS:
+            self._refuse(connection, pid, ErrorCode.OUT_OF_RANGE, f"there are {MAXIMUM_SESSIONS} sessions")
+            return
+        try:
+            started_at = process_start_time(pid) if pid > 0 else _FIRST_LOCK + secrets.randbits(61)
+            pidfd = _peer_pidfd(connection, pid)
+        except OSError:
+            connection.close()  # its death would go unseen, or be seen while it lives
+            return
+        # A process of another PID namespace has no number here; its descriptor still reports its death.
+        token = secrets.token_bytes(frames.TOKEN_BYTES)
+        session = Session(self._next, connection, Writer(max(pid, 0), started_at), pidfd, token)
+        self._next += 1
+        self._sessions[connection.fileno()] = self._by_token[token] = session
+        self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+        descriptors: list[int] = []
+        try:
+            opened, descriptors = self._welcome(token, session.writer)
+            socket.send_fds(connection, [frames.encode_greeting(opened)], descriptors)
+        except OSError as error:
+            logger.warning("session %d of process %d ends: %s", session.number, pid, error)
+            self._end(session)
+            return
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        logger.info("session %d: process %d (%s)", session.number, session.writer.pid, request.client)
 
     def find(self, token: bytes) -> Session | None:
         """Return the session that was given a token, if it is open."""
@@ -139,28 +149,10 @@ class SessionTable:
         """
         while events := self._epoll.poll(0, 1):
             fd, _ = events[0]
-            if fd == self._listener.fileno():
-                self._accept()
-            elif fd in self._dying:
+            if fd in self._dying:
                 self._bury(fd)
             elif fd in self._sessions:
                 self._read(self._sessions[fd])
-            if is_over():
-                return
-
-    def expire_handshakes(self, is_over: Callable[[], bool]) -> None:
-        """Close connections that sent no request in time, one at least, until `is_over`.
-
-        Listen again if that was given up and there is room.
-        """
-        if not self._is_listening and not is_reserve_touched(self._epoll.fileno()):
-            self._is_listening = True
-            self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
-        now = time.monotonic()
-        for session in [
-            s for s in self._sessions.values() if s.token is None and s.opened_at + HANDSHAKE_SECONDS < now
-        ]:
-            self._end(session)
             if is_over():
                 return
 
@@ -198,8 +190,6 @@ class SessionTable:
 
     def close(self) -> None:
         """Close every connection; clients see it at once."""
-        self._listener.close()
-        self._path.unlink(missing_ok=True)
         for session in list(self._sessions.values()):
             session.socket.close()
             if session.pidfd is not None:
@@ -208,46 +198,6 @@ class SessionTable:
             os.close(pidfd)
         self._epoll.close()
 
-    def _accept(self) -> None:
-        if is_reserve_touched(self._epoll.fileno()):
-            self._stop_listening("no descriptor is left for another session: new ones wait")
-            return
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._stop_listening(f"cannot accept a connection: {error}")
-            return
-        connection.setblocking(False)
-        pid, _, _ = peer_credentials(connection)
-        reason = self._access.why_not(connection)
-        if reason is None and len(self._sessions) >= MAXIMUM_SESSIONS:
-            reason = f"there are {MAXIMUM_SESSIONS} sessions"
-        if reason is not None:
-            logger.warning("refused a connection of process %d: %s", pid, reason)
-            connection.close()
-            return
-        try:
-            started_at = process_start_time(pid) if pid > 0 else _FIRST_LOCK + secrets.randbits(61)
-            pidfd = _peer_pidfd(connection, pid)
-        except OSError:
-            connection.close()  # its death would go unseen, or be seen while it lives
-            return
-        # A process of another PID namespace has no number here; its descriptor still reports its death.
-        writer = Writer(max(pid, 0), started_at)
-        session = Session(self._next, connection, writer, pidfd, time.monotonic(), received=bytearray())
-        self._next += 1
-        self._sessions[connection.fileno()] = session
-        self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
-
-    def _stop_listening(self, why: str) -> None:
-        self._is_listening = False
-        self._epoll.modify(self._listener.fileno(), 0)
-        if time.monotonic() >= self._complained_at + _SECONDS_BETWEEN_COMPLAINTS:
-            self._complained_at = time.monotonic()
-            logger.warning("%s", why)
-
     def _read(self, session: Session) -> None:
         try:
             data = session.socket.recv(4096)
@@ -255,63 +205,26 @@ class SessionTable:
             return
         except OSError:
             data = b""
-        if not data:
-            self._end(session)
-        elif session.received is not None:
-            session.received += data
-            self._handshake(session, session.received)
-        else:
-            try:
+        try:
+            if data:
                 session.socket.send(data)  # pings
-            except OSError:
-                self._end(session)
-
-    def _handshake(self, session: Session, received: bytearray) -> None:
-        length = int.from_bytes(received[:4], "little") if len(received) >= 4 else 0
-        if length > _MAXIMUM_OPEN_BYTES:
-            self._refuse(session, ErrorCode.MALFORMED, f"a first message of {length} bytes")
-            return
-        if len(received) < 4 or len(received) < 4 + length:
-            return
-        try:
-            request = frames.decode_open_session(bytes(received[4 : 4 + length]))
-        except frames.FrameError as error:
-            self._refuse(session, error.code, str(error))
-            return
-        reason = m.check_protocol_version(request.protocol_version)
-        if reason:
-            logger.warning("%s (process %d)", reason, session.writer.pid)
-            self._refuse(session, ErrorCode.VERSION_MISMATCH, reason)
-            return
-        token = secrets.token_bytes(frames.TOKEN_BYTES)
-        descriptors: list[int] = []
-        try:
-            opened, descriptors = self._welcome(token, session.writer)
-            socket.send_fds(session.socket, [frames.encode_session(opened)], descriptors)
-        except OSError as error:
-            logger.warning("session %d of process %d ends: %s", session.number, session.writer.pid, error)
-            self._end(session)
-            return
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        session.received = None
-        session.token = token
-        self._by_token[token] = session
-        logger.info("session %d: process %d (%s)", session.number, session.writer.pid, request.client)
-
-    def _refuse(self, session: Session, code: ErrorCode, message: str) -> None:
-        with contextlib.suppress(OSError):
-            session.socket.send(frames.encode_session(m.ErrorReply(self._epoch, code, message)))
+                return
+        except OSError:
+            pass
         self._end(session)
+
+    def _refuse(self, connection: socket.socket, pid: int, code: ErrorCode, reason: str) -> None:
+        logger.warning("refused a session of process %d: %s", pid, reason)
+        with contextlib.suppress(OSError):
+            connection.send(frames.encode_greeting(m.ErrorReply(self._epoch, code, reason)))
+        connection.close()
 
     def _end(self, session: Session) -> None:
         self._epoll.unregister(session.socket.fileno())
         del self._sessions[session.socket.fileno()]
         session.socket.close()
-        if session.token is not None:
-            del self._by_token[session.token]
-            self._on_end(session)
+        del self._by_token[session.token]
+        self._on_end(session)
         if session.pidfd is None:
             # Its process was gone before it could be watched, or the kernel is too old to watch it.
             if not self.await_death(session.writer):

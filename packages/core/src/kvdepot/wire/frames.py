@@ -1,15 +1,14 @@
-"""Frames of messages, the unions of all messages, and the session socket.
+"""Frames of messages, the unions of all messages, and greetings.
 
 A frame is 8 bytes of sequence number (little-endian, chosen by the client and repeated in the reply) and one msgpack
-array whose first item is the message's tag. On the control socket a length precedes each frame, and the connection
-begins with a greeting that names its session.
+array whose first item is the message's tag. A length precedes each frame, and the connection begins with a greeting.
 """
 
 import struct
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvdepot.errors import ErrorCode
 from kvdepot.wire import messages as m
@@ -67,16 +66,26 @@ Reply = (
 
 
 class OpenSession(Struct, array_like=True, tag="open_session", frozen=True):
-    """The only message of a client on the session socket. Afterwards the client sends single bytes as pings."""
+    """Greet the depot and open a session. Afterwards the client sends single bytes as pings."""
 
     protocol_version: Count
     client: Name = ""
 
 
+class JoinSession(Struct, array_like=True, tag="join_session", frozen=True):
+    """Greet the depot on a further connection of a session, whose requests follow."""
+
+    token: Annotated[bytes, Meta(max_length=64)]
+
+
+Greeting = OpenSession | JoinSession
+"""The first message of a connection. An operator's connection begins with an empty one instead."""
+
+
 class SessionOpened(Struct, array_like=True, tag="session_opened", frozen=True):
     """The answer, with the descriptors of the pool and of the index table (read only).
 
-    `token` begins every connection of this session to the control socket.
+    `token` joins further connections to this session.
     """
 
     epoch: int
@@ -93,15 +102,16 @@ MOVER_NOTE: Final = b"m"
 
 
 LENGTH: Final = struct.Struct("<I")
-"""The length before a greeting and before each frame on the control socket."""
+"""The length before a greeting, before its answer, and before each frame."""
 
 TOKEN_BYTES: Final = 16
+MAXIMUM_GREETING_BYTES: Final = 4096  # far above the longest client's name
 
 _SEQUENCE = struct.Struct("<Q")
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_session_request_decoder = msgspec.msgpack.Decoder(OpenSession)
+_greeting_decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _session_reply_decoder: msgspec.msgpack.Decoder[SessionReply] = msgspec.msgpack.Decoder(SessionReply)
 
 OPERATIONS: Final = frozenset(struct_type.__struct_config__.tag for struct_type in Request.__args__)
@@ -120,9 +130,22 @@ class FrameError(Exception):
         self.code = code
 
 
-def encode_greeting(token: bytes) -> bytes:
-    """Return the greeting of a connection to the control socket: a session's token, empty for an operator."""
-    return LENGTH.pack(len(token)) + token
+def encode_greeting(message: Greeting | SessionReply | None) -> bytes:
+    """Return a greeting or its answer, preceded by its length; None is an operator's greeting."""
+    body = b"" if message is None else _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_greeting(body: bytes) -> Greeting:
+    """Return the greeting in a message that is not empty.
+
+    Raises:
+        FrameError: it is malformed.
+    """
+    try:
+        return _greeting_decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(ErrorCode.MALFORMED, f"not a greeting: {error}") from error
 
 
 def encode_frame(sequence: int, message: Request | Reply) -> bytearray:
@@ -179,26 +202,8 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
         raise FrameError(ErrorCode.MALFORMED, f"not a reply: {error}") from error
 
 
-def encode_session(message: OpenSession | SessionReply) -> bytes:
-    """Return a message of the session socket, preceded by its length (u32, little-endian)."""
-    body = _encoder.encode(message)
-    return len(body).to_bytes(4, "little") + body
-
-
-def decode_open_session(body: bytes) -> OpenSession:
-    """Return the first message of a client on the session socket.
-
-    Raises:
-        FrameError: it is malformed.
-    """
-    try:
-        return _session_request_decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FrameError(ErrorCode.MALFORMED, f"not a session request: {error}") from error
-
-
 def decode_session_reply(body: bytes) -> SessionReply:
-    """Return the server's answer on the session socket.
+    """Return the server's answer to `OpenSession`.
 
     Raises:
         FrameError: it is malformed.

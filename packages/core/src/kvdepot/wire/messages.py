@@ -16,8 +16,7 @@ from msgspec import Meta, Struct
 from kvdepot.errors import ErrorCode
 from kvdepot.layout import CacheLayout, GroupKind
 
-PROTOCOL_VERSION: Final = 2
-MINIMUM_PROTOCOL_VERSION: Final = 2  # the control socket of version 1 used ZeroMQ
+PROTOCOL_VERSION: Final = 3  # engines and depot speak the same one
 MAXIMUM_CHUNKS: Final = 65_536  # per lookup: 4 million tokens in chunks of 64
 # Entries per request, all groups together; one chunk may have more. Each bound takes the server about half a
 # millisecond.
@@ -345,7 +344,6 @@ class HelloReply(Struct, array_like=True, tag="hello_reply", frozen=True):
 
     epoch: int
     protocol_version: int
-    minimum_protocol_version: int
     server_version: str
     pid: int
 
@@ -439,9 +437,9 @@ class Moved(Struct, array_like=True, tag="moved", frozen=True):
 
 def check_protocol_version(version: int) -> str | None:
     """Return why a peer of this version is refused, in one line for both logs, or None."""
-    if MINIMUM_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
+    if version == PROTOCOL_VERSION:
         return None
     return (
-        f"the client speaks protocol {version}, this server {MINIMUM_PROTOCOL_VERSION} to {PROTOCOL_VERSION}:"
-        " install the same version of kvdepot on both sides"
+        f"the client speaks protocol {version}, this depot {PROTOCOL_VERSION}: install the same version of kvdepot on"
+        " both sides"
     )
