@@ -1,0 +1,24 @@
+# The five things that one does here; `uv run pytest` needs no justfile.
+
+# Run every environment, two at a time: 20 minutes.
+test *ARGS:
+    uv run tox run-parallel {{ARGS}}
+
+# Check style, types, layers, docs and manifests.
+lint:
+    uv run tox run -e lint
+
+# Format, and mend what ruff can mend.
+fmt:
+    uv run --group lint ruff check --fix
+    uv run --group lint ruff format
+
+# Build the documentation into site/.
+docs:
+    uv run --group docs zensical build --strict
+
+# Measure copies, lookups and the server on this machine, as ratios within one run.
+bench:
+    uv run kvdepot bench transfer
+    uv run kvdepot bench lookup
+    uv run kvdepot bench server
