@@ -21,6 +21,7 @@ from kvdepot.server import connections as module
 from kvdepot.server.access import Access
 from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.wire import frames
+from kvdepot.wire import messages as m
 
 TOKEN: Final = bytes(range(frames.TOKEN_BYTES))
 _CLIENTS: Final = 3
@@ -36,9 +37,17 @@ _SMALL_BOUNDS: Final = {  # so that an input of some hundred bytes reaches them
 
 
 def frames_in(sent: bytes) -> list[bytes] | None:
-    """Return the whole frames behind the greeting, up to a length that is too large; None without a greeting."""
+    """Return the whole frames behind the greeting, up to a length that is too large.
+
+    None without a greeting, and for one that opens a session: that connection leaves the table.
+    """
     length = int.from_bytes(sent[:4], "little")
-    if len(sent) < 4 or length not in (0, frames.TOKEN_BYTES) or len(sent) < 4 + length:
+    if len(sent) < 4 or length > frames.MAXIMUM_GREETING_BYTES or len(sent) < 4 + length:
+        return None
+    try:
+        if length and isinstance(frames.decode_greeting(sent[4 : 4 + length]), frames.OpenSession):
+            return None
+    except frames.FrameError:
         return None
     found: list[bytes] = []
     place = 4 + length
@@ -76,7 +85,9 @@ class Peers:
         self.connections: list[Connection] = []  # all that were served, so that no id comes again
         self.ended: set[bytes] = set()
         _PATH.unlink(missing_ok=True)
-        self.table = ConnectionTable([_PATH], Access(), self.is_owner, self.end_owner, self.handle)
+        self.table = ConnectionTable(
+            _PATH, Access(), self.is_owner, self.end_owner, lambda opened, _greeting: opened.close(), self.handle
+        )
 
     def is_owner(self, token: bytes) -> bool:
         return token == TOKEN and token not in self.ended
@@ -125,7 +136,7 @@ class Peers:
         return self.clients[self.source.byte() % len(self.clients)] if self.clients else None
 
     def connect(self) -> None:
-        """Connect, mostly with a greeting: of the session, of an operator, of nobody."""
+        """Connect, mostly with a greeting: it joins the session or opens one, or is an operator's or a stranger's."""
         choice = self.source.byte()
         if len([each for each in self.clients if each.socket.fileno() >= 0]) >= _CLIENTS:
             return
@@ -133,11 +144,11 @@ class Peers:
         connected.connect(str(_PATH))
         connected.setblocking(False)
         self.clients.append(Client(connected))
-        greeting = (TOKEN, TOKEN, b"", bytes(frames.TOKEN_BYTES))[choice % 4]
+        join = frames.JoinSession(TOKEN)
+        nobody, session = frames.JoinSession(bytes(frames.TOKEN_BYTES)), frames.OpenSession(m.PROTOCOL_VERSION, "fuzz")
+        greeting = frames.encode_greeting((join, join, None, nobody, join, session)[choice % 6])
         if choice < 0xE0:
-            self.send_bytes(
-                self.clients[-1], frames.encode_greeting(greeting)[: None if choice < 0xD0 else choice & 15]
-            )
+            self.send_bytes(self.clients[-1], greeting[: None if choice < 0xD0 else choice & 15])
 
     def send(self) -> None:
         """Send the next bytes of the input as they are."""
@@ -218,8 +229,8 @@ def talk(data: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    """Return conversations: two sessions and an operator, with whole, cut and large frames, held and unread ones."""
-    greet = [bytes([0, kind]) for kind in (0, 2, 3, 0xD3, 0xE0)]
+    """Return conversations of a session, an operator and a stranger: whole, cut, large, held and unread frames."""
+    greet = [bytes([0, kind]) for kind in (0, 2, 3, 5, 0xD3, 0xE0)]
     frame = [bytes([2, 0, kind, 40, cut]) for kind in (0, 1, 2, 0xC0, 0xC1, 0xC2) for cut in (0, 0xE0)]
     raw = [bytes([1, 0, 8]) + (5).to_bytes(4, "little") + b"abcd", bytes([1, 0, 5]) + b"\xff\xff\xff\xffa"]
     rest = [bytes([4, 0]), bytes([6, 0]), bytes([7]), bytes([5, 0])]

@@ -402,6 +402,7 @@ class Life:
     def finish(self) -> None:
         for who in range(NUM_SESSIONS):
             self.depot.end_session(self.sessions[who])
+        self.depot.background.work()  # flights that end answer their lookups in steps
         assert all(deferred.reply for until, deferred in self.waiting if until < MOVE_SECONDS), "never answered"
         assert not len(self.depot.flights)
         for quarantine in list(self.depot.quarantine.held):

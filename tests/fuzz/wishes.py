@@ -3,7 +3,8 @@
 
 import json
 from contextlib import suppress
-from typing import Any, Final, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvdepot.client.segments import SegmentNamer
 from kvdepot.errors import ConfigError
@@ -15,6 +16,9 @@ from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
 from kvdepot_vllm.hints import Hints
 from kvdepot_vllm.scheduler import _wishes
 from kvdepot_vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from kvdepot.backends import Backend
 
 _CHUNK_TOKENS: Final = 4
 _TOKENS: Final = list(range(40))
@@ -68,9 +72,10 @@ def _configure(config: bytes) -> None:
         return
     if isinstance(extra, dict):
         settings = Settings.parse(cast("dict[str, Any]", extra))
-        for device in ("cpu", "cuda", "hpu"):
-            settings.backend_options(device)
-            settings.of_other_backends(device)
+        for options in ({"copy_threads"}, {"mode", "batch_runs", "gather_kernel"}, set[str]()):
+            backend = cast("Backend", SimpleNamespace(name="any", settings=frozenset(options)))
+            settings.backend_options(backend)
+            settings.of_other_backends(backend)
 
 
 def seeds() -> list[bytes]:
