@@ -561,27 +561,6 @@ def test_zeromq_serves_the_connected_and_has_newcomers_wait_while_the_reserve_is
     assert [each.name for each in tmp_path.iterdir() if each.name != "socket"] == []
 
 
-# --- other releases -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.promise(7)
-def test_a_depot_of_an_earlier_protocol_is_told_from_one_that_is_away(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / CONTROL_SOCKET))
-        listener.listen()
-
-        def greet() -> None:
-            with listener.accept()[0] as connection:
-                connection.sendall(b"\xff" + bytes(7) + b"\x01\x7f")
-                connection.recv(4096)
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        with pytest.raises(DepotUnavailable, match="before protocol 2: install the same version"):
-            ask_depot(m.Hello(m.PROTOCOL_VERSION), str(tmp_path), 5.0)
-        thread.join(10)
-
-
 def test_a_session_that_breaks_the_framing_is_over_and_its_engine_comes_back(depot: DepotProcess) -> None:
     peer = Peer(depot)
     raw = RawSocket(depot, peer.link.token)
