@@ -80,7 +80,6 @@ def replay_index(workload: module._Workload, ends: Sequence[int], policy: str, c
         index.seal_entries(records)
         if is_end and parent != NO_NODE:
             sum(index.end_session(parent, lambda _label: True))
-    assert index.num_policy_errors == 0
     return found, index.num_evicted
 
 

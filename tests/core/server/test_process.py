@@ -21,12 +21,14 @@ from kvdepot import SchedulerClient
 from kvdepot.client.connection import open_session
 from kvdepot.config import CONTROL_SOCKET, ServerConfig
 from kvdepot.errors import ErrorCode
+from kvdepot.index.eviction import AdaptiveReplacement
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.pool.folder import NAMES_FILE, TABLE_FILE
 from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
 from kvdepot.server.app import DepotServer
+from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, RawSocket, prompt
 
 HEAVY = ("torch", "numpy", "vllm", "habana", "libcuda", "libcudart", "libze_loader", "libhl")
@@ -275,6 +277,27 @@ def test_a_failure_in_the_deadlines_of_single_flight_does_not_end_the_server(
         assert failed.wait(5)
         wait_until(lambda: server.depot.counters["chores_failed"] == 1)
         client.wait_until_connected(5)
+
+
+@pytest.mark.promise(1)
+def test_a_store_that_meets_a_bug_of_the_eviction_policy_is_an_error_and_the_server_lives(
+    serve: Callable[[], DepotServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    peer = Peer(SimpleNamespace(url=str(tmp_path)))  # type: ignore[arg-type]
+    full = [prompt(32, str(salt)) for salt in range(8)]  # they fill the pool
+    other = prompt(1, "other")
+    assert [peer.store(run) for run in full] == [32] * 8
+    with monkeypatch.context() as patch:
+        patch.setattr(AdaptiveReplacement, "victim", lambda _policy: 1 // 0)
+        store = m.PrepareStore(peer.context, "r", other.tenant, other.digests, 0, other.parent, (1,))
+        assert peer.refusal(store) is ErrorCode.INTERNAL
+        assert server.depot.counters["requests_failed"] == 1
+        assert peer.find(full[-1]).num_chunks == 32
+        peer.ask(m.EndRequest(peer.context, "r"))
+    assert peer.store(other) == 1
+    assert peer.find(other).num_chunks == 1
+    peer.close()
 
 
 @pytest.mark.promise(26)

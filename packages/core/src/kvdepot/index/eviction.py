@@ -5,7 +5,6 @@ use touched the whole prefix from its deepest chunk to the root: an ancestor is 
 """
 
 import heapq
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -15,10 +14,8 @@ from kvdepot.index.tree import NO_NODE, ChunkTree
 
 __all__ = [
     "AUTO", "ENDED", "NORMAL", "NO_NODE", "POLICIES", "AdaptiveReplacement", "ChunkTree", "EvictionPolicy",
-    "GuardedPolicy", "LeastRecentlyUsed", "PolicyFactory", "Preference", "ShareTree",
+    "LeastRecentlyUsed", "PolicyFactory", "Preference", "ShareTree",
 ]  # fmt: skip
-
-logger = logging.getLogger(__name__)
 
 # Bounds of one search for a victim. A store may need many victims within a few milliseconds.
 _MOST_LOOKED_AT: Final = 4096  # leased leaves
@@ -331,54 +328,6 @@ class AdaptiveReplacement:
         before, self._seen[node] = self._seen[node], seen
         self._num_marked[before] -= 1
         self._num_marked[seen] += 1
-
-
-class GuardedPolicy:
-    """Keeps the mistakes of a policy from the index: an exception or a wrong victim costs one store at most."""
-
-    def __init__(self, policy: EvictionPolicy, tree: ChunkTree) -> None:
-        self.num_errors = 0
-        self._policy = policy
-        self._tree = tree
-
-    def added(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        self._tell(self._policy.added, node)
-
-    def used(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        self._tell(self._policy.used, node)
-
-    def unpinned(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        self._tell(self._policy.unpinned, node)
-
-    def removed(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        self._tell(self._policy.removed, node)
-
-    def victim(self) -> int | None:
-        """See `EvictionPolicy`. A victim that cannot leave is logged and dropped."""
-        try:
-            node = self._policy.victim()
-        except Exception:
-            self._note()
-            return None
-        if node is not None and not (0 <= node < len(self._tree.keys) and self._tree.evictable(node)):
-            self.num_errors += 1
-            logger.error("%s would evict node %d, which is in use", type(self._policy).__name__, node)
-            return None
-        return node
-
-    def _tell(self, listener: Callable[[int], None], node: int) -> None:
-        try:
-            listener(node)
-        except Exception:
-            self._note()
-
-    def _note(self) -> None:
-        self.num_errors += 1
-        logger.exception("the eviction policy %s failed", type(self._policy).__name__)
 
 
 class PolicyFactory(Protocol):

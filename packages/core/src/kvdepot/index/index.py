@@ -143,11 +143,6 @@ class ChunkIndex:
         return self.parts.room.eviction_ages
 
     @property
-    def num_policy_errors(self) -> int:
-        """Calls of eviction policies that failed."""
-        return self.parts.shares.num_errors
-
-    @property
     def num_deadlines(self) -> int:
         """Deadlines of sessions that take memory."""
         return self.parts.priorities.num_deadlines

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-from kvdepot.index.eviction import NORMAL, ChunkTree, EvictionPolicy, GuardedPolicy, ShareTree
+from kvdepot.index.eviction import NORMAL, ChunkTree, EvictionPolicy, ShareTree
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import Nodes
 
@@ -37,13 +37,8 @@ class Shares:
         self._nodes = nodes
         self._entries = entries
         self._make_policy = make_policy
-        self._policies: list[dict[int, GuardedPolicy]] = []  # the lowest priority first
+        self._policies: list[dict[int, EvictionPolicy]] = []  # the lowest priority first
         self._need(quotas.num_shares - 1, NORMAL)
-
-    @property
-    def num_errors(self) -> int:
-        """The number of failed calls of policies."""
-        return sum(policy.num_errors for policies in self._policies for policy in policies.values())
 
     def add_node(self, node: int) -> None:
         """Start a node with the share of its label and without a hint."""
@@ -113,6 +108,5 @@ class Shares:
         if priority not in policies:
             self._policies[share] = dict(sorted([*policies.items(), (priority, self._make(share, priority))]))
 
-    def _make(self, share: int, priority: int) -> GuardedPolicy:
-        tree = ShareTree.of(self._nodes.tree, share, priority)
-        return GuardedPolicy(self._make_policy(tree), tree)
+    def _make(self, share: int, priority: int) -> EvictionPolicy:
+        return self._make_policy(ShareTree.of(self._nodes.tree, share, priority))

@@ -24,7 +24,6 @@ _CHUNKS_EVICTED_LEASED: Final = depot_counter(
 _STORE_ENTRIES_OVER_SHARE: Final = depot_counter(
     "store_entries_over_share", "Entries declined because unfinished stores already fill their tenant's share"
 )
-_POLICY_ERRORS: Final = depot_counter("policy_errors", "Failed calls of the eviction policy")
 _LEASES_EXPIRED: Final = depot_counter("leases_expired", "Leases not released in time")
 
 
@@ -74,7 +73,6 @@ class StatusReport:
                 _CHUNKS_EVICTED: index.num_evicted,
                 _CHUNKS_EVICTED_LEASED: index.num_leased_evicted,
                 _STORE_ENTRIES_OVER_SHARE: index.num_over_share,
-                _POLICY_ERRORS: index.num_policy_errors,
                 _LEASES_EXPIRED: state.leases.num_expired,
             },
             "devices": {
