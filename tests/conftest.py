@@ -1,8 +1,9 @@
-"""How many examples the property tests draw; and what children of the tests find in their environment."""
+"""How many processes run the tests, how many examples they draw, and what their children find in the environment."""
 
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -18,3 +19,14 @@ _default = settings.get_profile("default")  # not what Hypothesis chooses by its
 settings.register_profile("few", _default, max_examples=15, deadline=None)
 settings.register_profile("ci", _default, max_examples=100, deadline=None, print_blob=True)
 settings.load_profile("few")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run a plain `pytest` in one process more than there are cores: tests wait for depots half of their time.
+
+    Tests that are named run in this process; `-n` decides otherwise, `-n 0` for one process.
+    """
+    is_plain = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_plain and not hasattr(config, "workerinput") and getattr(config.option, "numprocesses", 0) is None:
+        config.option.numprocesses = len(os.sched_getaffinity(0)) + 1

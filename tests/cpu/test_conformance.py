@@ -39,6 +39,7 @@ class TestWithTheCompiledCopy(BackendSuite):
         return NumpyWorker(url, plan, **options)
 
 
+@pytest.mark.slow
 class TestWithMemcpy(BackendSuite):
     @pytest.fixture(autouse=True)
     def _without_the_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +49,7 @@ class TestWithMemcpy(BackendSuite):
         return NumpyWorker(url, plan, **options)
 
 
+@pytest.mark.slow
 class TestWithSeveralCopyThreads(BackendSuite):
     def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> NumpyWorker:
         return NumpyWorker(url, plan, copy_threads=3, **options)

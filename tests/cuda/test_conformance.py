@@ -37,6 +37,7 @@ class TestWithBatches(_OverTheFakeDriver):
     pass
 
 
+@pytest.mark.slow
 class TestWithAPoolThatCannotBeRegistered(_OverTheFakeDriver):
     """Single copies, as for drivers that know no batches."""
 

@@ -223,6 +223,7 @@ def test_nobody_waits_for_chunks_that_cannot_be_stored(end: str) -> None:
     assert Asked(second, prompt(4)).found == 0
 
 
+@pytest.mark.slow
 def test_what_has_ended_holds_no_bytes() -> None:
     """Announcements that were withdrawn and lookups that were answered, long before their deadlines."""
     bench = Bench()
