@@ -1,7 +1,8 @@
 """Decides when a tier is suspended, and when it is used again.
 
 A call that overruns its deadline suspends the tier, and so do several calls in a row that raise. **Probes**, each on a
-thread of its own, decide when it is back. A probe that hangs is abandoned.
+thread of its own, decide when it is back. A probe that hangs is abandoned. One probe is made as the tier begins to be
+used, so that a wrong port or missing credentials show at the start.
 
 Storage that answers probes may still hang, so a tier that is back is **on trial**: one failing question or read
 suspends it again, for twice as long as before, until the operation that failed succeeds. The same holds for a tier that
@@ -80,6 +81,10 @@ class Breaker:
         self._probe_number = 0  # of the current probe, or the last
         self._num_hung_probes = 0
         self._probed: deque[tuple[int, Exception | None]] = deque()
+
+    def begin(self) -> None:
+        """Have the tier probed once, soon and without waiting: one that cannot work is suspended before it is used."""
+        self._probe_at = self._clock()
 
     def retire(self) -> None:
         """Suspend the tier for good, without probes."""
@@ -187,8 +192,14 @@ class Breaker:
         if error is None and self.num_hung > self._most_hung:
             error = TimeoutError(f"{self.num_hung} calls never came back")
         if error is not None:
-            self.why_suspended = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}"
+            if not self.why_suspended:  # the probe of the start
+                logger.warning("tier %s does not work, and is suspended until it does: %s", self._name, why)
+                self._counters[_BREAKER_OPENED] += 1
+            self.why_suspended = why
             self._probe_at = self._clock() + self._retry_seconds
+            return
+        if not self.why_suspended:
             return
         logger.warning("tier %s is back", self._name)
         self.why_suspended = ""

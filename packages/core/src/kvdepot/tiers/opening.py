@@ -86,7 +86,9 @@ class TierOpener:
             self._memory = mmap.mmap(self._pool_fd, self._size_bytes)
         pool = TierPool(self._pool_fd, memoryview(self._memory))
         tier = open_tier(url, pool)
-        return TierQueue(
+        queue = TierQueue(
             tier, pool, url.name, deadline_seconds=url.deadline_seconds, num_threads=url.num_threads,
             write_bytes=waiting, wake=self._wake,
         )  # fmt: skip
+        queue.breaker.begin()
+        return queue
