@@ -37,7 +37,7 @@ from kvdepot_vllm.groups import EngineCache, wished_layout
 from kvdepot_vllm.logs import log_like_vllm
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings, set_failure_policy
-from kvdepot_vllm.starting import Start, WorkerFormat
+from kvdepot_vllm.starting import Start, WorkerFormat, name_of_engine
 from kvdepot_vllm.stats import KVDepotPromMetrics, KVDepotStats
 from kvdepot_vllm.stores import EndedStore
 from kvdepot_vllm.worker import LoadResults, WorkerSide
@@ -107,7 +107,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._plan = StepPlan()
         self._results = LoadResults()
         self._events: list[BlockStored] = []
-        self._start = Start(vllm_config, kv_cache_config, self._settings, f"vllm {transfer.engine_id}"[:256])
+        self._start = Start(vllm_config, kv_cache_config, self._settings, name_of_engine(vllm_config))
         self._cache: EngineCache | None = self._start.find_cache()
         if self._cache is not None and role is KVConnectorRole.SCHEDULER:
             set_failure_policy(transfer, keep=self._settings.keep_load_failure_policy)

@@ -7,9 +7,10 @@ engine runs without a depot. Nothing here is used after the start.
 """
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -28,6 +29,19 @@ from kvdepot_vllm.stores import EndedStore
 from kvdepot_vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
+
+_UUID: Final = r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+def name_of_engine(vllm_config: Any) -> str:
+    """Return the name under which people see an engine in the depot's status: the served model and the engine's id.
+
+    vLLM makes up a UUID for each engine, of which eight digits tell those of a node apart. An `engine_id` given in
+    `--kv-transfer-config` is shown as it is. No process that loads the connector knows the API server's host and port.
+    """
+    served = vllm_config.model_config.served_model_name
+    engine_id = re.sub(_UUID, r"\1", vllm_config.kv_transfer_config.engine_id)
+    return f"vllm {str(served)[:200]} {engine_id}"[:256]
 
 
 @dataclass

@@ -25,10 +25,17 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
         client: has the options that name a depot.
         json_output: has `--json`.
     """
-    status = commands.add_parser("status", parents=[client, json_output], help="show a depot's contents and engines")
+    status = commands.add_parser(
+        "status", parents=[client, json_output], help="show a depot's contents and engines",
+        description="Show a depot's contents, its tiers, and the engines that are attached.",
+    )  # fmt: skip
+    status.add_argument("--verbose", action="store_true", help="show the layout of each engine's KV cache, too")
     status.set_defaults(run=_status)
 
-    top = commands.add_parser("top", parents=[client], help="watch a depot at work")
+    top = commands.add_parser(
+        "top", parents=[client], help="watch a depot at work",
+        description="Watch hit rates, engines, tenants and tiers of a depot, once a second.",
+    )  # fmt: skip
     top.set_defaults(run=_top)
     top.add_argument(
         "--interval", type=number_argument, default=1.0, metavar="SECONDS", help="time between frames (default 1)"
@@ -45,7 +52,7 @@ def _status(options: argparse.Namespace) -> int:
         # ASCII, so that clients' names cannot control the terminal.
         print(json.dumps(msgspec.to_builtins(reply.status), indent=2))
     else:
-        print(describe_status(reply.status))
+        print(describe_status(reply.status, verbose=options.verbose))
     return 0
 
 
@@ -64,13 +71,13 @@ def _top(options: argparse.Namespace) -> int:
     return 0
 
 
-def describe_status(status: o.DepotStatus) -> str:
-    """Return the status for people."""
+def describe_status(status: o.DepotStatus, *, verbose: bool = False) -> str:
+    """Return the status for people; if `verbose`, with the layout of each engine's KV cache."""
     used = status.pool_used_bytes / max(1, status.pool_size_bytes)
     counters = status.counters
     asked, hit = counters.get("lookup_chunks", 0), counters.get("lookup_chunks_hit", 0)
     ready, size = status.pool_ready_bytes, status.pool_size_bytes
-    version_line = f"kvdepot {status.server_version}, process {status.pid}, up {status.uptime_seconds:.0f} s"
+    version_line = f"kvdepot {status.server_version}, pid {status.pid}, up {status.uptime_seconds:.0f} s"
     pool_line = f"pool     {format_size(status.pool_used_bytes)} of {format_size(size)} used ({used:.0%})"
     if ready < size:
         pool_line += f", {format_size(ready)} ready"
@@ -88,7 +95,7 @@ def describe_status(status: o.DepotStatus) -> str:
         f"{entries_line}, {counters.get('chunks_evicted', 0):,} chunks evicted",
         lookups_line + (f" ({hit / asked:.1%})" if asked else ""),
         reads_line,
-        f"{leases_line}; {counted(status.num_tickets, 'store')} under way",
+        f"{leases_line}; {counted(status.num_tickets, 'store')} in progress",
     ]
     if counters.get("blend_lookups"):
         asked, found = counters["blend_segments_asked"], counters["blend_segments_found"]
@@ -117,27 +124,30 @@ def describe_status(status: o.DepotStatus) -> str:
         lines.append(f"tenant   {name}: {format_size(usage['used_bytes'])}{quota}")
     lines += [_describe_tier(tier) for tier in status.tiers]
     for context in status.contexts:
-        lines += ["", *_describe_context(context, status.pool_size_bytes)]
+        lines += ["", *_describe_context(context, status.pool_size_bytes, verbose=verbose)]
     return "\n".join(map(printable, lines))
 
 
-def _describe_context(context: o.ContextStatus, pool_bytes: int) -> list[str]:
-    title, model = f"[{context.context}]", context.model or "?"
+def _describe_context(context: o.ContextStatus, pool_bytes: int, *, verbose: bool) -> list[str]:
+    title = f"[{context.context}] {context.instance}"
+    model = f", model {context.model}" if context.model and context.model not in context.instance else ""
     if context.role == "scheduler":
-        scheduler = f"{title} scheduler of {context.instance}, model {model}, {counted(context.num_leases, 'lease')}"
+        scheduler = f"{title}, scheduler, pid {context.pid}{model}, {counted(context.num_leases, 'lease')}"
         return [scheduler, f"    {context.blend}"] if context.blend else [scheduler]
-    worker = f"{context.instance} rank {context.rank} of {context.world_size} on {context.device}"
-    lines = [f"{title} {worker} ({context.transfer_mode}, process {context.pid}), model {model}"]
+    rank = f"rank {context.rank} of {context.world_size}" if context.world_size > 1 else "worker"
+    lines = [f"{title}, {rank} on {context.device}, pid {context.pid}{model}"]
     if context.mover:
         why = f"; the one before: {context.why_no_mover}" if context.mover_pid else f": {context.why_no_mover}"
-        process = f", process {context.mover_pid}" if context.mover_pid else ""
+        process = f", pid {context.mover_pid}" if context.mover_pid else ""
         lines.append(f"    mover {context.mover}{process}{why if context.why_no_mover else ''}")
     if context.fallback:
         lines.append(f"    copies by itself: {context.fallback}")
     lines.append(
         f"    {context.dtype}, chunks of {context.chunk_tokens} tokens, {_describe_sizes(context, pool_bytes)}"
-        + (f", format {context.format}" if context.format else "")
     )
+    if not verbose:
+        return lines
+    lines.append(f"    copies: {context.transfer_mode}" + (f"; format {context.format}" if context.format else ""))
     return lines + [f"    {_describe_group(number, group)}" for number, group in enumerate(context.groups)]
 
 
