@@ -46,7 +46,7 @@ def test_a_sound_machine_has_no_troubles() -> None:
         ({"swap_bytes": 4 * GIB}, "swap", "slower: 4.0 GiB are swapped out"),
         ({"kernel": (5, 4)}, "kernel", "slower: Linux 5.4 cannot populate"),
         ({"descriptors": 1024}, "descriptors", "slower: the limit is 1024"),
-        ({"directory_is_writable": False}, "sockets", "broken: /run/kvdepot is not writable"),
+        ({"directory_is_writable": False}, "sockets", "broken: no files can be made in /run/kvdepot"),
         ({"backends": ()}, "backends", "broken: no accelerator can attach"),
         ({"backends": (replace(CPU, capabilities=()),)}, "backend cpu", "slower: kvdepot-cpu 0.1.0 has no compiled"),
         ({"packages": {"kvdepot": "0.1.0", "kvdepot-cpu": "0.2.0"}}, "versions", "broken: kvdepot packages have"),

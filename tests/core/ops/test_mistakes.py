@@ -1,5 +1,7 @@
 """Ordinary mistakes at the command line: one sentence that says what to do, no traceback, and nothing left behind."""
 
+import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -7,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.lab.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.ops.cli import make_parser
 from kvdepot.pool.room import MEMORY_FILE_SYSTEMS, file_system_of
 
 _COMMAND = [sys.executable, "-m", "kvdepot"]
@@ -57,6 +60,14 @@ def test_a_small_dev_shm_ends_a_demo_with_the_way_out(command: list[str]) -> Non
     status, said = run(*command, prefix=_SMALL_SHM)
     assert (status, said.count("\n")) == (1, 2)
     assert "--shm-size" in said
+
+
+@small_shm
+def test_a_demo_that_does_not_fit_names_no_flag_that_it_lacks() -> None:
+    tiny = [part.replace("size=64m", "size=32m") for part in _SMALL_SHM]
+    status, said = run("demo", prefix=tiny)
+    assert (status, "--pool-size" in said) == (1, False), said
+    assert "the demo needs 64.0 MiB in /dev/shm, which has 32.0 MiB free" in said
 
 
 def first_words(*arguments: str, prefix: list[str] | None = None) -> str:
@@ -110,3 +121,70 @@ def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotPro
     assert (status, said) == (
         1, f"kvdepot: no depot in {depot.url}: start one with 'kvdepot serve', or name its directory by --url\n"
     )  # fmt: skip
+
+
+def test_a_tier_that_cannot_work_is_told_at_the_start_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"valkey://127.0.0.1:{closed.getsockname()[1]}"
+        command = [*_COMMAND, "serve", "--ephemeral", "--dir", str(tmp_path / "d"), "--pool-size", "4MiB"]
+        with subprocess.Popen([*command, "--tier", address], stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            lines = [next(line for line in process.stderr if address in line and "suspended" in line)]
+            wait_until(lambda: "SUSPENDED" in said_by("status", "--dir", str(tmp_path / "d")))
+            process.terminate()
+            lines += [line for line in process.stderr if address in line]
+    assert ("WARNING" in lines[0], "Connection refused" in lines[0]) == (True, True)
+    assert len(lines) == 1, lines
+
+
+def said_by(*arguments: str) -> str:
+    return subprocess.run([*_COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
+    with DepotProcess() as depot:
+        for flag in ("--dir", "--url"):
+            assert "entries" in said_by("status", flag, depot.url)
+            assert "pool_size" in said_by("config", flag, f"ipc://{depot.url}")
+            assert "kvdepot " in said_by("doctor", flag, depot.url)
+    for flag in ("--dir", "--url"):
+        assert "serving" in first_words(flag, str(tmp_path / flag.strip("-")), "--pool-size", "4MiB")
+    for arguments in (["serve", "--dir", ""], ["status", "--url", ""]):
+        status, said = run(*arguments)
+        assert status in (1, 2)
+        assert "the depot's directory has no name" in said
+
+
+def test_no_file_and_no_error_is_named_twice(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    for arguments in (["serve", "--config", missing], ["find", missing], ["serve", "--http", "127.0.0.1:0",
+                       "--http-token", missing, "--dir", str(tmp_path / "d")]):  # fmt: skip
+        status, said = run(*arguments)
+        assert (status, said.count(missing)) == (1, 1), said
+        assert "Errno" not in said
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_the_work(trace: str, tmp_path: Path) -> None:
+    status, said = run("replay", trace, "--simulate", "--plot", str(tmp_path / "missing" / "x.svg"))
+    assert (status, said.count("\n")) == (1, 1), "and no row of the table"
+    assert "its folder does not exist or cannot be written" in said
+    status, said = run("replay", trace, "--simulate", "--pool-size", "0")
+    assert (status, "a pool of 0 bytes: give a size above 0" in said) == (1, True)
+
+
+def test_doctor_knows_that_proc_takes_no_files() -> None:
+    done = subprocess.run([*_COMMAND, "doctor", "--dir", "/proc/kvdepot"], capture_output=True, text=True, timeout=60,
+                          check=False)  # fmt: skip
+    assert done.returncode == 1
+    assert "no files can be made in /proc/kvdepot" in done.stdout
+
+
+def test_every_command_says_in_a_sentence_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    names = re.findall(r"^    (\w+) ", said_by("--help"), re.MULTILINE)
+    assert len(names) > 15
+    for name in names:
+        with pytest.raises(SystemExit):
+            make_parser().parse_args([name, "--help"])
+        sentence = capsys.readouterr().out.split("\n\n")[1]
+        assert sentence.endswith("."), f"{name}: {sentence}"

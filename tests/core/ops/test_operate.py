@@ -95,7 +95,7 @@ def test_a_quota_comes_and_goes(run: Run, peer: Peer, depot: DepotProcess) -> No
     assert "now none; existing chunks that no longer count against it: 3" in run("quota", "default", "none")[1]
     code, _, err = run("quota", "default", "1TiB")
     assert code == 1
-    assert "out_of_range" in err
+    assert "a quota of 1.0 TiB" in err
 
 
 def test_tiers_come_and_go(run: Run, peer: Peer, depot: DepotProcess) -> None:
@@ -104,7 +104,7 @@ def test_tiers_come_and_go(run: Run, peer: Peer, depot: DepotProcess) -> None:
     wait_until(lambda: depot.status().tiers[0].num_entries == 3)
     assert run("tier", "add", "memory://two?capacity=8MiB")[:2] == (0, "tiers in use: 2\n")
     for url, why in (
-        ("memory://two", "in use already"), ("tape://x", "no tier 'tape'"), ("memory://three?size=1", "no option"),
+        ("memory://two", "already in use"), ("tape://x", "no tier 'tape'"), ("memory://three?size=1", "no option"),
         ("x", "write a URL"),
     ):  # fmt: skip
         code, _, err = run("tier", "add", url)
@@ -121,7 +121,7 @@ def test_drain_ends_when_nothing_is_under_way(run: Run, peer: Peer, depot: Depot
     ticket = peer.prepare(prompt(3, "a")).ticket
     code, _, err = run("drain", "--wait", "0.1")
     assert code == 1
-    assert "1 store under way" in err
+    assert "1 store in progress" in err
     peer.ask(m.CommitStore(peer.context, ticket))
     assert run("drain")[0] == 0
     assert depot.status().draining

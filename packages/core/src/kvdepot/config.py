@@ -126,10 +126,13 @@ def directory_of_url(url: str | None) -> Path:
     """Return the directory of the depot that `url` names: None (the default), a path, or `ipc://PATH`.
 
     Raises:
-        ConfigError: the URL has another scheme. Engines share memory with the depot, so it is on this machine.
+        ConfigError: the URL is empty or has another scheme. Engines share memory with the depot, which is on this
+            machine.
     """
     if url is None:
         return default_directory()
+    if not url:
+        raise ConfigError("the depot's directory has no name: give a path, or leave the option out")
     if url.startswith("ipc://"):
         path = Path(url.removeprefix("ipc://"))
         return path.parent if path.name == CONTROL_SOCKET else path
@@ -261,7 +264,10 @@ class Demotion(enum.StrEnum):
 class ServerConfig:
     """Every setting of a server; `kvdepot.pool.room.resolve_pool_size` chooses a pool size if none is given."""
 
-    directory: Path = setting(default_directory, "directory of the depot's sockets (default {default})", "--dir", "DIR")
+    directory: Path = setting(
+        default_directory, "directory of the depot's sockets (default {default})", "--dir", "DIR",
+        parse=lambda text: directory_of_url(text),
+    )  # fmt: skip
     pool_directory: Path | None = setting(
         None, "directory of the pool, on tmpfs (default: below /dev/shm, derived from --dir)", "--pool-dir", "DIR"
     )

@@ -79,12 +79,18 @@ def describe_os_error(error: OSError) -> str:
     return f"{error.filename}: {what}" if error.filename is not None else what
 
 
+def reason_of(error: Exception) -> str:
+    """Return the kernel's words without number and file, for a text that names the file already."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 class RemoteError(KVDepotError):
     """The depot refused a request; `code` gives the reason. Names in the text that other clients chose are escaped."""
 
     def __init__(self, code: "ErrorCode", message: str) -> None:
         super().__init__(f"{code.value}: {printable(message)}")
         self.code = code
+        self.reason = printable(message)  # without the code, for people
 
 
 class ErrorCode(enum.StrEnum):

@@ -6,6 +6,7 @@ the depot is killed and started again, and the cache is still there.
 """
 
 import random
+import shutil
 import textwrap
 import threading
 import time
@@ -13,13 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvdepot.config import format_size
+from kvdepot.errors import ConfigError
 from kvdepot.lab.demo_view import Lane, View, demo_view
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry
 from kvdepot.lab.fleet import EngineProcess, Fleet, Prompt
 from kvdepot.lab.processes import wait_until
+from kvdepot.pool.files import ENLARGE_TMPFS
 from kvdepot.pool.room import available_memory_bytes
 
 _SEED: Final = 20261121
+_LEAST_POOL_BYTES: Final = 64 << 20
 _NUM_ENGINES: Final = 2
 _NUM_SYSTEM_PROMPTS: Final = 3
 _SYSTEM_TOKENS: Final = 1024
@@ -45,9 +49,22 @@ class DemoPlan:
     num_conversations: int
 
 
-def plan_demo(memory_bytes: int) -> DemoPlan:
-    """Scale the demo to the free memory: the pool holds all conversations, an engine's cache only a few."""
-    pool_bytes = max(64 << 20, min(512 << 20, memory_bytes // 8))
+def plan_demo(memory_bytes: int, shm_bytes: int) -> DemoPlan:
+    """Scale the demo to the free memory: the pool holds all conversations, an engine's cache only a few.
+
+    Args:
+        memory_bytes: free memory of the machine.
+        shm_bytes: of it, as much as /dev/shm may take.
+
+    Raises:
+        ConfigError: /dev/shm is too small for the smallest pool.
+    """
+    if shm_bytes < _LEAST_POOL_BYTES:
+        raise ConfigError(
+            f"the demo needs {format_size(_LEAST_POOL_BYTES)} in /dev/shm, which has {format_size(shm_bytes)} free:"
+            f" {ENLARGE_TMPFS}"
+        )
+    pool_bytes = max(_LEAST_POOL_BYTES, min(512 << 20, memory_bytes // 8, shm_bytes))
     geometry = replace(GEOMETRY_8B, name="2 of the 32 layers of an 8B model", num_layers=2)
     tokens = pool_bytes // geometry.bytes_per_token
     conversations = max(2, int(tokens * 0.85) // 4096)
@@ -81,7 +98,7 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
         if not quiet:
             print(text, flush=True)
 
-    plan = plan_demo(available_memory_bytes())
+    plan = plan_demo(available_memory_bytes(), shutil.disk_usage("/dev/shm").free)
     conversations = make_conversations(plan.num_conversations)
     intro = (
         f"Two engines share a depot, two have none. Both pairs serve the same {len(conversations)} conversations of"

@@ -196,8 +196,9 @@ def simulate(
     unknown = [policy for policy in policies if policy not in POLICIES]
     if unknown:
         raise ConfigError(f"no eviction policy {unknown[0]!r}: there are {', '.join(sorted(POLICIES))}")
-    if bytes_per_token <= 0 or any(size <= 0 for size in pool_sizes):
-        raise ConfigError(f"pools of {list(pool_sizes)} bytes, {bytes_per_token} bytes a token: all must be above 0")
+    for what, size in (*(("a pool", each) for each in pool_sizes), ("a token", bytes_per_token)):
+        if size <= 0:
+            raise ConfigError(f"{what} of {size} bytes: give a size above 0")
     if not 0 <= session_ends <= 1:
         raise ConfigError(f"{session_ends} of the sessions say that they end: give a share from 0 to 1")
     workload = _Workload.of(requests)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -13,7 +14,7 @@ import msgspec
 
 from kvdepot.backends import DeviceBench, find_benches, list_backends
 from kvdepot.config import ServerConfig, default_directory, format_size, parse_size
-from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError, describe_os_error, printable
+from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError, RemoteError, describe_os_error, printable
 from kvdepot.index.eviction import AUTO, POLICIES
 from kvdepot.ops import pools
 from kvdepot.ops.operate import add_commands
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.run is not run_serve:
             set_up_logs(options.log_level)
         status = options.run(options)
+    except RemoteError as error:
+        print(f"kvdepot: {error.reason}", file=sys.stderr)
+        status = 1
     except KVDepotError as error:
         print(f"kvdepot: {printable(str(error))}", file=sys.stderr)
         status = 1
@@ -71,7 +75,9 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         help="lowest level to log to standard error (default %(default)s)",
     )  # fmt: skip
     client = _Parser(add_help=False, parents=[common])
-    client.add_argument("--url", help=f"depot to ask: its directory (default {default_directory()})")
+    client.add_argument(
+        "--dir", "--url", dest="url", metavar="DIR", help=f"depot to ask: its directory (default {default_directory()})"
+    )
     json_output = _Parser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print JSON")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -81,13 +87,23 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     add_commands(commands, client, json_output)
     pools.add_commands(commands, common, json_output)
 
-    backends = commands.add_parser("backends", parents=[common, json_output], help="list accelerator backends")
+    backends = commands.add_parser(
+        "backends", parents=[common, json_output], help="list accelerator backends",
+        description="List the accelerator backends that are installed, and whether each is usable here.",
+    )  # fmt: skip
     backends.set_defaults(run=_backends)
 
-    demo = commands.add_parser("demo", parents=[common, json_output], help="watch engines with and without a depot")
+    demo = commands.add_parser(
+        "demo", parents=[common, json_output], help="watch engines with and without a depot",
+        description="Serve the same conversations with and without a depot, side by side, then kill the depot and start"
+        " it again. Needs no model and no GPU.",
+    )  # fmt: skip
     demo.set_defaults(run=_demo)
 
-    replay = commands.add_parser("replay", parents=[common, json_output], help="replay a trace in Mooncake's format")
+    replay = commands.add_parser(
+        "replay", parents=[common, json_output], help="replay a trace in Mooncake's format",
+        description="Replay a trace in Mooncake's format through engines without a model, and print its hit rates.",
+    )  # fmt: skip
     replay.set_defaults(run=_replay)
     replay.add_argument("trace", type=Path, help="JSON lines with timestamp, input_length, output_length and hash_ids")
     replay.add_argument(
@@ -219,7 +235,11 @@ def _demo(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     from kvdepot.lab.trace import read_trace
 
+    if options.plot and not options.simulate:
+        raise ConfigError("--plot needs --simulate")
     if options.simulate:
+        if options.plot and not os.access(options.plot.absolute().parent, os.W_OK):  # before minutes of work
+            raise ConfigError(f"--plot {options.plot}: its folder does not exist or cannot be written")
         from kvdepot.lab.simulate import parse_pool_sizes, simulate
 
         table = simulate(
@@ -237,8 +257,6 @@ def _replay(options: argparse.Namespace) -> int:
             options.plot.write_text(table.plot())
             print(f"the plot is in {options.plot}", file=sys.stderr)
         return 0
-    if options.plot:
-        raise ConfigError("--plot needs --simulate")
     from kvdepot.lab.replay import run_replay
 
     summary = run_replay(

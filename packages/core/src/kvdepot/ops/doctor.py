@@ -9,6 +9,7 @@ import platform
 import re
 import resource
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -233,7 +234,7 @@ def _judge_nodes(nodes: Nodes) -> Iterator[Finding]:
 def _judge_place(facts: Facts) -> Iterator[Finding]:
     if not facts.directory_is_writable:
         yield _broken(
-            "sockets", f"{facts.directory} is not writable for this user",
+            "sockets", f"no files can be made in {facts.directory}",
             "choose another folder with --dir, or change the owner of this one",
         )  # fmt: skip
     if facts.is_container:
@@ -323,7 +324,11 @@ def _is_in_container() -> bool:
 
 def _is_writable(directory: Path) -> bool:
     place = next(place for place in (directory, *directory.absolute().parents) if place.exists())
-    return os.access(place, os.W_OK | os.X_OK)
+    try:
+        Path(tempfile.mkdtemp(prefix=".kvdepot-", dir=place)).rmdir()  # root passes every other check, also in /proc
+    except OSError:
+        return False
+    return True
 
 
 def _depot(directory: Path) -> str:

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class HttpSettings:
             if token_file.stat().st_mode & 0o044:
                 logger.warning("--http-token %s: other users can read the token; chmod 600 it", token_file)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--http-token {token_file}: {error}") from error
+            raise ConfigError(f"--http-token {token_file}: {reason_of(error)}") from error
         if len(token) < _SHORTEST_TOKEN:
             raise ConfigError(
                 f"--http-token {token_file}: a token of {len(token)} characters can be guessed, at least"

@@ -11,7 +11,7 @@ import msgspec
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import counted, exact_size, format_size, parse_size
-from kvdepot.errors import ConfigError, printable
+from kvdepot.errors import ConfigError, printable, reason_of
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 from kvdepot.ops.settings import as_argument, number_argument
@@ -66,7 +66,10 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
         "--pin", type=number_argument, default=0.0, metavar="SECONDS", help="keep them in the pool for this long"
     )
 
-    unpin = commands.add_parser("unpin", parents=[client], help="end pins set by warm --pin")
+    unpin = commands.add_parser(
+        "unpin", parents=[client], help="end pins set by warm --pin",
+        description="End all pins that 'kvdepot warm --pin' set. The entries stay until the pool needs their space.",
+    )  # fmt: skip
     unpin.set_defaults(run=_unpin)
     unpin.add_argument("--tenant", help="end only pins of this tenant")
 
@@ -79,7 +82,10 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
     quota.add_argument("tenant", metavar="TENANT")
     quota.add_argument("size", metavar="SIZE|none", type=as_argument(_parse_quota_size), help="for example 8GiB")
 
-    tier = commands.add_parser("tier", help="add a tier to a running depot, or remove one")
+    tier = commands.add_parser(
+        "tier", help="add a tier to a running depot, or remove one",
+        description="Add a tier to a running depot, or remove one, until the depot stops.",
+    )  # fmt: skip
     tier_commands = tier.add_subparsers(required=True, metavar="COMMAND")
     add = tier_commands.add_parser(
         "add", parents=[client], help="add a tier",
@@ -105,11 +111,17 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
         "--wait", type=number_argument, default=60.0, metavar="SECONDS", help="longest time to wait (default 60)"
     )
 
-    level = commands.add_parser("loglevel", parents=[client], help="change the log level of a running depot")
+    level = commands.add_parser(
+        "loglevel", parents=[client], help="change the log level of a running depot",
+        description="Change the log level of a running depot, until it stops. Use serve --log-level to keep it.",
+    )  # fmt: skip
     level.set_defaults(run=_log_level)
     level.add_argument("level", choices=("debug", "info", "warning", "error"))
 
-    config = commands.add_parser("config", parents=[client, json_output], help="show a running depot's settings")
+    config = commands.add_parser(
+        "config", parents=[client, json_output], help="show a running depot's settings",
+        description="Show the settings of a running depot as a file for 'kvdepot serve --config'.",
+    )  # fmt: skip
     config.set_defaults(run=_config)
 
 
@@ -162,7 +174,7 @@ def _prefixes_in(file: str) -> list[tuple[str, bytes]]:
         lines = sys.stdin.readlines() if file == "-" else Path(file).read_text().splitlines()
         return [_prefix_of(line) for line in lines if line.strip()]
     except (OSError, ValueError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{file}: {error}") from error
+        raise ConfigError(f"{file}: {reason_of(error)}") from error
 
 
 def _prefix_of(line: str) -> tuple[str, bytes]:
@@ -259,11 +271,11 @@ def _drain(options: argparse.Namespace) -> int:
         status = reply.status
         waiting = sum(tier.queued_write_bytes for tier in status.tiers)
         if not status.num_tickets and not waiting:
-            print("drained: no store is under way, nothing waits to be written")
+            print("drained: no store is in progress, nothing waits to be written")
             return 0
         if time.monotonic() >= end:
             print(
-                f"not drained within {options.wait:g} s: {counted(status.num_tickets, 'store')} under way,"
+                f"not drained within {options.wait:g} s: {counted(status.num_tickets, 'store')} in progress,"
                 f" {format_size(waiting)} waiting to be written",
                 file=sys.stderr,
             )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from kvdepot.config import Setting, parse_count, parse_number, parse_size, settings_in
-from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.errors import ConfigError, KVDepotError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ def add_settings(parser: argparse.ArgumentParser, kind: type[Any], only: Collect
         else:
             action = "store" if setting.collect is None else "append"
             read = as_argument(setting.parse)
-            parser.add_argument(setting.flag, action=action, type=read, metavar=setting.metavar, **options)
+            flags = [setting.flag, "--url"] if setting.flag == "--dir" else [setting.flag]  # as for those who ask it
+            parser.add_argument(*flags, action=action, type=read, metavar=setting.metavar, **options)
 
 
 def as_argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
@@ -112,7 +113,7 @@ def _from_file(path: Path | str, declared: Mapping[str, Setting], hidden: Collec
     try:
         values = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--config {path}: {error}") from error
+        raise ConfigError(f"--config {path}: {reason_of(error)}") from error
     fields = {setting.name: name for name, setting in declared.items()}
     given: dict[str, Any] = {}
     for key, value in values.items():

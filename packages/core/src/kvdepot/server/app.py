@@ -243,7 +243,7 @@ class DepotServer:
         if is_removed:
             logger.info("stopped")
         else:
-            path, size = self.config.pool_path, format_size(self._files.size_bytes)
+            path, size = self.config.pool_path, format_size(state.index.extents.ready_bytes)
             logger.info(
                 "stopped; %s keeps the cache in %s of memory: 'kvdepot pools --remove %s' frees it", path, size, path
             )

@@ -272,7 +272,7 @@ def add_tier(
     if opener.is_opening:
         raise Refused(ErrorCode.DRAINING, "another tier is being opened: ask again")
     if any(queue.name == name and not queue.is_retired for queue in queues):
-        raise Refused(ErrorCode.OUT_OF_RANGE, f"tier {name} is in use already")
+        raise Refused(ErrorCode.OUT_OF_RANGE, f"tier {name} is already in use: nothing was changed")
     if len(queues) >= MAXIMUM_TIERS:
         raise Refused(ErrorCode.OUT_OF_RANGE, f"{MAXIMUM_TIERS} tiers since the start: start the depot again")
     deferred = Deferred()

@@ -154,7 +154,8 @@ def check_shape(tier: object, name: str) -> None:
     missing += [each for each in ("batch_entries", "writer_pid") if not isinstance(getattr(tier, each, None), int)]
     if missing:
         raise ConfigError(
-            f"--tier {name}: {type(tier).__name__} lacks {', '.join(missing)}: derive it from kvdepot.tiers.Tier"
+            f"--tier {name}: the class {type(tier).__name__} does not define {', '.join(missing)}, as a"
+            " kvdepot.tiers.Tier must"
         )
 
 
