@@ -20,12 +20,12 @@ def run(name: str, *arguments: str) -> str:
 
 
 def test_a_table_is_read_back() -> None:
-    assert re.match(r"5000 entries in [\d.]+ s, \d+ steps", run("restore.py", "--entries", "5000"))
+    assert re.match(r"5000 entries in [\d.]+ s, \d+ steps", run("depot/restore.py", "--entries", "5000"))
 
 
 @pytest.mark.slow
 def test_a_slow_tier_is_beside_lookups() -> None:
-    printed = run("slow_tier.py", "--rounds", "2", "--seconds", "0.3")
+    printed = run("tiers/slow_tier.py", "--rounds", "2", "--seconds", "0.3")
     waited = re.match(r"(\d+) lookups waited for the tier", printed)
     assert waited
     assert int(waited[1]) > 0
@@ -33,7 +33,7 @@ def test_a_slow_tier_is_beside_lookups() -> None:
 
 @pytest.mark.slow
 def test_a_disk_tier_is_listed_beside_questions(tmp_path: Path) -> None:
-    printed = run("disk_index.py", "--entries", "1000", "--rounds", "2", str(tmp_path))
+    printed = run("tiers/disk_index.py", "--entries", "1000", "--rounds", "2", str(tmp_path))
     assert printed.startswith("1000 entries: plain walk ")
     answered = re.search(r"(\d+) questions for 512 keys answered meanwhile", printed)
     assert answered

@@ -14,9 +14,9 @@ _EXAMPLES = _BENCHMARKS.parent / "examples"
 
 
 def test_the_sample_trace_is_the_generated_one_and_can_be_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(_BENCHMARKS), *sys.path])  # its neighbours
+    monkeypatch.setattr(sys, "path", [str(_BENCHMARKS / "depot"), *sys.path])  # its neighbours
     trace = _EXAMPLES / "trace.jsonl"
-    assert runpy.run_path(str(_BENCHMARKS / "sample_trace.py"))["sample"]() == trace.read_text()
+    assert runpy.run_path(str(_BENCHMARKS / "depot" / "sample_trace.py"))["sample"]() == trace.read_text()
     command = [sys.executable, "-m", "kvdepot", "replay", str(trace), "--simulate"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -25,14 +25,14 @@ def test_the_sample_trace_is_the_generated_one_and_can_be_simulated(monkeypatch:
 
 
 def test_bars_of_the_performance_page_are_drawn_from_its_tables() -> None:
-    command = [sys.executable, str(_BENCHMARKS / "pictures.py"), "--check"]
+    command = [sys.executable, str(_BENCHMARKS / "pictures" / "pictures.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr
 
 
 def test_times_to_the_first_token_are_drawn_with_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(_BENCHMARKS), *sys.path])  # its neighbours
-    draw = runpy.run_path(str(_BENCHMARKS / "vllm_cpu.py"))["draw"]
+    monkeypatch.setattr(sys, "path", [str(_BENCHMARKS / "depot"), *sys.path])  # its neighbours
+    draw = runpy.run_path(str(_BENCHMARKS / "vllm" / "vllm_cpu.py"))["draw"]
     rows = [
         {"no cache": {"first_token_seconds": seconds}, "hit": {"first_token_seconds": seconds / 10}}
         for seconds in (0.8, 0.9, 1.1)
@@ -48,7 +48,7 @@ def test_times_to_the_first_token_are_drawn_with_their_medians(monkeypatch: pyte
 @pytest.mark.slow
 def test_a_kill_of_the_depot_is_drawn_with_the_requests_around_it(tmp_path: Path) -> None:
     plot = tmp_path / "kill.svg"
-    command = [sys.executable, str(_BENCHMARKS / "kill.py"), "--seconds", "5", "--kill", "2", "--away", "0.5"]
+    command = [sys.executable, str(_BENCHMARKS / "depot" / "kill.py"), "--seconds", "5", "--kill", "2", "--away", "0.5"]
     done = subprocess.run([*command, "--plot", str(plot)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "; 0 bytes wrong" in done.stdout

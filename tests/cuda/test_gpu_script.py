@@ -1,4 +1,4 @@
-"""`benchmarks/cuda_gpu.py`, the plan for a GPU, without a device: every phase ends, and finds no fault."""
+"""`benchmarks/devices/cuda_gpu.py`, the plan for a GPU, without a device: every phase ends, and finds no fault."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cuda_gpu.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "devices" / "cuda_gpu.py"
 NEEDS_A_DEVICE = ("captures",)
 PHASES = ("machine", "bytes", "order", *NEEDS_A_DEVICE, "stress", "conformance", "copies", "interference", "retrieve",
           "registration")  # fmt: skip

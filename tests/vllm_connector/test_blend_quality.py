@@ -8,7 +8,7 @@ import pytest
 
 from support.nursery import Nursery
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "blend_quality.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "blend" / "blend_quality.py"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ documents with different values, single keys in one document only. There are two
   from the context in which it was computed. KV from a prompt with another order answers for the wrong document.
 - `ANY key`: the value of a single key. KV from anywhere answers it, if its rotation is right.
 
-`benchmarks/train_recall.py` trains the model in `tests/vllm_connector/assets/recall`.
+`benchmarks/blend/train_recall.py` trains the model in `tests/vllm_connector/assets/recall`.
 """
 
 import random

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Measures loads that a blend moves to other positions: `python benchmarks/blend_moves.py` in tox's `vllm`.
+"""Measures loads that a blend moves to other positions: `python benchmarks/blend/blend_moves.py` in tox's `torch`.
 
 Pages as vLLM has them on CPUs without and with AMX, in bfloat16 and of the shape of SmolLM2-135M: 30 layers, three
 heads of 64 dims, blocks of 128 tokens. AMX's tiles are only moved here, never multiplied, so any CPU will do. Each

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-"""The plan for a GPU: `python benchmarks/cuda_gpu.py --out FOLDER [--only PHASE,..]`. **It never ran on one.**
+"""The plan for a GPU: `python benchmarks/devices/cuda_gpu.py --out FOLDER [--only PHASE,..]`. **It never ran on one.**
 
 Out of the repository, on an otherwise idle machine with torch, triton, numpy, cuda-bindings, pytest and hypothesis, and
 with kvdepot and kvdepot-cuda installed. Each phase is a process with a time limit: one that fails, hangs or cannot run
@@ -29,7 +29,7 @@ from typing import Any, Self
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from kvdepot.backends import CacheGroup, KVCache  # noqa: E402  # after the path

@@ -1,4 +1,4 @@
-"""Measures the effect of a slow tier on lookups that hit the pool: `python benchmarks/slow_tier.py`.
+"""Measures the effect of a slow tier on lookups that hit the pool: `python benchmarks/tiers/slow_tier.py`.
 
 The only tier of a depot takes 100 ms for every call. One client looks up a prompt in the pool. In every second round
 two other clients look up unknown prompts, each of which waits for the tier. Prints the latencies of the first client.

@@ -1,4 +1,4 @@
-"""Measures how long a disk tier takes to index an earlier depot's files: `python benchmarks/disk_index.py FOLDER`.
+"""Measures how long a disk tier takes to index files: `python benchmarks/tiers/disk_index.py FOLDER`.
 
 Makes files with the names and sizes of entries (sparse, 4 MiB each) in a new folder below FOLDER, and removes them
 afterwards. Each round first walks the tree with only `os.scandir` and a `stat` of every file. Then it opens a tier and

@@ -1,6 +1,6 @@
 """Measures how long reading back an index table takes, and how long each step blocks the server's loop.
 
-`python benchmarks/restore.py --entries 1000000` needs 1.5 GB of memory and no pool.
+`python benchmarks/depot/restore.py --entries 1000000` needs 1.5 GB of memory and no pool.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Measures what blending costs in right answers: `python benchmarks/blend_quality.py` in tox's environment `vllm`.
+"""Measures what blending costs in right answers: `python benchmarks/blend/blend_quality.py` in tox's `torch`.
 
 Serves prompts of the task in `tests/support/vllm/recall.py` with real vLLM on one CPU thread. The KV of all documents
 comes from a prompt with the same documents in another order. For each policy and share of tokens computed again, prints
@@ -22,7 +22,7 @@ os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",
 )  # fmt: skip
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import torch
 from vllm import LLM

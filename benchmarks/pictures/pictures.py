@@ -1,4 +1,4 @@
-"""Draws the bars of docs/performance.md from its tables: `python benchmarks/pictures.py`.
+"""Draws the bars of docs/performance.md from its tables: `python benchmarks/pictures/pictures.py`.
 
 Each picture shows one column of the table above it, so that a figure is written down once. `--check` only compares.
 """
@@ -11,7 +11,7 @@ from typing import Final
 
 from kvdepot.lab.plot import Bar, bars_as_svg
 
-_DOCS: Final = Path(__file__).parents[1] / "docs"
+_DOCS: Final = Path(__file__).parents[2] / "docs"
 _NUMBER: Final = re.compile(r"[\d,]+(?:\.\d+)?")
 
 
@@ -60,7 +60,7 @@ def main() -> int:
         elif not is_check:
             file.write_text(drawn)
     if stale:
-        print(f"not as in docs/performance.md: {', '.join(stale)}; run python benchmarks/pictures.py")
+        print(f"not as in docs/performance.md: {', '.join(stale)}; run python benchmarks/pictures/pictures.py")
     return 1 if stale else 0
 
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Measures how close blended prompts of real text stay: `python benchmarks/blend_text.py MODEL` in tox's `vllm`.
+"""Measures how close blended prompts of real text stay: `python benchmarks/blend/blend_text.py MODEL` in tox's `torch`.
 
 MODEL is the folder of an instruction model, SmolLM2-135M for example. The documents are descriptions of installed
 packages. The KV of each prompt's documents comes from a prompt with the same documents in another order. An answer of
@@ -22,7 +22,7 @@ os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind",
 )  # fmt: skip
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import torch
 from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""Measures blends with a real vLLM engine on CPU: `python benchmarks/blend.py` in tox's `vllm`.
+"""Measures blends with a real vLLM engine on CPU: `python benchmarks/blend/blend.py` in tox's `torch`.
 
 The model has the shape of SmolLM2-135M in bfloat16, with random weights, and one thread. A prompt of documents is
 stored; then the same documents are asked for in another order, so that about 90 % of the tokens recur at other
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kvdepot.lab.plot import curves_as_svg
 from kvdepot.lab.processes import DepotProcess

@@ -1,4 +1,4 @@
-"""Measures a tier in Mooncake Store: `python benchmarks/mooncake_tier.py` in tox's environment `mooncake`.
+"""Measures a tier in Mooncake Store: `python benchmarks/tiers/mooncake_tier.py` in tox's environment `mooncake`.
 
 Starts a master and a cluster on loopback, over TCP. Entries are written from and read into a pool through the depot's
 tier queue, including seals, checks and the child process. They lie in this node's own part of the cluster (`own`) or in
@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.processes import wait_until

@@ -1,4 +1,4 @@
-"""Measures tiers through the depot's queue: `python benchmarks/tiers.py URL...`.
+"""Measures tiers through the depot's queue: `python benchmarks/tiers/tiers.py URL...`.
 
 Writes and reads back entries of 4 and 8 MiB in rounds, all submitted at once. A round begins with one memcpy of the
 same bytes, and the result is the ratio within a round. With a `disk://` URL it begins instead with a plain loop of
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kvdepot.testing.tier import make_key, make_pool, run
 from kvdepot.tiers.jobs import Job, Operation

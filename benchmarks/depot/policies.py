@@ -1,4 +1,4 @@
-"""Compare eviction policies on generated traffic, and on a trace: `python benchmarks/policies.py [TRACE.jsonl]`.
+"""Compare eviction policies on generated traffic, and on a trace: `python benchmarks/depot/policies.py [TRACE.jsonl]`.
 
 Prints for each kind of traffic the share of the prompt tokens that each policy finds, with pools of 2 to 80 % of the
 different chunks, and how far each is below the better of LRU and ARC at worst. TRACE is replayed a second time with

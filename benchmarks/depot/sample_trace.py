@@ -1,6 +1,6 @@
 """Writes `examples/trace.jsonl`: 300 generated requests of coding agents, in Mooncake's format.
 
-    python benchmarks/sample_trace.py examples/trace.jsonl
+    python benchmarks/depot/sample_trace.py examples/trace.jsonl
 
 Twelve sessions at once, below one system prompt of 10,000 tokens; each turn repeats all before it. A sample to try
 `kvdepot replay` with: record your own engines' requests to learn something about them.

@@ -1,4 +1,4 @@
-"""Records `kvdepot demo` as an animated SVG: `uv run --with pyte benchmarks/record_demo.py docs/pictures/demo.svg`.
+"""Records the demo as an animated SVG: `uv run --with pyte benchmarks/pictures/record_demo.py docs/pictures/demo.svg`.
 
 Runs the demo in a terminal of 80 columns and draws what it shows, when it shows it, at most five times a second. A
 line that stays is drawn once. Viewers without animations show the last screen. Run it on a quiet machine.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.terminal import run_in_terminal
 

@@ -1,4 +1,4 @@
-"""Draws the time to the first token while a depot is killed and started again: `python benchmarks/kill.py --plot FILE`.
+"""Draws times to the first token around a kill of the depot: `python benchmarks/depot/kill.py --plot FILE`.
 
 Two engines share a depot, two others have none, and each serves one prompt after the other: a random turn of a random
 conversation. After `--kill` seconds the depot gets SIGKILL; it stays away for `--away` seconds. No model runs:

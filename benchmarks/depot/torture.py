@@ -1,6 +1,6 @@
 """Runs `kvdepot soak` over a disk tier on a small file system that fills up and turns read-only. Needs root and ext4.
 
-    python benchmarks/torture.py --seconds 600 --seed 1
+    python benchmarks/depot/torture.py --seconds 600 --seed 1
 
 The soak kills and stops engines and depots, and damages files of the tier. This script makes the file system in a
 file, mounts it, and puts it through phases: full, read-only, and healthy. The last phase is healthy, so that the audit

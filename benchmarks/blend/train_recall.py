@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Trains the tiny model of `tests/support/vllm/recall.py`: `python benchmarks/train_recall.py FOLDER` in tox's `vllm`.
+"""Trains the model of `support.vllm.recall`: `python benchmarks/blend/train_recall.py FOLDER` in tox's `torch`.
 
 A Llama with rotary positions and grouped queries, 0.6 million parameters, float32, one thread, fixed seeds. It first
 sees one document, then one more every 400 steps. Once it answers 99.5 % of both kinds of questions right, four times
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import torch
 import transformers

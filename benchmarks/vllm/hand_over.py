@@ -1,4 +1,4 @@
-"""Measures single flight and hand-over with real vLLM engines on CPU: `python benchmarks/hand_over.py` in tox's `vllm`.
+"""Measures single flight and hand-over with real vLLM: `python benchmarks/vllm/hand_over.py` in tox's `torch`.
 
 Uses a small model with KV of a realistic size (128 KiB of float32 per token). `alone` has no depot; `prefill` and
 `decode` share one. Each prompt is new, and each engine core has a process of its own. Prints, for 1,537 tokens:
@@ -30,7 +30,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kvdepot.lab.processes import DepotProcess
 from support.vllm.engines import Engine, Prompt, connector, prompts, wait_until_stored

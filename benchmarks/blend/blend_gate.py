@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Measures blends of real text as a user gets them: `python benchmarks/blend_gate.py MODEL` in tox's `vllm`.
+"""Measures blends of real text as a user gets them: `python benchmarks/blend/blend_gate.py MODEL` in tox's `torch`.
 
 A depot, vLLM with the connector, and its default settings: text is found by its content, loaded, moved and computed
 again in grains of 16 tokens. MODEL and the prompts are those of `blend_text.py`. One request stores the documents in
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from blend_text import descriptions
 from transformers import AutoTokenizer

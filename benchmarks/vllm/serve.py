@@ -1,4 +1,4 @@
-"""Measures vLLM's API server with vLLM's own client: `python benchmarks/serve.py` in tox's environment `vllm`.
+"""Measures vLLM's API server with vLLM's own client: `python benchmarks/vllm/serve.py` in tox's `torch`.
 
 The client is `vllm bench serve` with its dataset `prefix_repetition` and 8 requests at once. The model has 128 KiB of
 KV per token and the prefixes do not fit into the engine's cache together, so an engine alone computes them again. Each
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from support.vllm.engines import ENVIRONMENT, connector

@@ -1,4 +1,4 @@
-"""Measures the first requests after a depot starts: `python benchmarks/first_request.py` in tox's environment `vllm`.
+"""Measures the first requests after a depot starts: `python benchmarks/vllm/first_request.py` in tox's `torch`.
 
 A fresh depot zeroes its pool and each worker maps it, beside the threads of the model. Two engines of the same model,
 warmed up without a depot, take turns; nothing else runs:
@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from support.vllm.engines import Engine, Prompt, connector, prompts
