@@ -1,9 +1,11 @@
 """Users of vLLM see the depot: in counters, a log line, the source of hits, events for routers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from kvdepot.lab.processes import DepotProcess
+from kvdepot.ops.status import describe_status
 from support.vllm.engines import Engine, MakeModel, connector, prompts
 
 PROMPT = prompts(1, 700, seed=60)
@@ -57,6 +59,10 @@ def test_counters_log_line_and_source(depot: DepotProcess, model: MakeModel) -> 
             " if 'source' in s.labels and s.value and s.name.endswith('_total')}"
         )
         assert sources.get("host") == 640, sources
+        names = engine.execute("from prometheus_client import REGISTRY\nresult = [m.name for m in REGISTRY.collect()]")
+        assert "vllm:kvdepot_hand_overs_missed" in names, "each declared counter is there before it counts"
+        (worker,) = [line for line in describe_status(depot.status()).splitlines() if "worker on cpu" in line]
+        assert re.search(r"\[\d+\] vllm \S*gqa\S* [0-9a-f]{8}, worker on cpu, pid \d+$", worker), worker
         engine.execute("llm.llm_engine.do_log_stats()")
         assert "KV Transfer metrics:" in engine.log()
         assert "Loaded MB=" in engine.log()

@@ -124,18 +124,19 @@ def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotPro
 
 
 def test_a_tier_that_cannot_work_is_told_at_the_start_in_one_line(tmp_path: Path) -> None:
-    with socket.socket() as closed:
+    folder, log = str(tmp_path / "d"), tmp_path / "log"
+    with socket.socket() as closed, log.open("w") as written:
         closed.bind(("127.0.0.1", 0))  # and nobody listens
         address = f"valkey://127.0.0.1:{closed.getsockname()[1]}"
-        command = [*_COMMAND, "serve", "--ephemeral", "--dir", str(tmp_path / "d"), "--pool-size", "4MiB"]
-        with subprocess.Popen([*command, "--tier", address], stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            lines = [next(line for line in process.stderr if address in line and "suspended" in line)]
-            wait_until(lambda: "SUSPENDED" in said_by("status", "--dir", str(tmp_path / "d")))
-            process.terminate()
-            lines += [line for line in process.stderr if address in line]
-    assert ("WARNING" in lines[0], "Connection refused" in lines[0]) == (True, True)
-    assert len(lines) == 1, lines
+        command = [*_COMMAND, "serve", "--ephemeral", "--dir", folder, "--pool-size", "4MiB", "--tier", address]
+        with subprocess.Popen(command, stderr=written) as process:
+            try:
+                wait_until(lambda: "serving" in log.read_text())
+                wait_until(lambda: "SUSPENDED" in said_by("status", "--url", folder))
+            finally:
+                process.terminate()
+    (line,) = [line for line in log.read_text().splitlines() if "is suspended" in line]
+    assert ("WARNING" in line, address in line, "Connection refused" in line) == (True, True, True)
 
 
 def said_by(*arguments: str) -> str:
