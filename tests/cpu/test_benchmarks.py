@@ -32,7 +32,7 @@ def test_bars_of_the_performance_page_are_drawn_from_its_tables() -> None:
 
 def test_times_to_the_first_token_are_drawn_with_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(_BENCHMARKS / "depot"), *sys.path])  # its neighbours
-    draw = runpy.run_path(str(_BENCHMARKS / "vllm" / "vllm_cpu.py"))["draw"]
+    draw = runpy.run_path(str(_BENCHMARKS / "engine" / "vllm_cpu.py"))["draw"]
     rows = [
         {"no cache": {"first_token_seconds": seconds}, "hit": {"first_token_seconds": seconds / 10}}
         for seconds in (0.8, 0.9, 1.1)

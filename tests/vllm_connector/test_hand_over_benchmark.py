@@ -1,4 +1,4 @@
-"""`benchmarks/vllm/hand_over.py` leaves nothing behind when it is ended."""
+"""`benchmarks/engine/hand_over.py` leaves nothing behind when it is ended."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvdepot.lab.processes import wait_until
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm" / "hand_over.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "engine" / "hand_over.py"
 
 
 def children_of(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Measures vLLM's API server with vLLM's own client: `python benchmarks/vllm/serve.py` in tox's `torch`.
+"""Measures vLLM's API server with vLLM's own client: `python benchmarks/engine/serve.py` in tox's `torch`.
 
 The client is `vllm bench serve` with its dataset `prefix_repetition` and 8 requests at once. The model has 128 KiB of
 KV per token and the prefixes do not fit into the engine's cache together, so an engine alone computes them again. Each

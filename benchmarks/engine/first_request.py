@@ -1,4 +1,4 @@
-"""Measures the first requests after a depot starts: `python benchmarks/vllm/first_request.py` in tox's `torch`.
+"""Measures the first requests after a depot starts: `python benchmarks/engine/first_request.py` in tox's `torch`.
 
 A fresh depot zeroes its pool and each worker maps it, beside the threads of the model. Two engines of the same model,
 warmed up without a depot, take turns; nothing else runs:

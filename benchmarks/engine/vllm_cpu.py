@@ -1,4 +1,4 @@
-"""Measures a depot with a real vLLM on CPU: `python benchmarks/vllm/vllm_cpu.py` in tox's `torch`.
+"""Measures a depot with a real vLLM on CPU: `python benchmarks/engine/vllm_cpu.py` in tox's `torch`.
 
 Uses a small model with KV of a realistic size (128 KiB of float32 per token). Three engines run at the same time and
 serve one request at a time in turn, so that other work on the machine affects all alike. Each computes a prompt and

@@ -1,4 +1,4 @@
-"""Measures single flight and hand-over with real vLLM: `python benchmarks/vllm/hand_over.py` in tox's `torch`.
+"""Measures single flight and hand-over with real vLLM: `python benchmarks/engine/hand_over.py` in tox's `torch`.
 
 Uses a small model with KV of a realistic size (128 KiB of float32 per token). `alone` has no depot; `prefill` and
 `decode` share one. Each prompt is new, and each engine core has a process of its own. Prints, for 1,537 tokens:
