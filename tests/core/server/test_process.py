@@ -288,8 +288,12 @@ def test_a_store_that_meets_a_bug_of_the_eviction_policy_is_an_error_and_the_ser
     full = [prompt(32, str(salt)) for salt in range(8)]  # they fill the pool
     other = prompt(1, "other")
     assert [peer.store(run) for run in full] == [32] * 8
+
+    def fail(_policy: AdaptiveReplacement) -> int | None:
+        raise RuntimeError("planted")
+
     with monkeypatch.context() as patch:
-        patch.setattr(AdaptiveReplacement, "victim", lambda _policy: 1 // 0)
+        patch.setattr(AdaptiveReplacement, "victim", fail)
         store = m.PrepareStore(peer.context, "r", other.tenant, other.digests, 0, other.parent, (1,))
         assert peer.refusal(store) is ErrorCode.INTERNAL
         assert server.depot.counters["requests_failed"] == 1

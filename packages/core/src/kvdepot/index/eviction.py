@@ -14,7 +14,7 @@ from kvdepot.index.tree import NO_NODE, ChunkTree
 
 __all__ = [
     "AUTO", "ENDED", "NORMAL", "NO_NODE", "POLICIES", "AdaptiveReplacement", "ChunkTree", "EvictionPolicy",
-    "LeastRecentlyUsed", "PolicyFactory", "Preference", "ShareTree",
+    "PolicyFactory", "Preference", "ShareTree",
 ]  # fmt: skip
 
 # Bounds of one search for a victim. A store may need many victims within a few milliseconds.
@@ -129,47 +129,6 @@ class _Leaves:
         return None if coldest == NO_NODE else coldest
 
 
-class LeastRecentlyUsed:
-    """Evicts the leaf that was used longest ago.
-
-    A use stores one number, however long the prefix. A chunk that becomes a leaf inherits the last use of the child
-    that left, as if every use had touched every ancestor.
-    """
-
-    def __init__(self, tree: ChunkTree, _preference: Preference) -> None:
-        self._tree = tree
-        self._last_use = make_column("Q", tree.capacity)
-        self._leaves = _Leaves(self._last_use, tree.evictable)
-        self._tick = 0
-
-    def added(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        self.used(node)
-        self.unpinned(node)
-
-    def used(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        self._tick += 1
-        self._last_use[node] = self._tick
-
-    def unpinned(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        if self._tree.evictable(node):
-            self._leaves.add(node)
-
-    def removed(self, node: int) -> None:
-        """See `EvictionPolicy`."""
-        parent = self._tree.parent[node]
-        if parent != NO_NODE:
-            self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
-        self._last_use[node] = 0  # its number may go to a chunk that leaves unfinished, never `added`
-        self._leaves.removed(node)
-
-    def victim(self) -> int | None:
-        """See `EvictionPolicy`."""
-        return self._leaves.first()
-
-
 _ONCE: Final = 1
 _AGAIN: Final = 2
 
@@ -238,16 +197,17 @@ class _Ghosts:
 class AdaptiveReplacement:
     """ARC: balances chunks seen once against chunks seen again, by the hits that its evictions cost.
 
-    Megiddo and Modha, FAST 2003. Of the leaves of either kind, the one that was used longest ago leaves. Last uses are
-    stored and inherited as in `LeastRecentlyUsed`; a first use marks the chunks of the prefix as seen again, so each
-    is marked once, or by a child that leaves if the prefix is very long.
+    Megiddo and Modha, FAST 2003. Of the leaves of either kind, the one that was used longest ago leaves. A use stores
+    one number, however long the prefix: a chunk that becomes a leaf inherits the last use of the child that left, as if
+    every use had touched every ancestor. A first use marks the chunks of the prefix as seen again, so each is marked
+    once, or by a child that leaves if the prefix is very long.
 
     While the preference says so, it evicts as LRU does: the colder of both leaves.
     """
 
-    def __init__(self, tree: ChunkTree, preference: Preference | None = None) -> None:
+    def __init__(self, tree: ChunkTree, preference: Preference) -> None:
         self._tree = tree
-        self._preference = preference or Preference()
+        self._preference = preference
         self._last_use = make_column("Q", tree.capacity)
         self._seen = seen = make_column("B", tree.capacity)  # 0: not here
         self._once = _Leaves(self._last_use, lambda node: seen[node] == _ONCE and tree.evictable(node))
@@ -341,6 +301,6 @@ class PolicyFactory(Protocol):
 AUTO: Final = "auto"
 POLICIES: Final[dict[str, PolicyFactory]] = {
     AUTO: AdaptiveReplacement,
-    "lru": LeastRecentlyUsed,
-    "arc": lambda tree, _preference: AdaptiveReplacement(tree),
+    "lru": lambda tree, _preference: AdaptiveReplacement(tree, Preference(lru=True)),
+    "arc": lambda tree, _preference: AdaptiveReplacement(tree, Preference()),
 }
