@@ -47,7 +47,9 @@ def test_the_example_ends_with_one_line_when_a_worker_of_the_decode_engine_dies(
     port, output, errors = free_port(3), tmp_path / "output", tmp_path / "errors"
     variables = {"PORT": str(port), "POOL_SIZE": "128MiB", "TMPDIR": str(tmp_path), **SERVE}
     with output.open("wb") as out, errors.open("wb") as err:
-        script = subprocess.Popen(command(model("gqa")), env={**ENVIRONMENT, **variables}, stdout=out, stderr=err)
+        script = subprocess.Popen(
+            command(model("gqa")), env={**os.environ, **ENVIRONMENT, **variables}, stdout=out, stderr=err
+        )
     try:
         wait_until(lambda: b"prefill first:" in output.read_bytes(), 240)
         for pid in descendants(engine_at(script.pid, port + 2)):
