@@ -1,4 +1,4 @@
-"""Runs `kvdepot soak` over a disk tier on a small file system that fills up and turns read-only. Needs root and ext4.
+"""Runs the soak of `tests/soak` over a disk tier on a small file system, at times full or read-only. Needs root, ext4.
 
     python benchmarks/depot/torture.py --seconds 600 --seed 1
 
@@ -20,6 +20,7 @@ from pathlib import Path
 _IMAGE_BYTES = 400 << 20  # somewhat more than the soak's tier may take
 _LAST_GOOD_SECONDS = 45.0  # for the breaker to close and waiting writes to finish
 _STEP_BYTES = 1 << 20
+_TESTS = Path(__file__).parent.parent / "tests"
 
 
 def fill(folder: Path) -> None:
@@ -68,11 +69,11 @@ def main() -> int:
         is_over = threading.Event()
         until = time.monotonic() + options.seconds - _LAST_GOOD_SECONDS
         thread = threading.Thread(target=disturb, args=(folder, until, options.seed, is_over, counts))
-        command = [sys.executable, "-m", "kvdepot", "soak", "--seconds", str(options.seconds), "--seed"]
+        command = [sys.executable, "-m", "soak", "--seconds", str(options.seconds), "--seed"]
         command += [str(options.seed), "--engines", str(options.engines), "--verify", options.verify]
         try:
             thread.start()
-            status = subprocess.run([*command, "--disk", folder / "tier", "--json"], check=False).returncode
+            status = subprocess.run([*command, "--disk", folder / "tier"], cwd=_TESTS, check=False).returncode
         finally:
             is_over.set()
             thread.join()

@@ -133,7 +133,7 @@ os.execv(sys.executable, [sys.executable, "-m", "kvdepot", *sys.argv[1:]])
 """
 
 
-@pytest.mark.parametrize("command", [["demo"], ["bench", "lookup"], ["soak"]])
+@pytest.mark.parametrize("command", [["demo"], ["bench", "lookup"]])
 def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str]) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _HEARING_INTERRUPTS, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -40,18 +40,11 @@ def trace(tmp_path: Path) -> str:
 def test_a_number_of_things_is_at_least_one(trace: str) -> None:
     for arguments in (
         ["replay", trace, "--requests", "-4"],
-        ["soak", "--engines", "0"],
         ["bench", "server", "--entries", "-1"],
     ):
         status, said = run(*arguments)
         assert status == 2
         assert "is not a whole number from 1 to" in said
-
-
-def test_a_depot_that_cannot_start_ends_soak_in_its_own_words() -> None:
-    status, said = run("soak", "--disk", "/proc/nothing", "--seconds", "1")
-    assert (status, said.count("\n")) == (1, 2)
-    assert said.startswith("kvdepot: --tier disk:///proc/nothing: No such file or directory\n")
 
 
 @small_shm

@@ -56,7 +56,7 @@ def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(
     for command in (
         ["serve", "--lease-seconds"], ["serve", "--promote-seconds"], ["serve", "--mover-start-seconds"],
         ["serve", "--move-seconds"], ["warm", "-", "--pin"], ["drain", "--wait"], ["top", "--interval"],
-        ["soak", "--seconds"], ["replay", "x", "--session-ends"],
+        ["replay", "x", "--session-ends"],
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             make_parser().parse_args([*command, value])

@@ -47,10 +47,8 @@ _installed: "FakeDevice | None" = None  # for the life of the process, as torch 
 class Stats:
     """Counts operations of the device."""
 
-    num_copies_to_host: int = 0
     num_copies_to_device: int = 0
     num_waits: int = 0
-    num_mark_steps: int = 0
     graphs: set[tuple[str, tuple[Any, ...]]] = field(default_factory=set[tuple[str, tuple[Any, ...]]])
 
 
@@ -209,7 +207,6 @@ class FakeDevice:
     def mark_step(self, device_str: str = "", sync: bool = False) -> None:
         """Launch the recorded work of this thread's stream. Never wait, not even with `sync`, as on a Gaudi."""
         del device_str, sync
-        self.stats.num_mark_steps += 1
         self.current_stream().launch()
 
     def drop_pending(self) -> None:
@@ -263,9 +260,7 @@ class FakeDevice:
         with self.lock:
             to_device, from_device = self._is_here(target), self._is_here(source)
             plain_target, plain_source = self._plain(target), self._plain(source)
-            if not to_device:
-                self.stats.num_copies_to_host += 1
-            elif not from_device:
+            if to_device and not from_device:
                 self.stats.num_copies_to_device += 1
             if non_blocking or (to_device and from_device):
                 if not to_device:

@@ -177,10 +177,3 @@ def remove_tree(directory: Path) -> None:
         path.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
         directory.rmdir()
-
-
-def spawn_python(module: str, arguments: Sequence[str] = ()) -> "subprocess.Popen[str]":
-    """Start `python -m module` with text pipes for its input and output."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )

@@ -22,7 +22,6 @@ from kvdepot.ops.serve import add_serve, run_serve
 from kvdepot.ops.settings import add_settings, count_argument, number_argument, size_argument
 from kvdepot.ops.status import add_status
 from kvdepot.processes.logs import set_up_logs
-from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
@@ -161,25 +160,6 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         "--pool-size", type=size_argument, metavar="SIZE", default=64 << 30, help="size of the pool (default 64GiB)"
     )
 
-    soak = commands.add_parser(
-        "soak", parents=[common, json_output], help="test a depot under load and random kills",
-        description="Run engines under load, kill and stop them and the depot at random, then audit the depot.",
-    )  # fmt: skip
-    soak.set_defaults(run=_soak)
-    soak.add_argument("--seconds", type=number_argument, default=60.0, help="duration (default 60)")
-    soak.add_argument(
-        "--engines",
-        type=count_argument,
-        default=3,
-        metavar="N",
-        help="number of engine processes (default %(default)s)",
-    )
-    soak.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="random seed of prompts and kills (default %(default)s)"
-    )
-    soak.add_argument("--disk", type=Path, metavar="DIR", help="use a smaller pool with a disk tier in this folder")
-    soak.add_argument("--verify", choices=[*m.Verify], default="all", help="as for serve (default all)")
-
     bench = commands.add_parser(
         "bench", help="measure speed, as ratios within one run",
         description="Measure speed, as ratios within one run. Each WHAT takes --json. Backends add their own, e.g."
@@ -295,21 +275,6 @@ def _sizing(options: argparse.Namespace) -> int:
     else:
         print(sizing.describe(options.pool_size))
     return 0
-
-
-def _soak(options: argparse.Namespace) -> int:
-    from kvdepot.lab.soak import Soak
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    result = Soak(options.seconds, options.engines, options.seed, options.verify, options.disk, say).run()
-    if options.json:
-        print(json.dumps(result, indent=2))
-    else:
-        for name, value in result.items():
-            print(f"{name.replace('_', ' '):28} {value}")
-    return 1 if result["failures"] else 0
 
 
 def _bench(options: argparse.Namespace) -> int:

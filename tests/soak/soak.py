@@ -1,4 +1,4 @@
-"""`kvdepot soak`: engines under load while processes are killed and stopped at random, then an audit.
+"""Engines under load while processes are killed and stopped at random, then an audit.
 
 Engines serve prompts that share prefixes and verify every byte that they retrieve. A seeded hand kills and stops
 engines and the depot, abandons requests, clears the cache, and damages files of a tier on disk. At the end nothing may
@@ -155,7 +155,7 @@ class Soak:
                 driver.start()
             next_word = started + 10
             while (rest := started + self._seconds - time.monotonic()) > 0:
-                time.sleep(min(rest, self._random.uniform(0.2, 1.2)))
+                time.sleep(min(rest, self._random.uniform(0.2, 1.2)))  # noqa: TID251  # the pace of the disturbances
                 self._disturb()
                 self._look_for_hangs()
                 if time.monotonic() > next_word:
@@ -193,7 +193,7 @@ class Soak:
             self._depot.start()
         elif what == "stop the depot":
             self._depot.signal(signal.SIGSTOP)
-            time.sleep(seconds)
+            time.sleep(seconds)  # noqa: TID251  # how long it stays stopped
             self._depot.signal(signal.SIGCONT)
         elif what == "damage a file":
             self._damage()
@@ -207,7 +207,7 @@ class Soak:
                 else:
                     driver.was_stopped = True
                     os.kill(engine.pid, signal.SIGSTOP)
-                    time.sleep(seconds)
+                    time.sleep(seconds)  # noqa: TID251
                     driver.was_stopped = True
                     os.kill(engine.pid, signal.SIGCONT)
 
