@@ -140,7 +140,7 @@ def test_the_log_says_how_many_bytes_may_change_unnoticed_and_more_are_noticed(
     rows, row_bytes = 2048, 1024
     embedding = random.Random(6).randbytes(rows * row_bytes)
 
-    def known(first: int, count: int) -> str:
+    def known(first: int, count: int) -> bytes:
         zeroed = embedding[:first] + bytes(count) + embedding[first + count :]
         safetensors(tmp_path / "model" / "model.safetensors", {"embedding": zeroed, "norm": bytes(64)})
         return digest(tmp_path / "model")
