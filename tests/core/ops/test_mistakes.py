@@ -133,7 +133,7 @@ def test_a_tier_that_cannot_work_is_told_at_the_start_in_one_line(tmp_path: Path
 
 
 def said_by(*arguments: str) -> str:
-    return subprocess.run([*_COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run([*_COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False).stdout
 
 
 def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
         for flag in ("--dir", "--url"):
             assert "entries" in said_by("status", flag, depot.url)
             assert "pool_size" in said_by("config", flag, f"ipc://{depot.url}")
-            assert "kvdepot " in said_by("doctor", flag, depot.url)
+            assert f"process {depot.pid}" in said_by("doctor", flag, depot.url)  # which fails without a backend
     for flag in ("--dir", "--url"):
         assert "serving" in first_words(flag, str(tmp_path / flag.strip("-")), "--pool-size", "4MiB")
     for arguments in (["serve", "--dir", ""], ["status", "--url", ""]):
