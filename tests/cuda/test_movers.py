@@ -220,10 +220,10 @@ def test_operators_see_who_copies_and_why(device: FakeDevice, depot: DepotProces
 
     cache("engine")
     before = wait_for_mover(depot)
-    wait_until(lambda: f"mover ready, process {before}\n" in shown(), WAIT_SECONDS)
+    wait_until(lambda: f"mover ready, pid {before}\n" in shown(), WAIT_SECONDS)
     os.kill(before, signal.SIGKILL)
     after = wait_for_mover(depot, but=before)
-    wait_until(lambda: f"mover ready, process {after}; the one before: it ended\n" in shown(), WAIT_SECONDS)
+    wait_until(lambda: f"mover ready, pid {after}; the one before: it ended\n" in shown(), WAIT_SECONDS)
     device.fail("open_memory", "CUDA_ERROR_MAP_FAILED (205)")
     cache("other")
     wait_until(
