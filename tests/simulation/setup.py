@@ -9,7 +9,6 @@ from msgspec import structs
 from kvdepot.config import Demotion
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
-from kvdepot.pool.table import PARENT_BYTES
 from kvdepot.wire import messages as m
 from simulation.memory import PAGE
 
@@ -38,16 +37,7 @@ def _prompt(text: str, tenant: str) -> KeyRun:
 
 # Two tenants have the same texts. They differ from the third chunk on, and two have the last one in common.
 TEXTS: Final = ("abcdefgh", "abcdefgh", "abcdwxgh", "abcdwxgh", "abcdefg", "abcdefg", "abyzefgh")
-_HONEST: Final = tuple(_prompt(text, f"tenant-{number % 2}") for number, text in enumerate(TEXTS))
-
-
-def _forged(run: KeyRun, like: KeyRun) -> KeyRun:
-    """Return a run whose second key begins like that of another one, so that records cannot tell the two apart."""
-    digests = run.digests[:DIGEST_BYTES] + like.digests[DIGEST_BYTES : DIGEST_BYTES + PARENT_BYTES]
-    return KeyRun(digests + run.digests[len(digests) :], 0, run.parent, run.tenant)
-
-
-PROMPTS: Final = (*_HONEST[:-1], _forged(_HONEST[-1], _HONEST[0]))
+PROMPTS: Final = tuple(_prompt(text, f"tenant-{number % 2}") for number, text in enumerate(TEXTS))
 NAMES: Final = {
     PROMPTS[n].digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]: f"{'abcdefg'[n]}{i}"
     for n in reversed(range(len(PROMPTS)))

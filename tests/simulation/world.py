@@ -630,10 +630,10 @@ class World:
         on_reply(reply)
         return f"{worker.name} looks {self._name(run)} up and finds {0 if reply is None else reply.num_chunks}"
 
-    def _check_found(self, index: ChunkIndex, run: KeyRun, found: int) -> None:
+    def _check_found(self, index: ChunkIndex, run: KeyRun, found: int, first: int = 0) -> None:
         space = index.space(self.setup.spec)
         for number, (group, chunks) in enumerate(zip(space.spec.groups, space.chunks_needed, strict=True)):
-            for chunk in range(max(0, found - chunks) if chunks else 0, found):
+            for chunk in range(max(0, found - chunks) if chunks else first, found):
                 key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
                 node = index.node(space, key, chunk)
                 for shard in range(group.num_shards):
@@ -738,7 +738,9 @@ class World:
             of = next((n for n, run in enumerate(PROMPTS) if digests == run.slice(first, first + count).digests), None)
             if of is None or letters(TEXTS[of], source, length) != letters(text, position, length):
                 raise Violation(f"a blend takes chunks with another text than {letters(text, position, length)}")
-            self._check_found(self.server.index, PROMPTS[of], first + count)
+            self._check_found(
+                self.server.index, PROMPTS[of], first + count, first
+            )  # the chunks before need not be here
         if reply.lease:
             worker.leases.append(Lease(reply.lease, PROMPTS[number], 0))
         return f"{worker.name} looks for the text {text} and finds {len(reply.runs) // m.BLEND_RUN.size} runs"
