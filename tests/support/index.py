@@ -91,6 +91,7 @@ class Bench:
 
     groups: tuple[m.GroupShape, ...] = PLAIN
     pages: int = 64
+    ready_pages: int | None = None  # None: all
     num_records: int = 64
     policy: str = AUTO
     quotas: dict[str, int] = field(default_factory=dict[str, int])  # pages
@@ -103,7 +104,8 @@ class Bench:
     def __post_init__(self) -> None:
         self.spec = m.CacheSpec(self.chunk_tokens, self.groups, "bytes")
         self.memory = bytearray(table_size_bytes(self.num_records))
-        extents = WatchfulAllocator(self.pages * PAGE)
+        ready = self.pages if self.ready_pages is None else self.ready_pages
+        extents = WatchfulAllocator(self.pages * PAGE, ready * PAGE)
         extents.table = IndexTable(self.memory, self.num_records)
         quotas = QuotaTable(self.pages * PAGE, {name: pages * PAGE for name, pages in self.quotas.items()})
         self.index = ChunkIndex(extents, extents.table, self.policy, quotas)

@@ -159,6 +159,21 @@ def test_a_store_into_a_full_pool_evicts_what_it_needs_and_no_more(policy: str) 
     assert bench.index.extents.used_bytes == 8 * PAGE
 
 
+def test_a_pool_that_still_grows_declines_what_has_room_later_and_evicts_nothing() -> None:
+    """Half of the entries left a pool of which 40 % was ready."""
+    bench = Bench(pages=8, ready_pages=4)
+    worker, extents = bench.worker(), bench.index.extents
+    assert worker.store(prompt(6)).num_declined == 2
+    counters = bench.depot.status.fields()["counters"]
+    assert (bench.index.num_evicted, counters["store_entries_not_ready"]) == (0, 1)
+    extents.grow(6 * PAGE)
+    assert worker.store(prompt(6)).num_declined == 0
+    assert worker.store(prompt(1, 7)).num_declined == 1
+    extents.stop_growing()
+    assert worker.store(prompt(1, 7)).num_declined == 0
+    assert bench.index.num_evicted == 1
+
+
 @pytest.mark.promise(44)
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID], ids=["plain", "hybrid"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 6])

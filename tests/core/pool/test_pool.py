@@ -13,7 +13,7 @@ from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.layout import GroupKind
 from kvdepot.pool.files import PoolFiles, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.pool.found import find_pools, look_at, remove_pool
-from kvdepot.pool.names import Names, NamesFile, decode_names
+from kvdepot.pool.names import MAGIC, Names, NamesFile, decode_names
 from kvdepot.wire import messages as m
 
 NUMBER = (1 << 61) + 5
@@ -75,6 +75,7 @@ def test_a_frame_that_ends_early_is_none_and_what_comes_next_takes_its_place(kep
     os.truncate(path, kept)
     file = NamesFile.open(path)
     assert file.found == Names()
+    assert path.stat().st_size == len(MAGIC), "the rest of it would follow a shorter name"
     file.add(Names(labels=[("b", "m")]))
     file.close()
     assert decode_names(path.read_bytes())[0] == Names(labels=[("b", "m")])
@@ -124,6 +125,23 @@ def test_a_server_goes_on_where_an_earlier_one_stopped_allocating(tmp_path: Path
         thread.join()
         assert ready == list(range(112 << 20, size + 1, 16 << 20))
         assert allocate_first(file.fileno(), size) == size
+
+
+def test_a_pool_stops_growing_at_the_first_step_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space behind a hole that has no memory would kill a worker by SIGBUS."""
+    fallocate, full = os.posix_fallocate, OSError(28, "No space left on device")
+
+    def fail_at_one_step(fd: int, start: int, length: int) -> None:
+        if start == 32 << 20:
+            raise full
+        fallocate(fd, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fail_at_one_step)
+    ready, failed = list[int](), list[OSError]()
+    with (tmp_path / "pool").open("xb+") as file:
+        file.truncate(64 << 20)
+        allocate_in_background(file.fileno(), 0, 64 << 20, ready.append, failed.append, lambda: True).join()
+    assert (ready, failed) == ([16 << 20, 32 << 20], [full])
 
 
 @pytest.mark.promise(66)

@@ -38,6 +38,7 @@ class ChunkIndex:
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
         self.spaces: list[Space] = []
         self.num_over_share = 0  # entries that were declined because their share has enough unfinished ones
+        self.num_not_ready = 0  # entries that were declined because the pool was still growing
         self.num_restore_errors = 0
         # Called for a share that must get room when nothing can leave: ends an unfinished store of one above its quota.
         self.end_store: Callable[[], bool] = lambda: False
@@ -222,9 +223,12 @@ class ChunkIndex:
         return record
 
     def _allocate(self, num_bytes: int, share: int, is_owed: bool, most_evicted: int) -> int | None:
+        offset = self.extents.allocate(num_bytes)
+        if offset is None and self.extents.is_growing:
+            self.num_not_ready += 1  # its space comes soon: nothing needs to leave for it
+            return None
         if extent_size(num_bytes) > self.extents.ready_bytes:
             return None
-        offset = self.extents.allocate(num_bytes)
         for _ in range(most_evicted):
             if offset is not None or not self.evict_one(share, is_owed=is_owed):
                 break

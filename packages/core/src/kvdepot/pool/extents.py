@@ -37,6 +37,7 @@ class ExtentAllocator:
         self.ready_bytes = 0
         self.used_bytes = 0
         self._is_restoring = False
+        self._stays = False  # no more of the capacity becomes usable
         self.region_bytes = [0] * NUM_REGIONS  # used, by where an extent starts, of equal parts of the capacity
         self._region_bytes = max(1, -(-capacity_bytes // NUM_REGIONS))
         # Every free extent, by its start, its end and its size.
@@ -54,6 +55,15 @@ class ExtentAllocator:
             if not self._is_restoring:  # its last step frees all space behind the last extent
                 self._add_free(self.ready_bytes, ready_bytes - self.ready_bytes)
             self.ready_bytes = ready_bytes
+
+    def stop_growing(self) -> None:
+        """Stay as large as it is: the file system has no more space."""
+        self._stays = True
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether more of the capacity becomes usable later."""
+        return self.ready_bytes < self.capacity_bytes and not self._stays
 
     def allocate(self, num_bytes: int) -> int | None:
         """Return the offset of an extent for `num_bytes`, None if no free extent is large enough."""

@@ -24,6 +24,9 @@ _CHUNKS_EVICTED_LEASED: Final = depot_counter(
 _STORE_ENTRIES_OVER_SHARE: Final = depot_counter(
     "store_entries_over_share", "Entries declined because unfinished stores already fill their tenant's share"
 )
+_STORE_ENTRIES_NOT_READY: Final = depot_counter(
+    "store_entries_not_ready", "Entries declined because the pool's memory was still being allocated"
+)
 _LEASES_EXPIRED: Final = depot_counter("leases_expired", "Leases not released in time")
 
 
@@ -73,6 +76,7 @@ class StatusReport:
                 _CHUNKS_EVICTED: index.num_evicted,
                 _CHUNKS_EVICTED_LEASED: index.num_leased_evicted,
                 _STORE_ENTRIES_OVER_SHARE: index.num_over_share,
+                _STORE_ENTRIES_NOT_READY: index.num_not_ready,
                 _LEASES_EXPIRED: state.leases.num_expired,
             },
             "devices": {

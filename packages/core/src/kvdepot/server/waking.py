@@ -85,6 +85,7 @@ class ThreadResults:
         self._opener.deliver()
         self._extents.grow(self._ready_bytes)
         if self._error is not None:
+            self._extents.stop_growing()
             logger.error(
                 "the pool stays at %s of %s: %s has no more room (%s); free some or lower --pool-size",
                 format_size(self._ready_bytes), format_size(self._files.size_bytes), self._pool_name, self._error,
