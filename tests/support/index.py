@@ -91,13 +91,13 @@ class Bench:
 
     groups: tuple[m.GroupShape, ...] = PLAIN
     pages: int = 64
-    ready_pages: int | None = None  # None: all
     num_records: int = 64
     policy: str = AUTO
     quotas: dict[str, int] = field(default_factory=dict[str, int])  # pages
     now: float = 0.0
     chunk_tokens: int = 1
     sessions: int = 0
+    ready_pages: int | None = None  # None: all
     memory: bytearray = field(init=False)
     unfinished: list[int] = field(default_factory=list[int])
 

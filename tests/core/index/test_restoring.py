@@ -209,10 +209,12 @@ def test_a_step_that_fails_leaves_an_index_that_serves(
 ) -> None:
     with closing(Successor(memory)) as successor:
         index, depot = successor.index, successor.depot
+        extents = index.extents
         with monkeypatch.context() as patch:
             patch.setattr(owner or index, step, fail_once(number, getattr(owner or index, step)))
             unfinished = successor.finish()
         assert index.num_restore_errors == 1
+        assert index.extents is extents, "the thread that allocates the pool goes on with it"
         assert not index.is_restoring
         records = {record.number: record for record in index.table.records()}
         assert [record.number for record in records.values() if record.state == WRITING] == unfinished != []

@@ -355,7 +355,8 @@ class ChunkIndex:
         self.quotas.forget_usage()
         for space in self.spaces:
             space.nodes.clear()
-        self._wire(ExtentAllocator(self.extents.capacity_bytes, self.extents.ready_bytes))
+        self.extents.clear()
+        self._wire(self.extents)
         self.now = now
         self.parts.room.is_frozen = True
         return Restoring(self.parts, 0, 0)

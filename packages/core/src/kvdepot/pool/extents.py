@@ -35,17 +35,23 @@ class ExtentAllocator:
     def __init__(self, capacity_bytes: int, ready_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.ready_bytes = 0
+        self._stays = False  # no more of the capacity becomes usable
+        self._region_bytes = max(1, -(-capacity_bytes // NUM_REGIONS))
+        self.clear()
+        self.grow(capacity_bytes if ready_bytes is None else ready_bytes)
+
+    def clear(self) -> None:
+        """Forget every extent: all usable space is free. Whoever makes the pool grow keeps this object."""
         self.used_bytes = 0
         self._is_restoring = False
-        self._stays = False  # no more of the capacity becomes usable
         self.region_bytes = [0] * NUM_REGIONS  # used, by where an extent starts, of equal parts of the capacity
-        self._region_bytes = max(1, -(-capacity_bytes // NUM_REGIONS))
         # Every free extent, by its start, its end and its size.
         self._size_at: dict[int, int] = {}
         self._start_by_end: dict[int, int] = {}
         self._starts: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []  # the keys of `_starts`, sorted
-        self.grow(capacity_bytes if ready_bytes is None else ready_bytes)
+        if self.ready_bytes:
+            self._add_free(0, self.ready_bytes)
 
     def grow(self, ready_bytes: int) -> None:
         """Make the space up to `ready_bytes` usable; never shrinks."""
