@@ -11,10 +11,10 @@ from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot_vllm.blend.wish import BlendWish
+from kvdepot_vllm.blend.params import BlendParams
 from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
 from kvdepot_vllm.hints import Hints
-from kvdepot_vllm.scheduler import _wishes
+from kvdepot_vllm.scheduler import request_params
 from kvdepot_vllm.settings import Settings
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ def parse(data: bytes) -> None:
         assert 0 <= hand_over.num_chunks(_KEY, len(_TOKENS), _CHUNK_TOKENS) <= _KEY.num_chunks
     assert isinstance(asks_for_hand_over(value), bool)
     request: Any = _Request(value)
-    wishes = _wishes(request)
+    wishes = request_params(request)
     hints = Hints.parse(wishes)
     if hints is not None:
         hint = m.Hint(1, "tenant", _KEY.digests, hints.session_ended, hints.priority, hints.ttl_seconds)
         assert frames.decode_request(bytes(frames.encode_frame(0, hint))) == hint
-    blend = BlendWish.parse(settings, wishes)
+    blend = BlendParams.parse(settings, wishes)
     if blend is not None:
         assert 0 <= blend.ratio <= 1
         assert len(_NAMER.name(_TOKENS, blend.borders)) < len(_TOKENS)

@@ -13,7 +13,7 @@ from kvdepot.backends import NO_BLOCK
 from kvdepot.client.answers import Lease
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
-from kvdepot_vllm import loading, stores
+from kvdepot_vllm import loads, stores
 from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 from kvdepot_vllm.scheduler import SchedulerSide
@@ -493,7 +493,7 @@ def test_a_load_that_cannot_be_planned_is_given_to_the_workers_as_failed(
     it = scene(num_chunks=4)
     request = it.request(100)
     assert it.side.matched_tokens(request, 0) == (64, True)
-    target: Any = {"run": PrefixHasher}.get(place, loading)
+    target: Any = {"run": PrefixHasher}.get(place, loads)
     monkeypatch.setattr(target, place, raising(error))
     with contextlib.suppress(type(error)):  # the connector's hooks catch what comes this far
         it.side.allocated(request, (blocks(1, 7),), 64)

@@ -194,7 +194,7 @@ class World:
         from vllm.v1.structured_output import StructuredOutputManager
 
         from kvdepot_vllm.blend import planning
-        from kvdepot_vllm.blend.working import BlendWorker
+        from kvdepot_vllm.blend.worker import BlendWorker
         from kvdepot_vllm.groups import EngineCache, EngineGroup
         from kvdepot_vllm.scheduler import SchedulerSide
         from kvdepot_vllm.settings import Settings

@@ -37,7 +37,7 @@ from kvdepot_vllm.groups import EngineCache, wished_layout
 from kvdepot_vllm.logs import log_like_vllm
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings, set_failure_policy
-from kvdepot_vllm.starting import Start, WorkerFormat, name_of_engine
+from kvdepot_vllm.setup import Start, WorkerFormat, name_of_engine
 from kvdepot_vllm.stats import KVDepotPromMetrics, KVDepotStats
 from kvdepot_vllm.stores import EndedStore
 from kvdepot_vllm.worker import LoadResults, WorkerSide

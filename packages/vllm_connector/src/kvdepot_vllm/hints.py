@@ -19,27 +19,27 @@ class Hints:
     ttl_seconds: float = 0.0
 
     @classmethod
-    def parse(cls, wishes: Mapping[str, Any]) -> "Hints | None":
+    def parse(cls, params: Mapping[str, Any]) -> "Hints | None":
         """Return the hints of a request, None if it gives none.
 
         A wrong value is ignored with a log line; no request fails because of it.
         """
-        end, priority, ttl = (wishes.get(name) for name in ("session_end", "priority", "ttl_seconds"))
+        end, priority, ttl = (params.get(name) for name in ("session_end", "priority", "ttl_seconds"))
         if end is None and priority is None and ttl is None:
             return None
         if end is not None and type(end) is not bool:
-            _warn(wishes, "session_end", "true or false")
+            _warn(params, "session_end", "true or false")
             end = None
         if priority is not None and (type(priority) is not int or not 0 <= priority <= MAXIMUM_PRIORITY):
-            _warn(wishes, "priority", f"a whole number from 0 to {MAXIMUM_PRIORITY}")
+            _warn(params, "priority", f"a whole number from 0 to {MAXIMUM_PRIORITY}")
             priority = None
         if ttl is not None and (type(ttl) not in (int, float) or not 0 < ttl <= MAXIMUM_TTL_SECONDS):
-            _warn(wishes, "ttl_seconds", f"a number above 0, at most {MAXIMUM_TTL_SECONDS:g}")
+            _warn(params, "ttl_seconds", f"a number above 0, at most {MAXIMUM_TTL_SECONDS:g}")
             ttl = None
         if end is None and priority is None and ttl is None:
             return None
         return cls(bool(end), priority or 0, float(ttl or 0))
 
 
-def _warn(wishes: Mapping[str, Any], name: str, expected: str) -> None:
-    logger.warning("kvdepot.%s of a request is %.64r and ignored: give %s", name, wishes[name], expected)
+def _warn(params: Mapping[str, Any], name: str, expected: str) -> None:
+    logger.warning("kvdepot.%s of a request is %.64r and ignored: give %s", name, params[name], expected)

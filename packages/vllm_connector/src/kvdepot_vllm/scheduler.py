@@ -17,7 +17,6 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
-from kvdepot_vllm.asking import Question, Questions
 from kvdepot_vllm.blend.planning import Blends
 from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, Step, StepPlan, WorkerReport
@@ -25,8 +24,9 @@ from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
 from kvdepot_vllm.hints import Hints
 from kvdepot_vllm.identity import RequestIdentity
-from kvdepot_vllm.loading import Load, Loads
-from kvdepot_vllm.pace import PrefillPace
+from kvdepot_vllm.loads import Load, Loads
+from kvdepot_vllm.lookups import Question, Questions
+from kvdepot_vllm.prefill_cost import PrefillCost
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.stores import EndedStore, RequestKeys, StoreProgress, Stores
 
@@ -86,7 +86,7 @@ class SchedulerSide:
         self._identity = RequestIdentity()
         self._requests: dict[str, _Request] = {}
         self._stores = Stores(cache, settings, num_workers, self._store_ended, clock)
-        self._pace = PrefillPace()
+        self._prefill_cost = PrefillCost()
         self.counters = self._stores.counters
         self._questions = Questions(cache.chunk_tokens, settings, client, self.counters, clock)
         self._blends = Blends(cache, settings, client, num_workers, self.counters, clock) if can_blend else None
@@ -118,22 +118,22 @@ class SchedulerSide:
 
     def begin(self, request: EngineRequest) -> None:
         """Send the lookup of a request that arrived, so that the answer is here when it is first scheduled."""
-        wishes = _wishes(request)
+        params = request_params(request)
         chunk_tokens = self._cache.chunk_tokens
         hasher = PrefixHasher(self._namespace, chunk_tokens, self._identity.extra_keys(request))
         hand_over = HandOver.parse(request.kv_transfer_params)
         hands_over = hand_over is not None or asks_for_hand_over(request.kv_transfer_params)
         tail_end = self._cache.tail_end(request.num_prompt_tokens) if hands_over else 0
         keys = RequestKeys(request, hasher, chunk_tokens, tail_end)
-        may_store = self._settings.store != "none" and wishes.get("store") is not False and not request.resumable
+        may_store = self._settings.store != "none" and params.get("store") is not False and not request.resumable
         progress = StoreProgress(request, keys, may_store)
         question = Question(request, progress, hand_over)
         state = _Request(
             request,
             keys,
             progress,
-            may_load=self._settings.load and wishes.get("load") is not False and not request.resumable,
-            hints=Hints.parse(wishes),
+            may_load=self._settings.load and params.get("load") is not False and not request.resumable,
+            hints=Hints.parse(params),
             question=question,
             load=Load(question),
         )
@@ -144,7 +144,7 @@ class SchedulerSide:
         asks = state.may_load and not request.skip_reading_prefix_cache
         self._questions.open(state.question, asks=asks)
         if asks and self._blends is not None:
-            self._blends.begin(request, self._namespace, wishes)
+            self._blends.begin(request, self._namespace, params)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens past the local hit a load would bring; None while the depot has not answered.
@@ -226,8 +226,8 @@ class SchedulerSide:
                     logger.exception("the rest of request %s is not stored", request_id)
                     progress.may_store = False
         is_idle = self._questions.may_idle = not step.num_scheduled_tokens
-        self._pace.planned(self._clock(), sum(step.num_scheduled_tokens.values()))
-        self._client.token_seconds = min(self._pace.token_seconds, _SLOWEST_TOKEN_SECONDS)
+        self._prefill_cost.planned(self._clock(), sum(step.num_scheduled_tokens.values()))
+        self._client.token_seconds = min(self._prefill_cost.token_seconds, _SLOWEST_TOKEN_SECONDS)
         blends, slice_of, given_up = self._blends.take_planned() if self._blends is not None else ((), None, ())
         return StepPlan(self._loads.take_planned(), self._stores.take_planned(), is_idle, blends, slice_of, given_up)
 
@@ -242,7 +242,7 @@ class SchedulerSide:
             failed: those among them whose load failed (several KV cache groups).
             invalid_blocks: blocks that loads, ended or not, left unfilled (one group).
         """
-        self._pace.reported(self._clock())
+        self._prefill_cost.reported(self._clock())
         self._stores.report(report.ended)
         if self._blends is not None:
             self._blends.loaded(report.blends_loaded)
@@ -388,17 +388,17 @@ class SchedulerSide:
         self._client.close()
 
 
-def _wishes(request: EngineRequest) -> Mapping[str, Any]:
+def request_params(request: EngineRequest) -> Mapping[str, Any]:
     """Return the request's own settings: `kv_transfer_params={"kvdepot": {"load": false, "store": false}}`.
 
     Actions of type `kvdepot` in the request's `kv_hints`, which routers send, give the same settings. Those of
     `kv_transfer_params` have precedence.
     """
-    wishes: dict[str, Any] = {}
+    routed: dict[str, Any] = {}
     for action in getattr(request.kv_hints, "actions", None) or ():
         payload: Any = action.payload if action.action_type == _OURS else None
         if isinstance(payload, dict):
-            wishes |= cast("dict[str, Any]", payload)
+            routed |= cast("dict[str, Any]", payload)
     params: Any = request.kv_transfer_params
     own: Any = cast("dict[str, Any]", params).get(_OURS) if isinstance(params, dict) else None
-    return wishes | cast("dict[str, Any]", own) if isinstance(own, dict) else wishes
+    return routed | cast("dict[str, Any]", own) if isinstance(own, dict) else routed

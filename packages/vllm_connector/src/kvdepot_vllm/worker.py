@@ -16,7 +16,7 @@ from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob, WorkerReport
 
 if TYPE_CHECKING:
-    from kvdepot_vllm.blend.working import BlendWorker  # it imports torch
+    from kvdepot_vllm.blend.worker import BlendWorker  # it imports torch
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from kvdepot.errors import LayoutError
-from kvdepot_vllm.blend.places import Places
+from kvdepot_vllm.blend.strides import Strides
 
 _BASE: Final = 100  # digits 1 to 100 are exact in every floating type
 
@@ -99,8 +99,8 @@ class Layer:
             self.v_index = self._find(k_shape, v_shape, scratch_block, of_k=False)
         else:
             self.k_index, self.v_index = twin.k_index, twin.v_index
-        self.k, self.v = Places.of(cache, self.k_index), Places.of(cache, self.v_index)
-        self.turned = None if rotation is None else Places.of(cache, rotation.pairs(self.k_index))
+        self.k, self.v = Strides.of(cache, self.k_index), Strides.of(cache, self.v_index)
+        self.turned = None if rotation is None else Strides.of(cache, rotation.pairs(self.k_index))
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ class Layer:
         return (tokens, module.num_kv_heads, module.head_size), (tokens, module.num_kv_heads, module.head_size_v)
 
     def _find(self, k_shape: Any, v_shape: Any, block: int, *, of_k: bool) -> Any:
-        """Return where each element of K or V of a block lies, as `Places.of` takes it."""
+        """Return where each element of K or V of a block lies, as `Strides.of` takes it."""
         cache = self.module.kv_cache
         page = cache[block]
         saved = page.clone()

@@ -14,7 +14,7 @@ import torch
 
 from kvdepot.kvcache import TokenLayout
 from kvdepot_vllm.blend.layers import Layer
-from kvdepot_vllm.blend.places import Axis, Places
+from kvdepot_vllm.blend.strides import Axis, Strides
 
 _SLICE_ELEMENTS: Final = 1 << 12  # of K in a block: smaller slices cost more than gathering
 _GATHERED_ELEMENTS: Final = 1 << 18  # of K at once on a CPU
@@ -214,7 +214,7 @@ class _Slice(NamedTuple):
             source = self._part(layer.turned, self.from_block, self.from_offset)
             self._part(layer.turned, self.to_block, self.to_offset).copy_(turn(source))
 
-    def _part(self, places: Places, block: int, offset: int) -> Any:
+    def _part(self, places: Strides, block: int, offset: int) -> Any:
         page, dim = places.pages[block], places.token_dim
         whole = dim is None or page.shape[dim] == self.length
         return page if whole else page.narrow(dim, offset, self.length)

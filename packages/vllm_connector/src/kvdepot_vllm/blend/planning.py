@@ -17,7 +17,7 @@ from kvdepot.client.scheduler import PendingBlendLookup, SchedulerClient
 from kvdepot.counting import CounterName, Counts
 from kvdepot.keys import KeyRun, Namespace
 from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob, RunJob
-from kvdepot_vllm.blend.wish import EVERYTHING, BlendWish
+from kvdepot_vllm.blend.params import EVERYTHING, BlendParams
 from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob
 from kvdepot_vllm.groups import EngineCache
@@ -61,7 +61,7 @@ _SUFFIX: Final = " blend"
 @dataclass(slots=True)
 class _Request:
     request: EngineRequest
-    wish: BlendWish
+    params: BlendParams
     segments: "Segments"
     lookup: PendingBlendLookup | None
     hit: BlendHit | None = None
@@ -124,11 +124,11 @@ class Blends:
 
     # --- admission ------------------------------------------------------------------------------------------------
 
-    def begin(self, request: EngineRequest, namespace: Namespace, wishes: Mapping[str, Any]) -> None:
+    def begin(self, request: EngineRequest, namespace: Namespace, params: Mapping[str, Any]) -> None:
         """Send the lookup of a request that is to be blended."""
         self.forget(request.request_id)
-        wish = BlendWish.parse(self._settings, wishes)
-        if wish is None:
+        how = BlendParams.parse(self._settings, params)
+        if how is None:
             return
         refusal = refuse(request)
         if refusal is not None:
@@ -136,11 +136,11 @@ class Blends:
             logger.warning("request %s is not blended: %s", request.request_id, refusal)
             return
         tokens = request.all_token_ids[: request.num_prompt_tokens]
-        segments = named(namespace, request, tokens, wish.borders)
+        segments = named(namespace, request, tokens, how.borders)
         # Under a name of its own: withdrawing an announcement releases all leases of the request.
         name = request.request_id + _SUFFIX
         lookup = self._client.submit_blend_lookup(name, segments, min_run_tokens=_LEAST_RUN_TOKENS)
-        self._requests[request.request_id] = _Request(request, wish, segments, lookup)
+        self._requests[request.request_id] = _Request(request, how, segments, lookup)
 
     def offer(self, request: EngineRequest, exact_tokens: int, token_seconds: float) -> int | None:
         """Return where the tokens that a blend would bring end; None until the depot answers.
@@ -172,7 +172,7 @@ class Blends:
         if not runs:
             return exact_tokens
         offer = _Offer(runs, exact_tokens, runs[-1].position + runs[-1].length)
-        declined = self._declined(request, state.wish, offer, token_seconds)
+        declined = self._declined(request, state.params, offer, token_seconds)
         if declined:
             self._counters[declined] += 1
             return exact_tokens
@@ -184,7 +184,7 @@ class Blends:
         return offer.end
 
     def _declined(
-        self, request: EngineRequest, wish: BlendWish, offer: _Offer, token_seconds: float
+        self, request: EngineRequest, params: BlendParams, offer: _Offer, token_seconds: float
     ) -> CounterName | None:
         """Return the counter of the reason for not blending, None if it pays."""
         reused = sum(run.length for run in offer.runs)
@@ -196,9 +196,9 @@ class Blends:
         if not self._has_room(offer, request):
             return _BLENDS_DECLINED_ROOM
         total = offer.end - offer.begin
-        recomputed = total - reused + (0 if wish.policy == "none" else wish.ratio * reused)
+        recomputed = total - reused + (0 if params.policy == "none" else params.ratio * reused)
         cost = _RECOMPUTE_COST * recomputed + (self._load_seconds / token_seconds * reused if token_seconds else 0)
-        if wish.policy != EVERYTHING and cost > (1 - _LEAST_GAIN) * total:
+        if params.policy != EVERYTHING and cost > (1 - _LEAST_GAIN) * total:
             return _BLENDS_DECLINED_SLOW
         return None
 
@@ -244,8 +244,8 @@ class Blends:
             offer.begin,
             end,
             runs,
-            state.wish.policy,
-            state.wish.ratio,
+            state.params.policy,
+            state.params.ratio,
         )
         self._jobs[request.request_id] = _Job(job, staging.blocks, self._clock())
         self._planned.append(job)
@@ -351,7 +351,7 @@ class Blends:
             return None
         figures = state.figures
         return {
-            "policy": state.wish.policy,
+            "policy": state.params.policy,
             "reused_tokens": figures.reused,
             "recomputed_tokens": figures.recomputed,
             "gap_tokens": figures.gaps,

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from kvdepot_vllm.pace import PrefillPace
+from kvdepot_vllm.prefill_cost import PrefillCost
 
 FIXED_SECONDS, TOKEN_SECONDS = 0.04, 70e-6
 
 
-def run(pace: PrefillPace, num_tokens: int, now: float, idle_seconds: float = 0.0) -> float:
+def run(pace: PrefillCost, num_tokens: int, now: float, idle_seconds: float = 0.0) -> float:
     """Run one step and return the time after it."""
     pace.planned(now, num_tokens)
     now += FIXED_SECONDS + num_tokens * TOKEN_SECONDS
@@ -19,7 +19,7 @@ def run(pace: PrefillPace, num_tokens: int, now: float, idle_seconds: float = 0.
 
 @pytest.mark.parametrize("hit_rate", [0.0, 0.5, 0.9, 0.99])
 def test_the_fixed_cost_of_steps_is_not_taken_for_the_cost_of_tokens(hit_rate: float) -> None:
-    rng, pace, now = random.Random(7), PrefillPace(), 0.0
+    rng, pace, now = random.Random(7), PrefillCost(), 0.0
     for _ in range(500):
         prompt = rng.randint(20, 300) if rng.random() < hit_rate else rng.randint(1000, 2048)
         num_tokens = rng.randint(1, 4) if rng.random() < 0.7 else prompt
@@ -28,14 +28,14 @@ def test_the_fixed_cost_of_steps_is_not_taken_for_the_cost_of_tokens(hit_rate: f
 
 
 def test_an_engine_without_requests_is_not_taken_for_a_slow_one() -> None:
-    pace, now = PrefillPace(), 0.0
+    pace, now = PrefillCost(), 0.0
     for _ in range(20):
         now = run(pace, 1000, run(pace, 1, now), idle_seconds=30.0)
     assert pace.token_seconds == pytest.approx(TOKEN_SECONDS)
 
 
 def test_steps_that_overlap_last_from_plan_to_plan() -> None:
-    pace = PrefillPace()
+    pace = PrefillCost()
     for step in range(20):
         pace.planned(0.1 * step, 1000)
         if step:
@@ -44,14 +44,14 @@ def test_steps_that_overlap_last_from_plan_to_plan() -> None:
 
 
 def test_steps_of_one_size_give_an_upper_bound() -> None:
-    pace, now = PrefillPace(), 0.0
+    pace, now = PrefillCost(), 0.0
     for _ in range(10):
         now = run(pace, 2000, now)
     assert pace.token_seconds == pytest.approx(FIXED_SECONDS / 2000 + TOKEN_SECONDS)
 
 
 def test_few_or_small_steps_say_nothing() -> None:
-    pace, now = PrefillPace(), 0.0
+    pace, now = PrefillCost(), 0.0
     for num_tokens in [1] * 50 + [100] * 50 + [2000] * 2:
         now = run(pace, num_tokens, now)
         assert pace.token_seconds == 0.0

@@ -1,4 +1,4 @@
-"""Reads a request's wish for a blend: `kv_transfer_params={"kvdepot": {"blend": true | false | {...}}}`."""
+"""Reads how a request is to be blended: `kv_transfer_params={"kvdepot": {"blend": true | false | {...}}}`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ EVERYTHING: Final = "all"  # recomputes all tokens: slower than no reuse, for te
 
 
 @dataclass(frozen=True, slots=True)
-class BlendWish:
+class BlendParams:
     """How to blend one request.
 
     Attributes:
@@ -27,25 +27,25 @@ class BlendWish:
     borders: tuple[int, ...] = ()
 
     @classmethod
-    def parse(cls, settings: Settings, wishes: Mapping[str, Any]) -> "BlendWish | None":
+    def parse(cls, settings: Settings, params: Mapping[str, Any]) -> "BlendParams | None":
         """Return how to blend a request, None if not at all.
 
         A wrong value is ignored with a log line; no request fails because of it.
         """
-        wish = wishes.get("blend")
-        if settings.blend == "off" or wish is False or (wish is None and settings.blend != "always"):
+        given = params.get("blend")
+        if settings.blend == "off" or given is False or (given is None and settings.blend != "always"):
             return None
         default = cls(settings.blend_policy, settings.blend_ratio)
-        if wish is None or wish is True:
+        if given is None or given is True:
             return default
-        if not isinstance(wish, dict):
-            _warn("blend", wish, "true, false or an object")
+        if not isinstance(given, dict):
+            _warn("blend", given, "true, false or an object")
             return None
-        return default._changed(cast("dict[str, Any]", wish))
+        return default._changed(cast("dict[str, Any]", given))
 
-    def _changed(self, wish: Mapping[str, Any]) -> "BlendWish":
+    def _changed(self, given: Mapping[str, Any]) -> "BlendParams":
         result = self
-        policy, ratio, segments = wish.get("policy"), wish.get("ratio"), wish.get("segments")
+        policy, ratio, segments = given.get("policy"), given.get("ratio"), given.get("segments")
         if policy in (*BLEND_POLICIES, EVERYTHING):
             result = replace(result, policy=policy)
         elif policy is not None:

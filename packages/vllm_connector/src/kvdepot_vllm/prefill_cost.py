@@ -14,7 +14,7 @@ _STEPS: Final = 5  # of each size; the median of them forgives two that waited f
 _LEAST_STEPS: Final = 3
 
 
-class PrefillPace:
+class PrefillCost:
     """Fits the cost of a token to steps that were timed, by powers of two of their tokens."""
 
     def __init__(self) -> None:

@@ -140,7 +140,7 @@ class Start:
         block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
         blends, text = None, ""
         if self.settings.blend != "off":
-            from kvdepot_vllm.blend.starting import start_blending
+            from kvdepot_vllm.blend.setup import start_blending
 
             blends, text = start_blending(self.vllm_config, self.kv_cache_config, self.settings, context)
         return WorkerSide(context, cache.chunk_tokens, block_tokens, blends), WorkerFormat(

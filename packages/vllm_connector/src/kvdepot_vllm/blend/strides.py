@@ -40,7 +40,7 @@ def digits_of(offsets: list[int]) -> Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Strides:
     """Views of one part of every token's KV, `(tokens, *others)`, in all pages of a layer.
 
     Attributes:
@@ -56,7 +56,7 @@ class Places:
     token_dim: int | None
 
     @classmethod
-    def of(cls, cache: Any, index: Any) -> "Places":
+    def of(cls, cache: Any, index: Any) -> "Strides":
         """Describe a part of a layer's KV.
 
         Args:

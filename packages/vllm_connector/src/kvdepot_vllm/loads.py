@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvdepot.keys import KeyRun
-from kvdepot_vllm.asking import Question
 from kvdepot_vllm.blend.planning import Blends
 from kvdepot_vllm.blocks import blocks_to_fill
 from kvdepot_vllm.engine import BlockTable, LoadJob
 from kvdepot_vllm.groups import EngineCache
+from kvdepot_vllm.lookups import Question
 from kvdepot_vllm.tracing import end_span, start_span
 
 logger = logging.getLogger(__name__)

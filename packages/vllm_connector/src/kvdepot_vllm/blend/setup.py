@@ -8,9 +8,9 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvdepot.backends import TransferContext
 from kvdepot_vllm.blend.blender import Blender, find_model
-from kvdepot_vllm.blend.refusal import why_not
 from kvdepot_vllm.blend.self_test import blocks_needed, self_test
-from kvdepot_vllm.blend.working import BlendWorker
+from kvdepot_vllm.blend.supported import why_not
+from kvdepot_vllm.blend.worker import BlendWorker
 from kvdepot_vllm.settings import Settings
 
 logger = logging.getLogger(__name__)

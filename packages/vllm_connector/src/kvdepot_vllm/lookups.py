@@ -235,7 +235,7 @@ class Questions:
         return True
 
     def _patience_seconds(self, question: Question) -> float:
-        """Return how long a request may wait for others in all: a deadline while the engine's pace is unknown."""
+        """Return how long a request may wait for others in all: a deadline while the cost of a token is unknown."""
         own_seconds = question.request.num_tokens * self._client.token_seconds
         return _PATIENCE * own_seconds + _SLACK_SECONDS if own_seconds else self._settings.deadline_seconds
 
