@@ -223,6 +223,28 @@ def test_nobody_waits_for_chunks_that_cannot_be_stored(end: str) -> None:
     assert Asked(second, prompt(4)).found == 0
 
 
+@pytest.mark.parametrize("end", ["aborted", "late"])
+def test_nobody_waits_for_a_store_that_was_given_up(end: str) -> None:
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(400), token_seconds=PACE)
+    waiting = Asked(second, prompt(400), wait_seconds=60.0, token_seconds=1.0)
+    ticket = first.prepare(prompt(4)).ticket
+    assert waiting.found is None
+    if end == "aborted":
+        first.ask(m.AbortStore(first.context, ticket))
+    else:
+        bench.now = bench.depot.stores.ticket_seconds
+        for _ in bench.depot.stores.end_late(bench.now):
+            pass
+    assert waiting.found == 0
+    Asked(second, prompt(400), "other")
+    assert len(bench.depot.flights) == 1, "another request may announce the chunks now"
+    other = Asked(first, prompt(400), "waits", wait_seconds=60.0, token_seconds=1.0)
+    first.ask(m.AbortStore(first.context, ticket))
+    assert other.found is None, "it waits for a request whose store goes on"
+
+
 @pytest.mark.slow
 def test_what_has_ended_holds_no_bytes() -> None:
     """Announcements that were withdrawn and lookups that were answered, long before their deadlines."""

@@ -3,8 +3,8 @@
 A flight begins when a lookup that announces is answered with a miss: its engine is about to compute the missing chunks.
 Another lookup of the same tenant that misses the same chunk can join the flight. It is answered once the chunks that
 the two have in common are here, when the flight ends without them, or at its own deadline. A flight ends when its
-chunks are here, its request ends, its engine or one of its workers leaves, stores are declined, or nothing of it
-arrives in time.
+chunks are here, its request ends, a store of it is given up, its engine or one of its workers leaves, stores are
+declined, or nothing of it arrives in time.
 
 Whatever an announcement says, a lookup waits at most twice as long as its own engine would compute the chunks, if that
 is known, and at most its own deadline. A lookup that is to be answered is answered in a step of the background, so that
@@ -315,6 +315,14 @@ class FlightTable:
         flight = self._by_request.get((context.number, request_id))
         if flight is not None:
             self._fail(flight)
+
+    def end_store(self, worker: Context, request_id: str) -> None:
+        """End the flight of a request that a worker has given up storing."""
+        for flight in list(self._by_request.values()):
+            of = flight.context
+            is_same = flight.request_id == request_id and of.instance == worker.instance and of.space is worker.space
+            if is_same and not flight.is_remote:
+                self._fail(flight)
 
     def end_context(self, context: Context) -> None:
         """End the flights of a scheduler that leaves, and answer its lookups."""

@@ -234,9 +234,16 @@ class Stores:
     def _abort(self, ticket: Ticket) -> None:
         """Free the entries that the context no longer writes: now, or once its mover has ended the copy."""
         ticket.is_aborted = True
+        self._tell_waiting(ticket)
         if not ticket.is_moving:
             self._drop(ticket)
             self._quarantine.discard(ticket.records)
+
+    def _tell_waiting(self, ticket: Ticket) -> None:
+        """End the single flight of a request whose chunks will not be here."""
+        context = self._contexts.by_number.get(ticket.context)
+        if context is not None:
+            self._flights.end_store(context, ticket.request_id)
 
     def _drop(self, ticket: Ticket) -> None:
         if self.tickets.pop(ticket.number, None) is None:
@@ -281,6 +288,7 @@ class Stores:
         for record in reversed(ticket.records):
             self._index.abandon_entry(record)
         self._counters[_STORES_LATE] += 1
+        self._tell_waiting(ticket)
 
     def _end_one_above_quota(self) -> bool:
         """End one store of a share above its quota, so that the chunks before it can leave.
