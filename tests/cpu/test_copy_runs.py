@@ -7,7 +7,7 @@ from kvdepot_cpu.kernels.copy import CopyRuns, memcpy_runs, native_copy_runs
 from support.tools import tool_is_missing
 
 _GAP = 512
-_SIZES = (1, 127, 4095, 4096, 5000, 8192, 65_536, 65_537, 300_001)
+_SIZES = (1, 127, 1023, 1024, 1500, 4095, 4096, 5000, 8192, 65_536, 65_537, 300_001)
 
 
 @pytest.fixture(params=["native", "memcpy"])

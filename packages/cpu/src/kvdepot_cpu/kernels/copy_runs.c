@@ -12,7 +12,9 @@
 #include <string.h>
 
 #define STREAMS 4
-#define SMALLEST_STREAMED 4096 /* shorter runs are not worth a partial line at each end */
+/* Shorter runs are not worth a partial line at each end. Streaming against memcpy on an Intel Xeon, targets aligned and
+ * not: runs of 2 KiB take .5 to .8 of memcpy's time, of 1 KiB .7 to .9, of 512 bytes .9 to 1.4. */
+#define SMALLEST_STREAMED 1024
 #define SMALLEST_SPLIT 65536   /* a run without three others is cut into four parts from here on */
 #define STEP 128               /* bytes that one stream copies at a time: two lines */
 
