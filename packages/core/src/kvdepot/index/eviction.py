@@ -140,7 +140,8 @@ class _Ghosts:
     """Keys of evicted chunks that had been seen once, and of those that had been seen again.
 
     It remembers about as many of each as the caller says there are chunks. They are words in a table, where a key has
-    a set of four: half of the key, the number of the eviction (31 bits) and whether it had been seen again.
+    a set of four: four bytes of the key, the number of the eviction (31 bits) and whether it had been seen again. Keys
+    are told apart by their last eight bytes, because those of a sample (`ShadowIndex`) begin alike.
     """
 
     def __init__(self) -> None:
@@ -159,7 +160,8 @@ class _Ghosts:
         if most > 2 * self._num_sets:
             self._num_sets = 1 << (most - 1).bit_length()
             self._words, self._num_words = make_column("Q", _WAYS * self._num_sets), [0, 0]
-        words, num_evicted, kind, name = self._words, self._num_evicted, seen - _ONCE, int.from_bytes(key[:8], "little")
+        words, num_evicted, kind = self._words, self._num_evicted, seen - _ONCE
+        name = int.from_bytes(key[-8:], "little")
         num_evicted[kind] += 1
         start = name % self._num_sets * _WAYS
         chosen, most_since = start, -1
@@ -180,7 +182,7 @@ class _Ghosts:
         """Forget a key; return how it had been seen, None if it is not remembered."""
         if not self._num_sets:
             return None
-        name = int.from_bytes(key[:8], "little")
+        name = int.from_bytes(key[-8:], "little")
         start = name % self._num_sets * _WAYS
         name >>= 32
         for place in range(start, start + _WAYS):

@@ -52,7 +52,7 @@ class ShadowIndex:
         self._pool_bytes = pool_bytes
         self._scales = scales
         self._budget = budget
-        self._duel = Duel()
+        self._duel = Duel(budget)
         self._own = scales.index(1.0)  # the last segment of a pool of the present size
         self._hits = [0] * len(scales)  # by segment
         self._segments: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in scales]  # key -> bytes
