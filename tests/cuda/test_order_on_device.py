@@ -1,6 +1,6 @@
 """Order of copies and of the engine's work on a real device, with torch's streams, events and graphs.
 
-Skipped as `test_on_device.py` is. `test_device_suites.py` shows over the fake driver that a missing wait fails it.
+Skipped as `test_on_device.py` is. `test_device_suites.py` runs its suite over the fake driver.
 """
 
 import importlib
@@ -71,7 +71,7 @@ class TorchEngine:
         return set(self._torch.unique(self._memory).tolist())
 
     def _write(self, value: int) -> None:
-        self._torch.cuda._sleep(SLEEP_CYCLES)
+        self._torch.cuda._sleep(SLEEP_CYCLES)  # noqa: SLF001  # torch has no other
         self._memory.fill_(value)
 
 

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """The control socket as a target: clients that send any bytes in any pieces, stop reading, and hang up.
 
 Every whole frame of a connection is served once and in order until the connection breaks the framing. When all have
@@ -213,9 +212,8 @@ class Peers:
             )
         table = self.table
         assert not len(table)
-        assert (table._held_bytes, table._unread_bytes) == (0, 0)
-        assert not table._of_owner
-        assert not table._unfinished
+        assert (table.held_bytes, table.unread_bytes) == (0, 0)
+        table.check_integrity()
 
 
 def talk(data: bytes) -> None:

@@ -225,7 +225,7 @@ def _repair(memory: bytearray, num_records: int) -> None:
     table = IndexTable(memory, _NUM_RECORDS)
     for number in range(num_records):
         base = HEADER_PAGE_BYTES + number * RECORD_BYTES
-        crc = table._crc(base + 8, table.header(number))
+        crc = table.crc_of(base + 8, table.header(number))
         memory[base + _CRC : base + _CRC + 4] = crc.to_bytes(4, "little")
 
 

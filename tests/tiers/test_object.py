@@ -221,7 +221,7 @@ def test_requests_have_less_time_than_calls_and_what_nobody_waits_for_ten_times_
 ) -> None:
     tier = open_url(f"s3://bucket?region=x{options}", make_pool())
     found: list[object] = []
-    for store in (tier.store, tier._patient):  # pyright: ignore[reportPrivateUsage]
+    for store in (tier.store, tier.patient):
         assert isinstance(store, S3Store)
         found.append((store.client_options or {}).get("timeout"))
     assert found == limits
@@ -272,7 +272,7 @@ def test_closing_waits_for_a_put_that_is_under_way_and_nothing_begins_afterwards
         wait_until(began.is_set)
         closing = threading.Thread(target=tier.close)
         closing.start()
-        wait_until(lambda: tier._is_closed)  # pyright: ignore[reportPrivateUsage]
+        wait_until(lambda: tier.is_closed)
         go_on.set()
         closing.join()
         writing.join()

@@ -390,7 +390,7 @@ def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:
 @pytest.mark.parametrize(("options", "seconds"), [("", 0.75), ("?deadline=8", 6.0), ("?deadline=8&timeout=2", 2.0)])
 def test_requests_have_less_time_than_calls(options: str, seconds: float) -> None:
     tier = open_url(f"valkey://host{options}", make_pool())
-    assert tier._connections._server.timeout_seconds == seconds  # pyright: ignore[reportPrivateUsage]
+    assert tier.connections.server.timeout_seconds == seconds
     tier.close()
 
 

@@ -202,7 +202,7 @@ def test_weights_without_a_fingerprint_are_named_in_the_log(
 ) -> None:
     caplog.set_level("INFO")
     config = Config()
-    config._commit_hash = commit  # type: ignore[assignment]
+    vars(config).update(_commit_hash=commit)
     engine_namespace(
         vllm_config(
             weights if load_format == "tensorizer" else "some/model", load_format=load_format, hf_config=config

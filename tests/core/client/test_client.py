@@ -153,7 +153,7 @@ def test_a_depot_that_restarts_while_one_connects_is_tried_again_at_once(
     depot: DepotProcess, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the new server knew nothing of the session, and the client left it alone for ten seconds."""
-    opened = Connection._open  # pyright: ignore[reportPrivateUsage]
+    opened = Connection._open  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001  # the fault is put in its place
     refusals = [RemoteError(ErrorCode.UNKNOWN_SESSION, "connect first")]
 
     def open_after_a_refusal(connection: Connection) -> Any:
@@ -208,8 +208,8 @@ def test_a_depot_that_dies_is_a_miss_at_once_also_while_something_abandoned_is_t
 ) -> None:
     with SchedulerClient(SPEC, "engine", url=depot.url, deadline_seconds=120.0) as client:
         client.wait_until_connected(5)
-        connection, lock = client._connection, client._lock  # pyright: ignore[reportPrivateUsage]
-        tidy, num_tries = connection._reap_late_replies, 0  # pyright: ignore[reportPrivateUsage]
+        connection, lock = client._connection, client._lock  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+        tidy, num_tries = connection._reap_late_replies, 0  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
         def counted() -> bool:
             nonlocal num_tries

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """The simulation against models that share no code with it, and against the real index."""
 
 import json
@@ -15,8 +14,17 @@ from hypothesis import strategies as st
 from kvdepot.errors import ConfigError, TraceError
 from kvdepot.index.eviction import NO_NODE, POLICIES
 from kvdepot.index.index import ChunkIndex, EntryPlace
-from kvdepot.lab import simulate as module
-from kvdepot.lab.simulate import BELADY, BYTES_PER_TOKEN, UNLIMITED, SimulationRow, parse_pool_sizes, simulate
+from kvdepot.lab.simulate import (
+    BELADY,
+    BYTES_PER_TOKEN,
+    UNLIMITED,
+    SimulationRow,
+    SimulationTable,
+    Workload,
+    parse_pool_sizes,
+    replay,
+    simulate,
+)
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
@@ -54,7 +62,7 @@ def hits_without_limit(prompts: Prompts) -> list[int]:
     return found
 
 
-def replay_index(workload: module._Workload, ends: Sequence[int], policy: str, capacity: int) -> tuple[list[int], int]:
+def replay_index(workload: Workload, ends: Sequence[int], policy: str, capacity: int) -> tuple[list[int], int]:
     """The chunks found by each request and the chunks evicted, with the real index and what the depot watches."""
     index = ChunkIndex(ExtentAllocator(capacity * PAGE), IndexTable.in_memory(capacity), policy)
     shadow = ShadowIndex(capacity * PAGE, index.preference, (1.0,))
@@ -90,10 +98,10 @@ long_prompts_of = st.lists(st.lists(st.integers(0, 1), min_size=45, max_size=60)
 @example([[1, 0], [1, 0], [0, 0, 0], [1, 0, 0, 0], [0], [2], [0]], 3, 0)  # a request that does not fit
 @given(prompts_of | long_prompts_of, capacities | st.integers(50, 300), st.integers(0, 2**60))
 def test_without_records_and_extents_it_is_what_the_real_index_does(prompts: Prompts, capacity: int, ends: int) -> None:
-    workload = module._Workload.of(requests_of(prompts))
+    workload = Workload.of(requests_of(prompts))
     for hints in (bytearray(len(prompts)), bytearray(ends >> number & 1 for number in range(len(prompts)))):
         for policy in POLICIES:
-            assert module._replay(workload, policy, capacity, hints) == replay_index(workload, hints, policy, capacity)
+            assert replay(workload, policy, capacity, hints) == replay_index(workload, hints, policy, capacity)
 
 
 def naive_lru(prompts: Prompts, capacity: int) -> tuple[int, int]:
@@ -267,14 +275,14 @@ def test_production_trace_has_the_known_hit_rates() -> None:
     assert table.row(UNLIMITED, table.unique_bytes).hit_rate == pytest.approx(0.374, abs=5e-4)
 
 
-def table_of(rates: dict[int, dict[str, float]]) -> module.SimulationTable:
+def table_of(rates: dict[int, dict[str, float]]) -> SimulationTable:
     rows = [
         SimulationRow(policy, size, True, 1000, round(1000 * rate), 0, 0)
         for size, each in rates.items()
         for policy, rate in each.items()
     ]
     rows.append(SimulationRow(UNLIMITED, 40, False, 1000, 500, 0, 0))
-    return module.SimulationTable(3, 1000, 10, 10, 4, tuple(rows))
+    return SimulationTable(3, 1000, 10, 10, 4, tuple(rows))
 
 
 def test_a_policy_that_is_nearly_the_best_everywhere_is_recommended_and_else_the_best_of_each_size() -> None:

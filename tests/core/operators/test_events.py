@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """KV events as a router gets them: they announce exactly the chunks that can be found."""
 
 import random
@@ -184,7 +183,7 @@ def test_who_is_slow_misses_nothing_of_what_may_wait(context: Context, tmp_path:
         listener.connect(endpoint)
 
     def tell() -> None:
-        publisher._pending.append(BlockRemoved([bytes(32)] * 100, "CPU"))
+        publisher.pending.append(BlockRemoved([bytes(32)] * 100, "CPU"))
         publisher.flush()
 
     def is_subscribed() -> bool:
@@ -286,7 +285,7 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
         if rng.random() < 0.05:
             sum(commands.clear_pool(bench.depot, None))
         publisher.flush()
-        for number, payload in list(publisher._kept)[taken:]:
+        for number, payload in list(publisher.kept)[taken:]:
             assert number == taken
             taken += 1
             for event in events_of(payload):

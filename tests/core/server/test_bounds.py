@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """However much an index holds, one request or one turn does a bounded part of what there is to do."""
 
 import contextlib
@@ -323,7 +322,7 @@ def test_requests_that_wait_are_left_for_the_next_turn_when_the_time_is_over(tmp
         asker.connect(str(server.config.directory / CONTROL_SOCKET))
         hello = frames.encode_frame(1, m.Hello(m.PROTOCOL_VERSION, "test"))
         asker.sendall(frames.encode_greeting(None) + 10 * (frames.LENGTH.pack(len(hello)) + hello))
-        latencies = server._requests.latencies[m.Hello]
+        latencies = server.requests.latencies[m.Hello]
         for number in range(1, 11):
             wait_until(lambda number=number: server.sockets.connections.serve(0.0) or sum(latencies.counts) == number)
             assert sum(latencies.counts) == number, "one request at a time, when the time is over"
@@ -359,12 +358,14 @@ def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(
 
 
 @pytest.mark.promise(61)
-def test_a_thousand_processes_without_a_number_that_die_at_once(tmp_path: Path) -> None:
+def test_a_thousand_processes_without_a_number_that_die_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: all of them were buried in one step, each by a look at what every other one had left."""
     with closing(make_server(tmp_path)) as server:
         writers = [Writer(0, (1 << 61) + number) for number in range(1000)]
         mappings = set(writers)
-        server.sockets.sessions._is_mapping = mappings.__contains__
+        monkeypatch.setattr(server.sockets.sessions, "_is_mapping", mappings.__contains__)
         for writer in writers:
             assert server.sockets.sessions.await_death(writer)
             server.depot.quarantine.hold((writer, b""), [], 0)

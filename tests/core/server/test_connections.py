@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """The control socket: whole frames in turn, and bounds on what a peer can make the depot hold."""
 
 import os
@@ -204,7 +203,7 @@ def test_a_copy_of_a_closed_connection_in_a_child_is_no_event(table: Table) -> N
     client = table.connect()
     client.sendall(frames.LENGTH.pack(0))
     table.serve_all()
-    (served,) = table.table._connections.values()
+    (served,) = table.table
     with closing(served.socket.dup()):
         client.close()
         table.serve_all()
@@ -258,8 +257,8 @@ def test_whatever_comes_nothing_stays_when_the_peer_is_gone(seed: int, table: Ta
     for answer in table.waiting:
         answer()
     assert len(table.table) == 0
-    assert (table.table._held_bytes, table.table._unread_bytes, len(table.table._unfinished)) == (0, 0, 0)
-    assert not table.table._of_owner
+    assert (table.table.held_bytes, table.table.unread_bytes) == (0, 0)
+    table.table.check_integrity()
 
 
 @pytest.mark.promise(74)
@@ -318,7 +317,7 @@ def test_only_a_session_may_be_silent_and_only_between_its_frames(
         monkeypatch.setattr(module, "time", later)
         table.table.sweep(lambda: False)
         assert len(table.table) == (not is_closed)
-        assert table.table._held_bytes == 0
+        assert table.table.held_bytes == 0
         assert table.ended == ([TOKEN] if is_closed and data.startswith(JOINED) else [])
 
 
@@ -361,14 +360,14 @@ def test_requests_that_wait_are_bounded_in_bytes_and_all_are_answered(
 
     while num_answered < num_clients * num_frames:
         wait_until(is_served, what="a request; a busy machine lets senders wait")
-        most = max(most, table.table._held_bytes)
-        assert max(each.held_bytes for each in table.table._connections.values()) < one + 310_000
+        most = max(most, table.table.held_bytes)
+        assert max(each.held_bytes for each in table.table) < one + 310_000
         num_answered += len(table.waiting)
         answers, table.waiting = table.waiting, []
         for answer in answers:
             answer()
     assert one < most < 2 * limit + 310_000
-    assert table.table._held_bytes == 0
+    assert table.table.held_bytes == 0
     for sender, client in zip(senders, clients, strict=True):
         sender.join()
         client.close()
@@ -389,7 +388,7 @@ def test_who_leaves_does_not_take_what_waits_for_it_off_the_account(
     assert sum(map(len, table.frames)) < 2 * limit + 60_000
     for answer in table.waiting:
         answer()
-    assert table.table._held_bytes == 0
+    assert table.table.held_bytes == 0
 
 
 @pytest.mark.promise(74)
@@ -404,11 +403,11 @@ def test_unread_replies_are_bounded_in_bytes_and_whoever_reads_gets_all_of_them(
             client.sendall((JOINED if client is third else frames.encode_greeting(None)) + framed(b"x") * number)
         table.serve_all()
         assert len(table.frames) <= 3, "one reply each: clients that have not read it are not read"
-        assert 0 < table.table._unread_bytes <= limit
+        assert 0 < table.table.unread_bytes <= limit
         assert len(table.table) < 3
     table.serve_all()
     assert len(table.table) == 0
-    assert table.table._unread_bytes == 0
+    assert table.table.unread_bytes == 0
     table.frames.clear()
     with table.connect() as reader:
         reader.sendall(frames.encode_greeting(None) + framed(b"x") * 5)

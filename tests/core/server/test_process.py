@@ -149,7 +149,7 @@ def change_record(table: bytearray, place: int, value: int) -> None:
     """Change four bytes of the first record and make its checksum right."""
     base = HEADER_PAGE_BYTES
     table[base + place : base + place + 4] = value.to_bytes(4, "little")
-    crc = IndexTable(table, 1)._crc(base + 8, int.from_bytes(table[base : base + 8], "little"))
+    crc = IndexTable(table, 1).crc_of(base + 8, int.from_bytes(table[base : base + 8], "little"))
     table[base + 116 : base + 120] = crc.to_bytes(4, "little")
 
 
@@ -271,7 +271,7 @@ def test_a_failure_in_the_deadlines_of_single_flight_does_not_end_the_server(
         failed.set()
         raise RuntimeError("planted")
 
-    server.depot.flights._timers.call_at(0.0, fail)  # pyright: ignore[reportPrivateUsage]
+    server.depot.flights._timers.call_at(0.0, fail)  # noqa: SLF001  # plants a bug
     with SchedulerClient(SPEC, "engine", url=str(tmp_path)) as client:
         client.wait_until_connected(5)
         assert failed.wait(5)

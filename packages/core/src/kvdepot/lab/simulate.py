@@ -201,7 +201,7 @@ def simulate(
             raise ConfigError(f"{what} of {size} bytes: give a size above 0")
     if not 0 <= session_ends <= 1:
         raise ConfigError(f"{session_ends} of the sessions say that they end: give a share from 0 to 1")
-    workload = _Workload.of(requests)
+    workload = Workload.of(requests)
     if not workload.digests:
         raise TraceError("the trace has no requests with blocks")
     chunk_bytes = extent_size(max(1, round(BLOCK_TOKENS * bytes_per_token)))
@@ -227,7 +227,7 @@ def simulate(
         add(BELADY, size, lambda size=size: _replay_offline(workload, next_uses, size // chunk_bytes))
     for policy in dict.fromkeys(policies):
         for size in sizes:
-            add(policy, size, lambda policy=policy, size=size: _replay(workload, policy, size // chunk_bytes, ends))
+            add(policy, size, lambda policy=policy, size=size: replay(workload, policy, size // chunk_bytes, ends))
     num_chunks = sum(map(len, workload.paths))
     return SimulationTable(
         len(workload.lengths), workload.prompt_tokens, num_chunks, len(workload.digests), chunk_bytes, tuple(rows)
@@ -235,7 +235,7 @@ def simulate(
 
 
 @dataclass(frozen=True, slots=True)
-class _Workload:
+class Workload:
     """A trace with its chunks numbered in the order in which they first come: a parent before its children."""
 
     lengths: list[int]  # prompt tokens, by request
@@ -244,7 +244,8 @@ class _Workload:
     digests: list[bytes]  # by chunk
 
     @classmethod
-    def of(cls, requests: Iterable[TraceRequest]) -> "_Workload":
+    def of(cls, requests: Iterable[TraceRequest]) -> "Workload":
+        """Number the chunks of a trace."""
         workload = cls([], [], [], [])
         digests = workload.digests
         numbers: dict[tuple[int, int], int] = {}  # (number of the chunk before, hash id)
@@ -265,6 +266,7 @@ class _Workload:
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
         return sum(self.lengths)
 
 
@@ -305,7 +307,7 @@ class _Prioritized:
         sum(self._priorities.end_session(node, lambda _label: True))
 
 
-def _replay(workload: _Workload, policy_name: str, capacity_chunks: int, ends: bytearray) -> tuple[list[int], int]:
+def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: bytearray) -> tuple[list[int], int]:
     """Return the chunks found by each request and the chunks evicted: the policy's own view of the tree, and no more.
 
     A chunk's number in the workload is its node, so that nothing has to be found by its key.
@@ -375,7 +377,7 @@ def _replay(workload: _Workload, policy_name: str, capacity_chunks: int, ends: b
     return found, evictions
 
 
-def _ceiling(workload: _Workload) -> list[int]:
+def _ceiling(workload: Workload) -> list[int]:
     """Return the chunks that each request shares with those before it: what an unlimited pool would find."""
     found: list[int] = []
     seen = 0  # chunks are numbered as they come: those below are known
@@ -385,7 +387,7 @@ def _ceiling(workload: _Workload) -> list[int]:
     return found
 
 
-def _next_uses(workload: _Workload) -> "list[array[int]]":
+def _next_uses(workload: Workload) -> "list[array[int]]":
     """Return for each chunk of each request the next request that uses it, `_NEVER` if none does."""
     upcoming = array("I", [_NEVER]) * len(workload.digests)
     next_uses: list[array[int]] = []
@@ -398,7 +400,7 @@ def _next_uses(workload: _Workload) -> "list[array[int]]":
     return next_uses
 
 
-def _session_ends(workload: _Workload, next_uses: "list[array[int]]", share: float) -> bytearray:
+def _session_ends(workload: Workload, next_uses: "list[array[int]]", share: float) -> bytearray:
     """Return for each request whether it announces the end of its session.
 
     A session has ended when its last whole chunk is not used again. A partial last chunk is never used again, even if
@@ -416,7 +418,7 @@ def _session_ends(workload: _Workload, next_uses: "list[array[int]]", share: flo
     return ends
 
 
-def _replay_offline(workload: _Workload, next_uses: "list[array[int]]", capacity_chunks: int) -> tuple[list[int], int]:
+def _replay_offline(workload: Workload, next_uses: "list[array[int]]", capacity_chunks: int) -> tuple[list[int], int]:
     """Replay with Belady's rule, which keeps the chunks that are used again soonest. Return the same as `_replay`.
 
     Using a chunk uses all chunks before it. So the chunk that is used again last, the deepest first, is always a leaf,

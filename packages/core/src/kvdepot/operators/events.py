@@ -91,10 +91,10 @@ class EventPublisher:
         self.num_batches = 0
         self._index = index
         self._topic = topic.encode()
-        self._pending: list[BlockStored | BlockRemoved] = []
+        self.pending: list[BlockStored | BlockRemoved] = []
         self._num_pending = 0
         self._last_space = -1
-        self._kept: deque[tuple[int, bytes]] = deque()
+        self.kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._asked: dict[bytes, int] = {}  # first batch wanted, by subscriber waiting for a replay
         self._is_replaying = False
@@ -115,20 +115,20 @@ class EventPublisher:
         index = self._index
         space, key, parent = index.space_of(node), index.key_of(node), index.parent_of(node)
         before = index.key_of(parent) if parent != NO_NODE else None
-        last = self._pending[-1] if self._pending else None
+        last = self.pending[-1] if self.pending else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == before and self._last_space == space.number:
             last.block_hashes.append(key)
         else:
-            self._pending.append(BlockStored([key], before, [], space.spec.chunk_tokens, None, MEDIUM, None))
+            self.pending.append(BlockStored([key], before, [], space.spec.chunk_tokens, None, MEDIUM, None))
             self._last_space = space.number
         self._count()
 
     def _on_hidden(self, node: int) -> None:
-        last = self._pending[-1] if self._pending else None
+        last = self.pending[-1] if self.pending else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(self._index.key_of(node))
         else:
-            self._pending.append(BlockRemoved([self._index.key_of(node)], MEDIUM))
+            self.pending.append(BlockRemoved([self._index.key_of(node)], MEDIUM))
         self._count()
 
     def _count(self) -> None:
@@ -138,17 +138,17 @@ class EventPublisher:
 
     def flush(self) -> None:
         """Publish the pending events. Never waits."""
-        if not self._pending:
+        if not self.pending:
             return
-        payload = self._encoder.encode(EventBatch(time.time(), self._pending))
+        payload = self._encoder.encode(EventBatch(time.time(), self.pending))
         number = self.num_batches
         self.num_batches += 1
-        self._pending, self._num_pending = [], 0
+        self.pending, self._num_pending = [], 0
         _send(self._publisher, (self._topic, number.to_bytes(8, "big"), payload))
-        self._kept.append((number, payload))
+        self.kept.append((number, payload))
         self._kept_bytes += len(payload)
-        while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
-            self._kept_bytes -= len(self._kept.popleft()[1])
+        while len(self.kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self.kept.popleft()[1])
 
     def take_replay(self) -> Iterator[int] | None:
         """Take one request. Return the steps that answer it and later ones, None if such steps are already running.
@@ -180,7 +180,7 @@ class EventPublisher:
 
     def _replay_from(self, client: bytes, first: int) -> Iterator[int]:
         assert self.replay is not None
-        for count, (number, payload) in enumerate([kept for kept in self._kept if kept[0] >= first], 1):
+        for count, (number, payload) in enumerate([kept for kept in self.kept if kept[0] >= first], 1):
             _send(self.replay, (client, b"", self._topic, number.to_bytes(8, "big"), payload))
             if count % _REPLAY_STEP == 0:
                 yield 0

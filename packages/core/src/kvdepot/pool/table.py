@@ -239,7 +239,7 @@ class IndexTable:
             layout, owner, writer.start_time, writer.pid, 0, 0,
         )  # fmt: skip
         header = sealed - SEALED + WRITING
-        self._put(_U32, base - 8 + _CRC, self._crc(base, header))
+        self._put(_U32, base - 8 + _CRC, self.crc_of(base, header))
         self._put_header(place, header)
         return sealed
 
@@ -250,7 +250,7 @@ class IndexTable:
         header = self._words[place] >> 8 << 8 | SEALED
         self._put(_DIGEST, base - 8 + _CHECKSUM_OFFSET, checksum)
         self._put(_U64, base - 8 + _LAST_USE, last_use)
-        self._put(_U32, base - 8 + _CRC, self._crc(base, header))
+        self._put(_U32, base - 8 + _CRC, self.crc_of(base, header))
         self._put_header(place, header)
 
     def free(self, record: int) -> None:
@@ -318,14 +318,15 @@ class IndexTable:
         space, group, shard, page, num_bytes, key, parent, depth, label, layout, owner, start, pid, crc, last_use = (
             fields
         )
-        if crc != self._crc(base, header):
+        if crc != self.crc_of(base, header):
             return None
         return Record(
             number, header & 0xFF, space, group, shard, page * EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
             layout, label, Writer(pid, start), owner, last_use,
         )  # fmt: skip
 
-    def _crc(self, base: int, header: int) -> int:
+    def crc_of(self, base: int, header: int) -> int:
+        """Return the checksum that a record at a place should have, with this header."""
         return zlib.crc32(_U64.pack(header), zlib.crc32(self._view[base : base + _CHECKED_BYTES]))
 
     def close(self) -> None:

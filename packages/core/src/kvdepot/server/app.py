@@ -94,7 +94,7 @@ class DepotServer:
                 self.depot, lambda: {**further_settings, **settings_of(self.depot, config)}, opener, self._make_tiering,
                 self._status, self._version,
             )  # fmt: skip
-            self._requests = Requests(self.depot, self.sockets.sessions, operators)
+            self.requests = Requests(self.depot, self.sockets.sessions, operators)
             self.loop = Loop(self.sockets, self.depot, movers, self._results, self.restoring, self._files)
             undo.pop_all()
 
@@ -127,7 +127,7 @@ class DepotServer:
             is_owner=lambda token: sessions.find(token) is not None,
             end_owner=lambda token: sessions.end(token),
             open_session=lambda socket, greeting: sessions.open(socket, greeting),
-            handle=lambda connection, frame: self._requests.serve(connections, connection, frame),
+            handle=lambda connection, frame: self.requests.serve(connections, connection, frame),
         )
         undo.callback(connections.close)
         events = self._open_events()
@@ -269,7 +269,7 @@ class DepotServer:
             latencies={
                 **{
                     frames.operation_of(kind): histogram.status()
-                    for kind, histogram in self._requests.latencies.items()
+                    for kind, histogram in self.requests.latencies.items()
                     if any(histogram.counts)
                 },
                 "store": depot.state.usage.store_seconds.status(),

@@ -15,11 +15,12 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from kvdepot.errors import require
 from kvdepot.server.access import Access
 from kvdepot.server.listening import Listener, Warnings
 from kvdepot.wire import frames
@@ -86,8 +87,8 @@ class ConnectionTable:
         self._unfinished: dict[Connection, float] = {}  # each owes a frame until a time, the earliest first
         self._queue: deque[Connection] = deque()  # may have a frame, in the order of their turns
         self._parked: deque[Connection] = deque()
-        self._held_bytes = 0
-        self._unread_bytes = 0
+        self.held_bytes = 0  # of requests that wait for an answer or the rest of their frame
+        self.unread_bytes = 0  # of replies
         self._buffer = bytearray(_READ_BYTES)
         self._view = memoryview(self._buffer)
         self._warnings = Warnings()
@@ -104,6 +105,9 @@ class ConnectionTable:
 
     def __len__(self) -> int:
         return len(self._connections)
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self._connections.values())
 
     @property
     def has_work(self) -> bool:
@@ -143,7 +147,7 @@ class ConnectionTable:
         data = frames.LENGTH.pack(len(frame)) + frame
         if connection.unread:
             connection.unread += data
-            self._unread_bytes += len(data)
+            self.unread_bytes += len(data)
         else:
             try:
                 sent = connection.socket.send(data)
@@ -155,9 +159,9 @@ class ConnectionTable:
             if sent == len(data):
                 return
             connection.unread += memoryview(data)[sent:]
-            self._unread_bytes += len(data) - sent
+            self.unread_bytes += len(data) - sent
             self._update(connection)
-        while self._unread_bytes > MAXIMUM_UNREAD_BYTES:
+        while self.unread_bytes > MAXIMUM_UNREAD_BYTES:
             greediest = max(self._connections.values(), key=lambda each: len(each.unread))
             self._warnings.warn("closed a connection that left %d bytes of replies unread", len(greediest.unread))
             self._break(greediest)
@@ -165,13 +169,13 @@ class ConnectionTable:
     def hold(self, connection: Connection, num_bytes: int) -> None:
         """Count a request whose answer comes later, until `release` is called with the same numbers."""
         connection.held_bytes += num_bytes + _WAITING_BYTES
-        self._held_bytes += num_bytes + _WAITING_BYTES
+        self.held_bytes += num_bytes + _WAITING_BYTES
         self._update(connection)
 
     def release(self, connection: Connection, num_bytes: int) -> None:
         """A request that was held has its answer."""
         connection.held_bytes -= num_bytes + _WAITING_BYTES
-        self._held_bytes -= num_bytes + _WAITING_BYTES
+        self.held_bytes -= num_bytes + _WAITING_BYTES
         self._update(connection)
 
     def close_owner(self, owner: bytes) -> None:
@@ -193,6 +197,23 @@ class ConnectionTable:
             if is_over():
                 break
         self._listener.resume()
+
+    def check_integrity(self) -> None:
+        """Check that the sums and lists have what the connections have, and nothing of those that are closed.
+
+        Requests that were held and have no answer yet count after their connection was closed, too.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        connections = set(self)
+        require(self.unread_bytes == sum(len(each.unread) for each in connections), "unread bytes are miscounted")
+        held_bytes = sum(each.held_bytes + each.set_aside_bytes for each in connections)
+        require(self.held_bytes >= held_bytes, "held bytes are miscounted")
+        require(self._unfinished.keys() <= connections, "a closed connection owes a frame")
+        for owner, siblings in self._of_owner.items():
+            require(bool(siblings) and siblings <= connections, "a session has a closed connection")
+            require(all(each.owner == owner for each in siblings), "a session has another's connection")
 
     def close(self) -> None:
         """Close every connection and remove the socket. Twice is harmless."""
@@ -283,11 +304,11 @@ class ConnectionTable:
             return frame
         if not connection.set_aside_bytes:
             if end > _READ_BYTES:
-                if self._held_bytes + end >= MAXIMUM_HELD_BYTES:
+                if self.held_bytes + end >= MAXIMUM_HELD_BYTES:
                     self._park(connection, end)
                     return None
                 connection.set_aside_bytes = end
-                self._held_bytes += end
+                self.held_bytes += end
             self._expect(connection)
         return None
 
@@ -340,7 +361,7 @@ class ConnectionTable:
             self._close(connection)
             return False
         del connection.unread[:sent]
-        self._unread_bytes -= sent
+        self.unread_bytes -= sent
         self._update(connection)
         return not connection.unread
 
@@ -353,7 +374,7 @@ class ConnectionTable:
         """
         if not _is_readable(connection):
             return False
-        if self._held_bytes < (MAXIMUM_HELD_BYTES if connection.held_bytes else 2 * MAXIMUM_HELD_BYTES):
+        if self.held_bytes < (MAXIMUM_HELD_BYTES if connection.held_bytes else 2 * MAXIMUM_HELD_BYTES):
             return True
         self._park(connection)
         return False
@@ -367,7 +388,7 @@ class ConnectionTable:
         self._update(connection)
 
     def _can_unpark(self) -> bool:
-        return bool(self._parked) and self._held_bytes + self._parked[0].wanted_bytes < MAXIMUM_HELD_BYTES
+        return bool(self._parked) and self.held_bytes + self._parked[0].wanted_bytes < MAXIMUM_HELD_BYTES
 
     def _unpark(self, connection: Connection) -> None:
         connection.is_parked = False
@@ -379,7 +400,7 @@ class ConnectionTable:
     def _give_back_set_aside(self, connection: Connection) -> None:
         if connection.set_aside_bytes:
             num_bytes, connection.set_aside_bytes = connection.set_aside_bytes, 0
-            self._held_bytes -= num_bytes
+            self.held_bytes -= num_bytes
 
     def _expect(self, connection: Connection) -> None:
         """Give a connection `SILENCE_SECONDS` from now for its next frame."""
@@ -422,7 +443,7 @@ class ConnectionTable:
         del self._connections[fd]
         self._epoll.unregister(fd)  # closing is not enough: a child that is being started may still have a copy
         self._unfinished.pop(connection, None)
-        self._unread_bytes -= len(connection.unread)
+        self.unread_bytes -= len(connection.unread)
         connection.unread, connection.received = bytearray(), bytearray()
         self._give_back_set_aside(connection)
         if connection.owner:

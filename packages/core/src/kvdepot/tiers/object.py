@@ -85,11 +85,11 @@ class ObjectTier:
         self.batch_entries = batch_entries
         self._pool = pool
         self.store = store
-        self._patient = patient or store
+        self.patient = patient or store
         self._counters = Counts()
         self._changed = threading.Condition()
         self._num_calls = 0
-        self._is_closed = False
+        self.is_closed = False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, name="kvdepot-object", daemon=True).start()
 
@@ -126,7 +126,7 @@ class ObjectTier:
     def close(self) -> None:
         """See `Tier`. Waits for running calls, which their time limits end."""
         with self._changed:
-            was_closed, self._is_closed = self._is_closed, True
+            was_closed, self.is_closed = self.is_closed, True
             is_idle = self._changed.wait_for(lambda: not self._num_calls, _CLOSE_SECONDS)
         if is_idle and not was_closed:
             time.sleep(_LAST_STEPS_SECONDS)
@@ -180,7 +180,7 @@ class ObjectTier:
     async def _put(self, key: bytes, seal: bytes, payload: memoryview) -> bool:
         buffers = [memoryview(seal), payload[:]]
         try:
-            await obstore.put_async(self._patient, object_name(key), buffers, mode="create", use_multipart=False)
+            await obstore.put_async(self.patient, object_name(key), buffers, mode="create", use_multipart=False)
         except AlreadyExistsError:
             pass
         finally:
@@ -202,18 +202,18 @@ class ObjectTier:
 
     async def _clear(self, tenant: bytes | None, model: bytes | None) -> AsyncIterator[int]:
         if tenant is None and model is not None:
-            tenants = await _list_folders(self._patient, None)
+            tenants = await _list_folders(self.patient, None)
         else:
             tenants = [tenant.hex() if tenant else ""]
         for label in tenants:
             prefix = "/".join(filter(None, (label, model.hex() if model else "")))
             pages: AsyncIterable[Sequence[ObjectMeta]] = obstore.list(  # pyright: ignore[reportUnknownMemberType]
-                self._patient, prefix or None, chunk_size=_DELETES_A_REQUEST
+                self.patient, prefix or None, chunk_size=_DELETES_A_REQUEST
             )
             async for objects in pages:
                 names = [meta["path"] for meta in objects if _NAME.fullmatch(meta["path"])]
                 if names:
-                    await self._delete(self._patient, names)
+                    await self._delete(self.patient, names)
                 yield len(names)
 
     async def _delete(self, store: ObjectStore, names: list[str]) -> None:
@@ -233,7 +233,7 @@ class ObjectTier:
             OSError: the store's error, in one line and without possible secrets.
         """
         with self._changed:
-            if self._is_closed:
+            if self.is_closed:
                 raise OSError("the tier is closed")
             self._num_calls += 1
 

@@ -90,7 +90,7 @@ class Connections:
     """Connections to one server, lent to threads."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
+        self.server = server
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._lent: set[Connection] = set()
@@ -99,7 +99,7 @@ class Connections:
     @contextlib.contextmanager
     def lend(self) -> Generator[Connection]:
         """Lend a connection: an idle and usable one, or a new one."""
-        connection = self._take() or Connection(self._server)
+        connection = self._take() or Connection(self.server)
         with self._lock:
             self._lent.add(connection)
             if self._is_closed:

@@ -66,7 +66,7 @@ class ValkeyTier:
 
     def __init__(self, pool: TierPool, server: Server, ttl_seconds: float = 0.0) -> None:
         self._pool = pool
-        self._connections = Connections(server)
+        self.connections = Connections(server)
         self._lifetime = [b"PX", b"%d" % max(1, round(1000 * ttl_seconds))] if ttl_seconds else []
         self._counters = Counts()
         self._lock = threading.Lock()
@@ -165,7 +165,7 @@ class ValkeyTier:
 
     def close(self) -> None:
         """See `Tier`."""
-        self._connections.close()
+        self.connections.close()
 
     def _payloads(self, extents: Extents) -> list[memoryview]:
         return [self._pool.view[offset : offset + num_bytes] for offset, num_bytes in extents]
@@ -184,7 +184,7 @@ class ValkeyTier:
         """
         if not commands:
             return []
-        with self._connections.lend() as connection:
+        with self.connections.lend() as connection:
             replies = connection.call(commands, targets)
         for reply in replies:
             if isinstance(reply, ReplyError) and not (may_be_full and reply.text.startswith("OOM ")):
