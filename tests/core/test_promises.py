@@ -74,19 +74,3 @@ def test_a_promise_has_a_test_or_says_why_it_is_open(promise: Promise) -> None:
 def test_every_marker_names_a_promise() -> None:
     known = {promise.number for promise in promises()}
     assert [mark for mark in marks() if mark[1] not in known] == []
-
-
-def test_a_marker_is_found_wherever_it_may_stand() -> None:
-    code = """
-@pytest.mark.promise(9)
-def test_one(): ...
-class TestTwo:
-    @pytest.mark.parametrize("a", [1])
-    @pytest.mark.promise(9, 24)
-    def test_three(self, a): ...
-@pytest.mark.promise(5)
-class TestFour: ...
-"""
-    assert sorted(marks_of(ast.parse(code), "x")) == [
-        ("x: TestFour", 5), ("x: test_one", 9), ("x: test_three", 9), ("x: test_three", 24),
-    ]  # fmt: skip

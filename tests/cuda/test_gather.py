@@ -13,8 +13,7 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, BackendSuite, Cache, MakeCache, WorkerPlan, prompt
 from kvdepot_cuda.context import CudaTransferContext
-from kvdepot_cuda.driver import DriverError
-from kvdepot_cuda.gather import LEAST_RUNS, MOST_RUN_BYTES, Gather, KernelUnavailable, compile_gather, runs_for_kernel
+from kvdepot_cuda.gather import LEAST_RUNS, MOST_RUN_BYTES, KernelUnavailable, compile_gather, runs_for_kernel
 from kvdepot_cuda.image import GatherImage
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
@@ -192,27 +191,6 @@ def test_a_kernel_that_faults_is_a_miss_and_the_end_of_the_device(
     assert worker.retrieve(prompt(4)) == 0
     (line,) = warnings(caplog)
     assert "the device is lost" in line
-
-
-def test_host_addresses_in_the_table_are_a_fault_of_the_fake(driver: FakeDriver) -> None:
-    """The fake can tell the two addresses of registered memory apart, so the tests above mean something."""
-    with driver.activated():
-        target, stream = driver.allocate_device(4096), driver.create_stream()
-        gather = Gather(driver, IMAGE, 8)
-        host = gather._rows_address  # pyright: ignore[reportPrivateUsage]
-        runs = columns((host, target, 64))
-        gather.copy(runs[0], runs[1], runs[2], stream)
-        with pytest.raises(DriverError, match="700"):
-            driver.synchronize_stream(stream)
-        runs[0][:] = driver.device_address_of(host)
-        gather.copy(runs[0], runs[1], runs[2], stream)
-        driver.synchronize_stream(stream)
-        gather.close()
-        gather.close()
-        driver.free_device(target)
-        driver.destroy_stream(stream)
-    driver.close()
-    assert driver.left_over == {}
 
 
 def test_without_triton_the_reason_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

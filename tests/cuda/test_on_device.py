@@ -2,8 +2,8 @@
 kernel, and by a mover; and workers, movers and depots that are killed.
 
 Skipped where there is no device; with KVDEPOT_REQUIRE_CUDA set, as on machines that have one, that is a failure. Needs
-no torch: the tensors are memory that the driver allocates. `test_device_suites.py` shows over the fake driver that
-these classes work.
+no torch: the tensors are memory that the driver allocates. `test_device_suites.py` runs these classes over the fake
+driver.
 """
 
 import importlib.util

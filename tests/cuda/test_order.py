@@ -1,4 +1,4 @@
-"""Nothing is read too early or reported too early, and without the waits that see to it the same tests fail.
+"""Nothing is read too early or reported too early.
 
 The fake device does nothing that nobody waits for, so a missing wait is wrong bytes every time, not now and then.
 """
@@ -37,35 +37,6 @@ def cache(depot: DepotProcess) -> Iterator[MakeCache]:
         cache.context.close()
 
 
-class NeverSynchronises(FakeDriver):
-    def synchronize_stream(self, stream: int) -> None:
-        del stream
-
-    def synchronize_event(self, event: int) -> None:
-        del event
-
-
-class IgnoresEvents(FakeDriver):
-    def wait_for_event(self, stream: int, event: int) -> None:
-        del stream, event
-
-
-class RecordsNothing(FakeDriver):
-    def record_event(self, event: int, stream: int) -> None:
-        del event, stream
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_copy_that_is_not_waited_for_is_seen(number: int, cache: MakeCache) -> None:
-    """Proves the fake: the final synchronisation left out, of stores or of retrieves, cannot pass."""
-    drivers = [FakeDriver(), FakeDriver()]
-    drivers[number] = NeverSynchronises()
-    writer, reader = cache(drivers[0]), cache(drivers[1])
-    assert writer.store(prompt(4))
-    with pytest.raises(AssertionError, match="wrong bytes were served"):
-        reader.retrieve(prompt(4))
-
-
 def store_of_what_a_kernel_writes(writer: Cache, driver: FakeDriver, *, with_event: bool) -> None:
     """Have a kernel of the engine write the blocks, late, and store them."""
     run = prompt(3)
@@ -89,19 +60,6 @@ def test_a_store_comes_after_the_kernel_that_writes_its_blocks(with_event: bool,
     assert writer.retrieve(prompt(3)) == 3
 
 
-@pytest.mark.parametrize("with_event", [True, False])
-@pytest.mark.parametrize("careless", [IgnoresEvents, RecordsNothing])
-def test_a_store_that_does_not_wait_for_the_kernel_is_seen(
-    careless: type[FakeDriver], with_event: bool, cache: MakeCache
-) -> None:
-    """Proves the test above."""
-    driver = careless()
-    writer, reader = cache(driver), cache(FakeDriver())
-    store_of_what_a_kernel_writes(writer, driver, with_event=with_event)
-    with pytest.raises(AssertionError, match="wrong bytes were served"):
-        reader.retrieve(prompt(3))
-
-
 def retrieve_into_blocks_that_a_kernel_clears(cache: Cache, driver: FakeDriver) -> bool:
     """Have a kernel of the engine clear the blocks, late, and fill them; return whether the bytes are right."""
     run = prompt(3)
@@ -117,11 +75,6 @@ def retrieve_into_blocks_that_a_kernel_clears(cache: Cache, driver: FakeDriver) 
 def test_a_retrieve_comes_after_what_the_engine_still_does_to_its_blocks(cache: MakeCache) -> None:
     driver = FakeDriver()
     assert retrieve_into_blocks_that_a_kernel_clears(cache(driver), driver)
-
-
-def test_a_retrieve_that_does_not_wait_for_the_engine_is_seen(cache: MakeCache) -> None:
-    driver = IgnoresEvents()
-    assert not retrieve_into_blocks_that_a_kernel_clears(cache(driver), driver)
 
 
 @pytest.mark.promise(13, 18)

@@ -1,18 +1,11 @@
 """What the index finds, keeps, evicts and reads back, asked through the depot as workers ask it."""
 
-import itertools
-import random
-from collections import Counter
-
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
 
 from kvdepot.errors import ErrorCode
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
-from kvdepot.pool.extents import extent_size
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, Writer
 from kvdepot.server import commands
 from kvdepot.server.replies import Refused
@@ -25,14 +18,10 @@ from support.index import (
     PAGE,
     PLAIN,
     SHARDED,
-    STATE,
-    WINDOW,
     Bench,
     Worker,
     prompt,
 )
-
-REACH = {FULL: 10**6, WINDOW: 2, STATE: 1}  # chunks that a group needs before a boundary
 
 
 def found(index: ChunkIndex, run: KeyRun) -> int:
@@ -575,205 +564,6 @@ def test_a_child_stored_before_its_parent_was_aborted_and_stored_again_survives_
     assert found(bench.successor(), prompt(2)) == 0
     worker.store(prompt(1))
     assert found(bench.successor(), prompt(2)) == worker.lookup(prompt(2)).num_chunks == 2
-
-
-# --- everything at once ---------------------------------------------------------------------------------------------
-
-
-class Life:
-    """Random work of several workers beside a plain set of what is sealed; `reached` says what came about.
-
-    Actions are weighted: with equal weights nearly nothing is ever found, as workers leave before they commit.
-    """
-
-    def __init__(self, rng: random.Random, groups: tuple[m.GroupShape, ...], policy: str, pages: int) -> None:
-        self.rng, self.reached = rng, Counter[str]()
-        self.bench = Bench(groups, pages, 40, policy)
-        self.workers = [self.bench.worker(shard) for shard in (0, 1)]
-        self.tickets: list[tuple[Worker, int, set[tuple[bytes, int, int]]]] = []
-        self.leases: list[tuple[Worker, int, float, set[tuple[bytes, int, int]]]] = []
-        self.sealed: set[tuple[bytes, int, int]] = set()
-        self.orphans: list[tuple[Writer, set[tuple[bytes, int, int]]]] = []
-
-    def some_run(self) -> KeyRun:
-        number = self.rng.randrange(4)
-        whole = hash_prefix(
-            Namespace("m", tenant=f"tenant-{number % 2}"), 1, [i + 50 * (i > 2) * (number // 2) for i in range(6)]
-        )
-        return whole.slice(0, self.rng.randint(1, 6))
-
-    def in_table(self, *, sealed: bool) -> set[tuple[bytes, int, int]]:
-        records = self.bench.index.table.records()
-        return {(r.key, r.group, r.shard) for r in records if (r.state == SEALED) == sealed}
-
-    def needed(self, run: KeyRun, length: int) -> set[tuple[bytes, int, int]]:
-        return {
-            (run.digests[32 * chunk : 32 * chunk + 32], number, shard)
-            for number, group in enumerate(self.bench.groups)
-            for chunk in range(max(0, length - REACH[group.kind]), length)
-            for shard in range(group.num_shards)
-        }
-
-    def longest(self, run: KeyRun) -> int:
-        return next(length for length in range(run.num_chunks, -1, -1) if self.needed(run, length) <= self.sealed)
-
-    def step(self) -> None:
-        actions = {self.prepare: 6, self.commit: 6, self.lookup: 6, self.end: 3, self.wait: 1, self.abort: 1,
-                   self.leave: 1, self.die: 1, self.clear: 0.2}  # fmt: skip
-        self.rng.choices([*actions], [*actions.values()])[0]()
-        self.check()
-
-    def prepare(self) -> None:
-        worker, run = self.rng.choice(self.workers), self.some_run()
-        if self.rng.random() < 0.3:
-            run = run.slice(self.rng.randrange(run.num_chunks))
-        before = self.bench.index.num_evicted
-        covered = [
-            run.num_chunks if group.kind is FULL or self.rng.random() < 0.8 else self.rng.randint(0, run.num_chunks)
-            for group in self.bench.groups
-        ]
-        plan = worker.prepare(run, *covered)
-        self.reached["evicted"] += self.bench.index.num_evicted - before
-        self.reached["declined"] += bool(plan.num_declined)
-        if self.bench.index.num_evicted == before:
-            assert self.in_table(sealed=True) == self.sealed
-        self.sealed &= self.in_table(sealed=True)
-        shards = [worker.shard if group.num_shards > 1 else 0 for group in self.bench.groups]
-        entries: set[tuple[bytes, int, int]] = {
-            (run.digests[32 * chunk : 32 * chunk + 32], group, shards[group])
-            for chunk, group, *_ in m.EXTENT.iter_unpack(plan.extents)
-        }
-        assert len(entries) + plan.num_present + plan.num_declined == sum(covered)
-        assert not entries & self.sealed
-        if plan.ticket:
-            self.tickets.append((worker, plan.ticket, entries))
-
-    def commit(self) -> None:
-        if self.tickets:
-            worker, ticket, entries = self.tickets.pop(self.rng.randrange(len(self.tickets)))
-            assert worker.ask(m.CommitStore(worker.context, ticket)).count == len(entries)
-            assert worker.refusal(m.CommitStore(worker.context, ticket)) is ErrorCode.UNKNOWN_TICKET
-            self.sealed |= entries
-
-    def abort(self) -> None:
-        if self.tickets:
-            worker, ticket, entries = self.tickets.pop(self.rng.randrange(len(self.tickets)))
-            assert worker.ask(m.AbortStore(worker.context, ticket)).count == len(entries)
-
-    def lookup(self) -> None:
-        worker, run = self.rng.choice(self.workers), self.some_run()
-        if self.rng.random() < 0.5:
-            reply = worker.lookup(run)
-            assert reply.num_chunks == self.longest(run)
-        else:
-            usable = self.longest(run)
-            covered = [min(usable, REACH[group.kind]) for group in self.bench.groups]
-            run = run.slice(0, usable)
-            reply = worker.retrieve(run, *covered)
-            assert reply.num_chunks == usable
-            for chunk, group, _, record, _, header, *_ in m.EXTENT.iter_unpack(reply.extents):
-                assert self.bench.index.table.header(record) == header
-                assert (run.digests[32 * chunk : 32 * chunk + 32], group) in {entry[:2] for entry in self.sealed}
-        if reply.lease:
-            self.reached["hit"] += 1
-            pinned = self.needed(run, reply.num_chunks)
-            self.leases.append((worker, reply.lease, self.bench.now + LEASE_SECONDS, pinned))
-
-    def end(self) -> None:
-        if self.leases:
-            worker, lease, _, _ = self.leases.pop(self.rng.randrange(len(self.leases)))
-            assert worker.release(lease) == 1
-            assert worker.release(lease) == 0
-
-    def wait(self) -> None:
-        self.bench.now += self.rng.choice([1.0, 4.0, LEASE_SECONDS])
-        self.bench.depot.expire()
-        self.bench.depot.background.work()
-        alive = [lease for lease in self.leases if lease[2] > self.bench.now]
-        self.reached["expired"] += len(self.leases) - len(alive)
-        self.leases = alive
-
-    def leave(self) -> None:
-        worker = self.workers.pop(self.rng.randrange(2))
-        orphaned = set[tuple[bytes, int, int]]().union(*(t[2] for t in self.tickets if t[0] is worker))
-        if self.rng.random() < 0.5:
-            worker.ask(m.Unregister(worker.context))
-        else:
-            self.bench.depot.end_session(worker.session)
-            self.orphans.append((worker.writer, orphaned))
-            self.reached["quarantined"] += bool(orphaned)
-        self.tickets = [ticket for ticket in self.tickets if ticket[0] is not worker]
-        self.leases = [lease for lease in self.leases if lease[0] is not worker]
-        self.workers.append(self.bench.worker(worker.shard))
-
-    def die(self) -> None:
-        if self.orphans:
-            self.bench.depot.end_process(self.orphans.pop(self.rng.randrange(len(self.orphans)))[0])
-
-    def clear(self) -> None:
-        sum(commands.clear_pool(self.bench.depot, self.rng.choice([None, "tenant-0", "nobody"])))
-        self.sealed &= self.in_table(sealed=True)
-
-    def check(self) -> None:
-        index, records = self.bench.index, list(self.bench.index.table.records())
-        assert self.in_table(sealed=True) == self.sealed
-        writing = [*(ticket[2] for ticket in self.tickets), *(orphan[1] for orphan in self.orphans)]
-        assert self.in_table(sealed=False) == set[tuple[bytes, int, int]]().union(*writing)
-        assert sum(map(len, writing)) == len(set[tuple[bytes, int, int]]().union(*writing)), "two writers of one entry"
-        for _, _, _, pinned in self.leases:
-            assert pinned <= self.sealed, "leased chunks left"
-        spans = sorted((record.offset, record.offset + extent_size(record.num_bytes)) for record in records)
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-        used = sum(end - start for start, end in spans)
-        assert used == index.extents.used_bytes == sum(index.quotas.tenant_bytes)
-        assert (index.num_entries, len(self.bench.depot.leases)) == (len(self.sealed), len(self.leases))
-
-    def restart(self) -> None:
-        again = self.bench.successor()
-        extents = {(r.key, r.group, r.shard): (r.offset, r.num_bytes) for r in self.bench.index.table.records()}
-        for number in range(4):
-            run = hash_prefix(
-                Namespace("m", tenant=f"tenant-{number % 2}"), 1, [i + 50 * (i > 2) * (number // 2) for i in range(6)]
-            )
-            assert found(again, run) == self.longest(run)
-            self.reached["found after a restart"] += found(again, run)
-        for record in again.table.records():
-            assert extents[record.key, record.group, record.shard] == (record.offset, record.num_bytes)
-        for record in self.bench.unfinished:
-            again.discard_entry(record)
-        num_entries = again.num_entries
-        assert sum(again.clear(lambda _tenant, _space: True)) == num_entries
-        assert (again.extents.used_bytes, again.num_entries, again.num_chunks) == (0, 0, 0)
-
-    def finish(self) -> None:
-        for worker in self.workers:
-            self.bench.depot.end_session(worker.session)
-        self.bench.drain()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID, ONLY_WINDOW], ids=["plain", "shards", "hybrid", "window"])
-def test_whatever_happens_a_depot_agrees_with_a_plain_set(groups: tuple[m.GroupShape, ...], policy: str) -> None:
-    reached = Counter[str]()
-
-    @seed(1)
-    @settings(
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
-    @given(st.randoms(use_true_random=True), st.integers(6, 24))
-    def live(rng: random.Random, pages: int) -> None:
-        life = Life(rng, groups, policy, pages)
-        for number in range(80):
-            life.step()
-            if number % 8 == 0:
-                life.restart()
-        life.finish()
-        reached.update(life.reached)
-
-    live()
-    for what in ("hit", "evicted", "declined", "expired", "quarantined", "found after a restart"):
-        assert 10 * reached[what] >= settings().max_examples, f"{what} came about {reached[what]} times: too rarely"
 
 
 # --- wrong bytes ----------------------------------------------------------------------------------------------------
