@@ -59,7 +59,9 @@ def test_pools_that_may_be_a_restarting_depot_s_stay_unless_they_are_named(
 ) -> None:
     monkeypatch.setattr(pools, "find_pools", lambda: find_pools(tmp_path))
     for name, age in (("recent", 0), ("old", 3600)):
-        open_pool(tmp_path / name, 1 << 20, 64, server="the depot of --dir /one").close(remove=False)
+        files = open_pool(tmp_path / name, 1 << 20, 64, server="the depot of --dir /one")
+        files.take_place()
+        files.close(remove=False)
         used_at = time.time() - age
         for path in (tmp_path / name).iterdir():
             os.utime(path, (used_at, used_at))

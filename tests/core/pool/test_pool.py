@@ -108,6 +108,7 @@ SIZE = 1 << 20
 
 def open_here(folder: Path, *, fresh: bool = False) -> PoolFiles:
     files = open_pool(folder, SIZE, 64, server="the depot of --dir /one", fresh=fresh)
+    files.take_place()
     os.posix_fallocate(files.pool_fd, 0, SIZE)
     return files
 

@@ -14,6 +14,7 @@ from kvdepot.config import CONTROL_SOCKET, ServerConfig
 from kvdepot.index.index import MOST_EVICTED
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
+from kvdepot.pool.files import open_pool
 from kvdepot.pool.folder import NAMES_FILE
 from kvdepot.pool.table import Writer
 from kvdepot.server import commands
@@ -290,9 +291,11 @@ def test_so_many_promotions_are_under_way_and_no_more(monkeypatch: pytest.Monkey
 
 def make_server(folder: Path) -> DepotServer:
     (folder / "pool").mkdir(exist_ok=True)
-    return DepotServer(
-        ServerConfig(directory=folder / "depot", pool_directory=folder / "pool", pool_size_bytes=1 << 20)
-    )
+    config = ServerConfig(directory=folder / "depot", pool_directory=folder / "pool", pool_size_bytes=1 << 20)
+    files = open_pool(config.pool_path, 1 << 20, 1024, server="an earlier depot")
+    files.take_place()
+    files.close(remove=False)
+    return DepotServer(config)
 
 
 @pytest.mark.promise(61)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvdepot.pool.files import open_pool
+
 OCCUPY: dict[str, Callable[[Path], object]] = {
     "a file": lambda path: path.write_text("somebody's"),
     "a folder": Path.mkdir,
@@ -62,3 +64,23 @@ def test_a_socket_that_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
         if any("serving" in line for line in process.stderr):
             process.terminate()
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("what", ["--http", "--events", "control.sock"])
+def test_a_start_that_fails_leaves_the_cache_that_its_pool_was_to_replace(what: str, tmp_path: Path) -> None:
+    folder, depot = tmp_path / "pool", tmp_path / "depot"
+    files = open_pool(folder, 1 << 20, 64, server="the depot of --dir /one")
+    files.take_place()
+    files.close(remove=False)
+    before = {path.name: path.stat().st_ino for path in folder.iterdir()}
+    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(depot), "--pool-dir", str(folder)]
+    command += ["--pool-size", "2MiB", "--log-level", "error"]  # tmp_path may be on a disk: a warning
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        if what == "control.sock":
+            (depot / what).mkdir(parents=True)
+        else:
+            command += [what, f"127.0.0.1:{port}" if what == "--http" else f"tcp://127.0.0.1:{port}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert {path.name: path.stat().st_ino for path in folder.iterdir()} == before

@@ -98,7 +98,7 @@ def run_serve(options: argparse.Namespace) -> int:
                 http_settings.write_token(config.directory / HTTP_TOKEN)
             http = HttpServer(str(config.directory), http_settings)
     except ConfigError:
-        server.close(has_failed=True)
+        server.close()
         raise
     try:
         server.run()

@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from blake3 import blake3
@@ -56,6 +56,36 @@ class PoolFiles:
     table_fd: int  # read only, for workers
     names: NamesFile
     is_new: bool
+    unnamed: dict[str, str] = field(default_factory=dict[str, str])  # what new files are called until `take_place`
+    earlier_fd: int | None = None  # locks the pool that new files replace
+    why_new: str = ""  # although there was an earlier pool
+
+    def take_place(self) -> None:
+        """Give new files their names, in place of an earlier server's; call it when nothing else of a start can fail.
+
+        All three are whole, locked and have memory by then, so a crash leaves files that a later start knows as a
+        depot's. Earlier files are not truncated: a client of an earlier server may still have them mapped.
+
+        Raises:
+            DepotBusy: another server has made a pool here meanwhile.
+            PoolError: the folder has no room for the names.
+        """
+        with PoolFolder(self.directory, through_links=True) as folder:
+            try:
+                for kind, name in self.unnamed.items():
+                    folder.give_name(name, kind, replaces=kind != POOL_FILE or self.earlier_fd is not None)
+                    self.unnamed[kind] = kind
+            except (FileExistsError, FileNotFoundError):
+                raise busy(folder, "a server that is starting") from None
+            except OSError as error:
+                raise PoolError(f"no pool in {self.directory}: {error}") from error
+            self.unnamed = {}
+            folder.remove_files(only_unfinished=True)  # of starts that were killed: whoever else starts now has lost
+        if self.why_new:
+            logger.warning("the cache of an earlier server in %s is thrown away: %s", self.directory, self.why_new)
+        if self.earlier_fd is not None:
+            os.close(self.earlier_fd)
+            self.earlier_fd = None
 
     def advance(self) -> None:
         """Begin a new generation, so that copies of the files that were made before do not fit together any more."""
@@ -63,25 +93,32 @@ class PoolFiles:
         os.pwrite(self.lock_fd, _TRAILER.pack(POOL_MAGIC, self.table.generation), self.size_bytes)
 
     def close(self, *, remove: bool) -> None:
-        """Close all files. If `remove`, delete them."""
+        """Close all files. If `remove`, delete them. Files that have not taken their place are deleted in any case."""
         self.table.close()
         self.names.close()
         os.close(self.pool_fd)
         os.close(self.table_fd)
-        if remove:
-            with PoolFolder(self.directory, through_links=True) as folder:
-                if not folder.remove_pool():
-                    logger.info("%s holds other files and stays", self.directory)
+        with PoolFolder(self.directory, through_links=True) as folder:
+            if self.unnamed:
+                for name in self.unnamed.values():
+                    folder.remove(name)
+                with contextlib.suppress(OSError):  # another server's files are there
+                    self.directory.rmdir()
+            elif remove and not folder.remove_pool():
+                logger.info("%s holds other files and stays", self.directory)
+        if self.earlier_fd is not None:
+            os.close(self.earlier_fd)
         os.close(self.lock_fd)
 
 
 def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str, fresh: bool = False) -> PoolFiles:
-    """Open the pool in `directory`, an earlier server's if it verifies, else a new one.
+    """Open the pool in `directory`, an earlier server's if it verifies, else a new one that has no name yet.
 
     A new pool has its first 64 MiB, no more: see `allocate_in_background`. The pool's file stays locked until `close`,
     so no other server opens it, whichever path, container or PID namespace it comes from.
 
-    A pool of another size is replaced only when the new one has its memory, so an error leaves the cache that is there.
+    A pool of another size is replaced only by `PoolFiles.take_place`, so a start that fails leaves the cache that is
+    there.
 
     Args:
         directory: made if it is not there.
@@ -114,20 +151,20 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
                 if earlier_fd is not None and not is_kept:
                     folder.remove_files()  # it is of no use, and the new one may need its memory
                 try:
-                    files = _create(folder, size_bytes, num_records, replaces=is_kept)
+                    files = _create(folder, size_bytes, num_records)
                 except (PoolError, OSError) as error:
                     text = str(error) if isinstance(error, PoolError) else f"no pool in {directory}: {error}"
                     if is_kept:
                         text += f" (the cache in {directory} stays: {why_not}; --fresh discards it first)"
-                    raise (DepotBusy if isinstance(error, DepotBusy) else PoolError)(text) from error
-                if why_not:
-                    logger.warning("the cache of an earlier server in %s is thrown away: %s", directory, why_not)
+                    raise PoolError(text) from error
+                files.why_new = why_not
+                if is_kept:
+                    files.earlier_fd, earlier_fd = earlier_fd, None
             else:
                 earlier_fd = None  # it is the files' now
         finally:
             if earlier_fd is not None:
                 os.close(earlier_fd)
-        folder.remove_files(only_unfinished=True)  # of starts that were killed: whoever else starts now has lost
     files.table.holder = server
     files.advance()
     return files
@@ -256,12 +293,8 @@ def _reopen(folder: PoolFolder, size_bytes: int, lock_fd: int) -> PoolFiles:
     return files
 
 
-def _create(folder: PoolFolder, size_bytes: int, num_records: int, *, replaces: bool) -> PoolFiles:
-    """Make new files. All three are whole, locked and have memory before the first gets its name.
-
-    So an error changes nothing, and a crash leaves files that a later start knows as a depot's. Earlier files are not
-    truncated: a client of an earlier server may still have them mapped. With `replaces` the caller has them locked.
-    """
+def _create(folder: PoolFolder, size_bytes: int, num_records: int) -> PoolFiles:
+    """Make new files, or none if it fails; they get their names by `PoolFiles.take_place`."""
     unfinished = folder.unfinished_names()
     with contextlib.ExitStack() as undo:
         for name in unfinished.values():
@@ -282,15 +315,7 @@ def _create(folder: PoolFolder, size_bytes: int, num_records: int, *, replaces: 
         os.fsync(fd)  # on a disk, a crash of the machine would otherwise leave files without a magic: nobody's
         os.fsync(table_fd)
         names.flush()
-        try:
-            folder.give_name(unfinished[POOL_FILE], POOL_FILE, replaces=replaces)
-            undo.callback(folder.remove, POOL_FILE)
-            for kind in (TABLE_FILE, NAMES_FILE):
-                folder.give_name(unfinished[kind], kind, replaces=True)
-                undo.callback(folder.remove, kind)
-        except (FileExistsError, FileNotFoundError):
-            raise busy(folder, "a server that is starting") from None
-        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, is_new=True)
+        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, is_new=True, unnamed=unfinished)
         undo.pop_all()
     return files
 

@@ -74,7 +74,7 @@ class DepotServer:
         with contextlib.ExitStack() as undo:  # a start that fails leaves nothing behind
             undo.callback(os.close, self._lock)
             self._files = self._open_files()
-            undo.callback(self._files.close, remove=self._files.is_new)
+            undo.callback(self._files.close, remove=False)
             self.depot = self._make_depot()
             self._waker = Waker()
             undo.callback(self._waker.close)
@@ -195,6 +195,7 @@ class DepotServer:
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until told to stop."""
         try:
+            self._files.take_place()
             self._results.start()
             logger.info(
                 "serving %s with a pool of %s in %s (epoch %d)",
@@ -223,11 +224,8 @@ class DepotServer:
             return False
         return not self.depot.stores.tickets or time.monotonic() >= self._stopping_at
 
-    def close(self, *, has_failed: bool = False) -> None:
-        """Close sockets and files. Remove an ephemeral pool, and a new one if the start `has_failed`.
-
-        Any other pool waits for the next server.
-        """
+    def close(self) -> None:
+        """Close sockets and files. Remove an ephemeral pool; any other that has served waits for the next server."""
         state = self.depot.state
         if state.movers is not None:
             state.movers.close()
@@ -236,7 +234,7 @@ class DepotServer:
         if state.tiering is not None:
             state.tiering.close(_DRAIN_SECONDS)
         self._context.destroy(linger=0)
-        is_removed = self.config.ephemeral or (self._files.is_new and has_failed)
+        is_removed = self.config.ephemeral or bool(self._files.unnamed)
         self._files.close(remove=is_removed)
         self._waker.close()
         os.close(self._lock)
