@@ -295,7 +295,10 @@ def make_server(folder: Path) -> DepotServer:
     files = open_pool(config.pool_path, 1 << 20, 1024, server="an earlier depot")
     files.take_place()
     files.close(remove=False)
-    return DepotServer(config)
+    server = DepotServer(config)
+    assert server.restoring is not None
+    server.restoring.go_on(lambda: False)
+    return server
 
 
 @pytest.mark.promise(61)
