@@ -225,9 +225,6 @@ class World:
         client: Any = Client(self)
         self.namespace = Namespace("model")
         self.side = SchedulerSide(cache, self.namespace, settings, client, 2, can_blend=True, clock=lambda: 0.0)
-        blends = self.side._blends
-        assert blends is not None
-        self.blends = blends
         self.side.bind_block_pool(self.scheduler.kv_cache_manager.block_pool)
         self.scheduler.connector._scheduler = self.side
         self.scheduler.connector.get_kv_connector_stats = lambda: None  # it would take the counters
@@ -288,7 +285,7 @@ class World:
             request = scheduler.requests[name]
             start, tokens = request.num_computed_tokens - count, list(request.all_token_ids)
             table = scheduler.kv_cache_manager.get_block_ids(name)[0]
-            has_blended = self.blends.exact_tokens(name) is not None
+            has_blended = self.side._requests[name].exact_tokens is not None
             for rank in self.ranks:
                 num_wrong = rank.compute(tokens, list(range(start, start + count)), table)
                 self.counts["contaminated"] += 0 if has_blended else num_wrong
@@ -381,7 +378,7 @@ def main(model: str, seed: int, num_steps: int, taint: str) -> None:
     world.worker.bench.index.check_integrity()
     print(json.dumps({
         **world.counts, **world.side.counters, "left": len(world.scheduler.requests),
-        "held_blocks": NUM_BLOCKS - 1 - pool.get_num_free_blocks(), "jobs": len(world.blends._jobs),
+        "held_blocks": NUM_BLOCKS - 1 - pool.get_num_free_blocks(), "jobs": len(world.side._blends._jobs),
     }))  # fmt: skip
 
 

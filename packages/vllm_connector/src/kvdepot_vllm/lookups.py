@@ -1,26 +1,25 @@
-"""Questions to the depot: one open question per request, its answer, and the announcement to other engines.
+"""Lookups: at most one per request at a time, the lease of its answer, and the announcement to other engines.
 
-`SchedulerSide` opens a question when a request arrives, polls `answer` while vLLM schedules, drops the answer when the
-load is decided or has ended, and closes the question when the request ends. Nothing here plans loads or stores.
-If the depot dies, each question is answered with a miss.
+`SchedulerSide` asks when a request arrives, polls while vLLM schedules, and drops the answer when the load is decided
+or has ended. Nothing here plans loads or stores. If the depot dies, each lookup is answered with a miss.
 """
 
+import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from kvdepot.client.answers import MISS, Lease
 from kvdepot.client.scheduler import PendingLookup, SchedulerClient
 from kvdepot.counting import Counts
-from kvdepot.keys import KeyRun
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.counting import engine_counter
-from kvdepot_vllm.engine import EngineRequest
-from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over
+from kvdepot_vllm.hand_over import asks_for_hand_over
 from kvdepot_vllm.settings import Settings
-from kvdepot_vllm.stores import StoreProgress
+from kvdepot_vllm.state import Outcome, RequestState
 from kvdepot_vllm.tracing import end_span, start_span
+
+logger = logging.getLogger(__name__)
 
 _LOOKUPS: Final = engine_counter("lookups", "Prefixes that were looked up")
 _HAND_OVERS_MISSED: Final = engine_counter(
@@ -28,7 +27,7 @@ _HAND_OVERS_MISSED: Final = engine_counter(
 )
 
 _FRESH_SECONDS: Final = 5.0  # an older answer is asked for again before it is used
-_HAND_OVER_SECONDS: Final = 0.005  # between two questions for a prompt that a prefill engine has not begun
+_HAND_OVER_SECONDS: Final = 0.005  # between two lookups of a prompt that a prefill engine has not begun
 _IDLE_SECONDS: Final = 0.001  # to wait for an answer while nothing is computed; shorter than an empty step
 # The same for an answer that waits for a tier or another engine. Empty steps, one after the other, would take most of a
 # core, which on CPU the other engine computes with. A request that arrives in the meantime waits that long.
@@ -39,39 +38,11 @@ _PATIENCE: Final = 2.0
 _SLACK_SECONDS: Final = 0.05
 
 
-@dataclass(slots=True)
-class Question:
-    """How much of one request's prompt does the depot have?
-
-    Attributes:
-        request: vLLM's.
-        progress: of the same request; a request that stores nothing announces nothing.
-        hand_over: set while a prefill engine is expected to compute the prompt.
-        lease: the last answer; the question owns it until it is dropped.
-
-    The other fields belong to `Questions`.
-    """
-
-    request: EngineRequest
-    progress: StoreProgress
-    hand_over: HandOver | None
-    lease: Lease | None = None
-    lookup: PendingLookup | None = None
-    asked_at: float = 0.0
-    waits_until: float = 0.0  # for chunks that others are computing, in all; 0 before the first lookup
-    began_at: float = 0.0  # when the first lookup was sent
-    ask_at: float = 0.0  # when to ask again
-    num_found: int = 0  # chunks of the last answer
-    awaits: int = 0  # leading chunks that the last lookup expects of a prefill engine
-    has_announced: bool = False  # that the engine computes or hands over chunks: withdrawn when the request ends
-    span: Any = None  # of the lookup
-
-
-class Questions:
-    """All questions of one engine: their lookups, the leases of their answers, and their announcements.
+class Lookups:
+    """All lookups of one engine, the leases of their answers, and its announcements.
 
     Args:
-        chunk_tokens: tokens of one chunk.
+        requests: of the engine, by vLLM's name; kept by the caller.
         settings: the user's.
         client: asks the depot; not closed here.
         counters: counts, declared by `engine_counter`.
@@ -80,178 +51,156 @@ class Questions:
 
     def __init__(
         self,
-        chunk_tokens: int,
+        requests: Mapping[str, RequestState],
         settings: Settings,
         client: SchedulerClient,
         counters: Counts,
         clock: Callable[[], float],
     ) -> None:
         self.may_idle = True  # the last step computed nothing, so that one answer may be waited for
-        self._chunk_tokens = chunk_tokens
+        self._requests = requests
         self._settings = settings
         self._client = client
         self._counters = counters
         self._clock = clock
-        self._open: dict[str, Question] = {}
 
-    def open(self, question: Question, *, asks: bool) -> None:
-        """Add the question of a request that arrived. If it `asks`, send its lookup at once."""
-        self._open[question.request.request_id] = question
-        if asks:
-            self._ask(question)
-
-    def wanted_tokens(self, question: Question) -> int:
+    def wanted_tokens(self, state: RequestState) -> int:
         """Return the tokens worth loading: at least one is left to compute, as with vLLM's own prefix cache."""
-        tokens = max(0, question.request.num_tokens - 1)
+        tokens = max(0, state.request.num_tokens - 1)
         return min(
-            MAXIMUM_CHUNKS * self._chunk_tokens,
-            min(tokens, question.progress.tail_end) or tokens - tokens % self._chunk_tokens,
+            MAXIMUM_CHUNKS * state.chunk_tokens,
+            min(tokens, state.tail_end) or tokens - tokens % state.chunk_tokens,
         )
 
-    def answer(self, question: Question) -> Lease | None:
-        """Return a lease of the chunks that the depot has; None until it answers. An old answer is asked for again.
+    def poll(self, state: RequestState) -> Outcome:
+        """Return whether the depot has chunks of a request, which `lease` then keeps. An old answer is asked for again.
 
         Waits at most 10 ms, once for each idle step, however many requests wait.
         """
-        if question.lease is not None and self._clock() - question.asked_at <= _FRESH_SECONDS:
-            return question.lease
-        if question.lookup is None:
-            if self._clock() < question.ask_at:
+        if state.lease is not None and self._clock() - state.asked_at <= _FRESH_SECONDS:
+            return Outcome.HIT if state.lease.num_chunks else Outcome.MISS
+        if state.lookup is None:
+            if self._clock() < state.ask_at:
                 if self.may_idle:
                     self.may_idle = False
                     time.sleep(_IDLE_SECONDS)
-                return None
-            if question.lease is not None:  # too old: everything begins again
-                question.waits_until = 0.0
-            self.drop(question)
-            self._ask(question)
-        if question.lookup is None:
-            return question.lease or MISS
+                return Outcome.PENDING
+            if state.lease is not None:  # too old: everything begins again
+                state.waits_until = 0.0
+            self.drop(state)
+            self.ask(state)
+        if state.lookup is None:
+            return Outcome.MISS
         may_wait, self.may_idle = self.may_idle, False
-        is_late = self._clock() - question.asked_at > _LONG_IDLE_SECONDS
+        is_late = self._clock() - state.asked_at > _LONG_IDLE_SECONDS
         seconds = _LONG_IDLE_SECONDS if is_late else _IDLE_SECONDS
-        if not (question.lookup.wait(seconds) if may_wait else question.lookup.query()):
-            return None
-        lease = self._take(question, question.lookup)
-        if self._asks_again(question, lease):
-            return None
+        if not (state.lookup.wait(seconds) if may_wait else state.lookup.query()):
+            return Outcome.PENDING
+        lease = self._take(state, state.lookup)
+        if self._asks_again(state, lease):
+            return Outcome.PENDING
         self._counters[_LOOKUPS] += 1
-        return lease
+        return Outcome.HIT if lease.num_chunks else Outcome.MISS
 
-    def settle(self, question: Question) -> int | None:
-        """Drop a question that no load needs. Return how many chunks the depot has; None if unknown."""
-        lookup = question.lookup
-        num_chunks = self._take(question, lookup).num_chunks if lookup is not None and lookup.query() else None
-        self.drop(question)
-        return num_chunks
+    def settle(self, state: RequestState) -> None:
+        """Drop a lookup that no load needs. If its answer is here, note which chunks need no store."""
+        if state.lookup is not None and state.lookup.query():
+            state.found(self._take(state, state.lookup).num_chunks)
+        self.drop(state)
 
-    def drop(self, question: Question) -> None:
+    def drop(self, state: RequestState) -> None:
         """Cancel the lookup under way, and release the last answer."""
-        if question.lookup is not None:
-            question.lookup.cancel()
-            question.lookup = None
-            end_span(question.span, cancelled=True)
-            question.span = None
-        if question.lease is not None:
-            self._client.release(question.lease)
-            question.lease = None
+        if state.lookup is not None:
+            state.lookup.cancel()
+            state.lookup = None
+            end_span(state.lookup_span, cancelled=True)
+            state.lookup_span = None
+        if state.lease is not None:
+            self._client.release(state.lease)
+            state.lease = None
 
-    def remember_miss(self, question: Question) -> None:
+    def remember_miss(self, state: RequestState) -> None:
         """Replace the answer by a miss, which is used while it is fresh instead of asking again."""
-        self.drop(question)
-        question.lease = MISS
+        self.drop(state)
+        state.lease = MISS
 
-    def withdraw(self, request_id: str) -> None:
+    def withdraw(self, state: RequestState) -> None:
         """Withdraw the announcement of a request that will not be computed for now."""
-        question = self._open.get(request_id)
-        if question is not None and question.has_announced:
-            question.has_announced = False
+        if state.has_announced:
+            state.has_announced = False
+            self._client.end_request(state.request_id)
+
+    def withdraw_ended(self, request_id: str) -> None:
+        """Withdraw the announcement of a request that has ended, unless a new one has its name by now."""
+        if request_id not in self._requests:
             self._client.end_request(request_id)
 
-    def close(self, question: Question) -> bool:
-        """Take out the question of a request that ends. Its lease stays until it is dropped.
-
-        Returns:
-            whether an announcement stands: `end` withdraws it, once the last store of the request has ended.
-        """
-        self._open.pop(question.request.request_id, None)
-        return question.has_announced
-
-    def end(self, request_id: str) -> None:
-        """Withdraw the announcement of a closed question, unless a new request has its name by now."""
-        if request_id not in self._open:
-            self._client.end_request(request_id)
-
-    def _wanted(self, question: Question) -> KeyRun:
-        return question.progress.run_to(0, self.wanted_tokens(question))
-
-    def _ask(self, question: Question) -> None:
-        key, now = self._wanted(question), self._clock()
+    def ask(self, state: RequestState) -> None:
+        """Send the lookup of a request, unless its prompt is shorter than a chunk."""
+        wanted_tokens, now = self.wanted_tokens(state), self._clock()
+        key = state.run_to(0, wanted_tokens)
         if not key.num_chunks:
             return
         wait_seconds = None
-        if not question.waits_until:
-            question.began_at, question.waits_until = now, now + self._patience_seconds(question)
-        elif question.hand_over is None:
-            wait_seconds = max(0.0, question.waits_until - now)
-        question.asked_at = now
-        question.span = start_span("kvdepot lookup", question.request, wanted_tokens=self.wanted_tokens(question))
+        if not state.waits_until:
+            state.began_at, state.waits_until = now, now + self._patience_seconds(state)
+        elif state.hand_over is None:
+            wait_seconds = max(0.0, state.waits_until - now)
+        state.asked_at = now
+        state.lookup_span = start_span("kvdepot lookup", state.request, wanted_tokens=wanted_tokens)
         joins = self._settings.wait_for_others
-        announces = joins and question.progress.may_store and question.hand_over is None
-        hand_over = question.hand_over
-        end_tokens = question.progress.tail_end or question.request.num_prompt_tokens
-        question.awaits = 0 if hand_over is None else hand_over.num_chunks(key, end_tokens, self._chunk_tokens)
-        hands_over = question.progress.may_store and asks_for_hand_over(question.request.kv_transfer_params)
-        question.has_announced |= announces or hands_over
-        question.lookup = self._client.submit_lookup(
-            question.request.request_id,
+        announces = joins and state.may_store and state.hand_over is None
+        hand_over = state.hand_over
+        end_tokens = state.tail_end or state.request.num_prompt_tokens
+        state.awaits = 0 if hand_over is None else hand_over.num_chunks(key, end_tokens, state.chunk_tokens)
+        hands_over = state.may_store and asks_for_hand_over(state.request.kv_transfer_params)
+        state.has_announced |= announces or hands_over
+        state.lookup = self._client.submit_lookup(
+            state.request_id,
             key,
             joins=joins,
             announces=announces,
-            ahead_tokens=self._ahead_tokens(question),
-            awaits=question.awaits,
+            ahead_tokens=self._ahead_tokens(state),
+            awaits=state.awaits,
             hands_over=hands_over,
             wait_seconds=wait_seconds,
         )
 
-    def _asks_again(self, question: Question, lease: Lease) -> bool:
+    def _asks_again(self, state: RequestState, lease: Lease) -> bool:
         """Ask again if others bring more chunks; False if the answer is final."""
-        now, hand_over = self._clock(), question.hand_over
-        if hand_over is not None and lease.num_chunks > question.num_found:
-            question.waits_until = now + self._patience_seconds(question)  # the prefill engine is at work
-        question.num_found = lease.num_chunks
-        if lease.num_pending and now < question.waits_until:
-            question.ask_at = now
-        elif hand_over is None or lease.num_chunks >= question.awaits:
+        now, hand_over = self._clock(), state.hand_over
+        if hand_over is not None and lease.num_chunks > state.num_found:
+            state.waits_until = now + self._patience_seconds(state)  # the prefill engine is at work
+        state.num_found = lease.num_chunks
+        if lease.num_pending and now < state.waits_until:
+            state.ask_at = now
+        elif hand_over is None or lease.num_chunks >= state.awaits:
             return False
-        elif now < question.began_at + hand_over.wait_seconds:
-            question.ask_at = now + _HAND_OVER_SECONDS
+        elif now < state.began_at + hand_over.wait_seconds:
+            state.ask_at = now + _HAND_OVER_SECONDS
         else:
-            question.hand_over, question.ask_at = None, now  # this lookup announces that the engine computes the rest
+            state.hand_over, state.ask_at = None, now  # this lookup announces that the engine computes the rest
             self._counters[_HAND_OVERS_MISSED] += 1
-        self.drop(question)
-        if question.ask_at <= now:
-            self._ask(question)
+        self.drop(state)
+        if state.ask_at <= now:
+            self.ask(state)
         return True
 
-    def _patience_seconds(self, question: Question) -> float:
+    def _patience_seconds(self, state: RequestState) -> float:
         """Return how long a request may wait for others in all: a deadline while the cost of a token is unknown."""
-        own_seconds = question.request.num_tokens * self._client.token_seconds
+        own_seconds = state.request.num_tokens * self._client.token_seconds
         return _PATIENCE * own_seconds + _SLACK_SECONDS if own_seconds else self._settings.deadline_seconds
 
-    def _ahead_tokens(self, question: Question) -> int:
+    def _ahead_tokens(self, state: RequestState) -> int:
         """Return the tokens of earlier prompts that are still to be computed, as far as that is known."""
         return sum(
-            max(
-                0,
-                other.request.num_prompt_tokens - max(progress.num_computed, progress.num_stored * self._chunk_tokens),
-            )
-            for other in self._open.values()
-            if other is not question and other.lookup is None and (progress := other.progress)
+            max(0, other.request.num_prompt_tokens - max(other.num_computed, other.num_stored * other.chunk_tokens))
+            for other in self._requests.values()
+            if other is not state and other.lookup is None
         )
 
-    def _take(self, question: Question, lookup: PendingLookup) -> Lease:
-        question.lease, question.lookup = lookup.result(), None
-        end_span(question.span, found_tokens=question.lease.num_chunks * self._chunk_tokens)
-        question.span = None
-        return question.lease
+    def _take(self, state: RequestState, lookup: PendingLookup) -> Lease:
+        state.lease, state.lookup = lookup.result(), None
+        end_span(state.lookup_span, found_tokens=state.lease.num_chunks * state.chunk_tokens)
+        state.lookup_span = None
+        return state.lease

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -24,11 +24,12 @@ from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
 from kvdepot_vllm.hints import Hints
 from kvdepot_vllm.identity import RequestIdentity
-from kvdepot_vllm.loads import Load, Loads
-from kvdepot_vllm.lookups import Question, Questions
+from kvdepot_vllm.loads import Loads
+from kvdepot_vllm.lookups import Lookups
 from kvdepot_vllm.prefill_cost import PrefillCost
 from kvdepot_vllm.settings import Settings
-from kvdepot_vllm.stores import EndedStore, RequestKeys, StoreProgress, Stores
+from kvdepot_vllm.state import Outcome, RequestState
+from kvdepot_vllm.stores import EndedStore, Stores
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +38,6 @@ _HIT_TOKENS: Final = engine_counter("hit_tokens", "Tokens that were loaded inste
 
 _SLOWEST_TOKEN_SECONDS: Final = 60.0  # the protocol's limit
 _OURS: Final = "kvdepot"  # the key of settings that a request brings
-
-
-@dataclass(slots=True)
-class _Request:
-    request: EngineRequest
-    keys: RequestKeys
-    progress: StoreProgress
-    may_load: bool
-    hints: Hints | None
-    question: Question
-    load: Load
-    has_noted: bool = False  # the depot knows its contents
 
 
 class SchedulerSide:
@@ -84,12 +73,12 @@ class SchedulerSide:
         self._on_stored = on_stored
         self._clock = clock
         self._identity = RequestIdentity()
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._stores = Stores(cache, settings, num_workers, self._store_ended, clock)
         self._prefill_cost = PrefillCost()
         self.counters = self._stores.counters
-        self._questions = Questions(cache.chunk_tokens, settings, client, self.counters, clock)
-        self._blends = Blends(cache, settings, client, num_workers, self.counters, clock) if can_blend else None
+        self._lookups = Lookups(self._requests, settings, client, self.counters, clock)
+        self._blends = Blends(cache, settings, client, num_workers, self.counters, clock, can_blend=can_blend)
         self._loads = Loads(cache, self._blends, self._null_block)
 
     @property
@@ -107,9 +96,7 @@ class SchedulerSide:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Take the pool whose blocks stores hold."""
-        self._stores.pool = pool
-        if self._blends is not None:
-            self._blends.pool = pool
+        self._stores.pool = self._blends.pool = pool
 
     def _null_block(self) -> int:
         return self._stores.pool.null_block.block_id if self._stores.pool is not None else 0
@@ -120,31 +107,28 @@ class SchedulerSide:
         """Send the lookup of a request that arrived, so that the answer is here when it is first scheduled."""
         params = request_params(request)
         chunk_tokens = self._cache.chunk_tokens
-        hasher = PrefixHasher(self._namespace, chunk_tokens, self._identity.extra_keys(request))
         hand_over = HandOver.parse(request.kv_transfer_params)
         hands_over = hand_over is not None or asks_for_hand_over(request.kv_transfer_params)
-        tail_end = self._cache.tail_end(request.num_prompt_tokens) if hands_over else 0
-        keys = RequestKeys(request, hasher, chunk_tokens, tail_end)
-        may_store = self._settings.store != "none" and params.get("store") is not False and not request.resumable
-        progress = StoreProgress(request, keys, may_store)
-        question = Question(request, progress, hand_over)
-        state = _Request(
+        state = RequestState(
             request,
-            keys,
-            progress,
+            PrefixHasher(self._namespace, chunk_tokens, self._identity.extra_keys(request)),
+            chunk_tokens,
+            prompt_tail_end=self._cache.tail_end(request.num_prompt_tokens) if hands_over else 0,
             may_load=self._settings.load and params.get("load") is not False and not request.resumable,
+            may_store=self._settings.store != "none" and params.get("store") is not False and not request.resumable,
+            must_note=self._blends.can_blend,
             hints=Hints.parse(params),
-            question=question,
-            load=Load(question),
+            hand_over=hand_over,
         )
-        stale = self._requests.pop(request.request_id, None)
+        stale = self._requests.pop(state.request_id, None)
         if stale is not None:
             self._forget(stale)
-        self._requests[request.request_id] = state
-        asks = state.may_load and not request.skip_reading_prefix_cache
-        self._questions.open(state.question, asks=asks)
-        if asks and self._blends is not None:
-            self._blends.begin(request, self._namespace, params)
+        self._requests[state.request_id] = state
+        if state.may_load and not request.skip_reading_prefix_cache:
+            self._lookups.ask(state)
+            self._blends.begin(state, self._namespace, params)
+        else:
+            logger.debug("request %s: no lookup, as it may not load or read caches", state.request_id)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens past the local hit a load would bring; None while the depot has not answered.
@@ -154,37 +138,26 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             return 0, False
-        state.load.local_tokens = local_tokens
-        state.progress.num_computed = 0
-        if not state.may_load or request.skip_reading_prefix_cache or state.load.was_offered:
-            self._questions.drop(state.question)
+        state.local_tokens, state.num_computed = local_tokens, 0
+        if not state.may_load or request.skip_reading_prefix_cache or state.was_loaded:
+            self._lookups.drop(state)
             return 0, False
-        wanted_tokens = self._questions.wanted_tokens(state.question)
+        wanted_tokens = self._lookups.wanted_tokens(state)
         if wanted_tokens <= local_tokens:
-            num_found = self._questions.settle(state.question)
-            if num_found is not None:
-                state.progress.found(num_found)
+            self._lookups.settle(state)
             return 0, False
-        lease = self._questions.answer(state.question)
-        if lease is None:
+        if self._lookups.poll(state) is Outcome.PENDING:
             return None, False
-        state.progress.found(lease.num_chunks)
-        exact = max(local_tokens, min(lease.num_chunks * self._cache.chunk_tokens, wanted_tokens))
-        end = self._offered(state, exact)
-        if end is None:
+        state.found(state.num_leased)
+        end = exact = max(local_tokens, min(state.num_leased * self._cache.chunk_tokens, wanted_tokens))
+        outcome = self._blends.offer(state, exact, self._client.token_seconds)
+        if outcome is Outcome.PENDING:
             return None, False
+        if outcome is Outcome.HIT and state.blend is not None and state.blend.offer is not None:
+            end = state.blend.offer.end
         if exact == local_tokens:
-            self._questions.remember_miss(state.question)
+            self._lookups.remember_miss(state)
         return end - local_tokens, end > local_tokens
-
-    def _offered(self, state: _Request, exact_tokens: int) -> int | None:
-        """Return where the tokens that a blend brings after the exact prefix end; None until the depot answers."""
-        if self._blends is None or exact_tokens == state.request.num_tokens - 1:
-            return exact_tokens
-        end = self._blends.offer(state.request, exact_tokens, self._client.token_seconds)
-        if end is not None and end > exact_tokens:
-            state.progress.exact_tokens = self._blends.exact_tokens(state.request.request_id)
-        return end
 
     # --- loads ----------------------------------------------------------------------------------------------------
 
@@ -194,8 +167,8 @@ class SchedulerSide:
         if state is None:
             return
         if external_tokens:
-            self._loads.plan(state.load, table, external_tokens)
-        elif state.load.job is None:
+            self._loads.plan(state, table, external_tokens)
+        elif state.load is None:
             self._drop(state)
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -210,26 +183,25 @@ class SchedulerSide:
             tables.boundary_state_offloads if tables is not None else {}
         )
         for request_id in step.preempted_req_ids or ():
-            self._questions.withdraw(request_id)
+            if request_id in self._requests:
+                self._lookups.withdraw(self._requests[request_id])
         self._stores.plan_put_off()  # before others fill the room: vLLM may take these blocks in any step
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not num_tokens:
                 continue
-            progress = state.progress
-            progress.num_computed = state.request.num_computed_tokens + num_tokens
-            if progress.may_store and tables is not None:
+            state.num_computed = state.request.num_computed_tokens + num_tokens
+            if state.may_store and tables is not None:
                 table_of = partial(tables.get_block_ids, request_id)
                 try:
-                    self._stores.plan(progress, table_of, offers.get(request_id, ()), progress.num_computed)
+                    self._stores.plan(state, table_of, offers.get(request_id, ()), state.num_computed)
                 except Exception:
                     logger.exception("the rest of request %s is not stored", request_id)
-                    progress.may_store = False
-        is_idle = self._questions.may_idle = not step.num_scheduled_tokens
+                    state.may_store = False
+        is_idle = self._lookups.may_idle = not step.num_scheduled_tokens
         self._prefill_cost.planned(self._clock(), sum(step.num_scheduled_tokens.values()))
         self._client.token_seconds = min(self._prefill_cost.token_seconds, _SLOWEST_TOKEN_SECONDS)
-        blends, slice_of, given_up = self._blends.take_planned() if self._blends is not None else ((), None, ())
-        return StepPlan(self._loads.take_planned(), self._stores.take_planned(), is_idle, blends, slice_of, given_up)
+        return StepPlan(self._loads.take_planned(), self._stores.take_planned(), is_idle, *self._blends.take_planned())
 
     def workers_reported(
         self, report: WorkerReport, finished: Collection[str], failed: Collection[str], invalid_blocks: set[int]
@@ -244,59 +216,55 @@ class SchedulerSide:
         """
         self._prefill_cost.reported(self._clock())
         self._stores.report(report.ended)
-        if self._blends is not None:
-            self._blends.loaded(report.blends_loaded)
-            self._blends.computed(report.blended)
+        self._blends.loaded(report.blends_loaded)
+        self._blends.computed(report.blended)
         if invalid_blocks:
-            self._loads.mark_invalid((state.load for state in self._requests.values()), invalid_blocks)
+            self._loads.mark_invalid(self._requests.values(), invalid_blocks)
         for request_id in finished:
             state = self._requests.get(request_id)
-            has_failed = request_id in failed or (state is not None and state.load.has_failed)
-            if self._blends is not None:
-                self._blends.ended(request_id, has_failed=has_failed)
-            if state is not None and state.load.job is not None:
+            has_failed = request_id in failed or (state is not None and state.load_has_failed)
+            self._blends.ended(request_id, has_failed=has_failed)
+            if state is not None and state.load is not None:
                 self._load_ended(state, has_failed=has_failed)
 
-    def _load_ended(self, state: _Request, *, has_failed: bool) -> None:
-        num_tokens = self._loads.end(state.load, has_failed=has_failed)
+    def _load_ended(self, state: RequestState, *, has_failed: bool) -> None:
+        num_tokens = self._loads.end(state, has_failed=has_failed)
         self._drop(state)
         if has_failed:
             self.counters[_FAILED_LOADS] += 1
-            state.progress.found(0)
-            state.progress.num_computed = 0
+            state.found(0)
+            state.num_computed = 0
             return
         self.counters[_HIT_TOKENS] += num_tokens
-        if state.progress.exact_tokens is not None:  # other engines cannot use what it computes from now on
-            self._questions.withdraw(state.request.request_id)
+        if state.exact_tokens is not None:  # other engines cannot use what it computes from now on
+            self._lookups.withdraw(state)
         self._note(state)
 
-    def _note(self, state: _Request, *, is_over: bool = False) -> None:
+    def _note(self, state: RequestState, *, is_over: bool = False) -> None:
         """Tell the depot which segments the prompt's chunks hold, once all are stored or the request has ended."""
-        if self._blends is None or state.has_noted:
+        if not state.must_note:
             return
-        request, progress = state.request, state.progress
-        num_chunks = request.num_prompt_tokens // self._cache.chunk_tokens
-        if progress.exact_tokens is not None:
-            num_chunks = min(num_chunks, progress.exact_tokens // self._cache.chunk_tokens)
-        num_stored = min(num_chunks, progress.num_stored, MAXIMUM_CHUNKS)
+        num_chunks = state.request.num_prompt_tokens // self._cache.chunk_tokens
+        if state.exact_tokens is not None:
+            num_chunks = min(num_chunks, state.exact_tokens // self._cache.chunk_tokens)
+        num_stored = min(num_chunks, state.num_stored, MAXIMUM_CHUNKS)
         if not num_stored or (num_stored < num_chunks and not is_over):
             return
-        key, namespace, blends = state.keys.run(0, num_stored), self._namespace, self._blends
+        key, namespace = state.run(0, num_stored), self._namespace
         if is_over:
             self._stores.once_stored(
-                request.request_id,
+                state,
                 # After a reset, the chunks are of the generation before.
-                lambda: blends.note(request, namespace, key) if namespace == self._namespace else None,
+                lambda: self._blends.note(state, namespace, key) if namespace == self._namespace else None,
             )
-        elif not self._stores.is_storing(request.request_id):
-            blends.note(request, namespace, key)
-            state.has_noted = True
+        elif not state.num_storing:
+            self._blends.note(state, namespace, key)
+            state.must_note = False
 
-    def _store_ended(self, store: EndedStore) -> None:
+    def _store_ended(self, state: RequestState, store: EndedStore) -> None:
         if store.num_chunks and self._on_stored is not None:
             self._on_stored(store)
-        state = self._requests.get(store.request.request_id)
-        if state is not None:
+        if not state.has_ended:
             self._note(state)
 
     @property
@@ -320,32 +288,30 @@ class SchedulerSide:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return None
-        progress = state.progress
-        has_announced = self._questions.close(state.question)
         try:
-            if progress.may_store and not has_failed and state.load.job is None:
-                computed = min(request.num_computed_tokens - request.num_in_flight_tokens, progress.num_computed)
-                self._stores.plan_last(progress, table, computed)
+            if state.may_store and not has_failed and state.load is None:
+                computed = min(request.num_computed_tokens - request.num_in_flight_tokens, state.num_computed)
+                self._stores.plan_last(state, table, computed)
             if state.hints is not None:
-                key = state.keys.run(0, min(progress.num_stored, MAXIMUM_CHUNKS))
-                self._stores.once_stored(request.request_id, partial(self._send, state.hints, key))
-            if has_announced:
-                self._stores.once_stored(request.request_id, partial(self._questions.end, request.request_id))
+                key = state.run(0, min(state.num_stored, MAXIMUM_CHUNKS))
+                self._stores.once_stored(state, partial(self._send, state.hints, key))
+            if state.has_announced:
+                self._stores.once_stored(state, partial(self._lookups.withdraw_ended, state.request_id))
             self._note(state, is_over=True)
             return self._answer_of(state, has_failed=has_failed)
         finally:
             self._forget(state)
 
-    def _answer_of(self, state: _Request, *, has_failed: bool) -> dict[str, Any] | None:
+    def _answer_of(self, state: RequestState, *, has_failed: bool) -> dict[str, Any] | None:
         """Return the `kv_transfer_params` of a request's output."""
-        request, progress, answer = state.request, state.progress, dict[str, Any]()
+        request, answer = state.request, dict[str, Any]()
         if not has_failed and asks_for_hand_over(request.kv_transfer_params):
-            num_chunks = min(progress.num_stored, request.num_prompt_tokens // self._cache.chunk_tokens)
-            if progress.is_tail_stored:
-                answer = handed_over(state.keys.run_with_tail(0), state.keys.tail_end)
+            num_chunks = min(state.num_stored, request.num_prompt_tokens // self._cache.chunk_tokens)
+            if state.is_tail_stored:
+                answer = handed_over(state.run_with_tail(0), state.prompt_tail_end)
             elif num_chunks:
-                answer = handed_over(state.keys.run(0, num_chunks), num_chunks * self._cache.chunk_tokens)
-        blend = self._blends.answer_of(request.request_id) if self._blends is not None else None
+                answer = handed_over(state.run(0, num_chunks), num_chunks * self._cache.chunk_tokens)
+        blend = self._blends.answer_of(state)
         if blend is not None:
             answer["kvdepot"] = {**answer.get("kvdepot", {}), "blend": blend}
         return answer or None
@@ -355,18 +321,17 @@ class SchedulerSide:
             key, session_ended=hints.session_ended, priority=hints.priority, ttl_seconds=hints.ttl_seconds
         )
 
-    def _drop(self, state: _Request) -> None:
+    def _drop(self, state: RequestState) -> None:
         """Give back the leases of a request, whose load is decided or has ended."""
-        self._questions.drop(state.question)
-        if self._blends is not None:
-            self._blends.drop(state.request.request_id)
+        self._lookups.drop(state)
+        self._blends.drop(state)
 
-    def _forget(self, state: _Request) -> None:
-        self._loads.forget(state.load)
+    def _forget(self, state: RequestState) -> None:
+        state.has_ended = True
+        self._loads.forget(state)
         with contextlib.suppress(KVDepotError):
-            self._questions.drop(state.question)
-            if self._blends is not None:
-                self._blends.forget(state.request.request_id)
+            self._lookups.drop(state)
+            self._blends.forget(state)
 
     def reset(self) -> None:
         """Begin a new generation of keys, as the weights may have changed: none of it is shared with older entries."""
@@ -375,12 +340,11 @@ class SchedulerSide:
         extra = tuple(item for item in self._namespace.extra if item[0] != "generation")
         self._namespace = replace(self._namespace, extra=(*extra, ("generation", uuid.uuid4().hex)))
         for state in self._requests.values():
-            state.may_load = state.progress.may_store = False
-            self._questions.drop(state.question)
-            self._questions.withdraw(state.request.request_id)
-            state.has_noted = True  # its chunks are of the generation before
-            if self._blends is not None:
-                self._blends.forget(state.request.request_id)
+            state.may_load = state.may_store = False
+            self._lookups.drop(state)
+            self._lookups.withdraw(state)
+            state.must_note = False  # its chunks are of the generation before
+            self._blends.forget(state)
         logger.info("the prefix cache was reset: this engine begins a new generation of keys")
 
     def close(self) -> None:

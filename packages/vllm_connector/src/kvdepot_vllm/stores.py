@@ -6,18 +6,19 @@ every worker has reported the store, so the blocks survive the end, abort and pr
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvdepot.counting import Counts
-from kvdepot.keys import KeyRun, PrefixHasher
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.blocks import blocks_per_chunk, blocks_to_store
 from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, StoreJob
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.settings import Settings
+from kvdepot_vllm.state import RequestState
 from kvdepot_vllm.tracing import end_span, start_span
 
 logger = logging.getLogger(__name__)
@@ -27,79 +28,6 @@ _STORES_PUT_OFF: Final = engine_counter(
 )
 _STORES_WITHOUT_BLOCKS: Final = engine_counter("stores_without_blocks", "Stores whose blocks were gone")
 _MOST_PUT_OFF: Final = 256  # ended requests; each step looks at the oldest only while there is room for its chunks
-
-
-class RequestKeys:
-    """The keys of one request's chunks, hashed when they are first needed.
-
-    `tail_end` is where the prompt's last chunk ends if it is handed over though it may be incomplete; otherwise 0.
-    """
-
-    def __init__(self, request: EngineRequest, hasher: PrefixHasher, chunk_tokens: int, tail_end: int = 0) -> None:
-        self._request = request
-        self._hasher = hasher
-        self.chunk_tokens = chunk_tokens
-        self.tail_end = tail_end
-
-    def run(self, first: int, stop: int) -> KeyRun:
-        """Return the key of chunks `first` to `stop`."""
-        done, wanted = self._hasher.num_tokens, stop * self.chunk_tokens
-        if done < wanted:
-            self._hasher.extend(self._request.all_token_ids[done:wanted])
-        return self._hasher.run(first, stop)
-
-    def run_with_tail(self, first: int) -> KeyRun:
-        """Return the key of the prompt's chunks from `first` to `tail_end`."""
-        stop, rest = divmod(self.tail_end, self.chunk_tokens)
-        run = self.run(0, stop)
-        if rest:
-            tail = self._hasher.tail(stop, self._request.all_token_ids[self.tail_end - rest : self.tail_end])
-            run = replace(run, digests=run.digests + tail)
-        return run.slice(first)
-
-
-@dataclass(slots=True)
-class StoreProgress:
-    """How far one request is computed and stored.
-
-    Attributes:
-        request: vLLM's.
-        keys: of its chunks.
-        may_store: False once its stores are switched off.
-        num_stored: leading chunks that are in the depot or on their way.
-        num_computed: tokens whose KV is computed once the steps planned so far have run.
-        exact_tokens: leading tokens whose KV is exact; those behind are never stored. None: all.
-        is_tail_stored: whether the incomplete chunk that is handed over is in the depot or on its way.
-    """
-
-    request: EngineRequest
-    keys: RequestKeys
-    may_store: bool
-    num_stored: int = 0
-    num_computed: int = 0
-    exact_tokens: int | None = None
-    is_tail_stored: bool = False
-
-    @property
-    def tail_end(self) -> int:
-        """Where the chunks end that a load may bring if the last one may be incomplete; 0 if it may not.
-
-        The incomplete chunk is the last one only before the first output token.
-        """
-        return self.keys.tail_end if self.request.num_tokens == self.request.num_prompt_tokens else 0
-
-    def run_to(self, first: int, stop_tokens: int) -> KeyRun:
-        """Return the key of the chunks from `first` on that hold the tokens before `stop_tokens`."""
-        stop = -(-stop_tokens // self.keys.chunk_tokens)
-        if 0 < self.tail_end < stop * self.keys.chunk_tokens:
-            return self.keys.run_with_tail(first)
-        return self.keys.run(first, stop)
-
-    def found(self, num_chunks: int) -> None:
-        """Note that the depot has `num_chunks` of the wanted chunks."""
-        whole = (self.tail_end or self.request.num_tokens) // self.keys.chunk_tokens
-        self.num_stored = min(num_chunks, whole)
-        self.is_tail_stored = num_chunks > whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +49,7 @@ class EndedStore:
 
 @dataclass(slots=True)
 class _PendingStore:
-    request: EngineRequest
+    state: RequestState
     first_chunk: int
     num_chunks: int
     covered: tuple[int, ...]
@@ -137,7 +65,7 @@ class _PendingStore:
 class _PutOff:
     """Chunks that found no room when their request ended. vLLM's prefix cache may keep their blocks for a while."""
 
-    progress: StoreProgress
+    state: RequestState
     table: BlockTable
     stop: int  # the chunk after the last
     hashes: dict[int, Any]  # of the blocks when the request ended: a block with another one holds something else
@@ -150,7 +78,7 @@ class Stores:
         cache: the engine's cache.
         settings: the user's.
         num_workers: workers that report each store.
-        on_ended: called after a store has ended and its blocks are released.
+        on_ended: called with the request after a store has ended and its blocks are released.
         clock: seconds, monotonic.
     """
 
@@ -159,7 +87,7 @@ class Stores:
         cache: EngineCache,
         settings: Settings,
         num_workers: int,
-        on_ended: Callable[[EndedStore], None],
+        on_ended: Callable[[RequestState, EndedStore], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counts()
@@ -172,14 +100,13 @@ class Stores:
         self._blocks_per_chunk = [blocks_per_chunk(cache, group) for group in cache.groups]
         self._planned: list[StoreJob] = []
         self._pending: dict[int, _PendingStore] = {}
-        self._put_off: dict[str, _PutOff] = {}  # by request, the oldest first
-        self._afterwards: dict[str, list[Callable[[], None]]] = {}
+        self._put_off: deque[_PutOff] = deque()  # the oldest first
         self.num_held_blocks = 0
         self._next_job = 1
 
     def plan(
         self,
-        progress: StoreProgress,
+        state: RequestState,
         table_of: Callable[[], BlockTable | None],
         offers: Collection[tuple[int, int, int]],
         num_ready: int,
@@ -189,60 +116,61 @@ class Stores:
         A store ends at each offered state, because a recurrent group can cover only the last chunk of a store.
 
         Args:
-            progress: the request's.
+            state: of the request.
             table_of: returns its block table.
             offers: `(group, block id, tokens)` of recurrent states.
             num_ready: computed tokens.
         """
-        chunk_tokens, ready = self._cache.chunk_tokens, self._ready_tokens(progress, num_ready)
+        chunk_tokens, ready = self._cache.chunk_tokens, self._ready_tokens(state, num_ready)
         stop = ready // chunk_tokens
-        tail_end = progress.keys.tail_end
+        tail_end = state.prompt_tail_end
         tail_states = {group: block_id for group, block_id, tokens in offers if tokens == tail_end}
         has_tail = (
             tail_end % chunk_tokens > 1
             and ready >= tail_end
-            and not progress.is_tail_stored
+            and not state.is_tail_stored
             and len(tail_states) == self._cache.num_recurrent
         )
         states: dict[int, dict[int, int]] = {}
         for group, block_id, tokens in offers:
             if tokens % chunk_tokens == 0 and 0 < tokens <= ready:
                 states.setdefault(tokens // chunk_tokens, {})[group] = block_id
-        if stop <= progress.num_stored and not states and not has_tail:
+        if stop <= state.num_stored and not states and not has_tail:
             return
         table = table_of()
         if table is None or self.pool is None:
             return
-        ends = {*states, stop} if stop > progress.num_stored else {*states}
+        ends = {*states, stop} if stop > state.num_stored else {*states}
         for end in sorted(ends):
-            first = min(progress.num_stored, end - 1)
+            first = min(state.num_stored, end - 1)
             while first < end:
-                planned = self._plan_one(self.pool, progress, table, first, end, states.get(end, {}))
+                planned = self._plan_one(self.pool, state, table, first, end, states.get(end, {}))
                 if not planned:
                     return
                 first += planned
-                progress.num_stored = max(progress.num_stored, first)
+                state.num_stored = max(state.num_stored, first)
         if has_tail:
             last = tail_end // chunk_tokens
-            planned = self._plan_one(self.pool, progress, table, last, last + 1, tail_states, is_tail=True)
-            progress.is_tail_stored = planned > 0
+            planned = self._plan_one(self.pool, state, table, last, last + 1, tail_states, is_tail=True)
+            state.is_tail_stored = planned > 0
 
-    def _ready_tokens(self, progress: StoreProgress, num_ready: int) -> int:
+    def _ready_tokens(self, state: RequestState, num_ready: int) -> int:
         """Return how many leading tokens of a request can be stored, `num_ready` of which are computed."""
-        ready = max(0, min(num_ready, progress.request.num_tokens) - self._cache.volatile_tokens)
+        ready = max(0, min(num_ready, state.request.num_tokens) - self._cache.volatile_tokens)
         if self._settings.store == "prompt":
-            ready = min(ready, progress.request.num_prompt_tokens)
-        return ready if progress.exact_tokens is None else min(ready, progress.exact_tokens)
+            ready = min(ready, state.request.num_prompt_tokens)
+        return ready if state.exact_tokens is None else min(ready, state.exact_tokens)
 
-    def plan_last(self, progress: StoreProgress, table: BlockTable, num_ready: int) -> None:
+    def plan_last(self, state: RequestState, table: BlockTable, num_ready: int) -> None:
         """Plan stores of a request that ends. Chunks that find no room are stored later, if their blocks last."""
-        self.plan(progress, lambda: table, (), num_ready)
-        stop = self._ready_tokens(progress, num_ready) // self._cache.chunk_tokens
-        if self.pool is None or stop <= progress.num_stored or len(self._put_off) >= _MOST_PUT_OFF:
+        self.plan(state, lambda: table, (), num_ready)
+        stop = self._ready_tokens(state, num_ready) // self._cache.chunk_tokens
+        if self.pool is None or stop <= state.num_stored or len(self._put_off) >= _MOST_PUT_OFF:
             return
         ids = {block_id for group in self._cache.groups for block_id in table[group.number]}
         hashes = {block_id: self.pool.blocks[block_id].block_hash for block_id in ids}
-        self._put_off[progress.request.request_id] = _PutOff(progress, table, stop, hashes)
+        self._put_off.append(_PutOff(state, table, stop, hashes))
+        state.num_storing += 1
 
     def plan_put_off(self) -> None:
         """Plan stores of chunks that were put off, while there is room. Those whose blocks were taken are given up."""
@@ -250,14 +178,15 @@ class Stores:
         while self._put_off and pool is not None:
             if self.num_held_blocks and self._room(pool) < per_chunk:
                 return
-            request_id, rest = next(iter(self._put_off.items()))
-            progress, stop = rest.progress, self._held_until(pool, rest)
-            first = progress.num_stored
-            planned = self._plan_one(pool, progress, rest.table, first, stop, {}) if stop > first else 0
-            progress.num_stored += planned
-            if not planned or progress.num_stored >= rest.stop:
-                del self._put_off[request_id]
-                self._call_afterwards(request_id)
+            rest = self._put_off[0]
+            state, stop = rest.state, self._held_until(pool, rest)
+            first = state.num_stored
+            planned = self._plan_one(pool, state, rest.table, first, stop, {}) if stop > first else 0
+            state.num_stored += planned
+            if not planned or state.num_stored >= rest.stop:
+                self._put_off.popleft()
+                state.num_storing -= 1
+                self._call_afterwards(state)
 
     def _held_until(self, pool: BlockPool, rest: _PutOff) -> int:
         """Return the first chunk of an ended request that its blocks no longer hold."""
@@ -274,7 +203,7 @@ class Stores:
                         return False
             return True
 
-        chunk = rest.progress.num_stored
+        chunk = rest.state.num_stored
         while chunk < rest.stop and is_held(chunk):
             chunk += 1
         return chunk
@@ -286,7 +215,7 @@ class Stores:
     def _plan_one(
         self,
         pool: BlockPool,
-        progress: StoreProgress,
+        state: RequestState,
         table: BlockTable,
         first: int,
         stop: int,
@@ -313,15 +242,14 @@ class Stores:
                 self.counters[_STORES_WITHOUT_BLOCKS] += 1
                 return 0
         number, self._next_job = self._next_job, self._next_job + 1
-        key = progress.keys.run_with_tail(first) if is_tail else progress.keys.run(first, stop)
-        job = StoreJob(number, progress.request.request_id, key, block_ids)
+        key = state.run_with_tail(first) if is_tail else state.run(first, stop)
+        job = StoreJob(number, state.request_id, key, block_ids)
         blocks = [pool.blocks[block_id] for ids in block_ids for block_id in ids]
-        span = start_span("kvdepot store", progress.request, tokens=(stop - first) * self._cache.chunk_tokens)
-        store = _PendingStore(
-            progress.request, first, stop - first, covered, blocks, self._clock(), span, stop - first, is_tail
-        )
+        span = start_span("kvdepot store", state.request, tokens=(stop - first) * self._cache.chunk_tokens)
+        store = _PendingStore(state, first, stop - first, covered, blocks, self._clock(), span, stop - first, is_tail)
         pool.touch(blocks)  # nothing after this line fails: a store that is not recorded holds its blocks for ever
         self.num_held_blocks += len(blocks)
+        state.num_storing += 1
         self._pending[number] = store
         self._planned.append(job)
         return stop - first
@@ -349,23 +277,26 @@ class Stores:
 
     def _end(self, store: _PendingStore) -> None:
         assert self.pool is not None
+        store.state.num_storing -= 1
         self.num_held_blocks -= len(store.blocks)
         self.pool.free_blocks(reversed(store.blocks))
         end_span(store.span, stored_tokens=store.num_stored * self._cache.chunk_tokens)
         cut = store.num_chunks - store.num_stored
         self._on_ended(
+            store.state,
             EndedStore(
-                store.request,
+                store.state.request,
                 store.first_chunk,
                 0 if store.is_tail else store.num_stored,
                 tuple(max(0, count - cut) for count in store.covered),
-            )
+            ),
         )
-        self._call_afterwards(store.request.request_id)
+        self._call_afterwards(store.state)
 
-    def _call_afterwards(self, request_id: str) -> None:
-        if not self.is_storing(request_id):
-            for call in self._afterwards.pop(request_id, ()):
+    def _call_afterwards(self, state: RequestState) -> None:
+        if not state.num_storing:
+            calls, state.after_stores = state.after_stores, []
+            for call in calls:
                 call()
 
     @property
@@ -383,15 +314,7 @@ class Stores:
             for store in self._pending.values()
         )
 
-    def is_storing(self, request_id: str) -> bool:
-        """Return whether a store of this request is under way or put off."""
-        return request_id in self._put_off or any(
-            store.request.request_id == request_id for store in self._pending.values()
-        )
-
-    def once_stored(self, request_id: str, call: Callable[[], None]) -> None:
+    def once_stored(self, state: RequestState, call: Callable[[], None]) -> None:
         """Call `call` when the last store of an ended request has ended: at once if none is under way."""
-        if self.is_storing(request_id):
-            self._afterwards.setdefault(request_id, []).append(call)
-        else:
-            call()
+        state.after_stores.append(call)
+        self._call_afterwards(state)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.client.answers import BlendHit, BlendRun
-from kvdepot.client.scheduler import PendingBlendLookup, SchedulerClient
+from kvdepot.client.answers import BlendRun
+from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.counting import CounterName, Counts
 from kvdepot.keys import KeyRun, Namespace
 from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob, RunJob
@@ -22,6 +22,7 @@ from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.settings import Settings
+from kvdepot_vllm.state import BlendOffer, BlendState, Outcome, RequestState
 
 if TYPE_CHECKING:
     from kvdepot.client.segments import Segments
@@ -59,26 +60,8 @@ _SUFFIX: Final = " blend"
 
 
 @dataclass(slots=True)
-class _Request:
-    request: EngineRequest
-    params: BlendParams
-    segments: "Segments"
-    lookup: PendingBlendLookup | None
-    hit: BlendHit | None = None
-    offered: "_Offer | None" = None
-    exact_tokens: int | None = None  # leading tokens whose KV is exact; None: all
-    figures: BlendFigures | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    runs: tuple[BlendRun, ...]
-    begin: int
-    end: int
-
-
-@dataclass(slots=True)
 class _Job:
+    state: RequestState
     job: BlendJob
     staging: list[Any]
     planned_at: float
@@ -90,6 +73,8 @@ class _Job:
 class Blends:
     """All blends of one engine, and the contents that its prompts offer as sources.
 
+    An engine that cannot blend has none: `begin` gives no request a blend, and every other call then does nothing.
+
     Args:
         cache: the engine's; one group of full attention.
         settings: the user's.
@@ -97,6 +82,7 @@ class Blends:
         num_workers: workers that report each blend.
         counters: counts, declared by `engine_counter`.
         clock: seconds, monotonic.
+        can_blend: whether all workers can blend.
     """
 
     def __init__(
@@ -107,8 +93,11 @@ class Blends:
         num_workers: int,
         counters: Counts,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        can_blend: bool,
     ) -> None:
         self.pool: BlockPool | None = None
+        self.can_blend = can_blend
         self._cache = cache
         self._block_tokens = cache.groups[0].block_tokens
         self._settings = settings
@@ -116,7 +105,6 @@ class Blends:
         self._num_workers = num_workers
         self._counters = counters
         self._clock = clock
-        self._requests: dict[str, _Request] = {}
         self._jobs: dict[str, _Job] = {}
         self._planned: list[BlendJob] = []
         self._given_up: list[str] = []
@@ -124,67 +112,67 @@ class Blends:
 
     # --- admission ------------------------------------------------------------------------------------------------
 
-    def begin(self, request: EngineRequest, namespace: Namespace, params: Mapping[str, Any]) -> None:
+    def begin(self, state: RequestState, namespace: Namespace, params: Mapping[str, Any]) -> None:
         """Send the lookup of a request that is to be blended."""
-        self.forget(request.request_id)
-        how = BlendParams.parse(self._settings, params)
+        how = BlendParams.parse(self._settings, params) if self.can_blend else None
         if how is None:
             return
-        refusal = refuse(request)
+        refusal = refuse(state.request)
         if refusal is not None:
             self._counters[_BLENDS_REFUSED] += 1
-            logger.warning("request %s is not blended: %s", request.request_id, refusal)
+            logger.warning("request %s is not blended: %s", state.request_id, refusal)
             return
-        tokens = request.all_token_ids[: request.num_prompt_tokens]
-        segments = named(namespace, request, tokens, how.borders)
+        tokens = state.request.all_token_ids[: state.request.num_prompt_tokens]
+        segments = named(namespace, state.request, tokens, how.borders)
         # Under a name of its own: withdrawing an announcement releases all leases of the request.
-        name = request.request_id + _SUFFIX
+        name = state.request_id + _SUFFIX
         lookup = self._client.submit_blend_lookup(name, segments, min_run_tokens=_LEAST_RUN_TOKENS)
-        self._requests[request.request_id] = _Request(request, how, segments, lookup)
+        state.blend = BlendState(how, segments, lookup)
 
-    def offer(self, request: EngineRequest, exact_tokens: int, token_seconds: float) -> int | None:
-        """Return where the tokens that a blend would bring end; None until the depot answers.
+    def offer(self, state: RequestState, exact_tokens: int, token_seconds: float) -> Outcome:
+        """Return whether a blend would bring tokens behind the exact ones; if so, `offer` of the blend says which.
 
-        `exact_tokens` means that a blend would bring none. An offer taints the request at once, because vLLM may enter
-        its blocks into the prefix cache before it calls back. A request is blended once. After a preemption it is
-        computed.
+        An offer taints the request at once, because vLLM may enter its blocks into the prefix cache before it calls
+        back. A request is blended once. After a preemption it is computed.
 
         Args:
-            request: vLLM's.
+            state: of the request.
             exact_tokens: leading tokens that vLLM or the depot has under exact keys.
             token_seconds: the time to compute one token, 0 if unknown.
         """
-        state = self._requests.get(request.request_id)
-        if state is None:
-            return exact_tokens
-        if state.lookup is not None:
-            if not state.lookup.query():
-                return None
-            state.hit, state.lookup = state.lookup.result(), None
-        state.offered = None
-        if state.hit is None or not state.hit.runs:
-            return exact_tokens
+        request, blend = state.request, state.blend
+        if blend is None:
+            return Outcome.MISS
+        blend.offer = None
+        if exact_tokens == request.num_tokens - 1:  # nothing is left to blend
+            return Outcome.MISS
+        if blend.lookup is not None:
+            if not blend.lookup.query():
+                return Outcome.PENDING
+            blend.hit, blend.lookup = blend.lookup.result(), None
         # The engine computes at least the last token of the prompt.
         clipped = (
-            run.clip(exact_tokens, request.num_prompt_tokens - 1, self._cache.chunk_tokens) for run in state.hit.runs
+            run.clip(exact_tokens, request.num_prompt_tokens - 1, self._cache.chunk_tokens)
+            for run in (blend.hit.runs if blend.hit is not None else ())
         )
         runs = tuple(run for run in clipped if run is not None and run.length >= _LEAST_RUN_TOKENS)
         if not runs:
-            return exact_tokens
-        offer = _Offer(runs, exact_tokens, runs[-1].position + runs[-1].length)
-        declined = self._declined(request, state.params, offer, token_seconds)
+            return Outcome.MISS
+        offer = BlendOffer(runs, exact_tokens, runs[-1].position + runs[-1].length)
+        declined = self._declined(request, blend.params, offer, token_seconds)
         if declined:
             self._counters[declined] += 1
-            return exact_tokens
-        state.offered = offer
+            logger.debug("request %s: blend of tokens up to %d declined (%s)", state.request_id, offer.end, declined)
+            return Outcome.MISS
+        blend.offer = offer
         first = runs[0].position
         if state.exact_tokens is None or first < state.exact_tokens:
             state.exact_tokens = first
             taint(request, first // self._block_tokens)
-        return offer.end
+        return Outcome.HIT
 
     def _declined(
-        self, request: EngineRequest, params: BlendParams, offer: _Offer, token_seconds: float
+        self, request: EngineRequest, params: BlendParams, offer: BlendOffer, token_seconds: float
     ) -> CounterName | None:
         """Return the counter of the reason for not blending, None if it pays."""
         reused = sum(run.length for run in offer.runs)
@@ -202,7 +190,7 @@ class Blends:
             return _BLENDS_DECLINED_SLOW
         return None
 
-    def _has_room(self, offer: _Offer, request: EngineRequest) -> bool:
+    def _has_room(self, offer: BlendOffer, request: EngineRequest) -> bool:
         if self.pool is None:
             return False
         step, question = self._block_tokens, request.num_prompt_tokens - offer.end
@@ -215,18 +203,16 @@ class Blends:
 
     # --- jobs -----------------------------------------------------------------------------------------------------
 
-    def allocated(
-        self, request: EngineRequest, table: BlockTable, local_tokens: int, end: int, exact: LoadJob | None
-    ) -> bool:
+    def allocated(self, state: RequestState, table: BlockTable, end: int, exact: LoadJob | None) -> bool:
         """Plan the blend that was offered, into the blocks of `table`; False if none was offered up to `end`.
 
-        `exact` loads the chunks of the request's own prefix that the depot has, after the `local_tokens` that vLLM has.
+        `exact` loads the chunks of the request's own prefix that the depot has, after those tokens that vLLM has.
         """
-        state = self._requests.get(request.request_id)
-        offer = state.offered if state is not None else None
-        if state is None or offer is None or offer.end != end or self.pool is None:
+        request, blend = state.request, state.blend
+        offer = blend.offer if blend is not None else None
+        if blend is None or offer is None or offer.end != end or self.pool is None:
             return False
-        state.offered = None
+        blend.offer = None
         staging = _Staging(self.pool)
         row = list(table[0])
         runs = tuple(self._run_job(run, row, staging) for run in offer.runs)
@@ -240,33 +226,28 @@ class Blends:
             exact.key if exact is not None else None,
             tuple(exact.block_ids[0]) if exact is not None else (),
             exact.skip_tokens if exact is not None else 0,
-            local_tokens,
+            state.local_tokens,
             offer.begin,
             end,
             runs,
-            state.params.policy,
-            state.params.ratio,
+            blend.params.policy,
+            blend.params.ratio,
         )
-        self._jobs[request.request_id] = _Job(job, staging.blocks, self._clock())
+        self._jobs[request.request_id] = _Job(state, job, staging.blocks, self._clock())
         self._planned.append(job)
         return True
 
-    def exact_end(self, request_id: str) -> int | None:
-        """Return where the blend that was offered begins, None if none was offered."""
-        state = self._requests.get(request_id)
-        return state.offered.begin if state is not None and state.offered is not None else None
-
-    def drop(self, request_id: str, figures: BlendFigures | None = None) -> None:
+    def drop(self, state: RequestState, figures: BlendFigures | None = None) -> None:
         """Give the lease of a request back, which needs it no more; with the figures of its blend if it had one."""
-        state = self._requests.get(request_id)
-        if state is None:
+        blend = state.blend
+        if blend is None:
             return
-        if state.lookup is not None:
-            state.lookup.cancel()
-        elif state.hit is not None:
+        if blend.lookup is not None:
+            blend.lookup.cancel()
+        elif blend.hit is not None:
             reused, recomputed = (figures.reused, figures.recomputed) if figures is not None else (0, 0)
-            self._client.release(state.hit.lease, reused_tokens=reused, recomputed_tokens=recomputed)
-        state.lookup = state.hit = state.offered = None
+            self._client.release(blend.hit.lease, reused_tokens=reused, recomputed_tokens=recomputed)
+        blend.lookup = blend.hit = blend.offer = None
 
     def _run_job(self, run: BlendRun, row: list[int], staging: "_Staging") -> RunJob:
         step, start = self._block_tokens, run.key.first_chunk * self._cache.chunk_tokens
@@ -325,8 +306,8 @@ class Blends:
             return
         assert self.pool is not None
         self.pool.free_blocks(reversed(job.staging))
-        figures, state = None if has_failed or not job.is_whole else job.figures, self._requests.get(request_id)
-        self.drop(request_id, figures)
+        figures = None if has_failed or not job.is_whole else job.figures
+        self.drop(job.state, figures)
         if figures is None:
             self._counters[_BLENDS_FAILED] += 1
             return
@@ -334,45 +315,40 @@ class Blends:
         self._counters[_BLEND_REUSED_TOKENS] += figures.reused
         self._counters[_BLEND_RECOMPUTED_TOKENS] += figures.recomputed
         self._counters[_BLEND_GAP_TOKENS] += figures.gaps
-        if state is not None:
-            state.figures = figures
+        if job.state.blend is not None:
+            job.state.blend.figures = figures
 
     # --- end ------------------------------------------------------------------------------------------------------
 
-    def exact_tokens(self, request_id: str) -> int | None:
-        """Return how many leading tokens of a request have exact KV, None for all."""
-        state = self._requests.get(request_id)
-        return state.exact_tokens if state is not None else None
-
-    def answer_of(self, request_id: str) -> dict[str, Any] | None:
+    def answer_of(self, state: RequestState) -> dict[str, Any] | None:
         """Return the report of a blend for the request's output; None if the request was not blended."""
-        state = self._requests.get(request_id)
-        if state is None or state.figures is None:
+        if state.blend is None or state.blend.figures is None:
             return None
-        figures = state.figures
+        figures = state.blend.figures
         return {
-            "policy": state.params.policy,
+            "policy": state.blend.params.policy,
             "reused_tokens": figures.reused,
             "recomputed_tokens": figures.recomputed,
             "gap_tokens": figures.gaps,
         }
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, state: RequestState) -> None:
         """End a request. A blend under way is given up; its staging blocks stay until all workers have ended it."""
-        self.drop(request_id)
-        self._requests.pop(request_id, None)
-        if request_id in self._jobs:
-            self._give_up(request_id)
+        self.drop(state)
+        state.blend = None
+        if state.request_id in self._jobs:
+            self._give_up(state.request_id)
 
     # --- sources --------------------------------------------------------------------------------------------------
 
-    def note(self, request: EngineRequest, namespace: Namespace, key: KeyRun) -> None:
+    def note(self, state: RequestState, namespace: Namespace, key: KeyRun) -> None:
         """Tell the depot which contents the chunks of `key`, a run from chunk 0 on, have. All of them are exact."""
+        request = state.request
         if refuse(request) is not None:
             return
-        state, num_tokens = self._requests.get(request.request_id), key.num_chunks * self._cache.chunk_tokens
-        if state is not None:
-            segments = state.segments.before(num_tokens)
+        num_tokens = key.num_chunks * self._cache.chunk_tokens
+        if state.blend is not None:
+            segments = state.blend.segments.before(num_tokens)
         else:
             tokens = request.all_token_ids[: min(num_tokens, request.num_prompt_tokens)]
             segments = named(namespace, request, tokens)

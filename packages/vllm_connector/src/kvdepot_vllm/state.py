@@ -1,0 +1,170 @@
+"""`RequestState`: all that the scheduler's side knows of one request, from its arrival to its end."""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from kvdepot.client.answers import BlendHit, BlendRun, Lease
+from kvdepot.client.scheduler import PendingBlendLookup, PendingLookup
+from kvdepot.keys import KeyRun, PrefixHasher
+from kvdepot_vllm.blend.jobs import BlendFigures
+from kvdepot_vllm.blend.params import BlendParams
+from kvdepot_vllm.engine import EngineRequest, LoadJob
+from kvdepot_vllm.hand_over import HandOver
+from kvdepot_vllm.hints import Hints
+
+if TYPE_CHECKING:
+    from kvdepot.client.segments import Segments  # it loads numpy
+
+
+class Outcome(enum.Enum):
+    """What the depot has for a request."""
+
+    HIT = "hit"
+    PENDING = "pending"  # the depot has not answered, or others bring more: ask again in a later step
+    MISS = "miss"
+
+
+@dataclass(frozen=True, slots=True)
+class BlendOffer:
+    """The tokens `begin` to `end` of a prompt, which a blend of `runs` would bring."""
+
+    runs: tuple[BlendRun, ...]
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class BlendState:
+    """The blend of one request. Its fields belong to `Blends`."""
+
+    params: BlendParams
+    segments: "Segments"
+    lookup: PendingBlendLookup | None
+    hit: BlendHit | None = None  # the answer, whose lease is held until the blend has ended
+    offer: BlendOffer | None = None  # to vLLM, until it allocates blocks
+    figures: BlendFigures | None = None  # once blended
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request. Its lookup, its load and its stores take their own ways, side by side.
+
+    The lookup belongs to `Lookups`:
+
+        idle --ask--> asked (`lookup`) --answer--> answered (`lease`) --drop--> idle
+
+    It is dropped when the load is decided or has ended, and asked again if others bring more or the answer is old.
+
+    The load belongs to `Loads`, and each admission by vLLM (the first, and one after each preemption) has at most one:
+
+        none --plan--> under way (`load`) --end--> none
+
+    Stores belong to `Stores`: chunks before `num_stored` are in the depot or on their way, and `num_storing` counts the
+    jobs that are. A request that ends is forgotten (`has_ended`) at once by all others, but `after_stores` is called
+    when its last store has ended.
+
+    Attributes:
+        request: vLLM's.
+        hasher: makes the keys of its chunks when they are first needed.
+        chunk_tokens: tokens of one chunk.
+        prompt_tail_end: where the prompt's last chunk ends if it is handed over though it may be incomplete; else 0.
+        may_load: False if it is not to be loaded.
+        may_store: False once its stores are switched off. A request that stores nothing announces nothing.
+        hand_over: set while a prefill engine is expected to compute the prompt.
+        num_computed: tokens whose KV is computed once the steps planned so far have run.
+        exact_tokens: leading tokens whose KV is exact; those behind are never stored. None: all.
+    """
+
+    request: EngineRequest
+    hasher: PrefixHasher
+    chunk_tokens: int
+    prompt_tail_end: int
+    may_load: bool
+    may_store: bool
+    must_note: bool  # the depot is still to be told the contents of its chunks
+    hints: Hints | None
+    hand_over: HandOver | None
+    num_computed: int = 0
+    exact_tokens: int | None = None
+    blend: BlendState | None = None  # None: not to be blended
+    has_ended: bool = False
+
+    # the lookup
+    lookup: PendingLookup | None = None
+    lease: Lease | None = None  # the last answer
+    asked_at: float = 0.0
+    waits_until: float = 0.0  # for chunks that others are computing, in all; 0 before the first lookup
+    began_at: float = 0.0  # when the first lookup was sent
+    ask_at: float = 0.0  # when to ask again
+    num_found: int = 0  # chunks of the last answer
+    awaits: int = 0  # leading chunks that the last lookup expects of a prefill engine
+    has_announced: bool = False  # that the engine computes or hands over chunks: withdrawn when the request ends
+    lookup_span: Any = None
+
+    # the load
+    local_tokens: int = 0  # the hit in vLLM's own cache, as told with the last question
+    load: LoadJob | None = None
+    load_end: int = 0  # token at which the load ends, which may be within a chunk
+    load_has_failed: bool = False
+    loaded_in: int = -1  # count of preemptions when a load was last planned
+    load_span: Any = None
+
+    # the stores
+    num_stored: int = 0
+    is_tail_stored: bool = False  # the incomplete chunk that is handed over is in the depot or on its way
+    num_storing: int = 0
+    after_stores: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+    @property
+    def request_id(self) -> str:
+        """VLLM's name of the request."""
+        return self.request.request_id
+
+    @property
+    def num_leased(self) -> int:
+        """Chunks that the last answer keeps for this request."""
+        return self.lease.num_chunks if self.lease is not None else 0
+
+    @property
+    def tail_end(self) -> int:
+        """Where the chunks end that a load may bring if the last one may be incomplete; 0 if it may not.
+
+        The incomplete chunk is the last one only before the first output token.
+        """
+        return self.prompt_tail_end if self.request.num_tokens == self.request.num_prompt_tokens else 0
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether this admission had its load: what fails is computed, not loaded again."""
+        return self.loaded_in == self.request.num_preemptions
+
+    def run(self, first: int, stop: int) -> KeyRun:
+        """Return the key of chunks `first` to `stop`."""
+        done, wanted = self.hasher.num_tokens, stop * self.chunk_tokens
+        if done < wanted:
+            self.hasher.extend(self.request.all_token_ids[done:wanted])
+        return self.hasher.run(first, stop)
+
+    def run_with_tail(self, first: int) -> KeyRun:
+        """Return the key of the prompt's chunks from `first` to `prompt_tail_end`."""
+        stop, rest = divmod(self.prompt_tail_end, self.chunk_tokens)
+        run = self.run(0, stop)
+        if rest:
+            tail = self.request.all_token_ids[self.prompt_tail_end - rest : self.prompt_tail_end]
+            run = replace(run, digests=run.digests + self.hasher.tail(stop, tail))
+        return run.slice(first)
+
+    def run_to(self, first: int, stop_tokens: int) -> KeyRun:
+        """Return the key of the chunks from `first` on that hold the tokens before `stop_tokens`."""
+        stop = -(-stop_tokens // self.chunk_tokens)
+        if 0 < self.tail_end < stop * self.chunk_tokens:
+            return self.run_with_tail(first)
+        return self.run(first, stop)
+
+    def found(self, num_chunks: int) -> None:
+        """Note that the depot has `num_chunks` of the wanted chunks: they need no store."""
+        whole = (self.tail_end or self.request.num_tokens) // self.chunk_tokens
+        self.num_stored = min(num_chunks, whole)
+        self.is_tail_stored = num_chunks > whole
