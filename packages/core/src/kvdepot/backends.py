@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from kvdepot.errors import BackendUnavailable
 from kvdepot.keys import KeyRun
-from kvdepot.kvcache import NO_BLOCK, BlockIds, CacheGroup, CopyBatch, Direction, KVCache
+from kvdepot.kvcache import NO_BLOCK, BlockIds, CacheGroup, CopyBatch, Direction, KVCache, MoveTokens
 from kvdepot.layout import GroupKind
 from kvdepot.pool.files import PoolMemory
 from kvdepot.wire.messages import CacheSpec
@@ -165,6 +165,11 @@ class TransferContext(Protocol):
     @property
     def spec(self) -> CacheSpec:
         """The properties that two caches must share to exchange chunks. The engine's scheduler looks up with them."""
+        ...
+
+    @property
+    def move_tokens(self) -> MoveTokens | None:
+        """A compiled move of tokens within the cache, for blends. None: the blend moves them by the framework."""
         ...
 
     @property

@@ -59,6 +59,15 @@ class TokenLayout(NamedTuple):
     member_stride: int  # from the first dim of a pair to the second
 
 
+MoveTokens = Callable[[Sequence[int], Any, TokenLayout, Any, bool], None]
+"""Moves slices of tokens in several layers.
+
+Args: the address of each layer's pages; the slices, `(n, 5)`: from block, from offset, to block, to offset, length in
+tokens, each within one block; the layout; the cosines and sines of the turn, `(2, layout.pairs)`; whether the slices
+stay in place and only turn. Otherwise no slot is both source and target.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """One layer group of an engine's KV cache.

@@ -7,16 +7,14 @@ import contextlib
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvdepot.backends import NO_BLOCK, TransferContext, TransferFuture
 from kvdepot.counting import CounterName
 from kvdepot.errors import LayoutError
+from kvdepot_vllm.blend.jobs import BlendFigures
 from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob, WorkerReport
-
-if TYPE_CHECKING:
-    from kvdepot_vllm.blend.worker import BlendWorker  # it imports torch
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +44,29 @@ class LoadResults:
     invalid_blocks: set[int] = field(default_factory=set[int])
 
 
+class NoBlends:
+    """The blends of a worker that does not blend. `BlendWorker`, which needs torch, overrides all of it."""
+
+    @property
+    def num_pending(self) -> int:
+        """Blends under way."""
+        return 0
+
+    def start(self, plan: StepPlan) -> None:
+        """Start the step's retrieves, end abandoned blends, and compute the step's slice."""
+
+    def wait_a_little(self, seconds: float) -> None:
+        """Wait for a retrieve."""
+
+    def poll(self) -> LoadResults:
+        """Return the blends that ended since the last poll. Afterwards nothing of this worker writes their blocks."""
+        return LoadResults()
+
+    def take_reports(self) -> tuple[dict[str, tuple[int, bool]], dict[str, BlendFigures]]:
+        """Return the blends whose retrieves ended, and the figures of those that ended, since the last call."""
+        return {}, {}
+
+
 @dataclass(frozen=True, slots=True)
 class _Load:
     job: LoadJob
@@ -59,14 +80,14 @@ class WorkerSide:
         context: copies the bytes. None if this worker uses no depot: every load fails, and every store ends at once.
         chunk_tokens: of the key.
         block_tokens: of the only layer group; 0 if there are several, and failures are then reported by request.
-        blends: None if this worker does not blend.
+        blends: of this worker; None if it does not blend.
     """
 
     def __init__(
-        self, context: TransferContext | None, chunk_tokens: int, block_tokens: int, blends: "BlendWorker | None" = None
+        self, context: TransferContext | None, chunk_tokens: int, block_tokens: int, blends: NoBlends | None = None
     ) -> None:
         self._context = context
-        self._blends = blends
+        self._blends = blends or NoBlends()
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._loads: dict[str, _Load] = {}
@@ -85,8 +106,7 @@ class WorkerSide:
             if job.request_id in self._loads:
                 logger.error("request %s is being loaded already", job.request_id)
             self._loads[job.request_id] = _Load(job, self._submit_load(job))
-        if self._blends is not None:
-            self._blends.start(plan)
+        self._blends.start(plan)
 
     def _submit_load(self, job: LoadJob) -> TransferFuture[bool] | None:
         if self._context is None or not job.key.num_chunks:
@@ -129,8 +149,7 @@ class WorkerSide:
                 with contextlib.suppress(TimeoutError):
                     load.future.result(_IDLE_SECONDS)
                 return
-        if self._blends is not None:
-            self._blends.wait_a_little(_IDLE_SECONDS)
+        self._blends.wait_a_little(_IDLE_SECONDS)
 
     def poll_loads(self) -> LoadResults:
         """Return the loads that ended. Every load ends, even without a depot; afterwards nothing writes its blocks."""
@@ -147,10 +166,9 @@ class WorkerSide:
                 results.invalid_blocks.update(self._unfilled(load))
             else:
                 results.failed.add(request_id)
-        if self._blends is not None:
-            ended = self._blends.poll()
-            results.finished.update(ended.finished)
-            results.invalid_blocks.update(ended.invalid_blocks)
+        ended = self._blends.poll()
+        results.finished.update(ended.finished)
+        results.invalid_blocks.update(ended.invalid_blocks)
         return results
 
     def _unfilled(self, load: _Load) -> Collection[int]:
@@ -164,7 +182,7 @@ class WorkerSide:
             future = self._stores.pop(number)
             self._count(_STORES, future)
             self._ended[number] = (1, future.num_chunks)
-        loaded, figures = self._blends.take_reports() if self._blends is not None else ({}, {})
+        loaded, figures = self._blends.take_reports()
         if not (self._ended or loaded or figures):
             return None
         report, self._ended = WorkerReport(self._ended, blends_loaded=loaded, blended=figures), {}
@@ -173,7 +191,7 @@ class WorkerSide:
     @property
     def num_pending(self) -> int:
         """Transfers under way."""
-        return len(self._loads) + len(self._stores) + (self._blends.num_pending if self._blends is not None else 0)
+        return len(self._loads) + len(self._stores) + self._blends.num_pending
 
     def close(self) -> None:
         """Finish the copies under way, within the depot's deadline, and leave. Twice is harmless."""

@@ -30,6 +30,7 @@ from kvdepot.errors import (
     RemoteError,
 )
 from kvdepot.keys import KeyRun
+from kvdepot.kvcache import MoveTokens
 from kvdepot.layout import CacheLayout, GroupKind, check_block_ids
 from kvdepot.pool.files import PoolMapping
 from kvdepot.wire import messages as m
@@ -63,6 +64,8 @@ class WorkerTransfers:
         options: of the context.
         carrier: has the batches copied; None to have this process copy all of them.
     """
+
+    move_tokens: MoveTokens | None = None  # a backend that has one sets it
 
     def __init__(
         self,

@@ -2,24 +2,16 @@
 
 import ctypes
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdepot.kvcache import TokenLayout
+from kvdepot.kvcache import MoveTokens, TokenLayout
 
 _BYTES_WORTH_A_THREAD: Final = 8 << 20
-
-MoveTokens = Callable[[Sequence[int], NDArray[np.int64], TokenLayout, NDArray[np.float32], bool], None]
-"""Moves slices of tokens in several layers.
-
-Args: the address of each layer's pages; the slices, `(n, 5)`: from block, from offset, to block, to offset, length in
-tokens, each within one block; the layout; the cosines and sines of the turn, `(2, layout.pairs)`; whether the slices
-stay in place and only turn. Otherwise no slot is both source and target.
-"""
 
 
 def native_move_tokens(num_threads: int) -> MoveTokens | None:

@@ -23,8 +23,9 @@ from vllm.forward_context import create_forward_context, override_forward_contex
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvdepot.errors import LayoutError
+from kvdepot.kvcache import MoveTokens
 from kvdepot_vllm.blend.layers import layers_of
-from kvdepot_vllm.blend.moves import MoveTokens, move
+from kvdepot_vllm.blend.moves import move
 from kvdepot_vllm.blend.policies import POLICIES, Budget, Run
 from kvdepot_vllm.blend.scores import ModelScores
 

@@ -6,13 +6,13 @@ CPU moves slices of blocks, each of which stays in its cache. A device gathers a
 where tokens lie in tiles that a slice would cut. The work on indices and angles is done once for each kind of layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from kvdepot.kvcache import TokenLayout
+from kvdepot.kvcache import MoveTokens, TokenLayout
 from kvdepot_vllm.blend.layers import Layer
 from kvdepot_vllm.blend.strides import Axis, Strides
 
@@ -20,9 +20,6 @@ _SLICE_ELEMENTS: Final = 1 << 12  # of K in a block: smaller slices cost more th
 _GATHERED_ELEMENTS: Final = 1 << 18  # of K at once on a CPU
 _GATHERED_ELEMENTS_OF_DEVICES: Final = 1 << 25
 _COMPILED: Final = (torch.bfloat16, torch.float16, torch.float32)
-
-MoveTokens = Callable[[Sequence[int], Any, TokenLayout, Any, bool], None]
-"""The compiled move, as `kvdepot_cpu.kernels.move` describes it."""
 
 
 def move(

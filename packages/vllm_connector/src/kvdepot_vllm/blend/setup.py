@@ -26,8 +26,7 @@ def start_blending(
         if reason is None and model is None:
             reason = "vLLM's runner does not show its model"
         if reason is None:
-            move_tokens = getattr(context, "move_tokens", None)  # of the CPU backend
-            blender = Blender(model, vllm_config, kv_cache_config, move_tokens=move_tokens)
+            blender = Blender(model, vllm_config, kv_cache_config, move_tokens=context.move_tokens)
             model_config = vllm_config.model_config
             blocks = range(1, 1 + blocks_needed(blender.block_tokens))  # no request has any block yet
             result = self_test(blender, blocks, model_config.get_vocab_size(), model_config.max_model_len)

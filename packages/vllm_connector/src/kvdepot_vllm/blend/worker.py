@@ -17,7 +17,7 @@ from kvdepot_vllm.blend.blender import Blender
 from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob
 from kvdepot_vllm.blend.policies import Budget
 from kvdepot_vllm.engine import StepPlan
-from kvdepot_vllm.worker import LoadResults
+from kvdepot_vllm.worker import LoadResults, NoBlends
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class _Blend:
     is_given_up: bool = False
 
 
-class BlendWorker:
+class BlendWorker(NoBlends):
     """Blends in one worker.
 
     Args:
@@ -54,11 +54,11 @@ class BlendWorker:
 
     @property
     def num_pending(self) -> int:
-        """Blends under way."""
+        """See `NoBlends`."""
         return len(self._blends)
 
     def start(self, plan: StepPlan) -> None:
-        """Start the step's retrieves, end abandoned blends, and compute the step's slice."""
+        """See `NoBlends`."""
         for job in plan.blends:
             self._blends[job.request_id] = self._start(job)
         for request_id in plan.given_up:
@@ -81,7 +81,7 @@ class BlendWorker:
         return _Blend(job, futures, has_started=True)
 
     def wait_a_little(self, seconds: float) -> None:
-        """Wait for a retrieve."""
+        """See `NoBlends`."""
         for blend in self._blends.values():
             for future in blend.futures:
                 if not future.query():
@@ -90,7 +90,7 @@ class BlendWorker:
                     return
 
     def poll(self) -> LoadResults:
-        """Return the blends that ended since the last poll. Afterwards nothing of this worker writes their blocks."""
+        """See `NoBlends`."""
         for blend in [blend for blend in self._blends.values() if all(future.query() for future in blend.futures)]:
             if blend.is_given_up:
                 self._fail(blend)
@@ -168,7 +168,7 @@ class BlendWorker:
         self._ended.invalid_blocks.update(job.table[first // self._block_tokens : last])
 
     def take_reports(self) -> tuple[dict[str, tuple[int, bool]], dict[str, BlendFigures]]:
-        """Return the blends whose retrieves ended, and the figures of those that ended, since the last call."""
+        """See `NoBlends`."""
         reports = self._loaded, self._figures
         self._loaded, self._figures = {}, {}
         return reports
