@@ -856,3 +856,32 @@ def test_settings_come_in_the_hints_of_a_router_too(scene: Callable[..., Scene])
     assert it.side.matched_tokens(request, 0) == (64, True)
     it.side.finished(request, (blocks(1, 7),))
     assert it.client.hints[-1][1]["priority"] == 2
+
+
+def test_the_log_tells_each_decision_about_a_request(
+    scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "kvdepot_vllm")
+    it = scene(num_chunks=2, deadline_seconds=2.0)
+    it.client.num_pending = 3
+    request = it.request(100, "asked")
+    assert it.side.matched_tokens(request, 0) == (None, False)
+    it.clock[0] = 2.0
+    assert it.side.matched_tokens(request, 0) == (32, True)
+    it.side.allocated(request, (blocks(1, 7),), 32)
+    it.report(it.step(request, 0, (blocks(1, 7),)), finished=["asked"], failed=["asked"])
+    it.report(it.step(request, 100, (blocks(1, 7),)), num_chunks=5)
+    it.request(100, "declined", kv_transfer_params={"kvdepot": {"load": False}})
+    told = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
+    lookup = "request asked: lookup of 6 chunks (announces them: True, awaits 0 of a prefill engine)"
+    assert told == [
+        lookup,
+        "request asked: pending, the depot has 2 of 6 chunks and others bring up to 3: waits 2.000 s at most",
+        lookup,
+        "request asked: the depot has 2 of 6 chunks",
+        "request asked: load of tokens 0 to 32 begins",
+        "request asked: the load failed, its tokens are recomputed",
+        "request asked: store 1 of chunks 0 to 6 begins",
+        "request asked: a store of 6 chunks from 0 on ended, 1 were cut",
+        "request declined: no lookup, as it may not load",
+    ]

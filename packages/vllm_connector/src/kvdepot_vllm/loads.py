@@ -53,6 +53,10 @@ class Loads:
         state.load_span = start_span(
             "kvdepot blend" if is_blend else "kvdepot load", state.request, tokens=external_tokens
         )
+        logger.debug(
+            "request %s: %s of tokens %d to %d begins",
+            state.request_id, "blend" if is_blend else "load", state.local_tokens, end,
+        )  # fmt: skip
         if not self._has_hit:
             self._has_hit = True
             logger.info("first hit: request %s loads %d tokens from the depot", state.request_id, external_tokens)

@@ -100,6 +100,7 @@ class Lookups:
         if self._asks_again(state, lease):
             return Outcome.PENDING
         self._counters[_LOOKUPS] += 1
+        logger.debug("request %s: the depot has %d of %d chunks", state.request_id, lease.num_chunks, state.num_wanted)
         return Outcome.HIT if lease.num_chunks else Outcome.MISS
 
     def settle(self, state: RequestState) -> None:
@@ -141,7 +142,7 @@ class Lookups:
         key = state.run_to(0, wanted_tokens)
         if not key.num_chunks:
             return
-        wait_seconds = None
+        wait_seconds, state.num_wanted = None, key.num_chunks
         if not state.waits_until:
             state.began_at, state.waits_until = now, now + self._patience_seconds(state)
         elif state.hand_over is None:
@@ -155,6 +156,10 @@ class Lookups:
         state.awaits = 0 if hand_over is None else hand_over.num_chunks(key, end_tokens, state.chunk_tokens)
         hands_over = state.may_store and asks_for_hand_over(state.request.kv_transfer_params)
         state.has_announced |= announces or hands_over
+        logger.debug(
+            "request %s: lookup of %d chunks (announces them: %s, awaits %d of a prefill engine)",
+            state.request_id, key.num_chunks, announces, state.awaits,
+        )  # fmt: skip
         state.lookup = self._client.submit_lookup(
             state.request_id,
             key,
@@ -174,6 +179,10 @@ class Lookups:
         state.num_found = lease.num_chunks
         if lease.num_pending and now < state.waits_until:
             state.ask_at = now
+            logger.debug(
+                "request %s: pending, the depot has %d of %d chunks and others bring up to %d: waits %.3f s at most",
+                state.request_id, lease.num_chunks, state.num_wanted, lease.num_pending, state.waits_until - now,
+            )  # fmt: skip
         elif hand_over is None or lease.num_chunks >= state.awaits:
             return False
         elif now < state.began_at + hand_over.wait_seconds:
@@ -181,6 +190,10 @@ class Lookups:
         else:
             state.hand_over, state.ask_at = None, now  # this lookup announces that the engine computes the rest
             self._counters[_HAND_OVERS_MISSED] += 1
+            logger.debug(
+                "request %s: the prefill engine brought %d of %d chunks in time, the rest is computed here",
+                state.request_id, lease.num_chunks, state.awaits,
+            )  # fmt: skip
         self.drop(state)
         if state.ask_at <= now:
             self.ask(state)

@@ -128,7 +128,7 @@ class SchedulerSide:
             self._lookups.ask(state)
             self._blends.begin(state, self._namespace, params)
         else:
-            logger.debug("request %s: no lookup, as it may not load or read caches", state.request_id)
+            logger.debug("request %s: no lookup, as it may not load", state.request_id)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens past the local hit a load would bring; None while the depot has not answered.
@@ -232,10 +232,12 @@ class SchedulerSide:
         self._drop(state)
         if has_failed:
             self.counters[_FAILED_LOADS] += 1
+            logger.debug("request %s: the load failed, its tokens are recomputed", state.request_id)
             state.found(0)
             state.num_computed = 0
             return
         self.counters[_HIT_TOKENS] += num_tokens
+        logger.debug("request %s: loaded %d tokens under exact keys", state.request_id, num_tokens)
         if state.exact_tokens is not None:  # other engines cannot use what it computes from now on
             self._lookups.withdraw(state)
         self._note(state)

@@ -98,6 +98,7 @@ class RequestState:
     waits_until: float = 0.0  # for chunks that others are computing, in all; 0 before the first lookup
     began_at: float = 0.0  # when the first lookup was sent
     ask_at: float = 0.0  # when to ask again
+    num_wanted: int = 0  # chunks of the last lookup
     num_found: int = 0  # chunks of the last answer
     awaits: int = 0  # leading chunks that the last lookup expects of a prefill engine
     has_announced: bool = False  # that the engine computes or hands over chunks: withdrawn when the request ends

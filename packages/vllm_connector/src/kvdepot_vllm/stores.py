@@ -184,6 +184,8 @@ class Stores:
             planned = self._plan_one(pool, state, rest.table, first, stop, {}) if stop > first else 0
             state.num_stored += planned
             if not planned or state.num_stored >= rest.stop:
+                if not planned:
+                    logger.debug("request %s: chunks %d to %d are given up", state.request_id, first, rest.stop)
                 self._put_off.popleft()
                 state.num_storing -= 1
                 self._call_afterwards(state)
@@ -228,6 +230,10 @@ class Stores:
         room = self._room(pool)
         if room < per_chunk:
             self.counters[_STORES_PUT_OFF] += 1
+            logger.debug(
+                "request %s: chunks %d to %d are not stored now, because stores hold %d blocks",
+                state.request_id, first, stop, self.num_held_blocks,
+            )  # fmt: skip
             return 0
         if stop - first > room // per_chunk:
             stop, states = first + room // per_chunk, {}
@@ -240,6 +246,7 @@ class Stores:
         for group, count in zip(self._cache.groups, covered, strict=True):
             if group.kind is GroupKind.FULL_ATTENTION and count != stop - first:
                 self.counters[_STORES_WITHOUT_BLOCKS] += 1
+                logger.debug("request %s: chunks %d to %d have lost their blocks", state.request_id, first, stop)
                 return 0
         number, self._next_job = self._next_job, self._next_job + 1
         key = state.run_with_tail(first) if is_tail else state.run(first, stop)
@@ -247,6 +254,7 @@ class Stores:
         blocks = [pool.blocks[block_id] for ids in block_ids for block_id in ids]
         span = start_span("kvdepot store", state.request, tokens=(stop - first) * self._cache.chunk_tokens)
         store = _PendingStore(state, first, stop - first, covered, blocks, self._clock(), span, stop - first, is_tail)
+        logger.debug("request %s: store %d of chunks %d to %d begins", state.request_id, number, first, stop)
         pool.touch(blocks)  # nothing after this line fails: a store that is not recorded holds its blocks for ever
         self.num_held_blocks += len(blocks)
         state.num_storing += 1
@@ -282,6 +290,10 @@ class Stores:
         self.pool.free_blocks(reversed(store.blocks))
         end_span(store.span, stored_tokens=store.num_stored * self._cache.chunk_tokens)
         cut = store.num_chunks - store.num_stored
+        logger.debug(
+            "request %s: a store of %d chunks from %d on ended, %d were cut",
+            store.state.request_id, store.num_chunks, store.first_chunk, cut,
+        )  # fmt: skip
         self._on_ended(
             store.state,
             EndedStore(
