@@ -15,7 +15,7 @@ import vllm.distributed.parallel_state as state
 from kvdepot.errors import BackendUnavailable, LayoutError
 from kvdepot.keys import KeyRun, Namespace
 from kvdepot.layout import GroupKind
-from kvdepot_vllm import connector as module, starting
+from kvdepot_vllm import connector as module, setup
 from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 
@@ -31,12 +31,12 @@ good = {
     "worker_groups": lambda *_: ["groups"],
     "get_backend": backend(lambda cache, **k: Space(format=cache.format, close=lambda: None)),
     "engine_namespace": lambda *_: Namespace("m"),
-    "on_device": starting.on_device,
+    "on_device": setup.on_device,
 }
 
 def use(**changes):
     for name, value in {**good, **changes}.items():
-        setattr(starting if hasattr(starting, name) else module, name, value)
+        setattr(setup if hasattr(setup, name) else module, name, value)
 
 def raising(error):
     def raises(*_, **__):
