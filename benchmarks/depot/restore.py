@@ -11,6 +11,7 @@ import time
 
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex, EntryPlace
+from kvdepot.index.restore import restore
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
@@ -34,10 +35,10 @@ def fill(table: IndexTable, num_entries: int) -> None:
         above = parent if depth else NO_NODE
         record = index.begin_entry(EntryPlace(space, key, above, depth, 0, 0, _ENTRY_BYTES, 1, 0, Writer(1, 1)))
         assert record is not None
-        parent = index.node_of(record)
+        parent = index.entries.node_of(record)
         records.append(record)
         if depth == _PROMPT_CHUNKS - 1 or number == num_entries - 1:
-            index.seal_entries(records, now=number // _ENTRIES_PER_SECOND)
+            index.seal(records, now=number // _ENTRIES_PER_SECOND)
             records.clear()
 
 
@@ -54,10 +55,10 @@ def main() -> None:
     began = time.monotonic()
     steps: list[float] = []
     worked = time.thread_time()
-    for _ in index.restore([_SPEC]):
+    for _ in restore(index, [_SPEC]):
         steps.append(time.thread_time() - worked)
         worked = time.thread_time()
-    print(f"{index.num_entries} entries in {time.monotonic() - began:.1f} s, {len(steps)} steps")
+    print(f"{index.entries.num_sealed} entries in {time.monotonic() - began:.1f} s, {len(steps)} steps")
     longest = ", ".join(f"{seconds * 1e3:.1f}" for seconds in sorted(steps)[-5:])
     slow = sum(seconds > 5e-3 for seconds in steps)
     print(

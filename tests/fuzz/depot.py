@@ -11,6 +11,7 @@ from unittest.mock import patch
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
+from kvdepot.index.restore import restore
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
@@ -141,7 +142,7 @@ class Life:
             bytes(self.memory), dict(depot.stores.tickets), dict(depot.stores.late_tickets),
             dict(depot.contexts.by_number), list(depot.quarantine.held),
             list(depot.labels.names), list(depot.leases), len(depot.index.spaces),
-            list(depot.index.parts.nodes.tree.holds), len(depot.flights), len(depot.blends.contents),
+            list(depot.index.nodes.tree.holds), len(depot.flights), len(depot.blends.contents),
         )  # fmt: skip
 
     # --- what the input can choose from ---------------------------------------------------------------------------
@@ -353,18 +354,18 @@ class Life:
         labels = self.depot.labels.names
         sealed = {r.key: r for r in self.depot.index.table.records() if r.state == SEALED}
         visible = [
-            {key for key, node in space.nodes.items() if self.depot.index.is_reachable(node)}
+            {key for key, node in space.nodes.items() if self.depot.index.visibility.is_reachable(node)}
             for space in self.depot.index.spaces
         ]
         self.start()
         self.waiting.clear()  # their connections broke
         self.depot.labels.restore(labels)
         index = self.depot.index
-        for record in [record for record in index.restore(specs, len(labels)) if record is not None]:
+        for record in [record for record in restore(index, specs, len(labels)) if record is not None]:
             self.depot.quarantine.hold((index.table.writer_of(record), index.table.owner_of(record)), [record], 0)
         assert len({r.key for r in index.table.records() if r.state == SEALED}) <= len(sealed)
         for space, before in zip(index.spaces, visible, strict=True):
-            assert {key for key, node in space.nodes.items() if index.is_reachable(node)} == before
+            assert {key for key, node in space.nodes.items() if index.visibility.is_reachable(node)} == before
         self.sessions = [self.next_number + n for n in range(NUM_SESSIONS)]
         self.next_number += NUM_SESSIONS
         for who in range(NUM_SESSIONS):
@@ -379,22 +380,22 @@ class Life:
         for until, deferred in self.waiting:
             assert deferred.reply is not None or self.now < until, "a lookup waits for too long"
         late = [n for t in depot.stores.late_tickets.values() for n in t.records]
-        assert all(index.node_of(number) == NO_NODE for number in late)
+        assert all(index.entries.node_of(number) == NO_NODE for number in late)
         writing = [n for t in depot.stores.tickets.values() for n in t.records]
-        assert all(index.node_of(number) != NO_NODE for number in writing)
+        assert all(index.entries.node_of(number) != NO_NODE for number in writing)
         writing += late + [n for q in depot.quarantine.held for n in q.records]
         assert sorted(writing) == [r.number for r in index.table.records() if r.state == WRITING]
         for context in depot.contexts.by_number.values():
             tickets = [*depot.stores.tickets.values(), *depot.stores.late_tickets.values()]
             own = sum(ticket.num_bytes for ticket in tickets if ticket.context == context.number)
             assert context.writing_bytes == own
-        holds = Counter(index.node_of(number) for number in writing)
+        holds = Counter(index.entries.node_of(number) for number in writing)
         del holds[NO_NODE]
         for lease in depot.leases:
             assert lease.context in depot.contexts.by_number
             assert lease.expiry_seconds > self.now - LEASE_SECONDS
             holds.update(lease.nodes)
-        tree = index.parts.nodes.tree
+        tree = index.nodes.tree
         assert all(tree.holds[node] == holds[node] for node in range(len(tree.keys)))
         assert all(ticket.context in depot.contexts.by_number for ticket in depot.stores.tickets.values())
         depot.status.fields()

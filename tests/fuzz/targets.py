@@ -23,6 +23,7 @@ from fuzz.movers import OFFER, REGISTRATION, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
 from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
 from kvdepot.index.index import ChunkIndex
+from kvdepot.index.restore import restore
 from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, _requests
 from kvdepot.layout import GroupKind
 from kvdepot.movers.protocol import (
@@ -161,7 +162,7 @@ def names(data: bytes) -> None:
         index = ChunkIndex(ExtentAllocator(PAGE), IndexTable.in_memory(4))
         depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
         depot.labels.restore(found.labels)
-        assert not [record for record in index.restore(found.spaces, len(found.labels)) if record is not None]
+        assert not [record for record in restore(index, found.spaces, len(found.labels)) if record is not None]
         check_empty(index)
 
 
@@ -199,16 +200,16 @@ def records(data: bytes) -> None:
     index = ChunkIndex(ExtentAllocator(64 * PAGE), table, ("auto", "arc")[bool(data[:1]) and data[0] >> 1 & 1])
     depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
     depot.labels.restore([(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
-    unfinished = [record for record in index.restore(SPECS, _NUM_LABELS) if record is not None]
+    unfinished = [record for record in restore(index, SPECS, _NUM_LABELS) if record is not None]
     index.check_integrity()
     for record in table.records():
         if record.state == WRITING:
             assert record.number in unfinished
             continue
-        node = index.node(index.spaces[record.space], record.key, record.depth)
+        node = index.nodes.find(index.spaces[record.space], record.key, record.depth)
         assert node is not None
-        assert index.has_entry(node, record.group, record.shard)
-        found = index.extent_of(node, record.group, record.shard, record.layout)
+        assert index.entries.has(node, record.group, record.shard)
+        found = index.entries.extent_of(node, record.group, record.shard, record.layout)
         assert (found is not None) == (record.state == SEALED)
     depot.status.fields()
     for record in unfinished:
@@ -216,7 +217,7 @@ def records(data: bytes) -> None:
         table.owner_of(record)
     depot.quarantine.discard(unfinished)
     index.check_integrity()
-    while index.evict_one():
+    while index.evictor.evict_one():
         pass
     check_empty(index)
 

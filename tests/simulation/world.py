@@ -17,10 +17,11 @@ from kvdepot.client.verify import count_valid_chunks
 from kvdepot.errors import ErrorCode, IntegrityError
 from kvdepot.index.index import ChunkIndex, digest_of
 from kvdepot.index.quotas import QuotaTable
+from kvdepot.index.restore import restore
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import MAGIC, Names
-from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, TableReader, Writer
+from kvdepot.pool.table import FREE, HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, TableReader, Writer
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Deferred, Refused
@@ -147,7 +148,7 @@ class Server:
         found = self.names.found
         self.watched: set[Writer] = set()
         self.restoring = iter(
-            take_over(self.depot, self.index.restore(found.spaces, len(found.labels)), world.await_death)
+            take_over(self.depot, restore(self.index, found.spaces, len(found.labels)), world.await_death)
         )
         self.is_restoring = True
         self.depot.state.accepts_stores = False
@@ -281,7 +282,7 @@ class World:
         if server.index.num_restore_errors:
             raise Violation("reading back failed")
         self.check()
-        return f"the server has read back {server.index.num_entries} entries"
+        return f"the server has read back {server.index.entries.num_sealed} entries"
 
     def on_kill_server(self, a: int, b: int, c: int) -> str | None:
         """Kill the server now, or at one of its next writes."""
@@ -380,7 +381,7 @@ class World:
             os.ftruncate(memory.names_fd, max(len(MAGIC), size - 1 - b))
             return f"the names lose up to {1 + b} bytes"
         if c % 3 == 1:
-            if table.header(number) & 0xFF == WRITING:
+            if table.state(number) == WRITING:
                 return None
             memory.table[HEADER_PAGE_BYTES + number * RECORD_BYTES + b % RECORD_BYTES] ^= 1 + c // 3
             return f"byte {b % RECORD_BYTES} of record {number} is another"
@@ -389,7 +390,7 @@ class World:
     def _copy_entry(self, table: IndexTable, number: int, b: int) -> str | None:
         """Give an entry a second record and extent, which a right server never does."""
         memory, found = self.memory, table.record(number)
-        target = next((each for each in range(NUM_RECORDS) if not table.header(each) & 0xFF), None)
+        target = next((each for each in range(NUM_RECORDS) if table.state(each) == FREE), None)
         if found is None or found.state != SEALED or target is None:
             return None
         taken = {page for each in table.records() for page in pages_in(each.offset, each.num_bytes)} | set(
@@ -635,10 +636,10 @@ class World:
         for number, (group, chunks) in enumerate(zip(space.spec.groups, space.chunks_needed, strict=True)):
             for chunk in range(max(0, found - chunks) if chunks else first, found):
                 key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
-                node = index.node(space, key, chunk)
+                node = index.nodes.find(space, key, chunk)
                 for shard in range(group.num_shards):
-                    record = None if node is None else index.entry(node, number, shard)
-                    if record is None or index.table.header(record) & 0xFF != SEALED:
+                    record = None if node is None else index.entries.find(node, number, shard)
+                    if record is None or not index.table.is_sealed(record):
                         raise Violation(f"chunk {NAMES[key]} is found and is not there")
                     self.memory.check_content((key, number, shard), *index.table.extent(record), "what is found")
 
@@ -847,7 +848,7 @@ class World:
         copied = [each.number for each in self.server.index.table.records() if self.memory.copied[each.offset // PAGE]]
         number = copied[b % len(copied)] if copied and c % 2 else b % NUM_RECORDS
         header = self.server.index.table.header(number)
-        if header & 0xFF != SEALED:
+        if not self.server.index.table.is_sealed(number):
             return None
         self.suspect.add(self.server.index.table.key_of(number))
         reply = self._ask(worker, m.ReportCorrupt(worker.context, ((number, header),)))
@@ -874,7 +875,7 @@ class World:
                 raise Violation(f"pages {extent[0] // PAGE} on are free while a tier copies some of them")
         for space in index.spaces if self.is_full_attention else ():
             for key, node in space.nodes.items():
-                if key in ABOVE and index.key_of(index.parent_of(node)) != ABOVE[key]:
+                if key in ABOVE and index.nodes.key_of(index.nodes.parent_of(node)) != ABOVE[key]:
                     raise Violation(f"chunk {NAMES[key]} follows another chunk than in its prompt")
         remote = sum(flight.is_remote for flight in depot.flights._by_request.values())
         if depot.flights._num_remote != remote:

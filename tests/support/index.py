@@ -9,6 +9,7 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.eviction import AUTO
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
+from kvdepot.index.restore import restore
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
@@ -126,7 +127,7 @@ class Bench:
         """Return what a server that starts on the table as it is now makes of it."""
         table = IndexTable(bytearray(self.memory if memory is None else memory), self.num_records)
         index = ChunkIndex(ExtentAllocator(self.pages * PAGE), table)
-        restored = index.restore([self.spec] if specs is None else specs)
+        restored = restore(index, [self.spec] if specs is None else specs)
         self.unfinished = [record for record in restored if record is not None]
         return index
 
@@ -134,7 +135,7 @@ class Bench:
         for quarantine in [*self.depot.quarantine.held]:
             self.depot.end_process(quarantine.fence[0])
         sum(commands.clear_pool(self.depot, None))
-        assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
+        assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)
         assert self.index.extents.free_extents() == [(0, self.pages * PAGE)]
 

@@ -5,7 +5,7 @@ from kvdepot.index.index import ChunkIndex
 
 def ranks_of(index: ChunkIndex) -> bytes:
     """Return the priority of every node in use."""
-    return bytes(index.priority_of(node) for node in nodes_of(index))
+    return bytes(index.nodes.tree.priority[node] for node in nodes_of(index))
 
 
 def nodes_of(index: ChunkIndex) -> list[int]:
@@ -16,7 +16,7 @@ def nodes_of(index: ChunkIndex) -> list[int]:
 def empty_by_eviction(index: ChunkIndex) -> None:
     """Fail unless everything can leave when nobody uses anything."""
     for share in range(index.quotas.num_shares):
-        while index.evict_one(share):
+        while index.evictor.evict_one(share):
             pass
     check_empty(index)
 
@@ -24,6 +24,6 @@ def empty_by_eviction(index: ChunkIndex) -> None:
 def check_empty(index: ChunkIndex) -> None:
     """Fail unless nothing is left."""
     index.check_integrity()
-    assert (index.extents.used_bytes, index.num_entries, index.num_chunks) == (0, 0, 0)
+    assert (index.extents.used_bytes, index.entries.num_sealed, len(index.nodes)) == (0, 0, 0)
     assert index.extents.free_extents() == [(0, index.extents.ready_bytes)]
-    assert not any(index.table.header(number) & 0xFF for number in range(index.table.num_records))
+    assert not any(index.table.state(number) for number in range(index.table.num_records))

@@ -31,7 +31,7 @@ def hint(worker: Worker, run: KeyRun, **hints: Any) -> int:
 
 def length(worker: Worker, run: KeyRun) -> int:
     """What is left of a prompt, without using it."""
-    return worker.bench.index.longest_prefix(worker.bench.index.spaces[0], run.digests)[0]
+    return worker.bench.index.match(worker.bench.index.spaces[0], run.digests)[0]
 
 
 policies = pytest.mark.parametrize("policy", POLICIES)
@@ -111,7 +111,7 @@ def test_deadlines_that_were_replaced_take_no_memory() -> None:
     worker.store(prompt(2))
     for _ in range(3000):
         hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
-    assert bench.index.num_deadlines < 2000
+    assert bench.index.priorities.num_deadlines < 2000
 
 
 @policies
@@ -199,7 +199,8 @@ def begin_hint(worker: Worker, run: KeyRun, **hints: Any) -> frames.Reply | Defe
 
 def ranks(bench: Bench, run: KeyRun) -> list[int]:
     index = bench.index
-    return [index.priority_of(index.spaces[0].nodes[run.slice(n, n + 1).digests]) for n in range(run.num_chunks)]
+    numbers = [index.spaces[0].nodes[run.slice(n, n + 1).digests] for n in range(run.num_chunks)]
+    return [index.nodes.tree.priority[number] for number in numbers]
 
 
 def step(bench: Bench, number: int) -> None:
@@ -261,6 +262,6 @@ def test_what_has_ended_leaves_while_the_rest_of_it_is_being_ended() -> None:
     bench, worker = long_bench()
     begin_hint(worker, LONG, session_ended=True)
     for _ in range(AT_ONCE):
-        assert bench.index.evict_one()
+        assert bench.index.evictor.evict_one()
     bench.depot.background.work()
     assert ranks(bench, LONG.slice(0, 300 - AT_ONCE)) == [ENDED] * (300 - AT_ONCE)

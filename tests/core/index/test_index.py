@@ -1,9 +1,11 @@
 """What the index finds, keeps, evicts and reads back, asked through the depot as workers ask it."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from kvdepot.errors import ErrorCode
-from kvdepot.index.eviction import POLICIES
+from kvdepot.index.eviction import POLICIES, AdaptiveReplacement
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, Writer
@@ -25,7 +27,7 @@ from support.index import (
 
 
 def found(index: ChunkIndex, run: KeyRun) -> int:
-    return index.longest_prefix(index.spaces[0], run.digests)[0]
+    return index.match(index.spaces[0], run.digests)[0]
 
 
 # --- finding --------------------------------------------------------------------------------------------------------
@@ -142,9 +144,9 @@ def test_a_store_into_a_full_pool_evicts_what_it_needs_and_no_more(policy: str) 
     for name in range(8):
         worker.store(prompt(1, name))
     for needed in (1, 3, 5):
-        before = bench.index.num_evicted
+        before = bench.index.evictor.num_evicted
         assert worker.store(prompt(needed, 10 + needed)).num_declined == 0
-        assert bench.index.num_evicted == before + needed
+        assert bench.index.evictor.num_evicted == before + needed
     assert bench.index.extents.used_bytes == 8 * PAGE
 
 
@@ -154,13 +156,28 @@ def test_a_pool_that_still_grows_declines_what_has_room_later_and_evicts_nothing
     worker, extents = bench.worker(), bench.index.extents
     assert worker.store(prompt(6)).num_declined == 2
     counters = bench.depot.status.fields()["counters"]
-    assert (bench.index.num_evicted, counters["store_entries_not_ready"]) == (0, 1)
+    assert (bench.index.evictor.num_evicted, counters["store_entries_not_ready"]) == (0, 1)
     extents.grow(6 * PAGE)
     assert worker.store(prompt(6)).num_declined == 0
     assert worker.store(prompt(1, 7)).num_declined == 1
     extents.stop_growing()
     assert worker.store(prompt(1, 7)).num_declined == 0
-    assert bench.index.num_evicted == 1
+    assert bench.index.evictor.num_evicted == 1
+
+
+@pytest.mark.parametrize("num_records", [4, 64], ids=["no record", "no room"])
+def test_a_policy_that_raises_leaves_no_hold(num_records: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the chunk for which it was to make room was held, with a node and maybe an extent, for ever."""
+    bench = Bench(pages=4 if num_records > 4 else 8, num_records=num_records)
+    worker = bench.worker()
+    worker.store(prompt(4))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
+        patch.setattr(AdaptiveReplacement, "victim", Mock(side_effect=RuntimeError("broken")))
+        worker.store(prompt(1, 1))
+    assert not any(bench.index.nodes.tree.holds)
+    bench.index.check_integrity()
+    assert worker.store(prompt(1, 1)).num_declined == 0
+    bench.drain()
 
 
 @pytest.mark.promise(44)
@@ -223,7 +240,7 @@ def test_a_store_that_can_never_fit_evicts_nothing() -> None:
     small.ask(m.Unregister(small.context))
     large = bench.worker(page=5 * PAGE)
     assert large.store(prompt(1, 1)).num_declined == 1
-    assert (bench.index.num_entries, bench.index.num_evicted) == (3, 0)
+    assert (bench.index.entries.num_sealed, bench.index.evictor.num_evicted) == (3, 0)
 
 
 def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
@@ -238,7 +255,7 @@ def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
 @pytest.mark.promise(23)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.index.parts._SPARE_NODES", 0)  # twice as many chunks as records then
+    monkeypatch.setattr("kvdepot.index.index._SPARE_NODES", 0)  # twice as many chunks as records then
     bench = Bench(num_records=8, policy=policy)
     worker = bench.worker()
 
@@ -246,21 +263,21 @@ def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatc
         worker.store(run)
         nodes = [bench.index.spaces[0].nodes[run.slice(n, n + 1).digests] for n in range(run.num_chunks)]
         for node in nodes[:-1]:
-            bench.index.remove_entry(bench.index.entries(node)[0])
+            bench.index.remove_entry(bench.index.entries.sealed(node)[0])
         return nodes[-1]
 
     last = [store_with_holes(prompt(8, 0)), store_with_holes(prompt(7, 1))]
     assert worker.store(prompt(1, 2)).num_declined == 0
-    assert bench.index.num_chunks == 16
+    assert len(bench.index.nodes) == 16
     bench.index.pin(last)
     lease = worker.lookup(prompt(1, 2)).lease
     assert worker.store(prompt(1, 3)).num_declined == 1
-    assert bench.index.num_evicted == 0
-    bench.index.unpin(last)
+    assert bench.index.evictor.num_evicted == 0
+    bench.index.release(last)
     for run in (prompt(1, 3), prompt(4, 4)):
         assert worker.store(run).num_declined == 0
         assert worker.lookup(run).num_chunks == run.num_chunks
-    assert bench.index.num_evicted == 1
+    assert bench.index.evictor.num_evicted == 1
     assert worker.lookup(prompt(1, 2)).num_chunks == 1
     bench.index.check_integrity()
     worker.release(lease)
@@ -436,7 +453,7 @@ def test_a_successor_evicts_what_was_stored_longest_ago() -> None:
         bench.now = 100.0 - name
         worker.store(prompt(1, name))
     again = bench.successor()
-    again.evict_one()
+    again.evictor.evict_one()
     assert [found(again, prompt(1, name)) for name in (1, 2, 3)] == [1, 1, 0]
 
 
@@ -493,7 +510,7 @@ def test_what_lost_its_parent_to_damage_is_freed_with_it() -> None:
     damaged = bytearray(bench.memory)
     damaged[HEADER_PAGE_BYTES + record.number * RECORD_BYTES + 40] ^= 1
     again = bench.successor(damaged)
-    assert found(again, prompt(3)) == again.num_entries == again.num_chunks == 1
+    assert found(again, prompt(3)) == again.entries.num_sealed == len(again.nodes) == 1
     assert again.extents.used_bytes == PAGE
     assert [record.depth for record in again.table.records()] == [0]
 
@@ -507,7 +524,7 @@ def test_records_that_fit_no_known_space_are_freed(groups: tuple[m.GroupShape, .
     again = bench.successor(specs=[m.CacheSpec(1, groups, "bytes")] if groups else [])
     kept = list(again.table.records())
     assert all(record.group == 0 for record in kept)
-    assert len(kept) == again.num_entries == (2 if groups else 0)
+    assert len(kept) == again.entries.num_sealed == (2 if groups else 0)
     assert again.extents.used_bytes == len(kept) * PAGE
 
 
@@ -521,7 +538,7 @@ def test_a_record_that_is_there_twice_counts_once() -> None:
     memory = bytearray(bench.memory)
     memory[second] = other.memory[second]
     again = bench.successor(memory)
-    assert (again.num_entries, again.extents.used_bytes, len(list(again.table.records()))) == (1, PAGE, 1)
+    assert (again.entries.num_sealed, again.extents.used_bytes, len(list(again.table.records()))) == (1, PAGE, 1)
 
 
 @pytest.mark.promise(60)
@@ -535,9 +552,9 @@ def test_of_two_keys_that_begin_alike_one_is_found_after_a_restart_and_all_can_l
     worker.store(alike)
     again = bench.successor()
     assert sorted((found(again, run), found(again, alike))) == [0, 1]
-    assert (again.num_entries, again.extents.used_bytes) == (1, PAGE)
-    assert again.evict_one()
-    assert (again.num_chunks, again.extents.used_bytes) == (0, 0)
+    assert (again.entries.num_sealed, again.extents.used_bytes) == (1, PAGE)
+    assert again.evictor.evict_one()
+    assert (len(again.nodes), again.extents.used_bytes) == (0, 0)
 
 
 def test_chunks_after_two_keys_that_begin_alike_are_not_found_after_a_restart() -> None:
@@ -550,7 +567,7 @@ def test_chunks_after_two_keys_that_begin_alike_are_not_found_after_a_restart() 
     worker.store(run.slice(1))
     again = bench.successor()
     assert found(again, run) == 1
-    assert again.num_entries == 2
+    assert again.entries.num_sealed == 2
     again.check_integrity()
 
 

@@ -16,7 +16,7 @@ class Pins:
     def pin(self, nodes: Sequence[int]) -> None:
         self.held += nodes
 
-    def unpin(self, nodes: Sequence[int]) -> None:
+    def release(self, nodes: Sequence[int]) -> None:
         for node in nodes:
             self.held.remove(node)
 

@@ -8,6 +8,7 @@ from kvdepot.config import format_size
 from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.quotas import QuotaTable
+from kvdepot.index.restore import restore
 from kvdepot.server import commands
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.wire import frames
@@ -242,7 +243,7 @@ def test_quotas_are_as_before_after_a_restart() -> None:
     again = Bench(pages=8, quotas={"a": 4})
     again.depot.labels.restore(bench.depot.labels.names)
     again.memory[:] = bench.memory
-    assert [record for record in again.index.restore([bench.spec]) if record is not None] == []
+    assert [record for record in restore(again.index, [bench.spec]) if record is not None] == []
     assert again.index.quotas.used_bytes == [5 * PAGE, 3 * PAGE]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvdepot.config import Demotion, ServerConfig
 from kvdepot.index.index import ChunkIndex
-from kvdepot.index.restore import Restoring
+from kvdepot.index.restore import Restoring, restore
 from kvdepot.index.visibility import Visibility
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
@@ -59,8 +59,8 @@ class Successor:
         self.index = ChunkIndex(ExtentAllocator(NUM_RECORDS * PAGE), self.table)
         self.depot = depot = Depot(self.index, epoch=2, lease_seconds=10.0, clock=lambda: self.now)
         self.shown: set[bytes] = set()
-        self.index.on_shown = lambda node: self.shown.add(self.index.key_of(node))
-        self.index.on_hidden = lambda node: self.shown.discard(self.index.key_of(node))
+        self.index.on_shown = lambda node: self.shown.add(self.index.nodes.key_of(node))
+        self.index.on_hidden = lambda node: self.shown.discard(self.index.nodes.key_of(node))
         depot.labels.restore([("default", "model")])
         depot.state.accepts_stores = False
         pool = make_pool(NUM_RECORDS * PAGE)
@@ -70,7 +70,7 @@ class Successor:
             on_corrupt=depot.remove_corrupt, clock=lambda: self.now,
         )  # fmt: skip
         spec = m.CacheSpec(1, SHARDED, "bytes")
-        self.steps = self.index.restore([spec], 1)
+        self.steps = restore(self.index, [spec], 1)
         self.num_steps = 0
         details = (m.GroupDetail((PAGE,), 8),)
         self.register = m.RegisterKVCache(m.PROTOCOL_VERSION, "new", 0, 2, "none", "none", "model", spec, details)
@@ -94,14 +94,14 @@ class Successor:
 
 
 def found(depot: Depot) -> list[int]:
-    return [depot.index.longest_prefix(depot.index.spaces[0], run.digests)[0] for run in (LONG, *SHORT)]
+    return [depot.index.match(depot.index.spaces[0], run.digests)[0] for run in (LONG, *SHORT)]
 
 
 def evict(successor: Successor) -> None:
-    node = successor.index.next_victim()
+    node = successor.index.evictor.next_victim()
     assert node is None
-    successor.index.evict_one()
-    for node in range(len(successor.index.parts.nodes.tree.keys)):
+    successor.index.evictor.evict_one()
+    for node in range(len(successor.index.nodes.tree.keys)):
         successor.index.evict(node)
 
 
@@ -175,7 +175,7 @@ def test_what_is_asked_at_any_step_of_reading_back_changes_nothing_of_it(what: s
             successor.index.check_integrity()
             successor.depot.quarantine.discard(unfinished)
             successor.depot.end_session(1)
-            while successor.index.evict_one():
+            while successor.index.evictor.evict_one():
                 pass
             check_empty(successor.index)
 
@@ -219,8 +219,8 @@ def test_a_step_that_fails_leaves_an_index_that_serves(
         records = {record.number: record for record in index.table.records()}
         assert [record.number for record in records.values() if record.state == WRITING] == unfinished != []
         assert index.extents.used_bytes == len(records) * PAGE
-        assert sum(state.state == SEALED for state in records.values()) == index.num_entries
-        assert index.num_entries == (240 if least else 0)
+        assert sum(state.state == SEALED for state in records.values()) == index.entries.num_sealed
+        assert index.entries.num_sealed == (240 if least else 0)
         assert least <= sum(found(depot)) <= 120
         run = prompt(2, 99)
         store = m.PrepareStore(successor.context, "r", "", run.digests, 0, run.parent, (run.num_chunks,))
@@ -230,7 +230,7 @@ def test_a_step_that_fails_leaves_an_index_that_serves(
         assert taken.isdisjoint(records[record].offset for record in unfinished)
         successor.ask(m.CommitStore(successor.context, plan.ticket))
         depot.quarantine.discard(unfinished)
-        while index.evict_one():
+        while index.evictor.evict_one():
             pass
         check_empty(index)
 
@@ -251,7 +251,7 @@ def test_a_server_whose_reading_back_fails_goes_on_without_stores(
         yield None
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(ChunkIndex, "restore", failing)
+    monkeypatch.setattr("kvdepot.server.restoring.restore", failing)
     with closing(make_server(tmp_path)) as server:
         assert server.restoring is not None
         server.restoring.go_on(lambda: False)

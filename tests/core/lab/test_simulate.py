@@ -71,12 +71,12 @@ def replay_index(workload: Workload, ends: Sequence[int], policy: str, capacity:
     found: list[int] = []
     for path, packed, is_end in zip(workload.paths, workload.packed, ends, strict=True):
         shadow.looked_up(packed, PAGE)
-        hits, nodes = index.longest_prefix(space, packed)
+        hits, nodes = index.match(space, packed)
         found.append(hits)
         parent = NO_NODE
         if hits:
             parent = nodes[0]
-            sum(index.used(parent) or ())
+            sum(index.priorities.used(parent) or ())
         records: list[int] = []
         for depth in range(hits, len(path)):
             key = workload.digests[path[depth]]
@@ -85,10 +85,10 @@ def replay_index(workload: Workload, ends: Sequence[int], policy: str, capacity:
                 break
             records.append(record)
             parent = space.nodes[key]
-        index.seal_entries(records)
+        index.seal(records)
         if is_end and parent != NO_NODE:
-            sum(index.end_session(parent, lambda _label: True))
-    return found, index.num_evicted
+            sum(index.priorities.end_session(parent, lambda _label: True))
+    return found, index.evictor.num_evicted
 
 
 # Hints change a long prefix in steps.

@@ -236,7 +236,7 @@ def test_what_a_mover_may_be_writing_is_free_when_it_is_dead_and_not_before(how:
     assert node.quarantined_bytes == 4 * 4096
     node.turn_until(lambda: not node.quarantined_bytes, "the mover's death")
     assert node.depot.index.extents.used_bytes == 0
-    assert node.depot.index.num_entries == 0
+    assert node.depot.index.entries.num_sealed == 0
 
 
 # --- how one ends -----------------------------------------------------------------------------------------------------

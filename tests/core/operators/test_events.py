@@ -294,7 +294,7 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
                 found ^= hashes
         index = bench.index
         assert found == {
-            index.key_of(n) for s in index.spaces for _, n in s.nodes.items() if index.parts.visibility.is_visible[n]
+            index.nodes.key_of(n) for s in index.spaces for _, n in s.nodes.items() if index.visibility.is_visible[n]
         }
     assert taken > 100
 

@@ -31,14 +31,14 @@ def bench() -> Bench:
 def test_clearing(bench: Bench, tenant: str | None) -> None:
     commands.clear(bench.depot, tenant, None)
     bench.depot.background.work()
-    assert bench.index.num_entries == (NUM_CHUNKS // 2 if tenant else 0)
+    assert bench.index.entries.num_sealed == (NUM_CHUNKS // 2 if tenant else 0)
 
 
 @pytest.mark.promise(61)
 def test_clearing_a_prefix(bench: Bench) -> None:
     for name in (0, 1):
-        sum(bench.index.clear_end(bench.index.longest_prefix(bench.index.spaces[0], prompt(name).digests)[1][0]))
-        assert bench.index.num_entries == NUM_CHUNKS - (name + 1) * PROMPT_CHUNKS
+        sum(bench.index.evictor.clear_end(bench.index.match(bench.index.spaces[0], prompt(name).digests)[1][0]))
+        assert bench.index.entries.num_sealed == NUM_CHUNKS - (name + 1) * PROMPT_CHUNKS
 
 
 @pytest.mark.promise(61)
@@ -98,7 +98,7 @@ def test_a_worker_that_leaves_many_unfinished_entries() -> None:
     bench.depot.end_process(Writer(1, 1))
     bench.depot.status.fields()
     bench.depot.background.work()
-    assert bench.index.num_chunks == 0
+    assert len(bench.index.nodes) == 0
 
 
 @pytest.mark.promise(61)
@@ -107,7 +107,7 @@ def test_stores_of_a_long_prompt_that_are_aborted_one_by_one() -> None:
     for plan in prepare_all(bench):
         bench.ask(m.AbortStore(bench.context, plan.ticket))
     bench.depot.background.work()
-    assert bench.index.num_chunks == 0
+    assert len(bench.index.nodes) == 0
 
 
 @pytest.mark.promise(61)
@@ -116,10 +116,10 @@ def test_clearing_goes_on_where_there_are_many_holes() -> None:
     bench.store(prompt(0))
     space = bench.index.spaces[0]
     for node in [space.nodes[prompt(0).slice(place, place + 1).digests] for place in range(100, PROMPT_CHUNKS - 100)]:
-        bench.index.remove_entry(bench.index.entries(node)[0])
+        bench.index.remove_entry(bench.index.entries.sealed(node)[0])
     commands.clear(bench.depot, "a", None)
     bench.depot.background.work()
-    assert bench.index.num_chunks == bench.index.num_entries == 0
+    assert len(bench.index.nodes) == bench.index.entries.num_sealed == 0
 
 
 @pytest.mark.promise(10)
@@ -134,7 +134,7 @@ def test_leases_that_expire_do_not_wait_for_what_takes_long(bench: Bench) -> Non
     assert len(bench.depot.leases) == 0
     assert bench.depot.background.has_work
     bench.depot.background.work()
-    assert bench.index.num_entries == NUM_CHUNKS // 2
+    assert bench.index.entries.num_sealed == NUM_CHUNKS // 2
 
 
 def test_what_fails_between_messages_is_counted_and_the_rest_goes_on(bench: Bench) -> None:
@@ -155,8 +155,8 @@ def test_who_waits_for_what_fails_is_told(what: str, bench: Bench, monkeypatch: 
         yield from [40] * 3
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(bench.index, "clear", failing)
-    monkeypatch.setattr(bench.index, "end_session", failing)
+    monkeypatch.setattr(bench.index.evictor, "clear", failing)
+    monkeypatch.setattr(bench.index.priorities, "end_session", failing)
     monkeypatch.setattr(bench.depot.pins, "end", failing)
     run = prompt(0)
     deferred = {
@@ -283,7 +283,7 @@ def test_what_must_not_wait_does_not_keep_operators_waiting_for_ever(bench: Benc
 
 def pin_very_often(bench: Bench) -> int:
     bench.store(prompt(0, 8))
-    _, nodes = bench.index.longest_prefix(bench.index.spaces[0], prompt(0, 8).digests)
+    _, nodes = bench.index.match(bench.index.spaces[0], prompt(0, 8).digests)
     for number in range(20_000):
         bench.depot.pins.add(Pin("ab"[number % 2], nodes), bench.now + 10)
     bench.depot.expire()

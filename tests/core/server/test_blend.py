@@ -145,9 +145,9 @@ def test_a_run_over_a_chunk_that_was_removed_is_left_out() -> None:
     key = learn(worker, tokens)
     (run,) = ask(worker, tokens)
     chunk = run.key.first_chunk + 4
-    node = scene.index.node(scene.index.spaces[0], key.slice(chunk, chunk + 1).digests, chunk)
+    node = scene.index.nodes.find(scene.index.spaces[0], key.slice(chunk, chunk + 1).digests, chunk)
     assert node is not None
-    record = scene.index.entry(node, 0, 0)
+    record = scene.index.entries.find(node, 0, 0)
     assert record is not None
     scene.index.remove_entry(record)  # its bytes were wrong; chunks behind it are still known
     runs = ask(worker, tokens)

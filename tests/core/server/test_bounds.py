@@ -41,7 +41,7 @@ def test_a_commit_that_many_chunks_have_waited_for() -> None:
         bench.ask(m.CommitStore(bench.context, plan.ticket))
     bench.ask(m.CommitStore(bench.context, first.ticket))
     space, digests = bench.index.spaces[0], prompt(0, NUM_CHUNKS).digests
-    found = bench.index.longest_prefix(space, digests)[0]
+    found = bench.index.match(space, digests)[0]
     assert found == NUM_CHUNKS
 
 
@@ -54,9 +54,9 @@ def test_what_left_before_it_could_be_found_is_not_found() -> None:
     bench.ask(m.CommitStore(bench.context, first.ticket))
     shown: list[int] = []
     bench.index.on_shown = shown.append
-    assert sum(bench.index.clear(lambda _label, _space: True)) == NUM_CHUNKS
+    assert sum(bench.index.evictor.clear(lambda _label, _space: True)) == NUM_CHUNKS
     bench.depot.background.work()
-    assert bench.index.longest_prefix(bench.index.spaces[0], prompt(0, NUM_CHUNKS).digests)[0] == 0
+    assert bench.index.match(bench.index.spaces[0], prompt(0, NUM_CHUNKS).digests)[0] == 0
     bench.index.check_integrity()
     assert shown == []
 
@@ -68,7 +68,7 @@ def test_a_quota_and_the_status_where_tenants_have_many_models() -> None:
     for number in range(MAXIMUM_LABELS - 1):
         bench.depot.labels.names.append(("a", f"model {number}"))
         bench.index.quotas.add_label(len(bench.depot.labels.names) - 1, "a")
-    steps = bench.index.set_quota("a", PAGE)
+    steps = bench.index.evictor.set_quota("a", PAGE)
     next(steps)
     tenants = bench.depot.status.fields()["tenants"]
     assert tenants == {"a": {"used_bytes": PAGE, "quota_bytes": PAGE}}
@@ -105,15 +105,15 @@ def test_a_large_chunk_among_small_ones_that_leave_in_any_order() -> None:
     ).context
     run, num_stored, num_requests = prompt(0, 8), 0, 0
     while num_stored < run.num_chunks:
-        before = bench.index.num_evicted
+        before = bench.index.evictor.num_evicted
         plan = bench.prepare(run.slice(num_stored, run.num_chunks))
-        assert bench.index.num_evicted - before <= MOST_EVICTED
+        assert bench.index.evictor.num_evicted - before <= MOST_EVICTED
         if plan.ticket:
             num_stored += bench.ask(m.CommitStore(bench.context, plan.ticket)).count
         num_requests += 1
         assert num_requests <= NUM_CHUNKS // MOST_EVICTED
     assert num_requests > 1
-    assert bench.index.longest_prefix(bench.index.space(spec), run.digests)[0] == run.num_chunks
+    assert bench.index.match(bench.index.space(spec), run.digests)[0] == run.num_chunks
 
 
 @pytest.mark.promise(61)
@@ -205,7 +205,7 @@ def test_a_boundary_of_states_is_looked_for_so_far_and_no_further(num_new: int, 
     run = prompt(0, 10 + num_new)
     plan = bench.ask(m.PrepareStore(context, "r", "", run.slice(0, 10).digests, 0, b"", (10,)))
     bench.ask(m.CommitStore(context, plan.ticket))
-    assert bench.index.longest_prefix(bench.index.space(spec), run.digests)[0] == expected
+    assert bench.index.match(bench.index.space(spec), run.digests)[0] == expected
 
 
 @pytest.mark.promise(61)
@@ -222,7 +222,7 @@ def test_a_victim_is_found_in_a_few_steps_when_nearly_all_was_used_again() -> No
     for name in range(NUM_CHUNKS, NUM_CHUNKS + NUM_CHUNKS // 4):
         bench.store(prompt(name, 1))
     space = bench.index.spaces[0]
-    is_here = [bench.index.longest_prefix(space, prompt(name, 1).digests)[0] for name in order]
+    is_here = [bench.index.match(space, prompt(name, 1).digests)[0] for name in order]
     assert sum(is_here[len(order) // 2 :]) >= 0.9 * len(order) / 2
     assert sum(is_here[: len(order) // 2]) <= 0.6 * len(order) / 2
 
@@ -242,7 +242,7 @@ def test_leaves_that_were_popped_over_are_found_later() -> None:
             break
         declined += 1
     assert 1 <= declined <= 2
-    assert bench.index.longest_prefix(bench.index.spaces[0], prompt(NUM_CHUNKS - 1, 1).digests) == (0, ())
+    assert bench.index.match(bench.index.spaces[0], prompt(NUM_CHUNKS - 1, 1).digests) == (0, ())
 
 
 @pytest.mark.promise(61)

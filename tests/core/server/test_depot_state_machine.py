@@ -13,6 +13,7 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.eviction import NO_NODE, POLICIES
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
+from kvdepot.index.restore import restore
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator, extent_size
@@ -142,7 +143,7 @@ class DepotMachine(RuleBasedStateMachine):
                 self.writing -= set(worker.late[ticket])
         for orphan in self.orphans:
             records = [n for q in self.depot.quarantine.held if q.fence[0] == orphan.writer for n in q.records]
-            late = {self.entry_of(number) for number in records if self.index.node_of(number) == NO_NODE}
+            late = {self.entry_of(number) for number in records if self.index.entries.node_of(number) == NO_NODE}
             self.writing -= late & set(orphan.entries)
             orphan.late += [entry for entry in orphan.entries if entry in late]
             orphan.entries = [entry for entry in orphan.entries if entry not in late]
@@ -157,8 +158,8 @@ class DepotMachine(RuleBasedStateMachine):
 
     def learn_evictions(self) -> None:
         """Take the index's word for what left; the invariants check that nothing else changed."""
-        if self.index.num_evicted != self.evictions:
-            self.evictions = self.index.num_evicted
+        if self.index.evictor.num_evicted != self.evictions:
+            self.evictions = self.index.evictor.num_evicted
             self.sealed &= self.in_table(SEALED)
 
     # --- what workers do ------------------------------------------------------------------------------------------
@@ -357,7 +358,7 @@ class DepotMachine(RuleBasedStateMachine):
         assert self.index.quotas.writing_bytes[0] <= max(
             sum(self.index.quotas.quota_bytes) // 16, self.index.quotas.quota_bytes[0]
         )
-        assert self.index.num_entries == len(self.sealed)
+        assert self.index.entries.num_sealed == len(self.sealed)
 
     @invariant()
     def space_adds_up_and_never_overlaps(self) -> None:
@@ -376,17 +377,17 @@ class DepotMachine(RuleBasedStateMachine):
         again = ChunkIndex(
             ExtentAllocator(self.index.extents.capacity_bytes), IndexTable(bytearray(self.memory), NUM_RECORDS)
         )
-        unfinished = [record for record in again.restore([self.spec]) if record is not None]
+        unfinished = [record for record in restore(again, [self.spec]) if record is not None]
         space = again.spaces[0]
         for prompt in PROMPTS:
-            found, _ = again.longest_prefix(space, prompt.digests)
+            found, _ = again.match(space, prompt.digests)
             assert found == self.longest(prompt)
         assert sorted(unfinished) == [record.number for record in self.index.table.records() if record.state == WRITING]
         for record in unfinished:
             again.discard_entry(record)
-        num_entries = again.num_entries
-        assert sum(again.clear(lambda _tenant, _space: True)) == num_entries
-        assert (again.extents.used_bytes, again.num_entries, again.num_chunks) == (0, 0, 0)
+        num_entries = again.entries.num_sealed
+        assert sum(again.evictor.clear(lambda _tenant, _space: True)) == num_entries
+        assert (again.extents.used_bytes, again.entries.num_sealed, len(again.nodes)) == (0, 0, 0)
 
     def teardown(self) -> None:
         """Everything comes back."""
@@ -398,7 +399,7 @@ class DepotMachine(RuleBasedStateMachine):
         for orphan in self.orphans:
             self.depot.end_process(orphan.writer)
         sum(commands.clear_pool(self.depot, None))
-        assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
+        assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)
         assert set(self.index.quotas.tenant_bytes) <= {0}
 

@@ -43,11 +43,11 @@ def found_in(num_chunks: int, prompts: list[bytes]) -> float:
     space = index.space(SPEC)
     found = asked = 0
     for digests in prompts:
-        hits, nodes = index.longest_prefix(space, digests)
+        hits, nodes = index.match(space, digests)
         found, asked = found + hits, asked + len(digests) // 32
         parent = nodes[0] if hits else NO_NODE
         if hits:
-            index.used(parent)
+            index.priorities.used(parent)
         records: list[int] = []
         for depth in range(hits, len(digests) // 32):
             key = digests[depth * 32 : depth * 32 + 32]
@@ -56,7 +56,7 @@ def found_in(num_chunks: int, prompts: list[bytes]) -> float:
                 break
             records.append(record)
             parent = space.nodes[key]
-        index.seal_entries(records)
+        index.seal(records)
     return found / asked
 
 

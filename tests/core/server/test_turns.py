@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvdepot.index.index import ChunkIndex
+from kvdepot.index.restore import restore
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
@@ -197,7 +198,7 @@ def test_a_quota_and_the_status(full: FullDepot) -> None:
 def test_restoring(full: FullDepot) -> None:
     def work(_number: int) -> None:
         index = ChunkIndex(ExtentAllocator(NUM_ENTRIES * PAGE), full.table)
-        steps = index.restore([SPEC], 2)
+        steps = restore(index, [SPEC], 2)
 
         def turn() -> bool:
             until = time.perf_counter() + TASK_SECONDS
@@ -205,7 +206,7 @@ def test_restoring(full: FullDepot) -> None:
 
         while not full.turn(turn):
             pass
-        assert index.num_entries == full.depot.index.num_entries
+        assert index.entries.num_sealed == full.depot.index.entries.num_sealed
 
     gate(full, OPERATOR_SECONDS, work)
 
@@ -219,12 +220,12 @@ def test_clearing(full: FullDepot) -> None:
                 full.store(prompt(name))
             full.drain()
             full.longest = 0.0
-        before, tenant = full.depot.index.num_entries, "ab"[number] if number < 2 else None
+        before, tenant = full.depot.index.entries.num_sealed, "ab"[number] if number < 2 else None
         deferred = full.turn(lambda: commands.clear(full.depot, tenant, None))
         full.drain()
         assert isinstance(deferred, Deferred)
         assert isinstance(deferred.reply, m.Done)
-        assert deferred.reply.count == before - full.depot.index.num_entries > NUM_ENTRIES // 4
+        assert deferred.reply.count == before - full.depot.index.entries.num_sealed > NUM_ENTRIES // 4
 
     gate(full, OPERATOR_SECONDS, work)
-    assert full.depot.index.num_entries == 0
+    assert full.depot.index.entries.num_sealed == 0

@@ -209,7 +209,7 @@ class Bench:
         self.depot.expire()
         self.depot.background.work()
         sum(commands.clear_pool(self.depot, None))
-        assert (self.index.extents.used_bytes, self.index.num_entries, self.index.num_chunks) == (0, 0, 0)
+        assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert self.tiering.num_under_way == 0
 
     def close(self) -> None:
@@ -520,7 +520,7 @@ def test_a_read_that_hangs_keeps_only_what_it_may_write_to(hanging: set[int], ma
     assert not bench.tiering.num_promotions
     assert bench.index.extents.used_bytes <= (found + num_hanging) * PAGE
     bench.store_long(run)
-    assert bench.index.longest_prefix(bench.index.spaces[0], run.digests)[0] == 40, "engines store what was given up"
+    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 40, "engines store what was given up"
     assert bench.index.extents.used_bytes <= (40 + num_hanging) * PAGE
     end.set()
     wait_until(lambda: (bench.tiering.turn(), not bench.tiering.num_under_way)[1])
@@ -619,7 +619,7 @@ def test_what_was_on_its_way_up_does_not_come_after_a_clear(make: Maker, monkeyp
     wait_until(are_answered)
     bench.finish_promotions()
     assert [reply.reply.num_chunks for reply in pending] == [0, 40]
-    assert bench.index.num_entries == 40, "those of the other tenant"
+    assert bench.index.entries.num_sealed == 40, "those of the other tenant"
     assert bench.lookup(prompt(40, tenant="a")) == 0
 
 
@@ -952,7 +952,9 @@ def test_bytes_that_changed_in_the_pool_never_go_down(make: Maker, monkeypatch: 
     monkeypatch.setattr(sealed, "checksum_of", checksum_later)
     run = prompt(4)
     bench.store(run)
-    record = bench.index.entries(bench.index.visible(bench.index.spaces[0], run.digests[64:96], 2) or 0)[0]
+    record = bench.index.entries.sealed(bench.index.visibility.find(bench.index.spaces[0], run.digests[64:96], 2) or 0)[
+        0
+    ]
     bench.pool.view[bench.index.table.extent(record)[0]] ^= 1
     has_changed.set()
     bench.settle()
@@ -966,9 +968,9 @@ def test_an_entry_removed_while_it_is_being_written_keeps_its_extent_until_then(
     bench = make(pages=4)
     bench.tiers[0].hang = True
     bench.store(prompt(4))
-    node = bench.index.visible(bench.index.spaces[0], prompt(4).digests[-32:], 3)
+    node = bench.index.visibility.find(bench.index.spaces[0], prompt(4).digests[-32:], 3)
     assert node is not None
-    (record,) = bench.index.entries(node)
+    (record,) = bench.index.entries.sealed(node)
     assert bench.depot.remove_corrupt(record, bench.index.table.header(record))
     assert bench.index.extents.free_bytes == 0, "the tier may still be reading it"
     bench.tiers[0].hang = False
@@ -1114,7 +1116,7 @@ def test_a_tier_that_brings_something_to_every_lookup_in_time_is_used_on(make: M
         bench.forget()
         end, _ = hang_reads_of(bench, run, {30})
         pending = bench.begin_lookup(run)
-        wait_until(lambda: (bench.tiering.turn(), bench.index.num_entries == 30)[1])
+        wait_until(lambda: (bench.tiering.turn(), bench.index.entries.num_sealed == 30)[1])
         bench.clock.now += 1.1
         assert bench.wait(pending).num_chunks == 30
         end.set()
@@ -1206,7 +1208,7 @@ def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker)
     for name in range(6, 10):
         bench.store(prompt(4, name=name))
         bench.settle()
-    assert bench.index.longest_prefix(bench.index.spaces[0], run.digests)[0] < 8
+    assert bench.index.match(bench.index.spaces[0], run.digests)[0] < 8
     assert not bench.depot.pins
 
 

@@ -7,10 +7,9 @@ Modules import only those above them in this list:
 - `visibility`, `entries`, `eviction`: the chunks that lookups find, records and extents, the policies LRU and ARC.
 - `shares`: one policy for each share of the pool and each priority.
 - `priorities`: clients' hints, and the ends of sessions.
-- `room`: leases, evicting and clearing.
-- `parts`: makes all of these over one table.
-- `restore`: fills them from an earlier server's table.
-- `index`: the facade, `ChunkIndex`.
+- `evictor`: leases, evicting and clearing.
+- `index`: makes all of these over one table, and has the verbs that concern several of them.
+- `restore`: fills an index from an earlier server's table.
 - `leases`, `pins`: prefixes that requests and operators keep.
 """
 

@@ -166,7 +166,7 @@ class ContentIndex:
 
     def _begin(self, space: Space, known: Iterable[Place], position: int, length: int) -> SourceRun | None:
         for key, source in known:
-            node = self._index.visible(space, key, (source + length - 1) // space.spec.chunk_tokens)
+            node = self._index.visibility.find(space, key, (source + length - 1) // space.spec.chunk_tokens)
             if node is not None:
                 return SourceRun(position, length, source, node, key)
         return None
@@ -175,12 +175,12 @@ class ContentIndex:
         """Extend a run to chunk `key`, which has the source's token before `end`, if it is below the run's chunk."""
         chunk_tokens = space.spec.chunk_tokens
         chunk = (end - 1) // chunk_tokens
-        node = self._index.visible(space, key, chunk)
+        node = self._index.visibility.find(space, key, chunk)
         if node is None:
             return False
         above = node
         for _ in range(chunk - (run.source_position + run.length - 1) // chunk_tokens):
-            above = self._index.parent_of(above)
+            above = self._index.nodes.parent_of(above)
         if above != run.node:
             return False
         run.node, run.key = node, key

@@ -78,7 +78,7 @@ class Entries:
 
     def is_sealed(self, record: int) -> bool:
         """Whether the bytes of an entry are in place."""
-        return self._table.header(record) & 0xFF == SEALED
+        return self._table.is_sealed(record)
 
     def sealed(self, node: int) -> list[int]:
         """Return the sealed records of a node."""
@@ -107,10 +107,7 @@ class Entries:
         record = self.find(node, group, shard)
         if record is None or self._table.layout_of(record) != layout:
             return None
-        header = self._table.header(record)
-        if header & 0xFF != SEALED:
-            return None
-        return (record, header, *self._table.extent(record))
+        return self._table.sealed_entry(record)
 
     def node_of(self, record: int) -> int:
         """Return the node of a record in use, `NO_NODE` if it was abandoned."""

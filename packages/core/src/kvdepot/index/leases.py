@@ -73,7 +73,7 @@ class LeaseTable:
             own.discard(number)
             if not own:
                 del self._of_request[request]
-        self._index.unpin(lease.nodes)
+        self._index.release(lease.nodes)
         return True
 
     def end_request(self, context: int, request_id: str) -> Iterator[int]:

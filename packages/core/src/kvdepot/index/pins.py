@@ -53,5 +53,5 @@ class PinTable:
         if pin is None or tenant not in (None, pin.tenant):
             return 0
         del self._pins[number]
-        self._index.unpin(pin.nodes)
+        self._index.release(pin.nodes)
         return 1

@@ -4,30 +4,92 @@ A record that was being written always keeps its extent, as its writer may live 
 does not verify or fit is freed.
 """
 
+import logging
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import merge
 from typing import Final
 
 from kvdepot.index.columns import make_column
-from kvdepot.index.parts import Parts
+from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.extents import sorted_runs
-from kvdepot.pool.table import PARENT_BYTES, SEALED, WRITING, Record
+from kvdepot.pool.table import FREE, PARENT_BYTES, SEALED, WRITING, Record
+from kvdepot.wire.messages import CacheSpec
 
-_STEP: Final = 500  # records
+logger = logging.getLogger(__name__)
+
+_STEP: Final = 500  # records, or restored chunks, between two pauses
+
+
+def restore(index: ChunkIndex, spaces: Sequence[CacheSpec], num_labels: int = 1 << 32) -> Iterator[int | None]:
+    """Rebuild an index from the table of an earlier server; call once, before any space or entry.
+
+    The records name `spaces` and labels by number; a record with another number is freed.
+
+    Returns an iterator that does the work. Between steps (None) its caller can do other things, as long as it begins no
+    entry; nothing leaves until then (`ChunkIndex.is_restoring`). It yields the records of unfinished entries, whose
+    writers may still be writing: they have an extent and belong to no chunk. `ChunkIndex.discard_entry` takes them
+    back, once the iterator has ended.
+
+    A step that fails by a bug is logged and counted. Before anything can be found, the index is then empty but for the
+    space of unfinished entries; later, some are not found.
+    """
+    for spec in spaces:
+        index.space(spec)
+    index.evictor.is_frozen = True
+    return _restore(index, num_labels)
+
+
+def _restore(index: ChunkIndex, num_labels: int) -> Iterator[int | None]:
+    steps = Restoring(index, len(index.spaces), num_labels)
+    try:
+        try:
+            yield from steps.run()
+        except Exception:
+            index.num_restore_errors += 1
+            logger.exception("reading back the table of an earlier server failed: its entries are gone")
+            _start_cold(index)
+            steps = Restoring(index, 0, 0)  # takes over nothing but the extents of unfinished entries
+            yield from steps.run()
+        for count, node in enumerate(steps.nodes):
+            _reveal(index, node)
+            if count % _STEP == 0:
+                yield None
+        yield from steps.unfinished
+    finally:
+        index.evictor.is_frozen = False
+
+
+def _reveal(index: ChunkIndex, node: int) -> None:
+    try:
+        index.visibility.reveal(node)
+    except Exception:
+        if not index.num_restore_errors:
+            logger.exception("an entry of an earlier server may never be found")
+        index.num_restore_errors += 1
+
+
+def _start_cold(index: ChunkIndex) -> None:
+    now = index.nodes.now
+    index.quotas.forget_usage()
+    for space in index.spaces:
+        space.nodes.clear()
+    index.extents.clear()
+    index.make_parts()
+    index.nodes.now, index.evictor.is_frozen = now, True
 
 
 class Restoring:
     """One pass over the table; `run` does the work."""
 
-    def __init__(self, parts: Parts, num_spaces: int, num_labels: int) -> None:
+    def __init__(self, index: ChunkIndex, num_spaces: int, num_labels: int) -> None:
         self.nodes = array("I")  # made of sealed records, not visible yet; parents first
         self.unfinished: list[int] = []  # records that were being written, with an extent and without a chunk
-        self._parts = parts
+        self._index = index
         self._num_spaces = num_spaces
         self._num_labels = num_labels
-        self._is_used = make_column("B", parts.table.num_records)
+        self._is_used = make_column("B", index.table.num_records)
 
     def run(self) -> Iterator[None]:
         """Rebuild nodes and entries."""
@@ -42,19 +104,19 @@ class Restoring:
 
     def _read(self, records: list[Record]) -> Iterator[None]:
         """Read the records of known spaces and labels, and all that were being written."""
-        for number in range(self._parts.table.num_records):
-            record = self._parts.table.record(number)
+        for number in range(self._index.table.num_records):
+            record = self._index.table.record(number)
             if record is not None and (
                 record.state == WRITING or (record.space < self._num_spaces and record.label < self._num_labels)
             ):
                 records.append(record)
             if number % _STEP == 0:
                 yield
-        self._parts.entries.num_known = records[-1].number + 1 if records else 0
+        self._index.entries.num_known = records[-1].number + 1 if records else 0
 
     def _take_extents(self, records: list[Record], by_depth: dict[int, list[Record]]) -> Iterator[None]:
         """Take over the extents; sort the sealed records by depth."""
-        for places in self._parts.extents.restore(
+        for places in self._index.extents.restore(
             len(records), lambda place: (records[place].offset, records[place].num_bytes)
         ):
             for place in places:
@@ -62,7 +124,7 @@ class Restoring:
                 if record.state == SEALED:
                     by_depth.setdefault(record.depth, []).append(record)
                 else:
-                    self._parts.entries.restore_unfinished(record)
+                    self._index.entries.restore_unfinished(record)
                     self._is_used[record.number] = 1
                     self.unfinished.append(record.number)
             yield
@@ -82,7 +144,7 @@ class Restoring:
                 if self._take_entry(record, above, level):
                     self._is_used[record.number] = 1
                 else:
-                    self._parts.extents.free(record.offset, record.num_bytes)
+                    self._index.extents.free(record.offset, record.num_bytes)
                 if len(records) % _STEP == 0:
                     yield
             above = level
@@ -92,7 +154,7 @@ class Restoring:
 
         The keys of both are the space and the start of a chunk's key, as records name parents.
         """
-        nodes, entries = self._parts.nodes, self._parts.entries
+        nodes, entries = self._index.nodes, self._index.entries
         space = nodes.spaces[record.space]
         suffix = space.number.to_bytes(4, "little")
         name = record.key[:PARENT_BYTES] + suffix
@@ -106,7 +168,7 @@ class Restoring:
             if name in level:
                 level[name] = NO_NODE  # two keys begin alike: nobody knows which of them later chunks follow
                 return False
-            node = self._parts.add_node(space, record.key, parent, record.depth, record.label)
+            node = self._index.add_node(space, record.key, parent, record.depth, record.label)
             nodes.last_use[node] = 0
             self.nodes.append(node)
             level[name] = node
@@ -114,15 +176,15 @@ class Restoring:
             return False
         entries.restore(record, node)
         nodes.last_use[node] = max(nodes.last_use[node], record.last_use)
-        self._parts.visibility.sealed_groups[node] |= entries.is_whole(record.number)
+        self._index.visibility.sealed_groups[node] |= entries.is_whole(record.number)
         return True
 
     def _free_others(self) -> Iterator[None]:
         """Free the records that were not taken over."""
-        table, entries = self._parts.table, self._parts.entries
+        table, entries = self._index.table, self._index.entries
         for number in range(table.num_records - 1, -1, -1):
             if not self._is_used[number]:
-                if table.header(number) & 0xFF:
+                if table.state(number) != FREE:
                     table.free(number)
                 if number < entries.num_known:
                     entries.give_back(number)
@@ -131,7 +193,7 @@ class Restoring:
 
     def _tell_policies(self) -> Iterator[None]:
         """Add the nodes to their policies, the most recently used one last."""
-        last_use, depth, shares = self._parts.nodes.last_use, self._parts.nodes.depth, self._parts.shares
+        last_use, depth, shares = self._index.nodes.last_use, self._index.nodes.depth, self._index.shares
         keys: list[int] = []
         for count, node in enumerate(self.nodes):
             keys.append(last_use[node] << 64 | depth[node] << 32 | node)

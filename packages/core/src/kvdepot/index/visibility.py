@@ -28,13 +28,8 @@ class Visibility:
         self.broken: set[int] = set()  # nodes that were visible; those after them may still be marked
         self._waiting: dict[int, set[int]] = {}  # complete nodes, by their invisible parent
 
-    def add(self, node: int) -> None:
-        """Start a node without sealed groups."""
-        self.sealed_groups[node] = 0
-        self.is_visible[node] = 0
-
     def forget(self, node: int) -> None:
-        """Hide a node that is about to leave the tree."""
+        """Hide a node that is about to leave the tree. Its number starts again without sealed groups."""
         self._hide(node)
         self.sealed_groups[node] = 0
         self._waiting.get(self._nodes.tree.parent[node], set()).discard(node)
@@ -95,15 +90,7 @@ class Visibility:
         return True
 
     def longest_prefix(self, space: Space, digests: bytes) -> tuple[int, tuple[int, ...]]:
-        """Find the longest usable prefix.
-
-        Args:
-            space: where.
-            digests: packed `(num_chunks, 32)`, from chunk 0 on.
-
-        Returns:
-            its chunks, and the nodes to pin so that all of it stays.
-        """
+        """Find the longest usable prefix; see `ChunkIndex.match`."""
         limit, has = self._unbroken(space, digests), self._has(space, digests)
         nodes, is_visible, depths, sealed = space.nodes, self.is_visible, self._nodes.depth, self.sealed_groups
 

@@ -113,8 +113,8 @@ class EventPublisher:
 
     def _on_shown(self, node: int) -> None:
         index = self._index
-        space, key, parent = index.space_of(node), index.key_of(node), index.parent_of(node)
-        before = index.key_of(parent) if parent != NO_NODE else None
+        space, key, parent = index.nodes.space_of(node), index.nodes.key_of(node), index.nodes.parent_of(node)
+        before = index.nodes.key_of(parent) if parent != NO_NODE else None
         last = self.pending[-1] if self.pending else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == before and self._last_space == space.number:
             last.block_hashes.append(key)
@@ -126,9 +126,9 @@ class EventPublisher:
     def _on_hidden(self, node: int) -> None:
         last = self.pending[-1] if self.pending else None
         if isinstance(last, BlockRemoved):
-            last.block_hashes.append(self._index.key_of(node))
+            last.block_hashes.append(self._index.nodes.key_of(node))
         else:
-            self.pending.append(BlockRemoved([self._index.key_of(node)], MEDIUM))
+            self.pending.append(BlockRemoved([self._index.nodes.key_of(node)], MEDIUM))
         self._count()
 
     def _count(self) -> None:

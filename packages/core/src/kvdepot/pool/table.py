@@ -32,6 +32,7 @@ FREE: Final = 0
 WRITING: Final = 1
 SEALED: Final = 2
 
+_STATE_MASK: Final = 0xFF  # of a header; the generation is above it
 _LAST_GENERATION: Final = (1 << 56) - 1
 MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
@@ -269,6 +270,28 @@ class IndexTable:
         """Return the header word now."""
         return self._words[record * (RECORD_BYTES // 8)]
 
+    def state(self, record: int) -> int:
+        """Return `FREE`, `WRITING` or `SEALED`; another number if the record is damaged."""
+        return self._words[record * (RECORD_BYTES // 8)] & _STATE_MASK
+
+    def is_sealed(self, record: int) -> bool:
+        """Whether the bytes of an entry are in place."""
+        return self._words[record * (RECORD_BYTES // 8)] & _STATE_MASK == SEALED
+
+    def sealed_entry(self, record: int) -> tuple[int, int, int, int] | None:
+        """Return record, header, offset and payload bytes of a sealed entry, None if it is not sealed."""
+        header = self._words[record * (RECORD_BYTES // 8)]
+        return (record, header, *self.extent(record)) if header & _STATE_MASK == SEALED else None
+
+    def unsealed_entry(self, record: int) -> tuple[int, int, int, int]:
+        """Return record, header once sealed, offset and payload bytes of an entry that is being written."""
+        return (record, self._words[record * (RECORD_BYTES // 8)] - WRITING + SEALED, *self.extent(record))
+
+    def sealed_record(self, number: int, header: int) -> Record | None:
+        """Read back a sealed record that has this header; None if there is no such record (any more)."""
+        is_same = 0 <= number < self.num_records and self.header(number) == header
+        return self.record(number) if is_same and header & _STATE_MASK == SEALED else None
+
     def extent(self, record: int) -> tuple[int, int]:
         """Return offset and payload bytes of a record in use."""
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES
@@ -303,7 +326,7 @@ class IndexTable:
     def record(self, number: int) -> Record | None:
         """Read back one record; None if it is free or does not verify."""
         header = self._words[number * (RECORD_BYTES // 8)]
-        return self._read(number, header) if header & 0xFF in (WRITING, SEALED) else None
+        return self._read(number, header) if header & _STATE_MASK in (WRITING, SEALED) else None
 
     def records(self) -> Iterator[Record]:
         """Read back every record that is in use and verifies."""
@@ -321,8 +344,8 @@ class IndexTable:
         if crc != self.crc_of(base, header):
             return None
         return Record(
-            number, header & 0xFF, space, group, shard, page * EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth,
-            layout, label, Writer(pid, start), owner, last_use,
+            number, header & _STATE_MASK, space, group, shard, page * EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent,
+            depth, layout, label, Writer(pid, start), owner, last_use,
         )  # fmt: skip
 
     def crc_of(self, base: int, header: int) -> int:

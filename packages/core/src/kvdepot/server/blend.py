@@ -45,11 +45,11 @@ class BlendLookups:
         """
         self._check(context, request.segments)
         count_digests(request.digests)
-        num_chunks, nodes = self._index.longest_prefix(context.space, request.digests)
+        num_chunks, nodes = self._index.match(context.space, request.digests)
         if not num_chunks:
             return m.Done(self._state.epoch, 0)
         digests = request.digests[: num_chunks * DIGEST_BYTES]
-        steps = self._noting(context.space, self._index.label_of(nodes[-1]), digests, request.segments)
+        steps = self._noting(context.space, self._index.nodes.label_of(nodes[-1]), digests, request.segments)
         if len(request.segments) <= _NOTED_AT_ONCE * m.SEGMENT.size:
             return m.Done(self._state.epoch, sum(steps))
         deferred = Deferred()
@@ -109,11 +109,11 @@ class BlendLookups:
         """Return the keys of chunks `first` on, of which `node` is the last one; None if one was removed."""
         keys: list[bytes] = []
         for chunk in range(first + count - 1, first - 1, -1):
-            key = self._index.key_of(node)
-            if self._index.visible(space, key, chunk) is None:
+            key = self._index.nodes.key_of(node)
+            if self._index.visibility.find(space, key, chunk) is None:
                 return None
             keys.append(key)
-            node = self._index.parent_of(node)
+            node = self._index.nodes.parent_of(node)
         return b"".join(reversed(keys))
 
     def _check(self, context: Context, segments: bytes) -> None:

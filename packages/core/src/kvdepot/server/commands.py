@@ -61,15 +61,15 @@ def find(depot: Depot, digests: bytes) -> Deferred:
     def steps() -> Steps:
         most: list[tuple[int, int, o.FoundPrefix]] = []  # a heap: the shortest prefix first
         for space in list(index.spaces):
-            num_chunks, nodes = index.longest_prefix(space, digests)
+            num_chunks, nodes = index.match(space, digests)
             if num_chunks:
                 last = nodes[-1]
-                tenant, model = depot.labels.names[index.label_of(last)]
+                tenant, model = depot.labels.names[index.nodes.label_of(last)]
                 prefix = o.FoundPrefix(
                     num_chunks=num_chunks, num_tokens=num_chunks * space.spec.chunk_tokens, tenant=tenant,
                     model=model, dtype=space.spec.dtype, format=space.spec.format,
-                    chunk_tokens=space.spec.chunk_tokens, idle_seconds=index.idle_seconds(last),
-                    is_held=index.is_held(last), num_children=index.num_children(last),
+                    chunk_tokens=space.spec.chunk_tokens, idle_seconds=index.nodes.idle_seconds(last),
+                    is_held=index.nodes.is_held(last), num_children=index.nodes.num_children(last),
                 )  # fmt: skip
                 heappush(most, (num_chunks, -space.number, prefix))
                 if len(most) > MAXIMUM_ROWS:
@@ -87,7 +87,7 @@ def clear_pool(depot: Depot, tenant: str | None, model: str | None = None) -> It
     def is_wanted(label: int, _space: Space) -> bool:
         return tenant in (None, names[label][0]) and model in (None, names[label][1])
 
-    return depot.index.clear(is_wanted)
+    return depot.index.evictor.clear(is_wanted)
 
 
 def _log_clear(depot: Depot, selected: str, count: int, who: str) -> None:
@@ -152,12 +152,12 @@ def clear_prefix(depot: Depot, request: o.Clear, who: str = "this process") -> D
         count = 0
         for space in list(depot.index.spaces):
             yield None
-            num_chunks, nodes = depot.index.longest_prefix(space, request.digests)
+            num_chunks, nodes = depot.index.match(space, request.digests)
             if not num_chunks:
                 continue
-            tenant, model = depot.labels.names[depot.index.label_of(nodes[-1])]
+            tenant, model = depot.labels.names[depot.index.nodes.label_of(nodes[-1])]
             if request.tenant in (None, tenant) and request.model in (None, model):
-                for removed in depot.index.clear_end(nodes[-1]):
+                for removed in depot.index.evictor.clear_end(nodes[-1]):
                     count += removed
                     yield None
         _log_clear(depot, "a prefix", count, who)
@@ -190,7 +190,7 @@ def warm(depot: Depot, request: o.Warm) -> Deferred:
         for space in list(depot.index.spaces):
             yield None
             for model in depot.contexts.models(space):
-                found, nodes = depot.index.longest_prefix(space, request.digests)
+                found, nodes = depot.index.match(space, request.digests)
                 places, _ = depot.contexts.places(space)
                 tiering = depot.state.tiering
                 if tiering is None or not places or found == num_chunks:
@@ -213,11 +213,11 @@ def _pin_warmed(depot: Depot, request: o.Warm) -> Steps:
     most, best = 0, None
     for space in list(index.spaces):
         yield None
-        found, _ = index.longest_prefix(space, request.digests)
+        found, _ = index.match(space, request.digests)
         if found > most:
             most, best = found, space
     if best is not None:
-        most, nodes = index.longest_prefix(best, request.digests)  # some of it may have left since
+        most, nodes = index.match(best, request.digests)  # some of it may have left since
         if most and request.pin_seconds:
             depot.pins.add(Pin(request.tenant, nodes), depot.state.clock() + request.pin_seconds)
     yield m.Done(depot.state.epoch, most)
@@ -242,7 +242,7 @@ def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
     def steps() -> Steps:
         moved = 0
         try:
-            for count in depot.index.set_quota(tenant, quota_bytes):
+            for count in depot.index.evictor.set_quota(tenant, quota_bytes):
                 moved += count
                 yield None
         except ConfigError as error:

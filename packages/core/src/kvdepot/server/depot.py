@@ -16,7 +16,7 @@ from kvdepot.index.leases import LeaseTable
 from kvdepot.index.pins import PinTable
 from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused
-from kvdepot.pool.table import SEALED, Writer
+from kvdepot.pool.table import Writer
 from kvdepot.server.background import Kind, Task
 from kvdepot.server.blend import BlendLookups
 from kvdepot.server.contexts import Context, ContextTable
@@ -154,8 +154,7 @@ class Depot:
     def _report_corrupt(self, context: Context, request: m.ReportCorrupt) -> m.Done:
         removed = 0
         for number, header in request.entries:
-            if number < self.index.table.num_records and header & 0xFF == SEALED:
-                removed += self.remove_corrupt(number, header, context.space.number)
+            removed += self.remove_corrupt(number, header, context.space.number)
         return m.Done(self.state.epoch, removed)
 
     def remove_corrupt(self, number: int, header: int, space: int | None = None) -> bool:
@@ -165,7 +164,7 @@ class Depot:
         """
         if self.index.is_restoring:
             return False
-        record = self.index.table.record(number) if self.index.table.header(number) == header else None
+        record = self.index.table.sealed_record(number, header)
         if record is None or space not in (None, record.space):
             return False
         tenant = self.labels.names[record.label][0]
@@ -206,12 +205,12 @@ class Depot:
     def expire(self) -> None:
         """End leases, tickets, pins and hints that expired."""
         now, background = self.state.clock(), self.background
-        self.index.now = int(now)
+        self.index.nodes.now = int(now)
         if not self._is_expiring and (self.leases.has_expired(now) or self.stores.has_late(now)):
             self._is_expiring = True
             background.add_urgent(self._expiring(now))
-        if self.index.has_ended(now):
-            background.add(self.index.expire(now), Kind.ENDING)
+        if self.index.priorities.has_ended(now):
+            background.add(self.index.priorities.expire(now), Kind.ENDING)
         if self.pins.has_expired(now):
             background.add(self.pins.expire(now), Kind.UNPINNING)
 

@@ -284,16 +284,19 @@ class FlightTable:
     def arrived(self, nodes: Iterable[int]) -> None:
         """Note that the chunks of some nodes may be here now."""
         for node in nodes:
-            flights = self._by_chunk.get((self._index.space_of(node).number, self._index.key_of(node)))
+            flights = self._by_chunk.get((self._index.nodes.space_of(node).number, self._index.nodes.key_of(node)))
             for flight in list(flights.values()) if flights else ():
                 self._advance(flight)
 
     def _advance(self, flight: Flight) -> None:
         index, space, began = self._index, flight.context.space, flight.position
         position = began
-        while position < flight.stop and index.visible(space, _digest(flight.digests, position), position) is not None:
+        while (
+            position < flight.stop
+            and index.visibility.find(space, _digest(flight.digests, position), position) is not None
+        ):
             position += 1
-        if position == flight.stop and space.windows and index.longest_prefix(space, flight.digests)[0] < position:
+        if position == flight.stop and space.windows and index.match(space, flight.digests)[0] < position:
             position -= 1
         if position == began:
             return
@@ -389,7 +392,7 @@ class FlightTable:
         space = query.context.space
         if not space.windows:
             return query.found
-        return min(self._index.full_prefix(space, query.digests), len(query.digests) // DIGEST_BYTES - 1)
+        return min(self._index.visibility.full_prefix(space, query.digests), len(query.digests) // DIGEST_BYTES - 1)
 
     def _enter(self, flight: Flight) -> bool:
         """Let a flight be found by its first missing chunk; False if another one is."""

@@ -59,7 +59,7 @@ class Lookups:
     def lookup(self, context: Context, request: m.Lookup) -> frames.Reply | Deferred:
         """Lease the prefix that is there; wait for more of it that is being computed, or ask the tiers for more."""
         num_chunks, space = count_digests(request.digests), context.space
-        query = Query(context, request, request.digests, *self._index.longest_prefix(space, request.digests))
+        query = Query(context, request, request.digests, *self._index.match(space, request.digests))
         if request.token_seconds != context.token_seconds:
             context.token_seconds = self._contexts.token_seconds[context.instance] = request.token_seconds
         counters = self._counters
@@ -108,7 +108,7 @@ class Lookups:
         """Wait for chunks that an engine of another node brings to a tier; False if the lookup names none."""
 
         def ask(flight: Flight, on_answer: Callable[[], None]) -> bool:
-            here, nodes = self._index.longest_prefix(flight.context.space, flight.digests)
+            here, nodes = self._index.match(flight.context.space, flight.digests)
             return self._ask_tiers(flight.context, flight.tenant, flight.digests, here, nodes, on_answer)
 
         return not query.is_whole and self._flights.await_remote(query, on_end, ask)
@@ -198,7 +198,7 @@ class Lookups:
         """Change when a prefix is evicted; the reply counts chunks."""
         count_digests(request.digests)
         index, names = self._index, self._state.labels.names
-        found, nodes = index.longest_prefix(context.space, request.digests)
+        found, nodes = index.match(context.space, request.digests)
         self._counters[_HINTS] += 1
         if not found:
             return m.Done(self._state.epoch, 0)
@@ -208,10 +208,10 @@ class Lookups:
             return names[label][0] == tenant
 
         if request.session_ended:
-            return self._rank(index.end_session(nodes[-1], is_own))
-        steps = index.set_priority(nodes[-1], is_own, request.priority)
+            return self._rank(index.priorities.end_session(nodes[-1], is_own))
+        steps = index.priorities.set_priority(nodes[-1], is_own, request.priority)
         if request.ttl_seconds:
-            index.end_session_at(nodes[-1], is_own, self._state.clock() + request.ttl_seconds)
+            index.priorities.end_session_at(nodes[-1], is_own, self._state.clock() + request.ttl_seconds)
         return self._rank(steps)
 
     def _rank(self, steps: Iterator[int]) -> frames.Reply | Deferred:
@@ -269,7 +269,7 @@ class Lookups:
         found = num_bytes = 0
         for chunk in range(num_chunks):
             key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
-            node = index.visible(space, key, request.first_chunk + chunk)
+            node = index.visibility.find(space, key, request.first_chunk + chunk)
             needed = [g for g in range(len(groups)) if num_chunks - chunk <= request.covered[g]]
             if node is None:
                 if needed or space.full_mask:
@@ -277,7 +277,7 @@ class Lookups:
                 continue
             here: list[bytes] = []
             for number in needed:
-                extent = index.extent_of(node, number, groups[number].shard, groups[number].layout)
+                extent = index.entries.extent_of(node, number, groups[number].shard, groups[number].layout)
                 if extent is not None:
                     here.append(pack_extent(chunk, number, extent))
                     num_bytes += extent[3]

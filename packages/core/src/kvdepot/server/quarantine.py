@@ -84,7 +84,7 @@ class QuarantineTable:
                 first = quarantine.num_abandoned
                 quarantine.num_abandoned += m.MAXIMUM_STORE_ENTRIES
                 for record in quarantine.records[first : quarantine.num_abandoned]:
-                    if index.node_of(record) != NO_NODE:
+                    if index.entries.node_of(record) != NO_NODE:
                         index.abandon_entry(record)
                 return True
         return False

@@ -32,7 +32,7 @@ class Query:
     def refresh(self, index: ChunkIndex) -> int:
         """Count the chunks that are here now; return how many more they are."""
         before = self.found
-        self.found, self.nodes = index.longest_prefix(self.context.space, self.digests)
+        self.found, self.nodes = index.match(self.context.space, self.digests)
         return self.found - before
 
     def own_seconds(self, num_chunks: int) -> float:

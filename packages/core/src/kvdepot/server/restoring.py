@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from kvdepot.index.restore import restore
 from kvdepot.pool.names import Names
 from kvdepot.pool.table import Writer
 from kvdepot.server.background import CHORES_FAILED
@@ -31,7 +32,7 @@ class Restoring:
     ) -> None:
         self._depot = depot
         self._is_stopping = is_stopping
-        self._steps = take_over(depot, depot.index.restore(names.spaces, len(names.labels)), await_death)
+        self._steps = take_over(depot, restore(depot.index, names.spaces, len(names.labels)), await_death)
         depot.state.is_restoring, depot.state.accepts_stores = True, False
         depot.labels.restore(names.labels)
 
@@ -44,7 +45,7 @@ class Restoring:
                     return
             counters[CHORES_FAILED] += self._depot.index.num_restore_errors
             state.accepts_stores = not self._is_stopping()
-            state.note(f"found {self._depot.index.num_entries} entries of an earlier server")
+            state.note(f"found {self._depot.index.entries.num_sealed} entries of an earlier server")
         except Exception:
             # The owners of unfinished writes are unknown from here on: serve the entries read so far, and add none.
             logger.exception("reading back an earlier server's table failed: no stores until a start with --fresh")
@@ -60,7 +61,7 @@ def take_over(depot: Depot, restored: Iterator[int | None], await_death: Callabl
 
     Args:
         depot: with the index that `restored` rebuilds.
-        restored: see `ChunkIndex.restore`.
+        restored: see `kvdepot.index.restore.restore`.
         await_death: watches a process; False if it is dead.
     """
     table = depot.index.table
@@ -81,5 +82,5 @@ def take_over(depot: Depot, restored: Iterator[int | None], await_death: Callabl
         yield
     logger.info(
         "found %d entries of an earlier server, %d were unfinished",
-        depot.index.num_entries, sum(map(len, by_fence.values())),
+        depot.index.entries.num_sealed, sum(map(len, by_fence.values())),
     )  # fmt: skip

@@ -72,7 +72,7 @@ class DepotState:
 
     def used(self, node: int) -> None:
         """Count a use of the prefix that ends with this chunk."""
-        rest = self.index.used(node)
+        rest = self.index.priorities.used(node)
         if rest is not None and not self.background.add(rest, Kind.HINT):
             self.counters[HINTS_CUT] += 1
 

@@ -49,8 +49,8 @@ class StatusReport:
         """Return fields of `DepotStatus`."""
         state, index, usage = self._state, self._state.index, self._state.usage
         return {
-            "num_entries": index.num_entries,
-            "num_chunks": index.num_chunks,
+            "num_entries": index.entries.num_sealed,
+            "num_chunks": len(index.nodes),
             "max_entries": index.table.num_records,
             "pool_size_bytes": index.extents.capacity_bytes,
             "pool_ready_bytes": index.extents.ready_bytes,
@@ -73,8 +73,8 @@ class StatusReport:
                 **state.counters,
                 **(state.tiering.counters if state.tiering else {}),
                 **(state.movers.counters if state.movers else {}),
-                _CHUNKS_EVICTED: index.num_evicted,
-                _CHUNKS_EVICTED_LEASED: index.num_leased_evicted,
+                _CHUNKS_EVICTED: index.evictor.num_evicted,
+                _CHUNKS_EVICTED_LEASED: index.evictor.num_leased_evicted,
                 _STORE_ENTRIES_OVER_SHARE: index.num_over_share,
                 _STORE_ENTRIES_NOT_READY: index.num_not_ready,
                 _LEASES_EXPIRED: state.leases.num_expired,
@@ -83,7 +83,7 @@ class StatusReport:
                 name: {"stored_bytes": stored, "retrieved_bytes": retrieved}
                 for name, (stored, retrieved) in usage.moved_bytes.items()
             },
-            "eviction_ages": index.eviction_ages.status(),
+            "eviction_ages": index.evictor.eviction_ages.status(),
             "estimates": usage.shadow.estimates(),
             "estimated_chunks": usage.shadow.num_chunks,
             "estimate_rate": usage.shadow.rate,

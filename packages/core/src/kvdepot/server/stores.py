@@ -101,7 +101,7 @@ class Stores:
             return self._decline(request)
         parent = NO_NODE
         if request.first_chunk:
-            above = index.node(space, request.parent, request.first_chunk - 1)
+            above = index.nodes.find(space, request.parent, request.first_chunk - 1)
             if above is None and space.full_mask:
                 return self._decline(request)  # the prefix was evicted: no lookup could ever find these chunks
             parent = NO_NODE if above is None else above
@@ -136,15 +136,15 @@ class Stores:
         label, owner = self._state.labels.number_of(request.tenant, context.model), context.owner
         num_chunks = len(request.digests) // DIGEST_BYTES
         plan = _Plan([], [])
-        is_full, most_steps = False, index.num_room_steps + MOST_EVICTED
+        is_full, most_steps = False, index.evictor.num_steps + MOST_EVICTED
         for chunk in range(num_chunks):
             key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
             depth = request.first_chunk + chunk
-            node = index.node(space, key, depth)
+            node = index.nodes.find(space, key, depth)
             for number, group in enumerate(context.groups):
                 if num_chunks - chunk > covered[number]:
                     continue
-                if node is not None and index.has_entry(node, number, group.shard):
+                if node is not None and index.entries.has(node, number, group.shard):
                     plan.num_present += 1
                     continue
                 if node is None and key in space.nodes:
@@ -153,17 +153,15 @@ class Stores:
                     space, key, parent, depth, number, group.shard, group.chunk_size_bytes, group.layout, label,
                     writer, owner,
                 )  # fmt: skip
-                record = None if is_full else index.begin_entry(place, most_steps - index.num_room_steps)
+                record = None if is_full else index.begin_entry(place, most_steps - index.evictor.num_steps)
                 if record is None:
                     is_full = True
                     plan.num_declined += 1
                     continue
                 plan.records.append(record)
                 plan.num_bytes += group.chunk_size_bytes
-                sealed_header = index.table.header(record) + 1
-                extent = record, sealed_header, *index.table.extent(record)
-                plan.extents.append(pack_extent(chunk, number, extent))
-                node = index.node(space, key, depth)
+                plan.extents.append(pack_extent(chunk, number, index.table.unsealed_entry(record)))
+                node = index.nodes.find(space, key, depth)
             if node is None and space.full_mask:
                 plan.num_declined += sum(min(count, num_chunks - chunk - 1) for count in covered)
                 break
@@ -186,7 +184,7 @@ class Stores:
                 ErrorCode.MALFORMED, f"checksums of {len(request.checksums)} bytes for {len(ticket.records)} entries"
             )
         self._drop(ticket)
-        self._index.seal_entries(ticket.records, int(now), request.checksums)
+        self._index.seal(ticket.records, int(now), request.checksums)
         self._counters[_ENTRIES_STORED] += len(ticket.records)
         state.usage.store_seconds.add(now - ticket.began)
         state.usage.bytes_of(context.device)[0] += ticket.num_bytes
@@ -194,7 +192,7 @@ class Stores:
             is_first = (context.instance, ticket.request_id) in self._contexts.handing_over
             state.tiering.stored(ticket.records, is_first=is_first)
         if self._flights:
-            self._flights.arrived(map(self._index.node_of, ticket.records))
+            self._flights.arrived(map(self._index.entries.node_of, ticket.records))
         return m.Done(state.epoch, len(ticket.records))
 
     def abort(self, context: Context, request: m.AbortStore) -> frames.Reply:
@@ -297,8 +295,8 @@ class Stores:
         """
         index, quotas = self._index, self._index.quotas
         for ticket in islice(self.tickets.values(), _MOST_LOOKED_AT):
-            node = index.node_of(ticket.records[0])
-            if index.parent_of(node) != NO_NODE and quotas.is_above(index.share_of(node)):
+            node = index.entries.node_of(ticket.records[0])
+            if index.nodes.parent_of(node) != NO_NODE and quotas.is_above(index.nodes.share_of(node)):
                 self._end_late(ticket)
                 return True
         return self._quarantine.abandon_some()

@@ -72,12 +72,12 @@ class Demotions:
         index = self._index
         if not records:
             return
-        if not is_first and (self._rule is not Demotion.STORE or not self._is_long(index.node_of(records[-1]))):
+        if not is_first and (self._rule is not Demotion.STORE or not self._is_long(index.entries.node_of(records[-1]))):
             return
-        before = index.parent_of(index.node_of(records[0]))
+        before = index.nodes.parent_of(index.entries.node_of(records[0]))
         if before != NO_NODE and self._is_missing(before):
             # A tier cannot use them without the chunks before them.
-            self._begin(index.node_of(records[-1]), is_first=is_first)
+            self._begin(index.entries.node_of(records[-1]), is_first=is_first)
         else:
             self._write(records, is_first=is_first)
 
@@ -111,20 +111,20 @@ class Demotions:
         Stop once a tier drops an entry: the entries behind it would be unusable. The next use tries again.
         """
         index, path = self._index, list[tuple[int, bytes]]()
-        nodes = index.space_of(node).nodes
+        nodes = index.nodes.space_of(node).nodes
         while node != NO_NODE and self._is_missing(node):
             if path and len(path) % _CHUNKS_A_STEP == 0:
-                key = index.key_of(node)
+                key = index.nodes.key_of(node)
                 yield
                 if nodes.get(key) != node:
                     return  # it was evicted, after the chunks behind it
-            path.append((node, index.key_of(node)))
-            node = index.parent_of(node)
+            path.append((node, index.nodes.key_of(node)))
+            node = index.nodes.parent_of(node)
         num_dropped = self._counters[_DEMOTIONS_DROPPED]
         while path:
             here = [node for node, key in path[: -_CHUNKS_A_STEP - 1 : -1] if nodes.get(key) == node]
             del path[-_CHUNKS_A_STEP:]
-            records = [record for node in here for record in index.entries(node) if not self._is_written(record)]
+            records = [record for node in here for record in index.entries.sealed(node) if not self._is_written(record)]
             if records:
                 self._write(records, asks_first=True, is_first=is_first)
             if self._counters[_DEMOTIONS_DROPPED] != num_dropped:
@@ -134,11 +134,11 @@ class Demotions:
                 num_dropped = self._counters[_DEMOTIONS_DROPPED]
 
     def _is_missing(self, node: int) -> bool:
-        return any(not self._is_written(record) for record in self._index.entries(node))
+        return any(not self._is_written(record) for record in self._index.entries.sealed(node))
 
     def _is_long(self, node: int) -> bool:
         index = self._index
-        return (index.depth_of(node) + 1) * index.space_of(node).spec.chunk_tokens >= self._least_tokens
+        return (index.nodes.depth_of(node) + 1) * index.nodes.space_of(node).spec.chunk_tokens >= self._least_tokens
 
     def _is_written(self, record: int) -> bool:
         header = self._index.table.header(record)
@@ -201,18 +201,22 @@ class Demotions:
         for number in itertools.count():
             if index.extents.free_bytes + leaving >= reserve or (number >= _LEAST_VICTIMS and is_over()):
                 return
-            node = index.next_victim()
+            node = index.evictor.next_victim()
             if node is None:
                 return
             # The chunks before a leaf leave next, so write them together.
-            nodes, records = [node], index.entries(node)
-            while len(nodes) < _CHUNKS_A_STEP and (node := index.parent_of(node)) != NO_NODE and index.is_chain(node):
+            nodes, records = [node], index.entries.sealed(node)
+            while (
+                len(nodes) < _CHUNKS_A_STEP
+                and (node := index.nodes.parent_of(node)) != NO_NODE
+                and index.nodes.is_chain(node)
+            ):
                 nodes.append(node)
-                records += index.entries(node)
+                records += index.entries.sealed(node)
             records = [record for record in records if not self._is_written(record)]
             if not self._is_long(nodes[0]) or not records or not self._write(records, evicts=True):
                 for leaf in nodes:
-                    leaving += sum(index.table.extent(record)[1] for record in index.entries(leaf))
+                    leaving += sum(index.table.extent(record)[1] for record in index.entries.sealed(leaf))
                     if not index.evict(leaf):
                         break
                 continue

@@ -52,10 +52,10 @@ class EntryKeys:
     def key_of(self, record: int) -> bytes:
         """Return the key of an entry in the pool."""
         index, table = self._index, self._index.table
-        node = index.node_of(record)
+        node = index.entries.node_of(record)
         group, shard = table.place_of(record)
         place = ShardPlace(group, shard, table.extent(record)[1], table.layout_of(record))
-        return self.key(index.label_of(node), index.space_of(node), place, table.key_of(record))
+        return self.key(index.nodes.label_of(node), index.nodes.space_of(node), place, table.key_of(record))
 
 
 def labels_to_match(tenant: str | None, model: str | None) -> tuple[bytes | None, bytes | None]:

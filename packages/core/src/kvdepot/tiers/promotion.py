@@ -169,12 +169,13 @@ class Promotion:
     def _missing_of(self, chunk: int) -> list[Entry]:
         """Return the entries of a chunk that the pool lacks and that a longer prefix may need."""
         index, space = self._index, self.prefix.space
-        node = index.node(space, self.prefix.digest(chunk), chunk)
+        node = index.nodes.find(space, self.prefix.digest(chunk), chunk)
         known = space.full_mask if chunk < self._found else 0
         return [
             (chunk, place)
             for place in self.prefix.places
-            if not known & 1 << place.group and (node is None or index.entry(node, place.group, place.shard) is None)
+            if not known & 1 << place.group
+            and (node is None or index.entries.find(node, place.group, place.shard) is None)
         ]
 
     def _missing_before(self, limit: int) -> Generator[Pause, IsOver, list[Entry]]:
@@ -204,11 +205,11 @@ class Promotion:
             by_group.setdefault(place.group, []).append(place)
 
         def has(chunk: int, group: int) -> bool:
-            node = index.node(space, prefix.digest(chunk), chunk)
+            node = index.nodes.find(space, prefix.digest(chunk), chunk)
             for place in by_group[group]:
                 if (chunk, group, place.shard) in in_tier:
                     continue
-                record = None if node is None else index.entry(node, group, place.shard)
+                record = None if node is None else index.entries.find(node, group, place.shard)
                 if record is None or not (self._context.is_sealed(record) or self._context.is_coming[record]):
                     return False
             return True
@@ -252,7 +253,7 @@ class Promotion:
             has_waited = now - waiter.deadline + waiter.seconds
             if waiter.on_answer is not None and has_waited <= context.patience_seconds:
                 tier.queue.breaker.was_in_time()
-        found, _ = self._index.longest_prefix(self.prefix.space, self.prefix.digests)
+        found, _ = self._index.match(self.prefix.space, self.prefix.digests)
         self._found = max(self._found, found)
 
 
@@ -334,7 +335,7 @@ class Promotions:
             self._ready.pop(promotion, None)
             pins = self._pins.pop(promotion)
             promotion.waiter.answer()
-            self._context.index.unpin(pins)
+            self._context.index.release(pins)
         else:
             if pause is Pause.STEP:
                 self._ready[promotion] = None

@@ -20,7 +20,7 @@ from kvdepot.index.columns import make_column
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.pool.table import SEALED, Writer
+from kvdepot.pool.table import Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.known import KnownTier
@@ -142,7 +142,7 @@ class PromotionContext:
 
     def is_sealed(self, record: int) -> bool:
         """Whether an entry is complete in the pool."""
-        return self.index.table.header(record) & 0xFF == SEALED
+        return self.index.table.is_sealed(record)
 
 
 class Reading:
@@ -224,14 +224,14 @@ class Reading:
             context.counters[_PROMOTIONS_WITHOUT_DESCRIPTOR] += 1
             wanted.clear()
             return flights
-        most_steps = index.num_room_steps + MOST_EVICTED
+        most_steps = index.evictor.num_steps + MOST_EVICTED
         for _ in range(QUESTIONS_A_STEP):
             if not wanted or len(flights) == _ENTRIES_A_STEP or (len(flights) >= _LEAST_ENTRIES and is_over()):
                 break
             chunk, place = wanted.popleft()
             digest = prefix.digest(chunk)
-            node = index.node(space, digest, chunk)
-            record = None if node is None else index.entry(node, place.group, place.shard)
+            node = index.nodes.find(space, digest, chunk)
+            record = None if node is None else index.entries.find(node, place.group, place.shard)
             if record is not None:
                 if context.is_coming[record]:
                     context.awaited.setdefault(record, []).append(self)
@@ -239,7 +239,7 @@ class Reading:
                 elif not context.is_sealed(record):
                     wanted.clear()  # an engine is writing it, or a tier that hangs
                 continue
-            parent = index.node(space, prefix.digest(chunk - 1), chunk - 1) if chunk else None
+            parent = index.nodes.find(space, prefix.digest(chunk - 1), chunk - 1) if chunk else None
             if (chunk and parent is None and space.full_mask) or (node is None and digest in space.nodes):
                 wanted.clear()
                 break
@@ -248,7 +248,7 @@ class Reading:
                     space, digest, NO_NODE if parent is None else parent, chunk, place.group, place.shard,
                     place.num_bytes, place.layout, prefix.owner, writer,
                 ),
-                most_steps - index.num_room_steps,
+                most_steps - index.evictor.num_steps,
             )  # fmt: skip
             if record is None:
                 context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
@@ -268,7 +268,7 @@ class Reading:
             for flight, ok, checksum in zip(flights[part.first :], part.outcomes, checksums, strict=False):
                 flight.checksum = checksum
                 if flight.state is _State.LOST:
-                    self._index.free_abandoned(flight.record)
+                    self._index.entries.free_abandoned(flight.record)
                 else:
                     flight.state = _State.HERE if ok else _State.FAILED
             self.wake()
@@ -295,7 +295,7 @@ class Reading:
             return
         index, table, context = self._index, self._index.table, self._context
         checksums = b"".join(flight.checksum for flight in flights)
-        index.seal_entries([flight.record for flight in flights], int(context.clock()), checksums)
+        index.seal([flight.record for flight in flights], int(context.clock()), checksums)
         context.counters[_ENTRIES_PROMOTED] += len(flights)
         for flight in flights:
             self.num_bytes += table.extent(flight.record)[1]

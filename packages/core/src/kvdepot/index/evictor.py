@@ -27,19 +27,25 @@ _SCAN_STEP: Final = 500  # chunks that stay
 _MOST_LEASED: Final = 1024  # leased chunks in one search for one without children
 
 
-class Room:
+class Evictor:
     """Evicts, clears and drops chunks, and holds those that leases need."""
 
     def __init__(
-        self, nodes: Nodes, visibility: Visibility, entries: Entries, shares: Shares, priorities: Priorities
+        self,
+        nodes: Nodes,
+        visibility: Visibility,
+        entries: Entries,
+        shares: Shares,
+        priorities: Priorities,
+        end_store: Callable[[], bool],
     ) -> None:
         self.num_evicted = 0
         self.num_leased_evicted = 0  # of these, those with a lease
         self.num_steps = 0  # evictions, and unfinished stores ended to make room
         self.is_frozen = False  # nothing leaves while the index is being rebuilt
-        # Ends an unfinished store of a share above its quota, when nothing can leave for a share that is owed room.
-        self.end_store: Callable[[], bool] = lambda: False
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of evicted chunks
+        # Ends an unfinished store of a share above its quota, when nothing can leave for a share that is owed room.
+        self._end_store = end_store
         self._nodes = nodes
         self._visibility = visibility
         self._entries = entries
@@ -53,10 +59,7 @@ class Room:
     # --- holds ----------------------------------------------------------------------------------------------------
 
     def pin(self, nodes: Iterable[int]) -> None:
-        """Keep nodes, and so everything before them, until `unpin`.
-
-        Other shares that are within their quota may still take the bytes that this share has above its own.
-        """
+        """Keep nodes until `unpin`; see `ChunkIndex.pin`."""
         tree = self._nodes.tree
         for node in nodes:
             tree.holds[node] += 1
@@ -106,7 +109,7 @@ class Room:
         for number in self._shares.quotas.victims(share):
             if number == share and is_owed:
                 node = self._leased_victim()
-                if node is not None or self.end_store():
+                if node is not None or self._end_store():
                     self.num_steps += 1
                     if node is not None:
                         self.num_leased_evicted += 1
@@ -130,7 +133,7 @@ class Room:
         return None
 
     def evict(self, node: int) -> bool:
-        """Evict a certain chunk. Return False if it is needed, or the index is being rebuilt."""
+        """Evict a certain chunk; see `ChunkIndex.evict`."""
         if self.is_frozen or not self._nodes.tree.evictable(node):
             return False
         self._evict(node)
