@@ -96,7 +96,7 @@ class Peers:
         self.ended.add(token)
         self.table.close_owner(token)
 
-    def handle(self, connection: Connection, frame: memoryview) -> None:
+    def handle(self, _table: ConnectionTable, connection: Connection, frame: memoryview) -> None:
         data = bytes(frame)
         self.served.setdefault(id(connection), []).append(data)
         self.connections.append(connection)

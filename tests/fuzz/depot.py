@@ -324,7 +324,7 @@ class Life:
 
     def time_passes(self) -> None:
         self.now += self.source.below(12)
-        self.depot.flights.expire(self.now)
+        self.depot.state.timers.expire(self.now)
         self.depot.expire()
         self.depot.background.work()
 

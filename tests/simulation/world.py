@@ -351,7 +351,7 @@ class World:
         self.now += (0.0, 0.1, 1.0, 3.0, 11.0)[a % 5]
         depot = server.depot
         depot.expire()
-        depot.flights.expire(self.now)
+        depot.state.timers.expire(self.now)
         depot.background.work(lambda: bool(b % 2))
         if depot.state.tiering is not None:
             depot.state.tiering.turn(lambda: bool(b % 3))

@@ -70,7 +70,7 @@ class Node:
 
     def turn(self) -> None:
         self.movers.serve()
-        self.movers.expire()
+        self.depot.state.timers.expire(time.monotonic())
 
     def turn_until(self, condition: Callable[[], object], what: str = "") -> None:
         def is_so() -> bool:
@@ -132,7 +132,13 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         return node.takes
 
     table = MoverTable(
-        pool_fd, POOL_BYTES, hand_over=hand_over, on_dead=depot.end_mover, start_seconds=20.0, move_seconds=20.0
+        pool_fd,
+        POOL_BYTES,
+        depot.state.timers,
+        hand_over=hand_over,
+        on_dead=depot.end_mover,
+        start_seconds=20.0,
+        move_seconds=20.0,
     )
     depot.state.movers = table
     node = Node(depot, table, pool_fd)

@@ -132,7 +132,7 @@ def test_leases_that_expire_do_not_wait_for_what_takes_long(bench: Bench) -> Non
     for _ in range(101):
         bench.depot.background.work(lambda: True)
     assert len(bench.depot.leases) == 0
-    assert bench.depot.background.has_work
+    assert bench.depot.background.num_waiting
     bench.depot.background.work()
     assert bench.index.entries.num_sealed == NUM_CHUNKS // 2
 
@@ -188,7 +188,7 @@ def test_very_long_lookups_wait_for_one_sample_at_a_time(bench: Bench) -> None:
     bench.depot.background.work()
     assert bench.depot.counters["lookups_not_sampled"] == 99
     bench.ask(m.Lookup(bench.context, "r", run.digests, "a"))
-    assert bench.depot.background.has_work
+    assert bench.depot.background.num_waiting
 
 
 @pytest.mark.promise(61)
@@ -264,7 +264,7 @@ def test_leases_that_expire_do_not_wait_for_sessions_that_end(bench: Bench) -> N
     bench.depot.expire()
     bench.depot.background.work(lambda: True)
     assert len(bench.depot.leases) == 0
-    assert bench.depot.background.has_work
+    assert bench.depot.background.num_waiting
     bench.depot.background.work()
     assert ranks_of(bench.index).count(ENDED) == NUM_CHUNKS
 

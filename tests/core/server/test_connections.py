@@ -157,7 +157,7 @@ class Table:
         self.ended.append(token)
         self.table.close_owner(token)
 
-    def _handle(self, connection: Served, data: memoryview) -> None:
+    def _handle(self, _table: ConnectionTable, connection: Served, data: memoryview) -> None:
         self.frames.append(bytes(data))
         reply = self.answer(bytes(data))
         if reply is not None:

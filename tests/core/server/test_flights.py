@@ -55,7 +55,7 @@ class Asked:
 
 def at(bench: Bench, now: float) -> None:
     bench.now = now
-    bench.depot.flights.expire(now)
+    bench.depot.state.timers.expire(now)
     bench.depot.background.work()
 
 
@@ -299,7 +299,7 @@ def test_waits_that_end_together_are_answered_in_steps() -> None:
     asked = [Asked(second, prompt(4), str(number)) for number in range(20)]
     assert not any(each.answers for each in asked)
     bench.now = WAIT_SECONDS
-    bench.depot.flights.expire(bench.now, lambda: True)
+    bench.depot.state.timers.expire(bench.now, lambda: True)
     bench.depot.background.work(lambda: True)
     assert 0 < len([each for each in asked if each.answers]) < 3
     first.ask(m.EndRequest(first.context, "r"))
@@ -447,7 +447,7 @@ def test_whatever_happens_everybody_is_answered_in_time_and_nothing_stays(
         bench.depot.end_process(worker.writer)
     table = bench.depot.flights
     assert all(each.found is not None for each in asked)
-    assert (len(table), table._by_chunk, table.next_deadline()) == (0, {}, None)
+    assert (len(table), table._by_chunk, len(bench.depot.state.timers)) == (0, {}, 0)
     assert [each.total for each in (table._num_flights, table._num_waiting, table._digest_bytes)] == [0, 0, 0]
     bench.depot.background.work()
     bench.drain()

@@ -271,7 +271,7 @@ def test_a_failure_in_the_deadlines_of_single_flight_does_not_end_the_server(
         failed.set()
         raise RuntimeError("planted")
 
-    server.depot.flights._timers.call_at(0.0, fail)  # noqa: SLF001  # plants a bug
+    server.depot.state.timers.call_at(0.0, fail)
     with SchedulerClient(SPEC, "engine", url=str(tmp_path)) as client:
         client.wait_until_connected(5)
         assert failed.wait(5)

@@ -68,7 +68,7 @@ class FullDepot:
         began = time.perf_counter()
         result = work()
         until = time.perf_counter() + TASK_SECONDS
-        if self.depot.background.has_work:
+        if self.depot.background.num_waiting:
             self.depot.background.work(lambda: time.perf_counter() >= until)
         self.longest = max(self.longest, time.perf_counter() - began)
         return result
@@ -77,7 +77,7 @@ class FullDepot:
         return self.turn(lambda: self.depot.handle(1, Writer(1, 1), request))
 
     def drain(self) -> None:
-        while self.depot.background.has_work:
+        while self.depot.background.num_waiting:
             self.turn(lambda: None)
 
     def store(self, run: KeyRun) -> None:

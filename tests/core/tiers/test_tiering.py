@@ -1347,7 +1347,7 @@ class OtherNode:
         bench.depot.background.work()
         while asked.reply is None and bench.clock.now < until:
             bench.clock.now += 0.005
-            bench.depot.flights.expire(bench.clock.now)
+            bench.depot.state.timers.expire(bench.clock.now)
             bench.depot.background.work()
             bench.finish_promotions()
         return asked.reply

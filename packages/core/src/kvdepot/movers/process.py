@@ -24,6 +24,7 @@ class MoverProcess(Generic[_Pending]):
         self.pidfd = pidfd
         self.writer = Writer(process.pid, process_start_time(process.pid))
         self.started_at = time.monotonic()
+        self.start_timer = 0  # of the table's
         self.copies: dict[int, _Pending] = {}  # by the number in `Copy`
         self.is_ready = False
         self.is_settled = False  # as in `Copied`

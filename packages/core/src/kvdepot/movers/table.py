@@ -15,6 +15,7 @@ import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from kvdepot.backends import mover_module
@@ -22,6 +23,7 @@ from kvdepot.counting import Counts, depot_counter
 from kvdepot.movers.process import MoverProcess
 from kvdepot.movers.protocol import Copied, Copy, Failed, FromMover, MoverError, Ready, Refused, Setup
 from kvdepot.pool.table import Writer
+from kvdepot.timers import Timers
 from kvdepot.wire import messages as m
 from kvdepot.wire.messages import MoveOutcome
 
@@ -66,7 +68,7 @@ class _Request:
 
     copy: Copy | None
     on_end: OnMoved
-    deadline: float
+    timer: int = 0  # of its deadline
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +101,7 @@ class MoverTable:
     Args:
         pool_fd: the pool's file, inherited by each mover.
         pool_size_bytes: of the pool.
+        timers: of the loop, for deadlines.
         hand_over: gives a session the descriptor that shows a mover's death; returns False if it cannot.
         on_dead: called with the context and identity of each mover that has died.
         start_seconds: time for a mover to become ready.
@@ -109,6 +112,7 @@ class MoverTable:
         self,
         pool_fd: int,
         pool_size_bytes: int,
+        timers: Timers,
         *,
         hand_over: Callable[[int, int], bool],
         on_dead: Callable[[int, Writer], None],
@@ -120,6 +124,7 @@ class MoverTable:
         self.counters = Counts()
         self._pool_fd = pool_fd
         self._pool_size_bytes = pool_size_bytes
+        self._timers = timers
         self._hand_over = hand_over
         self._on_dead = on_dead
         self._movers: dict[int, _Mover] = {}  # by context
@@ -156,7 +161,7 @@ class MoverTable:
         if mover is None:
             return None
         mover.is_over = True
-        _answer_all(mover.waiting, MoveOutcome.FAILED, "the worker left")
+        self._answer_all(mover.waiting, MoveOutcome.FAILED, "the worker left")
         if mover.process is None:
             return None
         self._lose(mover, mover.process, "its worker left")
@@ -194,7 +199,7 @@ class MoverTable:
             MoveRefused: a copy in this direction is in progress.
         """
         mover = self._movers.get(context)
-        request = _Request(copy, on_end, time.monotonic() + wait_seconds)
+        request = _Request(copy, on_end)
         if mover is None or mover.state is MoverState.UNAVAILABLE:
             on_end(MoveOutcome.UNAVAILABLE, mover.why if mover else "this worker was registered without a mover")
         elif mover.state is MoverState.READY:
@@ -206,9 +211,13 @@ class MoverTable:
             on_end(MoveOutcome.FAILED, f"{_MAXIMUM_WAITING} requests wait for the mover")
         else:
             mover.waiting.append(request)
+            request.timer = self._timers.call_at(
+                time.monotonic() + wait_seconds, partial(self._give_up_waiting, mover, request)
+            )
 
     def _send(self, mover: _Mover, process: MoverProcess[_Request], request: _Request) -> None:
         copy = request.copy
+        self._timers.cancel(request.timer)
         if copy is None:
             request.on_end(MoveOutcome.DONE, "")
             return
@@ -216,7 +225,10 @@ class MoverTable:
             raise MoveRefused("a copy in this direction is under way")
         number = self._next
         self._next += 1
-        request.deadline = time.monotonic() + self.move_seconds
+        why = f"a copy took more than {self.move_seconds:g} s"
+        request.timer = self._timers.call_at(
+            time.monotonic() + self.move_seconds, partial(self._lose, mover, process, why)
+        )
         process.copies[number] = request
         self.counters[_MOVES] += 1
         process.send(Copy(number, copy.is_store, copy.extents, copy.block_ids, copy.first_covered, copy.skip_blocks))
@@ -246,31 +258,6 @@ class MoverTable:
                     self._flush(mover, process)
                 if not process.is_lost and events & ~select.EPOLLOUT:
                     self._read(mover, process)
-
-    def expire(self) -> None:
-        """Fail requests, and kill movers, that have missed a deadline."""
-        now = time.monotonic()
-        for mover in list(self._movers.values()):
-            late = [request for request in mover.waiting if request.deadline <= now]
-            mover.waiting = [request for request in mover.waiting if request.deadline > now]
-            _answer_all(late, MoveOutcome.FAILED, "the mover is not ready yet")
-            process = mover.process
-            if process is None or process.is_lost:
-                continue
-            if not process.is_ready and process.started_at + self.start_seconds <= now:
-                self._lose(mover, process, f"it was not ready within {self.start_seconds:g} s")
-            elif any(request.deadline <= now for request in process.copies.values()):
-                self._lose(mover, process, f"a copy took more than {self.move_seconds:g} s")
-
-    def next_deadline(self) -> float | None:
-        """Return when `expire` is due, None if never."""
-        due = [request.deadline for mover in self._movers.values() for request in mover.waiting]
-        for mover in self._movers.values():
-            process = mover.process
-            if process is not None and not process.is_lost:
-                due += [request.deadline for request in process.copies.values()]
-                due += [] if process.is_ready else [process.started_at + self.start_seconds]
-        return min(due, default=None)
 
     def close(self) -> None:
         """Kill all movers, and wait a bounded time until they are dead."""
@@ -305,6 +292,10 @@ class MoverTable:
             mover.is_over = True  # the worker could not tell when its blocks are free
             self._lose(mover, process, "its worker does not listen")
             return
+        due = process.started_at + self.start_seconds
+        process.start_timer = self._timers.call_at(
+            due, partial(self._lose, mover, process, f"it was not ready within {self.start_seconds:g} s")
+        )
         process.send(Setup(self._pool_size_bytes, mover.registration))
         self._flush(mover, process)
 
@@ -321,6 +312,7 @@ class MoverTable:
         match answer:
             case Ready() if not process.is_ready:
                 process.is_ready = True
+                self._timers.cancel(process.start_timer)
                 waiting, mover.waiting = mover.waiting, []
                 for request in waiting:
                     try:
@@ -329,10 +321,10 @@ class MoverTable:
                         request.on_end(MoveOutcome.FAILED, str(error))
             case Copied(number, is_settled) if number in process.copies:
                 process.is_settled = is_settled
-                process.copies.pop(number).on_end(MoveOutcome.DONE, "")
+                self._answer(process.copies.pop(number), MoveOutcome.DONE, "")
             case Refused(number, text) if number in process.copies:
                 self.counters[_MOVES_REFUSED] += 1
-                process.copies.pop(number).on_end(MoveOutcome.FAILED, text)
+                self._answer(process.copies.pop(number), MoveOutcome.FAILED, text)
             case Failed(text, is_final):
                 mover.is_over |= is_final
                 self._lose(mover, process, text)
@@ -344,6 +336,9 @@ class MoverTable:
         if process.is_lost:
             return
         process.is_lost = True
+        self._timers.cancel(process.start_timer)
+        for request in process.copies.values():
+            self._timers.cancel(request.timer)
         if mover.context in self._movers:  # its worker is there
             mover.why = why
             self.counters[_MOVERS_LOST] += 1
@@ -364,7 +359,7 @@ class MoverTable:
         process.close()
         mover.process = None
         self.counters[_MOVES_FAILED] += len(process.copies)
-        _answer_all(list(process.copies.values()), MoveOutcome.FAILED, f"the mover was lost: {mover.why}")
+        self._answer_all(list(process.copies.values()), MoveOutcome.FAILED, f"the mover was lost: {mover.why}")
         self._on_dead(mover.context, process.writer)
         if mover.context not in self._movers:
             return
@@ -385,9 +380,16 @@ class MoverTable:
         mover.is_over = True
         self.counters[_MOVERS_GIVEN_UP] += 1
         waiting, mover.waiting = mover.waiting, []
-        _answer_all(waiting, MoveOutcome.UNAVAILABLE, why)
+        self._answer_all(waiting, MoveOutcome.UNAVAILABLE, why)
 
+    def _give_up_waiting(self, mover: _Mover, request: _Request) -> None:
+        mover.waiting.remove(request)
+        request.on_end(MoveOutcome.FAILED, "the mover is not ready yet")
 
-def _answer_all(requests: list[_Request], outcome: MoveOutcome, why: str) -> None:
-    for request in requests:
+    def _answer(self, request: _Request, outcome: MoveOutcome, why: str) -> None:
+        self._timers.cancel(request.timer)
         request.on_end(outcome, why)
+
+    def _answer_all(self, requests: list[_Request], outcome: MoveOutcome, why: str) -> None:
+        for request in requests:
+            self._answer(request, outcome, why)

@@ -80,21 +80,20 @@ class DepotServer:
             undo.callback(self._waker.close)
             self._context = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
-            self.sockets = self._open_sockets(undo)
+            opener = TierOpener(self._files.pool_fd, self._files.size_bytes, self._waker.wake)
+            operators = Operators(
+                self.depot, lambda: {**further_settings, **settings_of(self.depot, config)}, opener, self._make_tiering,
+                self._status, self._version,
+            )  # fmt: skip
+            self.sockets = self._open_sockets(operators, undo)
             movers = self.depot.state.movers = self._make_movers(self.sockets.sessions)
             undo.callback(movers.close)
-            opener = TierOpener(self._files.pool_fd, self._files.size_bytes, self._waker.wake)
             if config.tiers:
                 self.depot.state.tiering = self._make_tiering(opener.open_all(config.tiers))
             extents = self.depot.index.extents
             self._results = ThreadResults(self._files, extents, opener, self._waker, str(config.pool_path))
             self.restoring = self._make_restoring()
             self.depot.labels.save = self._save_names
-            operators = Operators(
-                self.depot, lambda: {**further_settings, **settings_of(self.depot, config)}, opener, self._make_tiering,
-                self._status, self._version,
-            )  # fmt: skip
-            self.requests = Requests(self.depot, self.sockets.sessions, operators)
             self.loop = Loop(self.sockets, self.depot, movers, self._results, self.restoring, self._files)
             undo.pop_all()
 
@@ -119,20 +118,8 @@ class DepotServer:
             verify=m.Verify(config.verify),
         )
 
-    def _open_sockets(self, undo: contextlib.ExitStack) -> Sockets:
+    def _open_sockets(self, operators: Operators, undo: contextlib.ExitStack) -> Sockets:
         config, depot = self.config, self.depot
-        connections = ConnectionTable(
-            config.directory / CONTROL_SOCKET,
-            self._access,
-            is_owner=lambda token: sessions.find(token) is not None,
-            end_owner=lambda token: sessions.end(token),
-            open_session=lambda socket, greeting: sessions.open(socket, greeting),
-            handle=lambda connection, frame: self.requests.serve(connections, connection, frame),
-        )
-        undo.callback(connections.close)
-        events = self._open_events()
-        listeners = Listeners([] if events is None else events.listeners)
-        undo.callback(listeners.close)
 
         def end_session(session: Session) -> None:
             connections.close_owner(session.token)
@@ -147,6 +134,20 @@ class DepotServer:
             epoch=self.epoch,
         )
         undo.callback(sessions.close)
+        self.requests = Requests(depot, sessions, operators)
+        connections = ConnectionTable(
+            config.directory / CONTROL_SOCKET,
+            self._access,
+            is_owner=sessions.by_token.__contains__,
+            end_owner=sessions.end,
+            open_session=sessions.open,
+            handle=self.requests.serve,
+        )
+        undo.callback(connections.close)
+        events = self._open_events()
+        listeners = Listeners([] if events is None else events.listeners)
+        undo.callback(listeners.close)
+
         return Sockets(connections, sessions, events, listeners)
 
     def _open_events(self) -> EventPublisher | None:
@@ -165,6 +166,7 @@ class DepotServer:
         return MoverTable(
             self._files.pool_fd,
             self._files.size_bytes,
+            self.depot.state.timers,
             hand_over=sessions.hand_over,
             on_dead=self.depot.end_mover,
             start_seconds=self.config.mover_start_seconds,
@@ -212,6 +214,7 @@ class DepotServer:
         if self._stopping_at is None:
             self._stopping_at = time.monotonic() + _DRAIN_SECONDS
             self.depot.state.accepts_stores = False
+            self.loop.end()
         self._waker.wake()
 
     def stop_on_signals(self) -> None:
@@ -220,9 +223,8 @@ class DepotServer:
             signal.signal(number, lambda _number, _frame: self.stop())
 
     def _is_over(self) -> bool:
-        if self._stopping_at is None:
-            return False
-        return not self.depot.stores.tickets or time.monotonic() >= self._stopping_at
+        has_time = self._stopping_at is None or time.monotonic() < self._stopping_at
+        return not self.depot.stores.tickets or not has_time
 
     def close(self) -> None:
         """Close sockets and files. Remove an ephemeral pool; any other that has served waits for the next server."""

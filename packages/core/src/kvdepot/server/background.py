@@ -49,15 +49,11 @@ class Background:
     """
 
     def __init__(self, epoch: int, counters: Counts) -> None:
+        self.num_waiting = 0  # tasks that have steps left: `work` has work
         self._epoch = epoch
         self._counters = counters
         self._urgent: deque[Task] = deque()
         self._tasks: dict[Kind, deque[Task]] = {}  # the kind whose turn it is comes first
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `work` has work."""
-        return bool(self._urgent or self._tasks)
 
     def add(self, task: Task, kind: Kind) -> bool:
         """Run a task later; False if as many of its kind wait as may."""
@@ -65,12 +61,14 @@ class Background:
         if len(waiting) >= MAXIMUM_WAITING.get(kind, 1):
             return False
         waiting.append(task)
+        self.num_waiting += 1
         return True
 
     def add_urgent(self, task: Task, num_steps: int | None = None) -> None:
         """Run a task before all that are not urgent: at once if it is known to have few steps."""
         if num_steps is None or num_steps > _DONE_AT_ONCE:
             self._urgent.append(task)
+            self.num_waiting += 1
             return
         for _ in task:
             pass
@@ -85,6 +83,7 @@ class Background:
     def go_on(self, steps: Iterator[frames.Reply | None], kind: Kind, deferred: Deferred) -> None:
         """Run the second part of a request whose first part was accepted, however many wait."""
         self._tasks.setdefault(kind, deque()).append(self._answering(steps, deferred))
+        self.num_waiting += 1
 
     def _answering(self, steps: Iterator[frames.Reply | None], deferred: Deferred) -> Task:
         try:
@@ -125,3 +124,4 @@ class Background:
             is_done = True
         if is_done:
             tasks.popleft()
+            self.num_waiting -= 1

@@ -63,7 +63,11 @@ class ConnectionTable:
         is_owner: whether a token is that of an open session.
         end_owner: ends the session of a token, which calls `close_owner`.
         open_session: takes over a socket whose greeting opens a session.
-        handle: serves one frame, which is valid during the call, by `send`, now or after `hold`.
+        handle: called with this table, a connection and one frame, which is valid during the call. It answers by
+            `send`, now or after `hold`.
+
+    Attributes:
+        has_work: whether work waits that `fileno` does not show. It may be wrong in saying so, never in denying it.
 
     Raises:
         ConfigError: the path cannot be listened on.
@@ -76,8 +80,9 @@ class ConnectionTable:
         is_owner: Callable[[bytes], bool],
         end_owner: Callable[[bytes], None],
         open_session: Callable[[socket.socket, frames.OpenSession], None],
-        handle: Callable[[Connection, memoryview], None],
+        handle: "Callable[[ConnectionTable, Connection, memoryview], None]",
     ) -> None:
+        self.has_work = False
         self._is_owner = is_owner
         self._end_owner = end_owner
         self._open_session = open_session
@@ -109,11 +114,6 @@ class ConnectionTable:
     def __iter__(self) -> Iterator[Connection]:
         return iter(self._connections.values())
 
-    @property
-    def has_work(self) -> bool:
-        """Whether work waits that `fileno` does not show."""
-        return bool(self._queue) or self._can_unpark()
-
     def serve(self, until: float) -> None:
         """Serve frames, one at least if there is one, until the time `until`; never waits."""
         queue = self._queue
@@ -128,9 +128,10 @@ class ConnectionTable:
                 elif not connection.is_queued:
                     connection.is_queued = True
                     queue.append(connection)
-            if self._can_unpark():
+            if self._parked and self._can_unpark():
                 self._unpark(self._parked.popleft())
             if not queue:
+                self.has_work = bool(self._parked) and self._can_unpark()
                 return
             for _ in range(len(queue)):
                 connection = queue.popleft()
@@ -138,6 +139,7 @@ class ConnectionTable:
                 if connection.is_open:
                     self._attend(connection)
                 if time.monotonic() >= until:
+                    self.has_work = bool(queue or self._parked)
                     return
 
     def send(self, connection: Connection, frame: bytes | bytearray) -> None:
@@ -176,6 +178,7 @@ class ConnectionTable:
         """A request that was held has its answer."""
         connection.held_bytes -= num_bytes + _WAITING_BYTES
         self.held_bytes -= num_bytes + _WAITING_BYTES
+        self.has_work |= bool(self._parked)
         self._update(connection)
 
     def close_owner(self, owner: bytes) -> None:
@@ -256,7 +259,7 @@ class ConnectionTable:
             self._unfinished.pop(connection, None)
         else:
             self._expect(connection)
-        self._handle(connection, frame)
+        self._handle(self, connection, frame)
         if len(connection.received) >= _LENGTH_BYTES:
             self._requeue(connection)
 
@@ -388,7 +391,7 @@ class ConnectionTable:
         self._update(connection)
 
     def _can_unpark(self) -> bool:
-        return bool(self._parked) and self.held_bytes + self._parked[0].wanted_bytes < MAXIMUM_HELD_BYTES
+        return self.held_bytes + self._parked[0].wanted_bytes < MAXIMUM_HELD_BYTES
 
     def _unpark(self, connection: Connection) -> None:
         connection.is_parked = False
@@ -401,6 +404,7 @@ class ConnectionTable:
         if connection.set_aside_bytes:
             num_bytes, connection.set_aside_bytes = connection.set_aside_bytes, 0
             self.held_bytes -= num_bytes
+            self.has_work |= bool(self._parked)
 
     def _expect(self, connection: Connection) -> None:
         """Give a connection `SILENCE_SECONDS` from now for its next frame."""
@@ -411,6 +415,7 @@ class ConnectionTable:
         if connection.is_open and not connection.is_queued:
             connection.is_queued = True
             self._queue.append(connection)
+            self.has_work = True
 
     def _update(self, connection: Connection) -> None:
         """Tell the kernel which events wake the loop, after a change of a connection."""

@@ -33,7 +33,6 @@ from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.fair import FairBound
 from kvdepot.server.query import Query
 from kvdepot.server.state import DepotState
-from kvdepot.server.timers import Timers
 
 _FLIGHTS: Final = depot_counter("flights", "Prefixes that a lookup announced as being computed")
 _FLIGHTS_JOINED: Final = depot_counter(
@@ -129,7 +128,7 @@ class FlightTable:
         self._by_request: dict[tuple[int, str], Flight] = {}  # by context and request
         # By space and first missing chunk, then by tenant and whether it is remote.
         self._by_chunk: dict[tuple[int, bytes], dict[tuple[str, bool], Flight]] = {}
-        self._timers = Timers()
+        self._timers = state.timers
         # By process: one engine has several sessions, and a session costs nothing.
         self._num_flights = FairBound(MAXIMUM_FLIGHTS)
         self._num_waiting = FairBound(MAXIMUM_WAITING)
@@ -340,14 +339,6 @@ class FlightTable:
         for flight in list(self._by_request.values()):
             if not flight.is_remote and not self._can_arrive(flight.context):
                 self._fail(flight)
-
-    def expire(self, now: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Answer lookups at their deadlines, end flights that are late, and ask the tiers for remote ones."""
-        self._timers.expire(now, is_over)
-
-    def next_deadline(self) -> float | None:
-        """Return when `expire` has work, None if there is nothing to wait for."""
-        return self._timers.next_deadline()
 
     def _expect(self, flight: Flight) -> None:
         now = self._clock()

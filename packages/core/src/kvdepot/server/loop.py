@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _TIERS_FAILED: Final = depot_counter("tiers_failed", "Turns of the tiers that failed because of a bug")
 
 _SWEEP_SECONDS: Final = 0.5
+_SWEEP_MILLISECONDS: Final = 500
 # Of a turn. Work that is left then continues in the next turn; a request that has begun is served.
 _MESSAGE_SECONDS: Final = 0.0008
 _TASK_SECONDS: Final = 0.0006  # of each kind, tiers and restoring for example
@@ -80,9 +81,13 @@ class Loop:
         self._results = results
         self._restoring = restoring
         self._files = files
+        self._has_listeners = bool(sockets.listeners)
+        self._fds = sockets.connections.fileno(), sockets.sessions.fileno(), movers.fileno(), results.fileno()
+        self._next_sweep = 0.0
+        self._is_ending = False
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Serve until `is_over`.
+        """Serve until `end` was called and `is_over`.
 
         The garbage collector looks at new objects only, twice a second: looking through a million entries took 0.1 s.
         """
@@ -91,25 +96,22 @@ class Loop:
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.freeze()
         gc.disable()
-        next_sweep, idle_milliseconds = 0.0, 0
+        idle_milliseconds = 0
         try:
-            while not is_over():
+            while not self._is_ending or not is_over():
                 events: Mapping[object, int] = dict(poller.poll(idle_milliseconds))
-                began = self.watch.begin()
+                began = time.monotonic()
                 self._serve(events, began)
-                if began >= next_sweep:
-                    next_sweep = began + _SWEEP_SECONDS
-                    self._sweep()
-                self._sockets.listeners.look(self._results.fileno())
-                self._serve_tiers()
-                if self._sockets.events is not None:
-                    self._serve_events(self._sockets.events, events)
                 idle_milliseconds = self._idle_milliseconds()
-                self.watch.end()
+                self.watch.add(time.monotonic() - began)
         finally:
             if collects:
                 gc.enable()
             sys.setswitchinterval(switch_seconds)
+
+    def end(self) -> None:
+        """Have `run` return as soon as it may."""
+        self._is_ending = True
 
     def _make_poller(self) -> "zmq.Poller | select.poll":
         """Return the poller that the loop sleeps in: ZeroMQ's, which is slower, only with replays."""
@@ -118,28 +120,38 @@ class Loop:
         if publisher is not None and publisher.replay is not None:
             poller = zmq.Poller()
             poller.register(publisher.replay, select.POLLIN)
-        for each in (self._sockets.connections, self._sockets.sessions, self._movers, self._results):
-            poller.register(each.fileno(), select.POLLIN)
+        for fd in self._fds:
+            poller.register(fd, select.POLLIN)
         return poller
 
     def _serve(self, events: Mapping[object, int], began: float) -> None:
-        sockets, depot = self._sockets, self._depot
-        connections = sockets.connections
-        if connections.fileno() in events or connections.has_work:
-            connections.serve(began + _MESSAGE_SECONDS)
-        if sockets.sessions.fileno() in events:
+        """Do one turn: requests first, then what became due, then work that was left."""
+        sockets, depot, state = self._sockets, self._depot, self._depot.state
+        of_connections, of_sessions, of_movers, of_threads = self._fds
+        if of_connections in events or sockets.connections.has_work:
+            sockets.connections.serve(began + _MESSAGE_SECONDS)
+        if of_sessions in events:
             sockets.sessions.serve(_after(_TASK_SECONDS))
-        if self._movers.fileno() in events:
+        if of_movers in events:
             self._movers.serve()
-        self._movers.expire()
-        if depot.flights.next_deadline() is not None:
-            self._guard(lambda: depot.flights.expire(time.monotonic(), _after(_TASK_SECONDS)), CHORES_FAILED)
-        if self._results.fileno() in events:
+        if state.timers.due <= began:
+            self._guard(lambda: state.timers.expire(time.monotonic(), _after(_TASK_SECONDS)), CHORES_FAILED)
+        if of_threads in events:
             self._results.take()
-        if self._restoring is not None and depot.state.is_restoring:
+        if self._restoring is not None and state.is_restoring:
             self._restoring.go_on(_after(_TASK_SECONDS))
-        if depot.background.has_work:
+        if depot.background.num_waiting:
             depot.background.work(_after(_TASK_SECONDS))
+        if began >= self._next_sweep:
+            self._next_sweep = began + _SWEEP_SECONDS
+            self._sweep()
+        if self._has_listeners:
+            sockets.listeners.look(of_threads)
+        tiering = state.tiering
+        if tiering is not None and (of_threads in events or tiering.due <= time.monotonic()):
+            self._guard(lambda: tiering.turn(_after(_TASK_SECONDS)), _TIERS_FAILED)
+        if sockets.events is not None:
+            self._serve_events(sockets.events, events)
 
     def _sweep(self) -> None:
         sockets = self._sockets
@@ -156,12 +168,6 @@ class Loop:
             if replay is not None:
                 self._depot.background.add(replay, Kind.REPLAY)
 
-    def _serve_tiers(self) -> None:
-        tiering = self._depot.state.tiering
-        if tiering is None:
-            return
-        self._guard(lambda: tiering.turn(_after(_TASK_SECONDS)), _TIERS_FAILED)
-
     def _guard(self, work: Callable[[], None], counter: CounterName) -> None:
         """Do a part of the turn whose failure must not end the loop."""
         try:
@@ -172,17 +178,15 @@ class Loop:
 
     def _idle_milliseconds(self) -> int:
         """Return how long the loop may sleep if nothing comes."""
-        depot = self._depot
-        if depot.state.is_restoring or depot.background.has_work or self._sockets.connections.has_work:
+        state = self._depot.state
+        if state.is_restoring or state.background.num_waiting or self._sockets.connections.has_work:
             return 0
-        longest = LOOK_MILLISECONDS if self._sockets.listeners else math.ceil(_SWEEP_SECONDS * 1000)
-        tiering = depot.state.tiering
-        of_tiers = None if tiering is None else tiering.next_deadline()
-        deadlines = self._movers.next_deadline(), depot.flights.next_deadline(), of_tiers
-        due = min((each for each in deadlines if each is not None), default=None)
-        if due is None:
-            return longest
-        return max(0, min(longest, math.ceil((due - time.monotonic()) * 1000)))
+        due = state.timers.due
+        if state.tiering is not None and state.tiering.due < due:
+            due = state.tiering.due
+        now = time.monotonic()
+        longest = LOOK_MILLISECONDS if self._has_listeners else _SWEEP_MILLISECONDS
+        return longest if due > now + _SWEEP_SECONDS else max(0, min(longest, math.ceil((due - now) * 1000)))
 
 
 def _after(seconds: float) -> Callable[[], bool]:

@@ -5,7 +5,6 @@ Every exception of a handler becomes a typed error reply.
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Final
 
 from kvdepot.counting import depot_counter
@@ -15,7 +14,7 @@ from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.dispatch import OPEN_TO_ALL, Operators
 from kvdepot.server.replies import Deferred, Refused
-from kvdepot.server.sessions import Session, SessionTable
+from kvdepot.server.sessions import SessionTable
 from kvdepot.server.watch import SHORTEST_SECONDS
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -41,11 +40,27 @@ class Requests:
         self._operators = operators
 
     def serve(self, connections: ConnectionTable, connection: Connection, frame: memoryview) -> None:
-        """Answer a frame of the control socket."""
-        began = time.monotonic()
+        """Answer a frame of the control socket: decode it, have its request handled, and send the reply."""
+        began, depot = time.monotonic(), self._depot
+        kind: type = m.ErrorReply
         sequence = frames.sequence_of(frame)
-        session = self._sessions.find(connection.owner) if connection.owner else None
-        kind, reply = self._answer(frame, session, lambda: describe_peer(connection.socket))
+        try:
+            request = frames.decode_request(frame)
+            session = self._sessions.by_token.get(connection.owner or b"")
+            if isinstance(request, OPEN_TO_ALL):
+                reply = self._operators.answer(request, lambda: describe_peer(connection.socket))
+            elif session is None:
+                raise Refused(ErrorCode.UNKNOWN_SESSION, _WHY_NO_SESSION)
+            else:
+                reply = depot.handle(session.number, session.writer, request)
+            kind = type(request)
+        except (Refused, frames.FrameError) as error:
+            depot.counters[_REQUESTS_REFUSED] += 1
+            reply = m.ErrorReply(depot.state.epoch, error.code, str(error))
+        except Exception as error:
+            logger.exception("a request failed")
+            depot.counters[_REQUESTS_FAILED] += 1
+            reply = m.ErrorReply(depot.state.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
         if isinstance(reply, Deferred):
             deferred, num_bytes = reply, len(frame)
             connections.hold(connection, num_bytes)
@@ -60,23 +75,3 @@ class Requests:
         else:
             connections.send(connection, frames.encode_frame(sequence, reply))
             self.latencies[kind].add(time.monotonic() - began)
-
-    def _answer(
-        self, frame: memoryview, session: Session | None, who: Callable[[], str]
-    ) -> tuple[type, frames.Reply | Deferred]:
-        """Return the kind of a request, `ErrorReply` if it is none or refused, and its reply."""
-        depot = self._depot
-        try:
-            request = frames.decode_request(frame)
-            if isinstance(request, OPEN_TO_ALL):
-                return type(request), self._operators.answer(request, who)
-            if session is None:
-                raise Refused(ErrorCode.UNKNOWN_SESSION, _WHY_NO_SESSION)
-            return type(request), depot.handle(session.number, session.writer, request)
-        except (Refused, frames.FrameError) as error:
-            depot.counters[_REQUESTS_REFUSED] += 1
-            return m.ErrorReply, m.ErrorReply(depot.state.epoch, error.code, str(error))
-        except Exception as error:
-            logger.exception("a request failed")
-            depot.counters[_REQUESTS_FAILED] += 1
-            return m.ErrorReply, m.ErrorReply(depot.state.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")

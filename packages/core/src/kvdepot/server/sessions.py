@@ -72,7 +72,7 @@ class SessionTable:
         self._is_mapping = is_mapping
         self._epoch = epoch
         self._sessions: dict[int, Session] = {}  # by descriptor of the connection
-        self._by_token: dict[bytes, Session] = {}
+        self.by_token: dict[bytes, Session] = {}  # the open ones
         self._dying: dict[int, Writer] = {}  # by pidfd, each process once
         self._watched: set[Writer] = set()  # the same
         self._unnumbered: set[Writer] = set()  # that are asked for again and again
@@ -106,7 +106,7 @@ class SessionTable:
         token = secrets.token_bytes(frames.TOKEN_BYTES)
         session = Session(self._next, connection, Writer(max(pid, 0), started_at), pidfd, token)
         self._next += 1
-        self._sessions[connection.fileno()] = self._by_token[token] = session
+        self._sessions[connection.fileno()] = self.by_token[token] = session
         self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
         descriptors: list[int] = []
         try:
@@ -121,13 +121,9 @@ class SessionTable:
                 os.close(descriptor)
         logger.info("session %d: process %d (%s)", session.number, session.writer.pid, request.client)
 
-    def find(self, token: bytes) -> Session | None:
-        """Return the session that was given a token, if it is open."""
-        return self._by_token.get(token)
-
     def end(self, token: bytes) -> None:
         """End the session that was given a token, if it is open."""
-        session = self._by_token.get(token)
+        session = self.by_token.get(token)
         if session is not None:
             self._end(session)
 
@@ -223,7 +219,7 @@ class SessionTable:
         self._epoll.unregister(session.socket.fileno())
         del self._sessions[session.socket.fileno()]
         session.socket.close()
-        del self._by_token[session.token]
+        del self.by_token[session.token]
         self._on_end(session)
         if session.pidfd is None:
             # Its process was gone before it could be watched, or the kernel is too old to watch it.

@@ -14,6 +14,7 @@ from kvdepot.server.background import Background, Kind
 from kvdepot.server.labels import LabelTable
 from kvdepot.server.shadow import ShadowIndex
 from kvdepot.tiers.tiering import Tiering
+from kvdepot.timers import Timers
 from kvdepot.wire import messages as m
 from kvdepot.wire.histogram import Histogram
 
@@ -59,6 +60,7 @@ class DepotState:
     usage: Usage
     counters: Counts = field(default_factory=Counts)
     background: Background = field(init=False)
+    timers: Timers = field(default_factory=Timers)  # every deadline that somebody waits for
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAXIMUM_EVENTS))
     numbers: "count[int]" = field(default_factory=lambda: count(1))  # of contexts and tickets
     tiering: Tiering | None = None

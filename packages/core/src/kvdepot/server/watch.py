@@ -1,6 +1,5 @@
 """Measures how long the turns of the server's loop take."""
 
-import time
 from typing import Final
 
 from kvdepot.wire.histogram import Histogram
@@ -16,16 +15,9 @@ class TurnWatch:
         self.longest_seconds = 0.0
         self.num_slow = 0  # longer than `SLOW_TURN_SECONDS`
         self.turns = Histogram(SHORTEST_SECONDS)
-        self._began = 0.0
 
-    def begin(self) -> float:
-        """Begin a turn; return the time."""
-        self._began = time.monotonic()
-        return self._began
-
-    def end(self) -> None:
-        """End the turn."""
-        seconds = time.monotonic() - self._began
+    def add(self, seconds: float) -> None:
+        """Count a turn that took this long."""
         self.turns.add(seconds)
         self.longest_seconds = max(self.longest_seconds, seconds)
         if seconds > SLOW_TURN_SECONDS:

@@ -44,6 +44,7 @@ __all__ = ["ShardPlace", "Tiering", "TieringSettings"]
 T = TypeVar("T")
 
 _LOOK_SECONDS: Final = 1.0
+_IDLE_SECONDS: Final = 0.5  # the longest time between two turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class Tiering:
         )
         self.promotion_context = PromotionContext(index, self._keys, self.counters, clock, settings.promotion_seconds)
         self._promotions = Promotions(self.promotion_context, self._tiers)
+        self.due = 0.0  # `turn` must be called by then, in seconds of the clock
         self._next_look = 0.0
 
     @property
@@ -140,12 +142,14 @@ class Tiering:
             OSError: not enough memory for the table of its entries; the tier is not used.
         """
         self._tiers.append(KnownTier(queue, self._index.table.num_records))
+        self.due = 0.0
 
     def remove(self, name: str) -> bool:
         """Stop using a tier: fail its waiting calls, and close it once none runs. Return False for an unknown name."""
         for queue in self.queues:
             if queue.name == name and not queue.is_retired:
                 queue.retire()
+                self.due = 0.0
                 return True
         return False
 
@@ -158,6 +162,7 @@ class Tiering:
             return all(wanted in (None, label) for wanted, label in pairs)
 
         self._promotions.stop(is_meant)
+        self.due = 0.0
         yield 0
         for queue in self.queues:
             yield from queue.drop_writes(*labels)
@@ -167,7 +172,7 @@ class Tiering:
 
         Call `on_done` once, with the number of removed entries and a text for each tier that failed.
         """
-        clearing = _Clearing(on_done)
+        clearing, self.due = _Clearing(on_done), 0.0
         for tier in self._tiers:
             if tier.queue.is_retired:
                 continue
@@ -186,10 +191,13 @@ class Tiering:
     def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
         """Note that entries were sealed, in the order of their chunks; `is_first`: write them before all others."""
         self._demote(partial(self._demotions.stored, is_first=is_first), records)
+        self.due = 0.0  # with `--demote evict` others must leave now
 
     def used(self, node: int) -> None:
         """Note that a lookup found a prefix that ends with this chunk."""
         self._demote(self._demotions.used, node)
+        if self._demotions.has_work:
+            self.due = 0.0
 
     def _demote(self, begin: Callable[[T], None], subject: T) -> None:
         """Begin to write entries. A failure is logged: the store or lookup that came before has succeeded."""
@@ -236,6 +244,7 @@ class Tiering:
             self.counters[_PROMOTIONS_REFUSED] += 1
             return False
         self.counters[_PROMOTIONS] += 1
+        self.due = 0.0
         waiter = Waiter(wait_seconds, self._clock() + wait_seconds, on_answer)
         self._promotions.begin(Prefix(space, digests, places, label, token_seconds), found, pins, waiter)
         return True
@@ -248,6 +257,7 @@ class Tiering:
         Do at least one step of each kind of work, then continue until `is_over`.
         """
         now = self._clock()
+        self.due = now + _IDLE_SECONDS  # even if this turn fails
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
             for tier in self._tiers:
@@ -263,14 +273,15 @@ class Tiering:
                     break
         self._promotions.turn(is_over)
         self._demotions.turn(is_over)
+        self.due = self._next_deadline()
 
-    def next_deadline(self) -> float | None:
-        """Return the time by which `turn` must be called, in seconds of the clock; None for never."""
-        queues = self.queues
+    def _next_deadline(self) -> float:
+        now, queues = self._clock(), self.queues
         if self._demotions.has_work or any(queue.has_results for queue in queues):
-            return self._clock()
+            return now
+        # A call of a thread has no deadline before it begins, and nothing tells the loop that it has begun.
         times = itertools.chain([self._promotions.next_deadline()], (queue.next_deadline() for queue in queues))
-        return min((due for due in times if due is not None), default=None)
+        return min([now + _IDLE_SECONDS, *(due for due in times if due is not None)])
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Stop every tier, in a bounded time."""
