@@ -1,8 +1,6 @@
 """A refusal or failure of the driver is a miss, once. The registration of the pool is undone."""
 
-import ctypes
 import logging
-import mmap
 
 import pytest
 
@@ -122,49 +120,6 @@ def test_batches_are_bounded(cache: MakeCache, driver: FakeDriver) -> None:
     assert driver.largest_batch == 10
 
 
-@pytest.mark.promise(51)
-def test_blocks_that_follow_each_other_are_one_run(cache: MakeCache, driver: FakeDriver) -> None:
-    worker = cache()
-    run = prompt(4)
-    blocks = [list(range(8, 24))]
-    worker.fill(run, blocks)
-    assert worker.context.submit_store("request", run, blocks).result(WAIT_SECONDS)
-    assert driver.calls["runs"] <= 4 * 4  # a chunk and layer each, not 4 * 4 * 4
-    assert worker.retrieve(run) == 4
-
-
-class SideBySide(FakeDriver):
-    """Its allocations lie next to each other, in order."""
-
-    _rest: tuple[mmap.mmap, int] | None = None  # of what is handed out, and where
-
-    def allocate(self, num_bytes: int) -> int:
-        if self._rest is None:
-            memory = mmap.mmap(-1, 8 << 20)
-            self._rest = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        memory, address = self._rest
-        self._rest = memory, address + num_bytes
-        self.memory.allocations[address] = memory, num_bytes
-        return address
-
-
-@pytest.mark.parametrize("has_batch_copy", [True, False])
-def test_no_copy_goes_from_one_allocation_into_the_next(has_batch_copy: bool, depot: DepotProcess) -> None:
-    """The last blocks of one layer and the first of the next follow each other in a chunk: the fake refuses that."""
-    driver = SideBySide(has_batch_copy=has_batch_copy)
-    plan = PLANS["one group"]
-    worker = Cache(FakeWorker(depot.url, plan, driver=driver), plan)
-    worker.worker.wait_until_connected(WAIT_SECONDS)
-    run, blocks = prompt(1), [[0, 1, plan.num_blocks - 2, plan.num_blocks - 1]]
-    worker.fill(run, blocks)
-    assert worker.context.submit_store("request", run, blocks).result(WAIT_SECONDS)
-    assert worker.retrieve(run) == 1
-    worker.wipe()
-    assert worker.context.submit_retrieve("request", run, blocks).result(WAIT_SECONDS)
-    assert worker.holds(run, blocks)
-    worker.context.close()
-
-
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
@@ -175,15 +130,6 @@ def test_the_pool_is_registered_in_pieces_and_given_back(cache: MakeCache, drive
     worker.context.close()
     assert driver.calls["unregister_host"] == NUM_PIECES
     assert driver.left_over == {}
-
-
-@pytest.mark.parametrize("piece_bytes", [5 * 4096, 1 << 20])
-def test_no_copy_crosses_the_end_of_a_piece(piece_bytes: int, cache: MakeCache, driver: FakeDriver) -> None:
-    """Pages of 64 KiB, pieces that end inside them: the fake refuses what crosses, as drivers do."""
-    worker = cache(plan="large pages", num_pieces=-(-POOL_BYTES // piece_bytes), piece_bytes=piece_bytes)
-    assert worker.store(prompt(5))
-    assert worker.retrieve(prompt(5)) == 5
-    assert driver.calls["pageable"] == 0
 
 
 @pytest.mark.parametrize(("after", "times", "refused"), [(0, 1 << 30, NUM_PIECES), (0, 2, 2), (1, 2, 2)])

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError
-from kvdepot.lab.demo_view import Lane, View, demo_view
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry
 from kvdepot.lab.fleet import EngineProcess, Fleet, Prompt
 from kvdepot.lab.processes import wait_until
+from kvdepot.lab.view import Lane, View, live_view
 from kvdepot.pool.files import ENLARGE_TMPFS
 from kvdepot.pool.room import available_memory_bytes
 
@@ -109,7 +109,7 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
     say(textwrap.fill(intro, 78) + "\n")
     started = time.monotonic()
     try:
-        with demo_view(quiet=quiet) as view:
+        with live_view(quiet=quiet) as view:
             view.step("starting a depot and four engines")
             with Fleet(
                 plan.geometry, num_engines=_NUM_ENGINES, num_alone=_NUM_ENGINES, pool_bytes=plan.pool_bytes,

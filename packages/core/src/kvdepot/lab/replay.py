@@ -11,10 +11,10 @@ from typing import Any, Final
 from kvdepot.config import format_size
 from kvdepot.errors import TraceError
 from kvdepot.index.eviction import AUTO
-from kvdepot.lab.engine_model import Geometry, RequestReport
+from kvdepot.lab.engine_model import Geometry
 from kvdepot.lab.fleet import Fleet, Prompt
-from kvdepot.lab.totals import Totals, live_view
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
+from kvdepot.lab.view import live_view
 
 REPLAY_GEOMETRY: Final = Geometry("scaled down", num_layers=1, num_kv_heads=2, head_dim=64)
 _NUM_ENGINES: Final = 2
@@ -66,7 +66,6 @@ def run_replay(
         raise TraceError("the trace has no requests with blocks")
     repeated = repeated_tokens(prompts) / max(1, sum(length for prompt in prompts for _, length in prompt.segments))
     started = time.monotonic()
-    totals = Totals()
     if not quiet:
         print(
             f"{len(prompts)} requests on two engines with {format_size(cache_bytes)} each, one depot with"
@@ -82,13 +81,10 @@ def run_replay(
         policy=policy,
         chunk_tokens=BLOCK_TOKENS,
     ) as fleet:
-        with live_view("replay", len(prompts), totals, quiet) as update:
-
-            def on_report(_engine: int, _prompt: Prompt, report: RequestReport) -> None:
-                totals.add(report)
-                update()
-
-            fleet.run([[prompt] for prompt in prompts], on_report)
+        with live_view(quiet=quiet) as view:
+            lane = view.lane("replay", len(prompts))
+            fleet.run([[prompt] for prompt in prompts], lambda _engine, _prompt, report: lane.add(report))
+        totals = lane.totals
         status = fleet.depot.status()
     if not quiet:
         print(totals.describe())

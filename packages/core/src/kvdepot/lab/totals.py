@@ -1,10 +1,6 @@
-"""Adds up what engines report, and shows it while it happens and at the end."""
+"""Adds up what engines report."""
 
 import statistics
-import sys
-import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +8,7 @@ from kvdepot.config import format_size
 from kvdepot.lab.engine_model import RequestReport
 
 SOURCES = ("device", "own", "shared", "computed")
-SOURCE_NAMES = {
+_SOURCE_NAMES = {
     "device": "engine's own cache",
     "own": "depot, its own",
     "shared": "depot, another's",
@@ -101,7 +97,7 @@ class Totals:
         lines = [f"{self.num_requests} requests, {self.num_tokens:,} prompt tokens, {self.hit_rate:.1%} not computed:"]
         for source in SOURCES:
             share = self.tokens[source] / total
-            lines.append(f"  {SOURCE_NAMES[source]:20}{share:7.1%}  {'█' * round(share * 40)}")
+            lines.append(f"  {_SOURCE_NAMES[source]:20}{share:7.1%}  {'█' * round(share * 40)}")
         lines += [
             f"stored     {format_size(self.stored_bytes):>10} at {numbers['store_bytes_per_second'] / 1e9:.1f} GB/s",
             (
@@ -121,76 +117,3 @@ def _quantile(values: list[float], share: float) -> float:
     if share == 0.5:
         return statistics.median(values)
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
-@contextmanager
-def live_view(title: str, total: int, totals: Totals, quiet: bool) -> Generator[Callable[[], None]]:
-    """Show progress while requests are served; yields what to call after each.
-
-    A live table on a terminal with rich (`kvdepot[cli]`), else a line every second, nothing if `quiet`.
-    """
-    if quiet:
-        yield lambda: None
-        return
-    try:
-        from rich.console import Console
-    except ImportError:
-        console = None
-    else:
-        console = Console()
-    started = time.monotonic()
-    if console is None or not console.is_terminal:
-        yield _plain_view(title, total, totals, started)
-        return
-    from rich.live import Live
-
-    with Live(console=console, refresh_per_second=8, transient=True) as live:
-
-        def update() -> None:
-            live.update(_rich_table(title, total, totals, started))
-
-        update()
-        yield update
-
-
-def _plain_view(title: str, total: int, totals: Totals, started: float) -> Callable[[], None]:
-    shown = 0.0
-
-    def update() -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown < 1.0 and totals.num_requests < total:
-            return
-        shown = now
-        print(
-            f"{title}: {totals.num_requests}/{total} requests, {now - started:.0f} s,"
-            f" {totals.hit_rate:.1%} of the tokens not computed, {format_size(totals.retrieved_bytes)} retrieved",
-            flush=True,
-        )
-        sys.stdout.flush()
-
-    return update
-
-
-def _rich_table(title: str, total: int, totals: Totals, started: float) -> Any:
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-
-    elapsed = max(1e-9, time.monotonic() - started)
-    numbers = totals.as_dict()
-    table = Table(title=title, show_header=False)
-    table.add_column(style="bold", width=20)
-    table.add_column(width=36)
-    table.add_column(justify="right", width=12)
-    table.add_row("requests", ProgressBar(total, totals.num_requests, width=36), f"{totals.num_requests}/{total}")
-    for source in SOURCES:
-        share = totals.tokens[source] / max(1, totals.num_tokens)
-        table.add_row(SOURCE_NAMES[source], ProgressBar(1.0, share, width=36), f"{share:.1%}")
-    table.add_row("stored", f"{numbers['store_bytes_per_second'] / 1e9:.1f} GB/s", format_size(totals.stored_bytes))
-    table.add_row(
-        "retrieved", f"{numbers['retrieve_bytes_per_second'] / 1e9:.1f} GB/s", format_size(totals.retrieved_bytes)
-    )
-    table.add_row("lookup p50 / p99", f"{numbers['lookup_p50_ms']:.2f} / {numbers['lookup_p99_ms']:.2f} ms", "")
-    table.add_row("verified", f"{totals.wrong_bytes} bytes wrong", format_size(totals.verified_bytes))
-    table.add_row("time", f"{totals.num_requests / elapsed:.1f} requests/s", f"{elapsed:.0f} s")
-    return table

@@ -1,6 +1,6 @@
-"""Shows a demo in at most 80 columns: its steps, and how far each fleet of engines is.
+"""Shows a demo or a replay in at most 80 columns: its steps, and how far each fleet of engines is.
 
-The demo names its steps and adds reports to lanes. On a terminal with rich (`kvdepot[cli]`) a thread draws them eight
+Both name their steps and add reports to lanes. On a terminal with rich (`kvdepot[cli]`) a thread draws them eight
 times a second; elsewhere each step and each second of a lane is a line.
 """
 
@@ -55,8 +55,8 @@ class View:
 
 
 @contextmanager
-def demo_view(*, quiet: bool) -> Generator[View]:
-    """Show a demo until the context ends; the last drawing stays on the terminal."""
+def live_view(*, quiet: bool) -> Generator[View]:
+    """Show steps and lanes until the context ends; the last drawing stays on the terminal."""
     if quiet:
         yield View()
         return
