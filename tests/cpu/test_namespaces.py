@@ -1,5 +1,6 @@
 """Containers that share a folder of sockets and nothing else: no PID, IPC or mount namespace, no `/dev/shm`."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, child_of, wait_until
-from support.cpu.engines import CHUNK, Engine
+from kvdepot.testing.engine import EngineProcess
+from support.cpu.engines import CHUNK, large_engine
 
 _SERVER = ["unshare", "--fork", "--pid", "--ipc", "--mount-proc"]
 _WORKER = [*_SERVER, "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
@@ -32,11 +34,11 @@ def depot() -> Iterator[DepotProcess]:
 
 
 @pytest.fixture
-def spawn(depot: DepotProcess) -> Iterator[Callable[[str], Engine]]:
-    engines: list[Engine] = []
+def spawn(depot: DepotProcess) -> Iterator[Callable[[str], EngineProcess]]:
+    engines: list[EngineProcess] = []
 
-    def spawn(instance: str) -> Engine:
-        engines.append(Engine(depot, instance, _WORKER))
+    def spawn(instance: str) -> EngineProcess:
+        engines.append(large_engine(depot, instance, _WORKER))
         return engines[-1]
 
     yield spawn
@@ -45,14 +47,20 @@ def spawn(depot: DepotProcess) -> Iterator[Callable[[str], Engine]]:
         engine.close()
 
 
-def kill(engine: Engine) -> None:
-    """End the engine itself; the command that runs it follows."""
-    if engine.process.poll() is None:
-        os.kill(child_of(engine.process.pid), signal.SIGKILL)
-        engine.process.wait()
+def kill(engine: EngineProcess) -> None:
+    """End the engine itself, and the command that runs it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child_of(engine.pid), signal.SIGKILL)
+    engine.kill()
 
 
-Spawn = Callable[[str], Engine]
+def stop_in_a_store(engine: EngineProcess, salt: int, num_chunks: int) -> None:
+    """Leave half of the chunks written."""
+    engine.expect("armed", "gate store half")
+    engine.expect("reached", f"store {salt} {num_chunks}")
+
+
+Spawn = Callable[[str], EngineProcess]
 
 
 @pytest.mark.slow
@@ -60,19 +68,19 @@ Spawn = Callable[[str], Engine]
 def test_containers_share_what_one_of_them_stored(depot: DepotProcess, spawn: Spawn) -> None:
     one, other = spawn("one"), spawn("other")
     assert {context.pid for context in depot.status().contexts} == {0}
-    assert one.ask("store 1 5") == ["True", "5"]
-    assert other.ask("lookup 1 5") == ["5"]
-    assert other.ask("retrieve 1 5") == ["5", "0"]
+    one.expect("5", "store 1 5")
+    other.expect("5", "lookup 1 5")
+    other.expect("5", "retrieve 1 5")
 
 
 @pytest.mark.slow
 @pytest.mark.promise(24, 54)
 def test_what_a_killed_container_had_prepared_comes_back(depot: DepotProcess, spawn: Spawn) -> None:
     victim, other = spawn("victim"), spawn("other")
-    assert victim.ask("prepare 1 3") == ["3"]
+    stop_in_a_store(victim, 1, 3)
     kill(victim)
     wait_until(lambda: depot.status().pool_used_bytes == 0)
-    assert other.ask("store 1 3") == ["True", "3"]
+    other.expect("3", "store 1 3")
 
 
 @pytest.mark.slow
@@ -81,16 +89,16 @@ def test_the_next_server_waits_for_a_container_that_may_be_writing_and_for_no_ot
     depot: DepotProcess, spawn: Spawn
 ) -> None:
     stopped, killed, other = spawn("stopped"), spawn("killed"), spawn("other")
-    assert stopped.ask("prepare 1 3") == ["3"]
-    assert killed.ask("prepare 2 4") == ["4"]
-    assert other.ask("store 3 2") == ["True", "2"]
-    os.kill(child_of(stopped.process.pid), signal.SIGSTOP)
+    stop_in_a_store(stopped, 1, 3)
+    stop_in_a_store(killed, 2, 4)
+    other.expect("2", "store 3 2")
+    os.kill(child_of(stopped.pid), signal.SIGSTOP)
     depot.kill()
     kill(killed)
     depot.start()
     wait_until(lambda: not depot.status().recovering)
     assert depot.status().quarantined_bytes == 3 * CHUNK
-    wait_until(lambda: other.ask("retrieve 3 2") == ["2", "0"])
+    wait_until(lambda: other.ask("retrieve 3 2") == "2")
     kill(stopped)
     wait_until(lambda: depot.status().quarantined_bytes == 0)
     assert depot.status().pool_used_bytes == 2 * CHUNK
@@ -99,10 +107,11 @@ def test_the_next_server_waits_for_a_container_that_may_be_writing_and_for_no_ot
 @pytest.mark.promise(23, 54)
 def test_a_container_that_comes_back_to_the_next_server_frees_what_it_left(depot: DepotProcess, spawn: Spawn) -> None:
     engine = spawn("engine")
-    assert engine.ask("prepare 1 3") == ["3"]
+    stop_in_a_store(engine, 1, 3)
     depot.kill()
     depot.start()
+    engine.expect("missed", "go")
     wait_until(lambda: len(depot.status().contexts) == 2 and not depot.status().recovering)
+    wait_until(lambda: engine.ask("store 1 3") == "3")  # which lets go of the connection to the server before
     wait_until(lambda: depot.status().quarantined_bytes == 0)
-    wait_until(lambda: engine.ask("store 1 3") == ["True", "3"])
-    assert engine.ask("retrieve 1 3") == ["3", "0"]
+    engine.expect("3", "retrieve 1 3")

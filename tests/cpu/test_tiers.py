@@ -14,9 +14,10 @@ import pytest
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import prompt
+from kvdepot.testing.engine import EngineProcess
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from support.cpu.engines import CHUNK, Engine
+from support.cpu.engines import CHUNK, large_engine
 
 pytestmark = pytest.mark.slow
 
@@ -29,10 +30,10 @@ class Node:
     def __init__(self, *tiers: str, pool_size: str = "64MiB", options: tuple[str, ...] = ()) -> None:
         flags = [flag for tier in tiers for flag in ("--tier", tier)]
         self.depot = DepotProcess(*flags, *options, pool_size=pool_size)
-        self.engines: list[Engine] = []
+        self.engines: list[EngineProcess] = []
 
-    def spawn(self, name: str = "engine") -> Engine:
-        self.engines.append(Engine(self.depot, name))
+    def spawn(self, name: str = "engine") -> EngineProcess:
+        self.engines.append(large_engine(self.depot, name))
         return self.engines[-1]
 
     def tier(self, number: int = 0) -> o.TierStatus:
@@ -76,18 +77,18 @@ def disk(folder: Path) -> str:
     return f"disk://{folder}/tier?capacity=1GiB&queue=64MiB"
 
 
-def find(engine: Engine, salt: int, num_chunks: int) -> int:
+def find(engine: EngineProcess, salt: int, num_chunks: int) -> int:
     """Return how many chunks an engine finds and retrieves, all of them right."""
-    found = int(engine.ask(f"lookup {salt} {num_chunks}")[0])
+    found = int(engine.ask(f"lookup {salt} {num_chunks}"))
     if found:
-        assert engine.ask(f"retrieve {salt} {found}") == [str(found), "0"]
+        engine.expect(str(found), f"retrieve {salt} {found}")
     return found
 
 
 def test_what_was_stored_outlives_the_pool(make: MakeNode, tmp_path: Path) -> None:
     node = make(disk(tmp_path))
     engine = node.spawn()
-    assert engine.ask("store 1 16") == ["True", "16"]
+    engine.expect("16", "store 1 16")
     node.lose_the_pool()
     wait_until(lambda: node.tier().num_entries == 16)
     assert find(engine, 1, 16) == 16
@@ -99,7 +100,7 @@ def test_a_pool_that_is_too_small_is_a_window_on_the_disk(make: MakeNode, tmp_pa
     node = make(disk(tmp_path), pool_size="8MiB")
     engine, other = node.spawn("one"), node.spawn("two")
     for salt in range(6):
-        assert engine.ask(f"store {salt} 16") == ["True", "16"]
+        engine.expect("16", f"store {salt} 16")
         node.settle()
     for salt in range(6):
         assert find(other, salt, 16) == 16
@@ -239,7 +240,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "hanging_tier.py").write_text(HANGING)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging-tier\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text("[kvdepot.tiers]\nhanging = hanging_tier:open_tier\n")
-    monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setenv("PYTHONPATH", str(package), prepend=os.pathsep)
     return tmp_path / "hangs"
 
 
@@ -259,7 +260,7 @@ def test_a_tier_that_hangs_costs_a_lookup_its_deadline_once_and_then_nothing(mak
     began = time.monotonic()
     for _ in range(20):
         assert find(engine, 2, 8) == 4
-        assert engine.ask("store 3 4")[0] == "True"
+        engine.expect("4", "store 3 4")
     assert time.monotonic() - began < DEADLINE_SECONDS, "a tier that is suspended costs nothing"
     hanging.unlink()
     wait_until(lambda: node.tier().state == "closed", 10)

@@ -77,11 +77,6 @@ def test_with_a_device_it_can_be_used() -> None:
     assert status.why_unavailable is None
 
 
-def test_importing_it_loads_no_device_library() -> None:
-    code = "import sys, kvdepot_hpu; sys.exit(bool({'torch', 'habana_frameworks', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def _hide(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
 

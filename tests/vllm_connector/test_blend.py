@@ -75,24 +75,6 @@ def test_an_exact_request_behind_a_blended_one_is_exact(engine: Engine) -> None:
     assert cached(exact) == [0]
 
 
-def test_without_taint_blended_kv_would_be_taken_for_exact(engine: Engine) -> None:
-    """The test before this one can fail: without the taint it does."""
-    engine.reset()
-    engine.execute(
-        "import kvdepot_vllm.blend.planning as planning\n"
-        "planning.untouched, planning.taint = planning.taint, lambda *_: None\nresult = None"
-    )
-    try:
-        (output,) = engine.generate([MOVED], params={"kvdepot": {"blend": {"policy": "none"}}})
-        assert blended(output) is not None
-        assert cached(engine.generate([MOVED], params=EXACT))[0] > 1500
-    finally:
-        engine.execute(
-            "import kvdepot_vllm.blend.planning as planning\nplanning.taint = planning.untouched\nresult = None"
-        )
-        engine.reset()
-
-
 def test_blended_and_exact_requests_share_batches(engine: Engine) -> None:
     engine.reset()
     wanted = [SYSTEM + part + [*chain(*reversed(DOCUMENTS)), *QUESTION] for part in prompts(3, 37, seed=84)]

@@ -350,13 +350,9 @@ def _hash() -> Any:
     return sha256
 
 
-def main(model: str, seed: int, num_steps: int, taint: str) -> None:
+def main(model: str, seed: int, num_steps: int) -> None:
     logging.disable(logging.ERROR)
     world = World(model, seed)
-    if taint == "off":
-        from kvdepot_vllm.blend import planning
-
-        planning.taint = lambda *_: None
     for number in range(num_steps):
         burst = (
             world.rng.choice([1, 1, 1, 1, 2, 2, 12]) if world.rng.random() < 0.2 else 0
@@ -383,6 +379,6 @@ def main(model: str, seed: int, num_steps: int, taint: str) -> None:
 
 
 if __name__ == "__main__":
-    path, seed_text, steps_text, taint_text = sys.argv[1:]
+    path, seed_text, steps_text = sys.argv[1:]
     assert Path(path).exists()
-    main(path, int(seed_text), int(steps_text), taint_text)
+    main(path, int(seed_text), int(steps_text))

@@ -2,7 +2,8 @@
 
 The child's module calls `obey` with a function that makes its worker. It answers each line on its input with one on its
 output: `store SALT N` and `retrieve SALT N` move the first N chunks of a prompt and say how many came into place (a
-retrieve says "wrong" if a byte differs from the stored one). `lookup SALT N` leases chunks and reports their number.
+retrieve says "wrong" if a byte differs from the stored one). `lookup SALT N` leases chunks and reports their number;
+`await SALT N` does so for chunks that another engine hands over, and `hand_over SALT N` stores for such a lookup.
 `gate store|retrieve before|half|after` stops the next copy of that direction there: the child says `reached` and
 continues when it is told `go`. Only for contexts that are built on `WorkerTransfers`.
 """
@@ -28,10 +29,10 @@ _WAIT_SECONDS: Final = 60.0
 MakeWorker = Callable[[str, WorkerPlan], Worker]
 
 
-def obey(make_worker: MakeWorker, url: str, instance: str) -> None:
-    """Be the child, until its input ends."""
-    worker = make_worker(url, replace(PLAN, instance=instance))
-    cache = Cache(worker, PLAN)
+def obey(make_worker: MakeWorker, url: str, instance: str, plan: WorkerPlan = PLAN) -> None:
+    """Be the child, until its input ends. The fault suite needs the default plan."""
+    worker = make_worker(url, replace(plan, instance=instance))
+    cache = Cache(worker, plan)
     scheduler = SchedulerClient(worker.spec, instance, url=url)
     worker.wait_until_connected(_WAIT_SECONDS)
     scheduler.wait_until_connected(_WAIT_SECONDS)
@@ -55,7 +56,9 @@ def _say(word: object) -> None:
 
 def _answer(command: str, run: Any, cache: Cache, scheduler: SchedulerClient) -> object:
     match command:
-        case "store":
+        case "store" | "hand_over":
+            if command == "hand_over":
+                scheduler.submit_lookup("request", run, hands_over=True).result()
             block_ids = cache.blocks(run)
             cache.fill(run, block_ids)
             future = cache.context.submit_store("request", run, block_ids)
@@ -69,6 +72,8 @@ def _answer(command: str, run: Any, cache: Cache, scheduler: SchedulerClient) ->
                 scheduler.end_request("request")
         case "lookup":
             return scheduler.lookup("request", run).num_chunks
+        case "await":
+            return scheduler.submit_lookup("request", run, joins=True, awaits=run.num_chunks).result().num_chunks
         case _:
             raise ValueError(command)
 
@@ -109,6 +114,11 @@ class EngineProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self._unread = b""
         self.expect("ready")
+
+    @property
+    def pid(self) -> int:
+        """The process that the command started."""
+        return self._process.pid
 
     def say(self, line: str) -> None:
         """Send a line."""

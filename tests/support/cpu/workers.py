@@ -1,0 +1,31 @@
+"""Workers whose cache lies in host memory."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.testing.backend import WorkerPlan
+from kvdepot_cpu.context import CpuOptions, CpuTransferContext
+
+
+class NumpyWorker:
+    def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
+        self.pages = [
+            [_padded(plan.num_blocks, size, g.padding_bytes) for size in g.page_sizes_bytes] for g in plan.groups
+        ]
+        self.context = CpuTransferContext(plan.cache(self.pages), CpuOptions(url=url, **options))
+        self.spec = self.context.spec
+
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        self.context.wait_until_connected(timeout_seconds)
+
+    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
+        self.pages[group][page][block] = np.frombuffer(data, np.uint8)
+
+    def read_block(self, group: int, page: int, block: int) -> bytes:
+        return self.pages[group][page][block].tobytes()
+
+
+def _padded(num_blocks: int, page_size_bytes: int, padding_bytes: int) -> npt.NDArray[np.uint8]:
+    return np.zeros((num_blocks, page_size_bytes + padding_bytes), np.uint8)[:, :page_size_bytes]
