@@ -11,10 +11,8 @@ from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot_vllm.blend.params import BlendParams
 from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
-from kvdepot_vllm.hints import Hints
-from kvdepot_vllm.scheduler import request_params
+from kvdepot_vllm.params import BlendParams, Hints, request_params
 from kvdepot_vllm.settings import Settings
 
 if TYPE_CHECKING:

@@ -420,7 +420,7 @@ def test_a_bad_hint_is_one_line_in_the_log(
     request = it.request(40, kv_transfer_params={"kvdepot": wishes})
     it.report(it.step(request, 40, (blocks(1, 3),)))
     it.side.finished(request, (blocks(1, 3),))
-    lines = [record for record in caplog.records if record.name == "kvdepot_vllm.hints"]
+    lines = [record for record in caplog.records if record.name == "kvdepot_vllm.params"]
     assert (it.client.hints, len(lines)) == ([], len(wishes))
     other = it.request(40, "other", kv_transfer_params={"kvdepot": {**wishes, "priority": 1}})
     it.report(it.step(other, 40, (blocks(1, 3),)))

@@ -8,9 +8,10 @@ depot, which finds the chunks by their keys.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from kvdepot.keys import DIGEST_BYTES, KeyRun
+from kvdepot_vllm.params import checked, is_number, own_params
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +40,13 @@ class HandOver:
         """
         if not isinstance(params, dict) or not params.get("do_remote_prefill"):
             return None
-        told: Any = params.get("kvdepot")
-        fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
-        num_tokens, prefix, wait_ms = (fields.get(name) for name in ("num_tokens", "prefix", "wait_ms"))
-        if num_tokens is not None and (type(num_tokens) is not int or num_tokens < 0):
-            logger.warning("kvdepot.num_tokens of a request is %.64r and ignored: give a whole number", num_tokens)
-            num_tokens = None
-        if wait_ms is not None and (type(wait_ms) not in (int, float) or not 0 <= wait_ms <= 60_000):
-            logger.warning("kvdepot.wait_ms of a request is %.64r and ignored: give milliseconds up to 60000", wait_ms)
-            wait_ms = None
-        seconds = _WAIT_SECONDS if wait_ms is None else wait_ms / 1000
-        return cls(num_tokens, _digest(prefix), seconds)
+        own = own_params(params)
+        num_tokens = checked(own, "num_tokens", lambda value: type(value) is int and value >= 0, "a whole number")
+        wait_ms = checked(
+            own, "wait_ms", lambda value: is_number(value) and 0 <= value <= 60_000, "milliseconds up to 60000"
+        )
+        prefix = checked(own, "prefix", lambda value: _digest(value) is not None, f"{DIGEST_BYTES} bytes in hex")
+        return cls(num_tokens, _digest(prefix), _WAIT_SECONDS if wait_ms is None else wait_ms / 1000)
 
     def num_chunks(self, key: KeyRun, end_tokens: int, chunk_tokens: int) -> int:
         """Return how many leading chunks of a request's key the other engine brings; 0 if it computes another prompt.
@@ -90,13 +87,8 @@ def handed_over(key: KeyRun, num_tokens: int) -> dict[str, Any]:
 
 
 def _digest(text: Any) -> bytes | None:
-    if text is None:
-        return None
     try:
         digest = bytes.fromhex(text)
     except (TypeError, ValueError):
-        digest = b""
-    if len(digest) == DIGEST_BYTES:
-        return digest
-    logger.warning("kvdepot.prefix of a request is %.64r and ignored: give %d bytes in hex", text, DIGEST_BYTES)
-    return None
+        return None
+    return digest if len(digest) == DIGEST_BYTES else None

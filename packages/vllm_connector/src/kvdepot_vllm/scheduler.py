@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import KVDepotError
@@ -22,10 +22,10 @@ from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, Step, StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
-from kvdepot_vllm.hints import Hints
 from kvdepot_vllm.identity import RequestIdentity
 from kvdepot_vllm.loads import Loads
 from kvdepot_vllm.lookups import Lookups
+from kvdepot_vllm.params import Hints, request_params
 from kvdepot_vllm.prefill_cost import PrefillCost
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import Outcome, RequestState
@@ -37,7 +37,6 @@ _FAILED_LOADS: Final = engine_counter("failed_loads", "Loads that did not bring 
 _HIT_TOKENS: Final = engine_counter("hit_tokens", "Tokens that were loaded instead of computed")
 
 _SLOWEST_TOKEN_SECONDS: Final = 60.0  # the protocol's limit
-_OURS: Final = "kvdepot"  # the key of settings that a request brings
 
 
 class SchedulerSide:
@@ -352,19 +351,3 @@ class SchedulerSide:
     def close(self) -> None:
         """Leave the depot. Twice is harmless."""
         self._client.close()
-
-
-def request_params(request: EngineRequest) -> Mapping[str, Any]:
-    """Return the request's own settings: `kv_transfer_params={"kvdepot": {"load": false, "store": false}}`.
-
-    Actions of type `kvdepot` in the request's `kv_hints`, which routers send, give the same settings. Those of
-    `kv_transfer_params` have precedence.
-    """
-    routed: dict[str, Any] = {}
-    for action in getattr(request.kv_hints, "actions", None) or ():
-        payload: Any = action.payload if action.action_type == _OURS else None
-        if isinstance(payload, dict):
-            routed |= cast("dict[str, Any]", payload)
-    params: Any = request.kv_transfer_params
-    own: Any = cast("dict[str, Any]", params).get(_OURS) if isinstance(params, dict) else None
-    return routed | cast("dict[str, Any]", own) if isinstance(own, dict) else routed

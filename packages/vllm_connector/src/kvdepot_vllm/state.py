@@ -9,10 +9,9 @@ from kvdepot.client.answers import BlendHit, BlendRun, Lease
 from kvdepot.client.scheduler import PendingBlendLookup, PendingLookup
 from kvdepot.keys import KeyRun, PrefixHasher
 from kvdepot_vllm.blend.jobs import BlendFigures
-from kvdepot_vllm.blend.params import BlendParams
 from kvdepot_vllm.engine import EngineRequest, LoadJob
 from kvdepot_vllm.hand_over import HandOver
-from kvdepot_vllm.hints import Hints
+from kvdepot_vllm.params import BlendParams, Hints
 
 if TYPE_CHECKING:
     from kvdepot.client.segments import Segments  # it loads numpy

@@ -1,0 +1,129 @@
+"""What one request asks of kvdepot: the object "kvdepot" of its `kv_transfer_params`, or of a router's `kv_hints`.
+
+A wrong value is ignored with a log line; no request fails because of it.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from kvdepot.wire.messages import MAXIMUM_PRIORITY, MAXIMUM_TTL_SECONDS
+from kvdepot_vllm.engine import EngineRequest
+from kvdepot_vllm.settings import BLEND_POLICIES, Settings
+
+logger = logging.getLogger(__name__)
+
+_OURS: Final = "kvdepot"  # the key of what is meant for us
+EVERYTHING: Final = "all"  # recomputes all tokens: slower than no reuse, for tests
+
+
+def request_params(request: EngineRequest) -> Mapping[str, Any]:
+    """Return what a request asks for, for example `kv_transfer_params={"kvdepot": {"load": false, "store": false}}`.
+
+    Actions of type `kvdepot` in the request's `kv_hints`, which routers send, give the same settings. Those of
+    `kv_transfer_params` have precedence.
+    """
+    routed: dict[str, Any] = {}
+    for action in getattr(request.kv_hints, "actions", None) or ():
+        if action.action_type == _OURS:
+            routed |= own_params({_OURS: action.payload})
+    return routed | own_params(request.kv_transfer_params)
+
+
+def own_params(params: Any) -> dict[str, Any]:
+    """Return the part of `kv_transfer_params` that is meant for us; empty if there is none."""
+    own: Any = cast("dict[str, Any]", params).get(_OURS) if isinstance(params, dict) else None
+    return cast("dict[str, Any]", own) if isinstance(own, dict) else {}
+
+
+def checked(params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
+    """Return a parameter; None if it is missing, or wrong, which is logged with what was `expected`."""
+    value = params.get(name.rpartition(".")[2])
+    if value is None or is_valid(value):
+        return value
+    logger.warning("kvdepot.%s of a request is %.64r and ignored: give %s", name, value, expected)
+    return None
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a parameter is a number: a boolean is none."""
+    return type(value) in (int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Hints about the future of a prefix, which `kvdepot.wire.messages.Hint` carries when its request has ended."""
+
+    session_ended: bool = False
+    priority: int = 0
+    ttl_seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any]) -> "Hints | None":
+        """Return the hints of a request, None if it gives none."""
+        end = checked(params, "session_end", lambda value: type(value) is bool, "true or false")
+        priority = checked(
+            params,
+            "priority",
+            lambda value: type(value) is int and 0 <= value <= MAXIMUM_PRIORITY,
+            f"a whole number from 0 to {MAXIMUM_PRIORITY}",
+        )
+        ttl = checked(
+            params,
+            "ttl_seconds",
+            lambda value: is_number(value) and 0 < value <= MAXIMUM_TTL_SECONDS,
+            f"a number above 0, at most {MAXIMUM_TTL_SECONDS:g}",
+        )
+        return None if end is priority is ttl is None else cls(bool(end), priority or 0, float(ttl or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class BlendParams:
+    """How to blend one request.
+
+    Attributes:
+        policy: selects the reused tokens to recompute.
+        ratio: share of the reused tokens to recompute, 0 to 1.
+        borders: token positions where documents begin or end, ascending.
+    """
+
+    policy: str
+    ratio: float
+    borders: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, settings: Settings, params: Mapping[str, Any]) -> "BlendParams | None":
+        """Return how to blend a request, None if not at all."""
+        given = params.get("blend")
+        if settings.blend == "off" or given is False or (given is None and settings.blend != "always"):
+            return None
+        if given is None or given is True:
+            return cls(settings.blend_policy, settings.blend_ratio)
+        if checked(params, "blend", lambda value: isinstance(value, dict), "true, false or an object") is None:
+            return None
+        policies = "one of " + ", ".join(BLEND_POLICIES)
+        policy = checked(given, "blend.policy", lambda value: value in (*BLEND_POLICIES, EVERYTHING), policies)
+        ratio = checked(given, "blend.ratio", lambda value: is_number(value) and 0 <= value <= 1, "a share from 0 to 1")
+        segments = checked(
+            given, "blend.segments", lambda value: _borders(value) is not None, "a list of [first token, end] pairs"
+        )
+        return cls(
+            policy or settings.blend_policy,
+            settings.blend_ratio if ratio is None else float(ratio),
+            _borders(segments) or (),
+        )
+
+
+def _borders(segments: Any) -> tuple[int, ...] | None:
+    if not isinstance(segments, list | tuple):
+        return None
+    found: set[int] = set()
+    for pair in cast("Sequence[Any]", segments):
+        if not isinstance(pair, list | tuple) or [type(item) for item in cast("Sequence[Any]", pair)] != [int, int]:
+            return None
+        first, end = cast("Sequence[int]", pair)
+        if not 0 <= first < end:
+            return None
+        found |= {first, end}
+    return tuple(sorted(found))
