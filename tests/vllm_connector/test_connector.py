@@ -100,7 +100,7 @@ for error in errors:
     print("namespace", scheduler._scheduler is None)
     use(get_backend=backend(lambda *a, **k: Space(submit_retrieve=raising(error), submit_store=raising(error))))
     made = worker()
-    print("submit", made.get_handshake_metadata().format != "", made._worker is not None)
+    print("submit", made.get_handshake_metadata().format != "", made._worker._context is not None)
     plan = StepPlan((LoadJob("r", key, ([1],), 0),), (StoreJob(7, "s", key, ([2],)),))
     made.bind_connector_metadata(module.StepMetadata(plan))
     made.wait_for_save()

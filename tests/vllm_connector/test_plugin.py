@@ -49,7 +49,7 @@ def test_every_way_to_name_it(way: str, depot: DepotProcess, model: MakeModel) -
         if way == "in a MultiConnector":
             # Regression: the first request of an engine that had just started found nothing, now and then.
             engine.execute("c = llm.llm_engine.engine_core.engine_core.scheduler.connector._connectors[0]\n"
-                           "assert c._scheduler.is_connected")  # fmt: skip
+                           "assert c._scheduler._client.is_connected")  # fmt: skip
         engine.generate(prompt)
         engine.reset()
         assert cached(engine.generate(prompt)) == [384]

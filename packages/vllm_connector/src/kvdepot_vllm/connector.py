@@ -100,7 +100,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.parse(transfer.kv_connector_extra_config, role=transfer.kv_role)
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._worker = WorkerSide(None, 1, 0)  # uses no depot: every load fails, every store ends at once
         self._kv_caches: dict[str, Any] | None = None  # as registered
         self._unsaid: WorkerFormat | None = None  # until it is sent
         self._block_pool: Any = None
@@ -145,8 +145,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Leave the depot."""
         if self._scheduler is not None:
             self._scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()
 
     # --- format of the cache, from the workers to the scheduler ------------------------------------------------------
 
@@ -198,8 +197,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register this worker's KV cache with the depot. If that fails, the engine runs without a depot."""
         self._leave_as_worker()
-        self._worker, self._unsaid = WorkerSide(None, 1, 0), WorkerFormat("")
-        self._kv_caches = kv_caches
+        self._unsaid, self._kv_caches = WorkerFormat(""), kv_caches
         if self._cache is None:
             return
         try:
@@ -212,7 +210,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """Give the cache's memory up, before vLLM takes it away: until `restore_kv_caches` every load is a miss."""
         self._leave_as_worker()
-        self._worker = WorkerSide(None, 1, 0)
 
     def restore_kv_caches(self) -> None:
         """Register the cache again, now that vLLM has its memory back."""
@@ -222,21 +219,19 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     @_never_raises(_nothing)
     def _leave_as_worker(self) -> None:
         """Give up what an earlier call registered: threads, streams and the registration at the depot."""
-        if self._worker is not None:
-            self._worker.close()
+        worker, self._worker = self._worker, WorkerSide(None, 1, 0)
+        worker.close()
 
     @_never_raises(_nothing)
     def reset_capture_state(self) -> None:
         """Note that vLLM has captured its graphs: the pool may be registered with the device from now on."""
-        if self._worker is not None:
-            self._worker.end_of_captures()
+        self._worker.end_of_captures()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan and start its loads, which run beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._plan = connector_metadata.plan if isinstance(connector_metadata, StepMetadata) else StepPlan()
-        if self._worker is not None:
-            self._worker.start_loads(self._plan)
+        self._worker.start_loads(self._plan)
 
     def clear_connector_metadata(self) -> None:
         """Forget the step's plan."""
@@ -254,15 +249,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Start the step's stores, which read their blocks after the step's work on the device. Never waits."""
-        if self._worker is None or not self._plan.stores:
-            return
         self._worker.start_stores(self._plan)
 
     @_never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report the loads that ended."""
-        if self._worker is None:
-            return KVConnectorTransferResults()
         if self._plan.is_idle:
             self._worker.wait_a_little()
         self._results = self._worker.poll_loads()
@@ -274,7 +265,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report the stores that ended, and once the cache's format."""
-        report = self._worker.take_report() if self._worker is not None else None
+        report = self._worker.take_report()
         if self._unsaid is not None:
             report = (report or WorkerReport()).merge(WorkerReport(formats=(self._unsaid,)))
             self._unsaid = None
@@ -360,7 +351,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVDepotStats | None:
         """Return the counts since the last call, None if there are none."""
         side = self._scheduler or self._worker
-        if side is None or not side.counters:
+        if not side.counters:
             return None
         stats = KVDepotStats(data=dict(side.counters))
         side.counters.clear()

@@ -80,11 +80,6 @@ class SchedulerSide:
         self._blends = Blends(cache, settings, client, num_workers, self.counters, clock, can_blend=can_blend)
         self._loads = Loads(cache, self._blends, self._null_block)
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether a depot is there now."""
-        return self._client.is_connected
-
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot.
 
