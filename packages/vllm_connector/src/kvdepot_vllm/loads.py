@@ -41,35 +41,31 @@ class Loads:
         """Plan the load of `external_tokens`; vLLM recomputes what cannot be loaded."""
         state.loaded_in, state.load_has_failed = state.request.num_preemptions, False
         end = state.local_tokens + external_tokens
-        is_blend = state.blend is not None and state.blend.offer is not None
+        offer = state.offer
         try:
-            job = self._blend_job(state, table, end) if is_blend else self._job(state, table, end)
+            job = self._job(state, table, end) if offer is None else self._blend_job(state, table, offer.begin, end)
         except Exception:
             logger.exception("request %s cannot be loaded", state.request_id)
             job = None
-        if job is None or not is_blend:
+        if job is None or offer is None:
             self._planned.append(job or LoadJob(state.request_id, _NO_CHUNKS, (), 0))  # the workers report it as failed
         state.load = job or self._planned[-1]
         state.load_span = start_span(
-            "kvdepot blend" if is_blend else "kvdepot load", state.request, tokens=external_tokens
+            "kvdepot load" if offer is None else "kvdepot blend", state.request, tokens=external_tokens
         )
         logger.debug(
             "request %s: %s of tokens %d to %d begins",
-            state.request_id, "blend" if is_blend else "load", state.local_tokens, end,
+            state.request_id, "load" if offer is None else "blend", state.local_tokens, end,
         )  # fmt: skip
         if not self._has_hit:
             self._has_hit = True
             logger.info("first hit: request %s loads %d tokens from the depot", state.request_id, external_tokens)
 
-    def _blend_job(self, state: RequestState, table: BlockTable, end: int) -> LoadJob | None:
+    def _blend_job(self, state: RequestState, table: BlockTable, begin: int, end: int) -> LoadJob | None:
         """Plan a blend, and return a job with its blocks and the exact chunks in front of it; None if that fails."""
-        assert state.blend is not None
-        assert state.blend.offer is not None
-        begin, exact = state.blend.offer.begin, None
-        if begin > state.local_tokens:
-            exact = self._job(state, table, begin)
-            if exact is None:
-                return None
+        exact = self._job(state, table, begin) if begin > state.local_tokens else None
+        if begin > state.local_tokens and exact is None:
+            return None
         if not self._blends.allocated(state, table, end, exact):
             return None
         blocks = tuple(list(row) for row in table)

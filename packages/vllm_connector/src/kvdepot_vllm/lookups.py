@@ -29,8 +29,8 @@ _HAND_OVERS_MISSED: Final = engine_counter(
 _FRESH_SECONDS: Final = 5.0  # an older answer is asked for again before it is used
 _HAND_OVER_SECONDS: Final = 0.005  # between two lookups of a prompt that a prefill engine has not begun
 _IDLE_SECONDS: Final = 0.001  # to wait for an answer while nothing is computed; shorter than an empty step
-# The same for an answer that waits for a tier or another engine. Empty steps, one after the other, would take most of a
-# core, which on CPU the other engine computes with. A request that arrives in the meantime waits that long.
+# The same for an answer that waits for a tier or another engine. Busy polling would take a core from
+# engines that compute on CPU. A request that arrives in the meantime waits that long.
 _LONG_IDLE_SECONDS: Final = 0.010
 # A request waits for others at most so many times what its own engine would take, and a little: the depot answers it by
 # the same rule (`kvdepot.server.flights`).

@@ -1,7 +1,7 @@
 """The scheduler's side: looks prefixes up, plans loads and stores, and sends hints.
 
-vLLM calls it in the engine core's loop, so nothing here waits. A lookup is sent when the request arrives, and its
-answer is polled.
+vLLM calls it in the engine core's loop, so nothing here waits, but for up to 10 ms in a step that computes nothing. A
+lookup is sent when the request arrives, and its answer is polled.
 """
 
 import contextlib
@@ -143,14 +143,12 @@ class SchedulerSide:
         if self._lookups.poll(state) is Outcome.PENDING:
             return None, False
         state.found(state.num_leased)
-        end = exact = max(local_tokens, min(state.num_leased * self._cache.chunk_tokens, wanted_tokens))
-        outcome = self._blends.offer(state, exact, self._client.token_seconds)
-        if outcome is Outcome.PENDING:
+        exact = max(local_tokens, min(state.num_leased * self._cache.chunk_tokens, wanted_tokens))
+        if self._blends.offer(state, exact, self._client.token_seconds) is Outcome.PENDING:
             return None, False
-        if outcome is Outcome.HIT and state.blend is not None and state.blend.offer is not None:
-            end = state.blend.offer.end
         if exact == local_tokens:
             self._lookups.remember_miss(state)
+        end = state.offer.end if state.offer is not None else exact
         return end - local_tokens, end > local_tokens
 
     # --- loads ----------------------------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ class BlendState:
     segments: "Segments"
     lookup: PendingBlendLookup | None
     hit: BlendHit | None = None  # the answer, whose lease is held until the blend has ended
-    offer: BlendOffer | None = None  # to vLLM, until it allocates blocks
     figures: BlendFigures | None = None  # once blended
 
 
@@ -88,6 +87,7 @@ class RequestState:
     num_computed: int = 0
     exact_tokens: int | None = None
     blend: BlendState | None = None  # None: not to be blended
+    offer: BlendOffer | None = None  # of a blend to vLLM, until it allocates blocks
     has_ended: bool = False
 
     # the lookup

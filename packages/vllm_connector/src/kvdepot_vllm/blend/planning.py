@@ -130,7 +130,7 @@ class Blends:
         state.blend = BlendState(how, segments, lookup)
 
     def offer(self, state: RequestState, exact_tokens: int, token_seconds: float) -> Outcome:
-        """Return whether a blend would bring tokens behind the exact ones; if so, `offer` of the blend says which.
+        """Return whether a blend would bring tokens behind the exact ones; if so, `offer` of the request says which.
 
         An offer taints the request at once, because vLLM may enter its blocks into the prefix cache before it calls
         back. A request is blended once. After a preemption it is computed.
@@ -143,7 +143,7 @@ class Blends:
         request, blend = state.request, state.blend
         if blend is None:
             return Outcome.MISS
-        blend.offer = None
+        state.offer = None
         if exact_tokens == request.num_tokens - 1:  # nothing is left to blend
             return Outcome.MISS
         if blend.lookup is not None:
@@ -164,7 +164,7 @@ class Blends:
             self._counters[declined] += 1
             logger.debug("request %s: blend of tokens up to %d declined (%s)", state.request_id, offer.end, declined)
             return Outcome.MISS
-        blend.offer = offer
+        state.offer = offer
         first = runs[0].position
         if state.exact_tokens is None or first < state.exact_tokens:
             state.exact_tokens = first
@@ -208,11 +208,10 @@ class Blends:
 
         `exact` loads the chunks of the request's own prefix that the depot has, after those tokens that vLLM has.
         """
-        request, blend = state.request, state.blend
-        offer = blend.offer if blend is not None else None
+        request, blend, offer = state.request, state.blend, state.offer
         if blend is None or offer is None or offer.end != end or self.pool is None:
             return False
-        blend.offer = None
+        state.offer = None
         staging = _Staging(self.pool)
         row = list(table[0])
         runs = tuple(self._run_job(run, row, staging) for run in offer.runs)
@@ -247,7 +246,7 @@ class Blends:
         elif blend.hit is not None:
             reused, recomputed = (figures.reused, figures.recomputed) if figures is not None else (0, 0)
             self._client.release(blend.hit.lease, reused_tokens=reused, recomputed_tokens=recomputed)
-        blend.lookup = blend.hit = blend.offer = None
+        blend.lookup = blend.hit = state.offer = None
 
     def _run_job(self, run: BlendRun, row: list[int], staging: "_Staging") -> RunJob:
         step, start = self._block_tokens, run.key.first_chunk * self._cache.chunk_tokens
