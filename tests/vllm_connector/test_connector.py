@@ -16,7 +16,7 @@ from kvdepot.errors import BackendUnavailable, LayoutError
 from kvdepot.keys import KeyRun, Namespace
 from kvdepot.layout import GroupKind
 from kvdepot_vllm import connector as module, setup
-from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob
+from kvdepot_vllm.jobs import LoadJob, StepPlan, StoreJob
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 
 names = ("a", "b")

@@ -14,8 +14,8 @@ from kvdepot.client.answers import Lease
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
 from kvdepot_vllm import loads, stores
-from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.groups import EngineCache, EngineGroup
+from kvdepot_vllm.jobs import StepPlan, WorkerReport
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.stores import Stores

@@ -7,7 +7,7 @@ import pytest
 
 from kvdepot.errors import LayoutError
 from kvdepot.keys import KeyRun
-from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob
+from kvdepot_vllm.jobs import LoadJob, StepPlan, StoreJob
 from kvdepot_vllm.worker import WorkerSide
 
 ERRORS = [RuntimeError("a driver's"), MemoryError(), TypeError("a bug"), KeyError("another"), LayoutError("refused")]

@@ -31,9 +31,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.errors import DepotUnavailable, KVDepotError
-from kvdepot_vllm.engine import StepPlan, WorkerReport
 from kvdepot_vllm.events import stored_events
 from kvdepot_vllm.groups import EngineCache, wished_layout
+from kvdepot_vllm.jobs import StepPlan, WorkerReport
 from kvdepot_vllm.logs import log_like_vllm
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings, set_failure_policy

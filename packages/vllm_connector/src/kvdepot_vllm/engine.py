@@ -5,11 +5,7 @@ it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-from kvdepot.keys import KeyRun
-from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob
 
 BlockTable = Sequence[Sequence[int]]
 """Block ids of one request by position, one list for each of vLLM's KV cache groups. The null block marks a position
@@ -89,64 +85,3 @@ class Step(Protocol):
     num_scheduled_tokens: Mapping[str, int]
     preempted_req_ids: Collection[str] | None
     kv_connector_block_state: Any
-
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """A load for the workers. A key without chunks means that the load has failed already."""
-
-    request_id: str
-    key: KeyRun
-    block_ids: tuple[list[int], ...]
-    skip_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreJob:
-    """A store for the workers. Its blocks are held until every worker has reported `number`."""
-
-    number: int
-    request_id: str
-    key: KeyRun
-    block_ids: tuple[list[int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step's jobs for the workers."""
-
-    loads: tuple[LoadJob, ...] = ()
-    stores: tuple[StoreJob, ...] = ()
-    is_idle: bool = False  # the step computes nothing
-    blends: tuple[BlendJob, ...] = ()
-    slice_of: str | None = None  # the request whose blend computes its next slice, on all workers in this step
-    given_up: tuple[str, ...] = ()  # requests whose blends end as failed
-
-
-@dataclass(slots=True)
-class WorkerReport:
-    """News from the workers for the scheduler's side.
-
-    Attributes:
-        ended: for each store job, how many workers ended it and how many chunks all of them stored.
-        formats: `WorkerFormat` of the workers; each reports its own once.
-        blends_loaded: for each request to blend, how many workers ended its retrieves and whether all succeeded.
-        blended: figures of blends that ended.
-    """
-
-    ended: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    formats: tuple[Any, ...] = ()
-    blends_loaded: dict[str, tuple[int, bool]] = field(default_factory=dict[str, tuple[int, bool]])
-    blended: dict[str, BlendFigures] = field(default_factory=dict[str, BlendFigures])
-
-    def merge(self, other: "WorkerReport") -> "WorkerReport":
-        """Return the report of both."""
-        merged = dict(self.ended)
-        for number, (count, chunks) in other.ended.items():
-            known_count, known_chunks = merged.get(number, (0, chunks))
-            merged[number] = (known_count + count, min(known_chunks, chunks))
-        loaded = dict(self.blends_loaded)
-        for request_id, (count, is_whole) in other.blends_loaded.items():
-            known_count, was_whole = loaded.get(request_id, (0, True))
-            loaded[request_id] = (known_count + count, was_whole and is_whole)
-        return WorkerReport(merged, self.formats + other.formats, loaded, self.blended | other.blended)

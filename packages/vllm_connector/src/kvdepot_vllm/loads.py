@@ -11,8 +11,9 @@ from typing import Final
 from kvdepot.keys import KeyRun
 from kvdepot_vllm.blend.planning import Blends
 from kvdepot_vllm.blocks import blocks_to_fill
-from kvdepot_vllm.engine import BlockTable, LoadJob
+from kvdepot_vllm.engine import BlockTable
 from kvdepot_vllm.groups import EngineCache
+from kvdepot_vllm.jobs import LoadJob
 from kvdepot_vllm.state import RequestState
 from kvdepot_vllm.tracing import end_span, start_span
 

@@ -9,20 +9,21 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
 
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import KVDepotError
-from kvdepot.keys import KeyRun, Namespace, PrefixHasher
+from kvdepot.keys import Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.blend.planning import Blends
 from kvdepot_vllm.counting import engine_counter
-from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, Step, StepPlan, WorkerReport
+from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, Step
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
 from kvdepot_vllm.identity import RequestIdentity
+from kvdepot_vllm.jobs import StepPlan, WorkerReport
 from kvdepot_vllm.loads import Loads
 from kvdepot_vllm.lookups import Lookups
 from kvdepot_vllm.params import Hints, request_params
@@ -288,7 +289,7 @@ class SchedulerSide:
                 self._stores.plan_last(state, table, computed)
             if state.hints is not None:
                 key = state.run(0, min(state.num_stored, MAXIMUM_CHUNKS))
-                self._stores.once_stored(state, partial(self._send, state.hints, key))
+                self._stores.once_stored(state, partial(self._client.hint, key, **asdict(state.hints)))
             if state.has_announced:
                 self._stores.once_stored(state, partial(self._lookups.withdraw_ended, state.request_id))
             self._note(state, is_over=True)
@@ -309,11 +310,6 @@ class SchedulerSide:
         if blend is not None:
             answer["kvdepot"] = {**answer.get("kvdepot", {}), "blend": blend}
         return answer or None
-
-    def _send(self, hints: Hints, key: KeyRun) -> None:
-        self._client.hint(
-            key, session_ended=hints.session_ended, priority=hints.priority, ttl_seconds=hints.ttl_seconds
-        )
 
     def _drop(self, state: RequestState) -> None:
         """Give back the leases of a request, whose load is decided or has ended."""

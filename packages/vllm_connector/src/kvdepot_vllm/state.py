@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from kvdepot.client.answers import BlendHit, BlendRun, Lease
 from kvdepot.client.scheduler import PendingBlendLookup, PendingLookup
 from kvdepot.keys import KeyRun, PrefixHasher
-from kvdepot_vllm.blend.jobs import BlendFigures
-from kvdepot_vllm.engine import EngineRequest, LoadJob
+from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.hand_over import HandOver
+from kvdepot_vllm.jobs import BlendFigures, LoadJob
 from kvdepot_vllm.params import BlendParams, Hints
 
 if TYPE_CHECKING:

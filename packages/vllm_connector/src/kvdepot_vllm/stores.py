@@ -15,8 +15,9 @@ from kvdepot.counting import Counts
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.blocks import blocks_per_chunk, blocks_to_store
 from kvdepot_vllm.counting import engine_counter
-from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, StoreJob
+from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest
 from kvdepot_vllm.groups import EngineCache
+from kvdepot_vllm.jobs import StoreJob
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import RequestState
 from kvdepot_vllm.tracing import end_span, start_span

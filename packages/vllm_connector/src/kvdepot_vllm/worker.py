@@ -12,9 +12,8 @@ from typing import Any, Final
 from kvdepot.backends import NO_BLOCK, TransferContext, TransferFuture
 from kvdepot.counting import CounterName
 from kvdepot.errors import LayoutError
-from kvdepot_vllm.blend.jobs import BlendFigures
 from kvdepot_vllm.counting import engine_counter
-from kvdepot_vllm.engine import LoadJob, StepPlan, StoreJob, WorkerReport
+from kvdepot_vllm.jobs import BlendFigures, LoadJob, StepPlan, StoreJob, WorkerReport
 
 logger = logging.getLogger(__name__)
 

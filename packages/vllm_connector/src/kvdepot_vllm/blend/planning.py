@@ -16,10 +16,10 @@ from kvdepot.client.answers import BlendRun
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.counting import CounterName, Counts
 from kvdepot.keys import KeyRun, Namespace
-from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob, RunJob
 from kvdepot_vllm.counting import engine_counter
-from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, LoadJob
+from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest
 from kvdepot_vllm.groups import EngineCache
+from kvdepot_vllm.jobs import BlendFigures, BlendJob, LoadJob, RunJob
 from kvdepot_vllm.params import EVERYTHING, BlendParams
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import BlendOffer, BlendState, Outcome, RequestState

@@ -14,9 +14,8 @@ import torch
 
 from kvdepot.backends import TransferContext, TransferFuture
 from kvdepot_vllm.blend.blender import Blender
-from kvdepot_vllm.blend.jobs import BlendFigures, BlendJob
 from kvdepot_vllm.blend.policies import Budget
-from kvdepot_vllm.engine import StepPlan
+from kvdepot_vllm.jobs import BlendFigures, BlendJob, StepPlan
 from kvdepot_vllm.worker import LoadResults, NoBlends
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,131 @@
+"""What the two sides tell each other: the jobs of a step for the workers, and the reports that come back."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdepot.keys import KeyRun
+
+
+@dataclass(frozen=True, slots=True)
+class RunJob:
+    """One run of reused tokens: retrieve its chunks, then move its tokens to their new positions.
+
+    Attributes:
+        key: the source's chunks.
+        block_ids: a block for each block of these chunks: the request's own where the run fills it whole and aligned,
+            else a staging block.
+        offset: of the run's first token, in tokens from the start of `block_ids`.
+        position: of that token in the request.
+        source_position: of that token in the prompt whose KV it is.
+        length: tokens.
+    """
+
+    key: KeyRun
+    block_ids: tuple[int, ...]
+    offset: int
+    position: int
+    source_position: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlendJob:
+    """The blend of one request: tokens `begin` to `end` come from runs of other prompts and from recomputation.
+
+    Attributes:
+        request_id: vLLM's.
+        tokens: of the whole prompt.
+        table: the request's blocks, then staging blocks for the question behind `end`.
+        exact: the chunks of the request's own prefix in front of `begin`, None if vLLM has them.
+        exact_block_ids: the blocks that `exact` fills.
+        skip_tokens: leading tokens of `exact` that vLLM has.
+        loaded_from: the first token that vLLM has not.
+        begin: the first token that is not exact.
+        end: behind the last reused token.
+        runs: ascending, not overlapping.
+        policy: selects the reused tokens to recompute.
+        ratio: share of them.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    table: tuple[int, ...]
+    exact: KeyRun | None
+    exact_block_ids: tuple[int, ...]
+    skip_tokens: int
+    loaded_from: int
+    begin: int
+    end: int
+    runs: tuple[RunJob, ...]
+    policy: str
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlendFigures:
+    """The outcome of a blend, in tokens: taken over as they were, recomputed among the reused, and between runs."""
+
+    reused: int
+    recomputed: int
+    gaps: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """A load for the workers. A key without chunks means that the load has failed already."""
+
+    request_id: str
+    key: KeyRun
+    block_ids: tuple[list[int], ...]
+    skip_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """A store for the workers. Its blocks are held until every worker has reported `number`."""
+
+    number: int
+    request_id: str
+    key: KeyRun
+    block_ids: tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step's jobs for the workers."""
+
+    loads: tuple[LoadJob, ...] = ()
+    stores: tuple[StoreJob, ...] = ()
+    is_idle: bool = False  # the step computes nothing
+    blends: tuple[BlendJob, ...] = ()
+    slice_of: str | None = None  # the request whose blend computes its next slice, on all workers in this step
+    given_up: tuple[str, ...] = ()  # requests whose blends end as failed
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """News from the workers for the scheduler's side.
+
+    Attributes:
+        ended: for each store job, how many workers ended it and how many chunks all of them stored.
+        formats: `WorkerFormat` of the workers; each reports its own once.
+        blends_loaded: for each request to blend, how many workers ended its retrieves and whether all succeeded.
+        blended: figures of blends that ended.
+    """
+
+    ended: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    formats: tuple[Any, ...] = ()
+    blends_loaded: dict[str, tuple[int, bool]] = field(default_factory=dict[str, tuple[int, bool]])
+    blended: dict[str, BlendFigures] = field(default_factory=dict[str, BlendFigures])
+
+    def merge(self, other: "WorkerReport") -> "WorkerReport":
+        """Return the report of both."""
+        merged = dict(self.ended)
+        for number, (count, chunks) in other.ended.items():
+            known_count, known_chunks = merged.get(number, (0, chunks))
+            merged[number] = (known_count + count, min(known_chunks, chunks))
+        loaded = dict(self.blends_loaded)
+        for request_id, (count, is_whole) in other.blends_loaded.items():
+            known_count, was_whole = loaded.get(request_id, (0, True))
+            loaded[request_id] = (known_count + count, was_whole and is_whole)
+        return WorkerReport(merged, self.formats + other.formats, loaded, self.blended | other.blended)
