@@ -55,7 +55,7 @@ _LEAST_RUN_TOKENS: Final = 64  # a shorter run costs more than it brings
 _RECOMPUTE_COST: Final = 1.6  # of one token recomputed, in tokens of a prefill: measured
 _LEAST_GAIN: Final = 0.1  # a blend that saves a smaller share of the computation is declined
 _FREE_SHARE: Final = 0.1  # of the engine's blocks, left to others when staging blocks are taken
-_NONCE_BYTES: Final = 32
+_NONCE_BYTES: Final = 32  # as many as a hash of vLLM has: no other request will have these
 _SUFFIX: Final = " blend"
 
 
