@@ -822,20 +822,22 @@ class World:
         try:
             match a % 5:
                 case 0:
-                    commands.clear(depot, tenant, None)
+                    commands.clear(depot, o.Clear(tenant))
                     return f"an operator clears {tenant or 'everything'}"
                 case 1:
                     num_bytes = b // 3 % 4 * PAGE
-                    commands.set_quota(depot, "tenant-1", num_bytes)
+                    commands.set_quota(depot, o.SetQuota("tenant-1", num_bytes))
                     return f"an operator sets the quota of tenant-1 to {num_bytes} bytes"
                 case 2:
-                    commands.warm(depot, o.Warm(PROMPTS[b % 4].tenant, PROMPTS[b % 4].digests, 5.0))
+                    commands.warm(
+                        depot, o.Warm(tenant=PROMPTS[b % 4].tenant, digests=PROMPTS[b % 4].digests, pin_seconds=5.0)
+                    )
                     return f"an operator warms and pins {self._name(PROMPTS[b % 4])}"
                 case 3:
-                    commands.unpin(depot, tenant)
+                    commands.unpin(depot, o.Unpin(tenant))
                     return "an operator ends pins"
                 case _:
-                    commands.drain(depot, not b % 4)
+                    commands.drain(depot, o.Drain(not b % 4))
                     return f"an operator {'begins' if not b % 4 else 'ends'} draining"
         except Refused:
             return None
@@ -924,7 +926,7 @@ class World:
         depot = server.depot
         for _ in depot.pins.end(None):
             pass
-        commands.clear(depot, None, None)
+        commands.clear(depot, o.Clear())
         for _ in range(10):
             self.do(("turn", 4, 0, 0))
             while self.do(("tier_begin", 0, 0, 0)) or self.do(("tier_end", 0, 0, 0)):

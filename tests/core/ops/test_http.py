@@ -178,9 +178,11 @@ def test_metrics_without_the_token_have_all_tenants_as_one(http: Http, peer: Pee
 def test_off_loopback_metrics_take_the_token(depot: DepotProcess) -> None:
     with pytest.raises(ConfigError, match="--http-token"):
         HttpSettings.parse("0.0.0.0:9460")
-    app = create_app(
-        lambda request, seconds: ask_depot(request, depot.url, seconds), HttpSettings("0.0.0.0", 9460, TOKEN)
-    )
+
+    def ask(request: Any, seconds: float) -> Any:
+        return ask_depot(request, depot.url, seconds)
+
+    app = create_app(ask, HttpSettings("0.0.0.0", 9460, TOKEN))
     for path, expected in (("/healthz", 200), ("/readyz", 200), ("/metrics", 401), ("/status", 401)):
         assert status_of_app(app, path) == expected, path
 
@@ -537,7 +539,10 @@ def test_the_log_level_is_changed_at_runtime(http: Http, depot: DepotProcess) ->
 
 
 def paths_of_the_application() -> set[str]:
-    app = create_app(lambda _request, _seconds: m.Done(1), HttpSettings("127.0.0.1", 0, TOKEN))
+    def ask(_request: Any, _seconds: float) -> Any:
+        return m.Done(1)
+
+    app = create_app(ask, HttpSettings("127.0.0.1", 0, TOKEN))
     return {route.path for route in app.routes if isinstance(route, Route)}
 
 

@@ -13,6 +13,7 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.server import commands, flights
 from kvdepot.server.replies import Deferred
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from support.index import HYBRID, ONLY_WINDOW, PLAIN, SHARDED, Bench, Worker, prompt
 
 WAIT_SECONDS = 1.5
@@ -215,7 +216,7 @@ def test_nobody_waits_for_chunks_that_cannot_be_stored(end: str) -> None:
     waiting = Asked(second, prompt(4))
     assert waiting.found is None
     if end == "the depot drains":
-        commands.drain(bench.depot, True)
+        commands.drain(bench.depot, o.Drain(True))
     else:
         first.ask(m.Unregister(first.context))
     assert (waiting.found, waiting.answers[0].num_pending) == (0, 0)

@@ -25,6 +25,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Deferred
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 NUM_ENTRIES = int(os.environ.get("KVDEPOT_TURN_ENTRIES", "100000"))
 PROMPT_CHUNKS = 2000
@@ -183,7 +184,7 @@ def test_many_leases_that_expire_and_sessions_that_end_at_once(full: FullDepot) 
 def test_a_quota_and_the_status(full: FullDepot) -> None:
     def work(number: int) -> None:
         quota = (number + 1) * PAGE * NUM_ENTRIES // 20
-        deferred = full.turn(lambda: commands.set_quota(full.depot, "a", quota))
+        deferred = full.turn(lambda: commands.set_quota(full.depot, o.SetQuota("a", quota)))
         full.turn(full.depot.status.fields)
         full.drain()
         assert isinstance(deferred, Deferred)
@@ -221,7 +222,7 @@ def test_clearing(full: FullDepot) -> None:
             full.drain()
             full.longest = 0.0
         before, tenant = full.depot.index.entries.num_sealed, "ab"[number] if number < 2 else None
-        deferred = full.turn(lambda: commands.clear(full.depot, tenant, None))
+        deferred = full.turn(lambda: commands.clear(full.depot, o.Clear(tenant)))
         full.drain()
         assert isinstance(deferred, Deferred)
         assert isinstance(deferred.reply, m.Done)

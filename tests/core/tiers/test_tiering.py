@@ -378,7 +378,7 @@ def test_a_tier_that_is_added_gets_what_is_used_and_one_that_is_removed_is_left_
     bench.store(prompt(2, 1))
     bench.settle()
     assert bench.tiers[0].num_calls == before
-    assert bench.wait(commands.clear(bench.depot, None, None)).count >= 6
+    assert bench.wait(commands.clear(bench.depot, o.Clear())).count >= 6
 
 
 def test_a_tier_that_is_removed_is_closed_when_its_calls_have_ended(
@@ -544,7 +544,7 @@ def test_a_clear_that_hangs_is_answered_at_its_deadline(make: Maker) -> None:
     bench.settle()
     before = bench.tiers[0].num_calls
     bench.tiers[0].hang = True
-    cleared = commands.clear(bench.depot, None, None)
+    cleared = commands.clear(bench.depot, o.Clear())
 
     def is_clearing() -> bool:
         bench.depot.background.work()
@@ -570,7 +570,7 @@ def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monk
         monkeypatch.setattr(bench.tiers[0], "clear", Mock(side_effect=OSError("no")))
     else:
         bench.tiering.queues[0].breaker.why_suspended = "it failed"
-    reply = bench.wait(commands.clear(bench.depot, None, None))
+    reply = bench.wait(commands.clear(bench.depot, o.Clear()))
     assert isinstance(reply, m.ErrorReply)
     assert reply.code is ErrorCode.TIER_UNAVAILABLE
     assert "8 entries were removed" in reply.message, "in the pool and in the other tier"
@@ -607,7 +607,7 @@ def test_what_was_on_its_way_up_does_not_come_after_a_clear(make: Maker, monkeyp
     reads = HeldReads(bench.tiering.queues[0], monkeypatch)
     pending: list[Any] = [bench.begin_lookup(prompt(40, tenant=tenant)) for tenant in ("a", "b")]
     wait_until(lambda: bench.tiering.turn() or sum(len(part.outcomes) for part in reads.held) == 80)  # type: ignore[func-returns-value]
-    cleared = commands.clear(bench.depot, "a", None)
+    cleared = commands.clear(bench.depot, o.Clear("a"))
     bench.depot.background.work()
 
     def are_answered() -> bool:
@@ -983,7 +983,7 @@ def test_clear_reaches_the_tiers(make: Maker) -> None:
     bench.store(prompt(4, tenant="a"))
     bench.store(prompt(4, tenant="b"))
     bench.settle()
-    reply = bench.wait(commands.clear(bench.depot, "a", None))
+    reply = bench.wait(commands.clear(bench.depot, o.Clear("a")))
     assert reply.count == 12
     assert bench.lookup(prompt(4, tenant="a")) == 0
     bench.forget()
@@ -996,7 +996,7 @@ def test_what_waited_to_be_written_does_not_come_back_after_a_clear(make: Maker)
     bench.tiers[0].hang = True
     bench.store(prompt(16, tenant="a"))
     bench.store(prompt(2, tenant="b"))
-    deferred = commands.clear(bench.depot, "a", None)
+    deferred = commands.clear(bench.depot, o.Clear("a"))
     for _ in range(3):
         bench.depot.background.work(lambda: True)
         bench.tiering.turn()
@@ -1195,7 +1195,10 @@ def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker)
     bench.store(prompt(8))
     bench.forget()
     run = prompt(8)
-    assert bench.wait(commands.warm(bench.depot, o.Warm(run.tenant, run.digests, 60.0))).count == 8
+    assert (
+        bench.wait(commands.warm(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests, pin_seconds=60.0))).count
+        == 8
+    )
     for name in range(1, 6):
         bench.store(prompt(4, name=name))
         bench.settle()
@@ -1217,11 +1220,14 @@ def test_pins_end_when_their_tenant_is_unpinned(make: Maker) -> None:
     for tenant in ("a", "b"):
         bench.store(prompt(2, tenant=tenant))
         run = prompt(2, tenant=tenant)
-        assert bench.wait(commands.warm(bench.depot, o.Warm(tenant, run.digests, 60.0))).count == 2
-    assert bench.wait(commands.unpin(bench.depot, "a")).count == 1
+        assert (
+            bench.wait(commands.warm(bench.depot, o.Warm(tenant=tenant, digests=run.digests, pin_seconds=60.0))).count
+            == 2
+        )
+    assert bench.wait(commands.unpin(bench.depot, o.Unpin("a"))).count == 1
     assert len(bench.depot.pins) == 1
-    assert bench.wait(commands.unpin(bench.depot, "a")).count == 0
-    assert bench.wait(commands.unpin(bench.depot, None)).count == 1
+    assert bench.wait(commands.unpin(bench.depot, o.Unpin("a"))).count == 0
+    assert bench.wait(commands.unpin(bench.depot, o.Unpin())).count == 1
     assert len(bench.depot.pins) == 0
 
 
@@ -1234,7 +1240,10 @@ def test_what_any_model_of_a_space_has_in_tiers_is_warmed(make: Maker) -> None:
         bench.store(run)
     bench.forget()
     for run in runs.values():
-        assert bench.wait(commands.warm(bench.depot, o.Warm(run.tenant, run.digests))).count == run.num_chunks
+        assert (
+            bench.wait(commands.warm(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests))).count
+            == run.num_chunks
+        )
         bench.check(run)
 
 
@@ -1260,7 +1269,7 @@ def test_nothing_is_warmed_without_an_engine(make: Maker) -> None:
     bench.store(prompt(2))
     bench.forget()
     bench.depot.end_session(1)
-    assert bench.wait(commands.warm(bench.depot, o.Warm("default", prompt(2).digests))).count == 0
+    assert bench.wait(commands.warm(bench.depot, o.Warm(digests=prompt(2).digests))).count == 0
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ from kvdepot.client.link import Link
 from kvdepot.config import CONTROL_SOCKET, directory_of_url
 from kvdepot.errors import DepotUnavailable
 from kvdepot.wire import frames
-from kvdepot.wire import operations as o
+from kvdepot.wire.operation import Operation, R
 
 
-def ask_depot(request: o.OperatorRequest, url: str | None = None, deadline_seconds: float = 2.0) -> frames.Reply:
+def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: float = 2.0) -> R:
     """Send one request without a session and return the reply.
 
     Raises:
@@ -22,7 +22,9 @@ def ask_depot(request: o.OperatorRequest, url: str | None = None, deadline_secon
     link = Link(frames.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)
     channel = Channel(link, connect_seconds=deadline_seconds)
     try:
-        return channel.call(request, deadline_seconds)
+        reply = channel.call(request, deadline_seconds)
+        assert isinstance(reply, request.reply_type())
+        return reply
     except DepotUnavailable as error:
         if isinstance(error.__cause__, ConnectionRefusedError):  # a socket that a killed server left
             raise _no_depot(directory_of_url(url)) from error

@@ -336,15 +336,14 @@ def _depot(directory: Path) -> str:
         reply = ask_depot(m.Hello(m.PROTOCOL_VERSION, "doctor"), str(directory), 1.0)
     except KVDepotError:
         return ""
-    return f"kvdepot {reply.server_version}, process {reply.pid}" if isinstance(reply, m.HelloReply) else ""
+    return f"kvdepot {reply.server_version}, process {reply.pid}"
 
 
 def _blends(directory: Path) -> tuple[tuple[str, str], ...]:
     try:
-        reply = ask_depot(o.Status(), str(directory), 1.0)
+        contexts = ask_depot(o.Status(), str(directory), 1.0).status.contexts
     except KVDepotError:
         return ()
-    contexts = reply.status.contexts if isinstance(reply, o.StatusReply) else []
     return tuple(sorted((context.instance, context.blend) for context in contexts if context.blend))
 
 

@@ -45,21 +45,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable, KVDepotError, RemoteError
 from kvdepot.operators.metrics import MEDIA_TYPE, render_metrics
-from kvdepot.ops.http_operations import (
-    CHANGE_SECONDS,
-    OPERATIONS,
-    STATUS_SECONDS,
-    Ask,
-    Operation,
-    ask_status,
-    own_document,
-)
+from kvdepot.ops.http_operations import CHANGE_SECONDS, STATUS_SECONDS, Ask, decode_body, openapi_document
 from kvdepot.ops.http_process import HttpSettings
 from kvdepot.processes.children import be_a_child
 from kvdepot.processes.logs import set_up_logs
-from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import Endpoint, Operation, R
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +67,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
     """Return the application.
 
     Args:
-        ask: sends a request to the depot and waits for the reply for the given seconds; raises like `ask_depot`.
+        ask: asks the depot.
         settings: the token, and the host names of the depot.
     """
 
@@ -85,12 +77,11 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
             reply = ask(m.Hello(m.PROTOCOL_VERSION, "http"), HEALTH_SECONDS)
         except KVDepotError as error:
             return _json({"status": "unhealthy", "why": str(error)}, 503)
-        assert isinstance(reply, m.HelloReply)
         return _json({"status": "ok", "epoch": reply.epoch, "answered_seconds": round(time.monotonic() - began, 4)})
 
     def readyz() -> Response:
         try:
-            status = ask_status(ask, HEALTH_SECONDS)
+            status = ask(o.Status(), HEALTH_SECONDS).status
         except KVDepotError as error:
             return _json({"status": "unhealthy", "why": str(error)}, 503)
         if status.recovering:
@@ -100,10 +91,10 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
         return _json({"status": "ready", "pool_ready_bytes": status.pool_ready_bytes})
 
     def metrics() -> Response:
-        return Response(render_metrics(ask_status(ask, STATUS_SECONDS)), media_type=MEDIA_TYPE)
+        return Response(render_metrics(ask(o.Status(), STATUS_SECONDS).status), media_type=MEDIA_TYPE)
 
     def open_metrics() -> Response:
-        status = ask_status(ask, STATUS_SECONDS)
+        status = ask(o.Status(), STATUS_SECONDS).status
         status = msgspec.structs.replace(status, tenants={"(all)": _sum(status.tenants)})
         return Response(render_metrics(status), media_type=MEDIA_TYPE)
 
@@ -121,29 +112,31 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
         return Response(page, headers=headers, media_type="text/html; charset=utf-8")
 
     async def openapi(_request: Request) -> Response:
-        return _json(own_document())
+        return _json(openapi_document())
 
-    async def body(request: Request, kind: type[Any]) -> Any:
+    async def body(request: Request) -> bytes:
         data = b""
         async for part in request.stream():
             data += part
             if len(data) > _LARGEST_BODY_BYTES:
                 raise ValueError(f"more than {_LARGEST_BODY_BYTES} bytes")
-        return msgspec.json.decode(data or b"{}", type=kind)
+        return data
 
-    def endpoint_of(operation: Operation) -> Callable[[Request], Any]:
-        async def endpoint(request: Request) -> Response:
+    def answer_of(endpoint: Endpoint, operation: type[o.OperatorRequest]) -> Callable[[Request], Any]:
+        is_change = endpoint.method == "POST"
+
+        async def answer(request: Request) -> Response:
             refused = _why_not(request, settings.token)
             if refused is not None:
                 return refused
             try:
-                wanted = None if operation.body is None else await body(request, operation.body)
-                answer = await run_in_threadpool(operation.answer, ask, wanted)
+                wanted = decode_body(operation, await body(request) if is_change else b"")
+                reply = await run_in_threadpool(ask, wanted, CHANGE_SECONDS if is_change else STATUS_SECONDS)
             except (ValueError, RecursionError, msgspec.DecodeError) as error:
                 return _json({"error": str(error)}, 400)
-            return _json(answer)
+            return _json(endpoint.show(wanted, reply))
 
-        return endpoint
+        return answer
 
     return Starlette(
         routes=[
@@ -152,7 +145,11 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
             Route("/readyz", _shared(readyz)),
             Route("/metrics", metrics_for),
             Route("/openapi.json", openapi),
-            *(Route(each.path, endpoint_of(each), methods=[each.method]) for each in OPERATIONS),
+            *(
+                Route(each.path, answer_of(each, operation), methods=[each.method])
+                for operation in o.OPERATIONS
+                for each in operation.endpoints
+            ),
         ],
         middleware=[Middleware(_KnownHosts, names={settings.host, "localhost", *settings.names})],
         exception_handlers={DepotUnavailable: _unavailable, RemoteError: _remote_error, ClientDisconnect: _unsent},
@@ -223,7 +220,7 @@ class Connection(H11Protocol):
 def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
     """Serve HTTP until standard input is closed."""
 
-    def ask(request: o.OperatorRequest, deadline_seconds: float) -> frames.Reply:
+    def ask(request: Operation[R], deadline_seconds: float) -> R:
         return ask_depot(request, url, deadline_seconds)
 
     config = uvicorn.Config(

@@ -15,9 +15,9 @@ from kvdepot.errors import ConfigError, printable, reason_of
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 from kvdepot.ops.settings import as_argument, number_argument
-from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import Operation, R
 
 _WARM_SECONDS: Final = 90.0  # for one prefix; the depot waits for a minute at most
 _PATIENT_SECONDS: Final = 30.0  # for requests that take many steps
@@ -125,14 +125,12 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
     config.set_defaults(run=_config)
 
 
-def _ask(options: argparse.Namespace, request: o.OperatorRequest, seconds: float = 2.0) -> frames.Reply:
+def _ask(options: argparse.Namespace, request: Operation[R], seconds: float = 2.0) -> R:
     return ask_depot(request, options.url, seconds)
 
 
-def _count(options: argparse.Namespace, request: o.OperatorRequest, seconds: float = 2.0) -> int:
-    reply = _ask(options, request, seconds)
-    assert isinstance(reply, m.Done)
-    return reply.count
+def _count(options: argparse.Namespace, request: Operation[m.Done], seconds: float = 2.0) -> int:
+    return _ask(options, request, seconds).count
 
 
 def _parse_quota_size(text: str) -> int:
@@ -190,7 +188,6 @@ def _find(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for _, digests in _prefixes_in(options.keys):
         reply = _ask(options, o.Find(digests))
-        assert isinstance(reply, o.Found)
         found.append(
             {"num_chunks": len(digests) // DIGEST_BYTES, "found": [msgspec.to_builtins(p) for p in reply.prefixes]}
         )
@@ -228,7 +225,7 @@ def _clear(options: argparse.Namespace) -> int:
 def _warm(options: argparse.Namespace) -> int:
     found = asked = 0
     for tenant, digests in _prefixes_in(options.keys):
-        found += _count(options, o.Warm(tenant, digests, options.pin), _WARM_SECONDS)
+        found += _count(options, o.Warm(tenant=tenant, digests=digests, pin_seconds=options.pin), _WARM_SECONDS)
         asked += len(digests) // DIGEST_BYTES
     print(f"{found:,} of {asked:,} chunks are in the pool{' and pinned' if options.pin else ''}")
     return 0
@@ -267,7 +264,6 @@ def _drain(options: argparse.Namespace) -> int:
     end = time.monotonic() + options.wait
     while True:
         reply = _ask(options, o.Status())
-        assert isinstance(reply, o.StatusReply)
         status = reply.status
         waiting = sum(tier.queued_write_bytes for tier in status.tiers)
         if not status.num_tickets and not waiting:
@@ -291,7 +287,6 @@ def _log_level(options: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> int:
     reply = _ask(options, o.Configuration())
-    assert isinstance(reply, o.ConfigurationReply)
     if options.json:
         print(json.dumps(reply.settings, indent=2))
         return 0

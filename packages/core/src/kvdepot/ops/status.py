@@ -47,7 +47,6 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
 
 def _status(options: argparse.Namespace) -> int:
     reply = ask_depot(o.Status(), options.url)
-    assert isinstance(reply, o.StatusReply)
     if options.json:
         # ASCII, so that clients' names cannot control the terminal.
         print(json.dumps(msgspec.to_builtins(reply.status), indent=2))
@@ -63,9 +62,7 @@ def _top(options: argparse.Namespace) -> int:
         raise ConfigError(f"kvdepot top needs {error.name}: pip install 'kvdepot[cli]'") from error
 
     def ask() -> o.DepotStatus:
-        reply = ask_depot(o.Status(), options.url)
-        assert isinstance(reply, o.StatusReply)
-        return reply.status
+        return ask_depot(o.Status(), options.url).status
 
     run_top(ask, interval_seconds=max(0.1, options.interval), num_frames=options.frames)
     return 0

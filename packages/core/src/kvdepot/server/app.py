@@ -28,11 +28,11 @@ from kvdepot.pool.names import Names
 from kvdepot.pool.room import resolve_pool_size
 from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server.access import Access, make_room, open_lock
-from kvdepot.server.commands import log_level, settings_of
+from kvdepot.server.commands import Operators, add_tier, log_level, settings_of
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
-from kvdepot.server.dispatch import Operators
 from kvdepot.server.loop import Loop, Sockets
+from kvdepot.server.registration import check_version
 from kvdepot.server.requests import Requests
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.sessions import Session, SessionTable
@@ -81,11 +81,7 @@ class DepotServer:
             self._context = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             opener = TierOpener(self._files.pool_fd, self._files.size_bytes, self._waker.wake)
-            operators = Operators(
-                self.depot, lambda: {**further_settings, **settings_of(self.depot, config)}, opener, self._make_tiering,
-                self._status, self._version,
-            )  # fmt: skip
-            self.sockets = self._open_sockets(operators, undo)
+            self.sockets = self._open_sockets(self._operators(opener, further_settings), undo)
             movers = self.depot.state.movers = self._make_movers(self.sockets.sessions)
             undo.callback(movers.close)
             if config.tiers:
@@ -193,6 +189,26 @@ class DepotServer:
             self.depot, self._files.names.found, self.sockets.sessions.await_death,
             lambda: self._stopping_at is not None,
         )  # fmt: skip
+
+    def _operators(self, opener: TierOpener, further_settings: Mapping[str, Any]) -> Operators:
+        depot, epoch = self.depot, self.epoch
+
+        def hello(request: m.Hello) -> m.HelloReply:
+            check_version(request.protocol_version)
+            return m.HelloReply(epoch, m.PROTOCOL_VERSION, self._version, os.getpid())
+
+        def configuration(_request: o.Configuration) -> o.ConfigurationReply:
+            return o.ConfigurationReply(epoch, {**further_settings, **settings_of(depot, self.config)})
+
+        return Operators(
+            depot,
+            {
+                m.Hello: hello,
+                o.Status: lambda _request: o.StatusReply(epoch, self._status()),
+                o.AddTier: lambda request: add_tier(depot, opener, self._make_tiering, request),
+                o.Configuration: configuration,
+            },
+        )
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until told to stop."""

@@ -1,13 +1,14 @@
-"""Operators' commands: find, clear, warm, unpin, quotas, tiers, draining, the log's level, settings.
+"""Answers operations: each of `kvdepot.wire.operations` has one handler here, or in `kvdepot.server.app`.
 
 None of them waits and none needs a session. Long ones run in the background and reply when they are done. Nothing of
 them outlives the server: the next one starts from its flags again.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from heapq import heappop, heappush
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvdepot.config import ServerConfig, format_size, plain_settings
 from kvdepot.errors import ConfigError, ErrorCode, printable
@@ -33,6 +34,48 @@ _PATIENT_SECONDS: Final = 60.0  # that a warm request may wait for tiers
 _PACKAGE: Final = logging.getLogger("kvdepot")
 
 Steps = Iterator[frames.Reply | None]
+Answer = frames.Reply | Deferred
+
+_H = TypeVar("_H", bound=Callable[[Depot, Any], Answer])
+_HANDLERS: Final[dict[type, Callable[[Depot, Any], Answer]]] = {}
+
+
+def answers(operation: type[o.OperatorRequest]) -> Callable[[_H], _H]:
+    """Make a function the handler of an operation. It may raise `Refused` if it has changed nothing."""
+
+    def register(handler: _H) -> _H:
+        _HANDLERS[operation] = handler
+        return handler
+
+    return register
+
+
+class Operators:
+    """Answers operators.
+
+    Args:
+        depot: that they operate.
+        of_server: the handlers of operations that need more than a depot.
+    """
+
+    def __init__(self, depot: Depot, of_server: Mapping[type, Callable[[Any], Answer]]) -> None:
+        self._depot = depot
+        self._handlers: dict[type, Callable[[Any], Answer]] = {
+            kind: partial(handler, depot) for kind, handler in _HANDLERS.items()
+        } | dict(of_server)
+        missing = [operation.__name__ for operation in o.OPERATIONS if operation not in self._handlers]
+        assert not missing, f"no handler of {missing}"
+
+    def answer(self, request: o.OperatorRequest, who: Callable[[], str]) -> Answer:
+        """Answer a request, now or later; `who` names its sender for the log.
+
+        Raises:
+            Refused: with the reason; nothing was changed.
+        """
+        if request.needs_entries and self._depot.state.is_restoring:
+            raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
+        self._depot.state.asker = who
+        return self._handlers[type(request)](request)
 
 
 def _later(depot: Depot, steps: Steps, deferred: Deferred | None = None) -> Deferred:
@@ -49,19 +92,20 @@ def _later(depot: Depot, steps: Steps, deferred: Deferred | None = None) -> Defe
     return deferred
 
 
-def find(depot: Depot, digests: bytes) -> Deferred:
+@answers(o.Find)
+def find(depot: Depot, request: o.Find) -> Deferred:
     """Find a prefix in the pool; the reply names spaces, `MAXIMUM_ROWS` at most, the one with the most chunks first.
 
     Raises:
         Refused: the bytes are not whole digests, or very many commands wait.
     """
-    count_digests(digests)
+    count_digests(request.digests)
     index = depot.index
 
     def steps() -> Steps:
         most: list[tuple[int, int, o.FoundPrefix]] = []  # a heap: the shortest prefix first
         for space in list(index.spaces):
-            num_chunks, nodes = index.match(space, digests)
+            num_chunks, nodes = index.match(space, request.digests)
             if num_chunks:
                 last = nodes[-1]
                 tenant, model = depot.labels.names[index.nodes.label_of(last)]
@@ -96,14 +140,19 @@ def _log_clear(depot: Depot, selected: str, count: int, who: str) -> None:
     logger.info("%s", text)
 
 
-def clear(depot: Depot, tenant: str | None, model: str | None, who: str = "this process") -> Deferred:
-    """Clear the pool, then the tiers; the reply counts entries, and the log says who asked for it.
+@answers(o.Clear)
+def clear(depot: Depot, request: o.Clear) -> Deferred:
+    """Clear the pool, then the tiers, or one prefix; the reply counts entries, and the log says who asked for it.
 
     It is an error if a tier could not be cleared; the pool and the other tiers are.
 
     Raises:
-        Refused: very many commands wait.
+        Refused: the bytes are not whole digests, or very many commands wait.
     """
+    who = depot.state.asker()
+    if request.digests:
+        return _clear_prefix(depot, request, who)
+    tenant, model = request.tenant, request.model
     deferred, epoch = Deferred(), depot.state.epoch
     removed = 0
 
@@ -140,12 +189,8 @@ def clear(depot: Depot, tenant: str | None, model: str | None, who: str = "this 
     return _later(depot, steps(), deferred)
 
 
-def clear_prefix(depot: Depot, request: o.Clear, who: str = "this process") -> Deferred:
-    """Remove a prefix from the pool, in every space, as far as no other prefix needs it; the reply counts entries.
-
-    Raises:
-        Refused: the bytes are not whole digests, or very many commands wait.
-    """
+def _clear_prefix(depot: Depot, request: o.Clear, who: str) -> Deferred:
+    """Remove a prefix from the pool, in every space, as far as no other prefix needs it."""
     count_digests(request.digests)
 
     def steps() -> Steps:
@@ -166,6 +211,7 @@ def clear_prefix(depot: Depot, request: o.Clear, who: str = "this process") -> D
     return _later(depot, steps())
 
 
+@answers(o.Warm)
 def warm(depot: Depot, request: o.Warm) -> Deferred:
     """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
 
@@ -223,12 +269,13 @@ def _pin_warmed(depot: Depot, request: o.Warm) -> Steps:
     yield m.Done(depot.state.epoch, most)
 
 
-def unpin(depot: Depot, tenant: str | None) -> Deferred:
+@answers(o.Unpin)
+def unpin(depot: Depot, request: o.Unpin) -> Deferred:
     """End the pins of a tenant (None: of all); the reply counts them."""
 
     def steps() -> Steps:
         count = 0
-        for ended in depot.pins.end(tenant):
+        for ended in depot.pins.end(request.tenant):
             count += ended
             yield None
         yield m.Done(depot.state.epoch, count)
@@ -236,8 +283,10 @@ def unpin(depot: Depot, tenant: str | None) -> Deferred:
     return _later(depot, steps())
 
 
-def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
+@answers(o.SetQuota)
+def set_quota(depot: Depot, request: o.SetQuota) -> Deferred:
     """Change a tenant's quota; the reply counts the chunks that moved to another share of the pool."""
+    tenant, quota_bytes = request.tenant, request.quota_bytes
 
     def steps() -> Steps:
         moved = 0
@@ -257,7 +306,7 @@ def set_quota(depot: Depot, tenant: str, quota_bytes: int) -> Deferred:
 
 
 def add_tier(
-    depot: Depot, opener: TierOpener, make_tiering: Callable[[list[TierQueue]], Tiering], url: str
+    depot: Depot, opener: TierOpener, make_tiering: Callable[[list[TierQueue]], Tiering], request: o.AddTier
 ) -> Deferred:
     """Open a tier and use it below those that are there; the reply comes when it is in use, and counts tiers.
 
@@ -265,7 +314,7 @@ def add_tier(
         Refused: not a URL, another tier is being opened, this one is in use, or there were too many.
     """
     try:
-        name = TierUrl.parse(url).name
+        name = TierUrl.parse(request.url).name
     except ConfigError as error:
         raise Refused(ErrorCode.MALFORMED, str(error)) from error
     queues = depot.state.tiering.queues if depot.state.tiering is not None else []
@@ -294,16 +343,18 @@ def add_tier(
         logger.info("tier %s is in use", result.name)
         deferred.send(m.Done(depot.state.epoch, depot.state.tiering.num_used))
 
-    opener.begin(url, on_opened)
+    opener.begin(request.url, on_opened)
     return deferred
 
 
-def remove_tier(depot: Depot, name: str) -> m.Done:
+@answers(o.RemoveTier)
+def remove_tier(depot: Depot, request: o.RemoveTier) -> m.Done:
     """Stop using a tier; the reply counts those in use.
 
     Raises:
         Refused: no tier in use has that name.
     """
+    name = request.name
     if depot.state.tiering is None or not depot.state.tiering.remove(name):
         raise Refused(ErrorCode.OUT_OF_RANGE, f"no tier {name}: 'kvdepot status' has their names")
     depot.state.note(f"tier {name} is not used any more")
@@ -311,8 +362,10 @@ def remove_tier(depot: Depot, name: str) -> m.Done:
     return m.Done(depot.state.epoch, depot.state.tiering.num_used)
 
 
-def drain(depot: Depot, is_draining: bool) -> m.Done:
+@answers(o.Drain)
+def drain(depot: Depot, request: o.Drain) -> m.Done:
     """Decline stores, or accept them again; the reply counts the stores under way."""
+    is_draining = request.is_draining
     if depot.state.is_draining != is_draining:
         text = "draining: stores are declined" if is_draining else "stores are accepted again"
         depot.state.note(text)
@@ -327,9 +380,10 @@ def log_level() -> str:
     return logging.getLevelName(_PACKAGE.getEffectiveLevel()).lower()
 
 
-def set_log_level(depot: Depot, level: str) -> m.Done:
+@answers(o.SetLogLevel)
+def set_log_level(depot: Depot, request: o.SetLogLevel) -> m.Done:
     """Log this level and above."""
-    _PACKAGE.setLevel(level.upper())
+    _PACKAGE.setLevel(request.level.upper())
     return m.Done(depot.state.epoch, 1)
 
 

@@ -10,15 +10,16 @@ from typing import Final
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.server.access import describe_peer
+from kvdepot.server.commands import Operators
 from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.depot import Depot
-from kvdepot.server.dispatch import OPEN_TO_ALL, Operators
 from kvdepot.server.replies import Deferred, Refused
 from kvdepot.server.sessions import SessionTable
 from kvdepot.server.watch import SHORTEST_SECONDS
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire.histogram import Histogram
+from kvdepot.wire.operation import Operation
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Requests:
 
     def __init__(self, depot: Depot, sessions: SessionTable, operators: Operators) -> None:
         self.latencies: dict[type, Histogram] = {
-            kind: Histogram(SHORTEST_SECONDS) for kind in (*frames.Request.__args__, m.ErrorReply)
+            kind: Histogram(SHORTEST_SECONDS) for kind in (*frames.REQUESTS, m.ErrorReply)
         }
         self._depot = depot
         self._sessions = sessions
@@ -47,7 +48,7 @@ class Requests:
         try:
             request = frames.decode_request(frame)
             session = self._sessions.by_token.get(connection.owner or b"")
-            if isinstance(request, OPEN_TO_ALL):
+            if isinstance(request, Operation):
                 reply = self._operators.answer(request, lambda: describe_peer(connection.socket))
             elif session is None:
                 raise Refused(ErrorCode.UNKNOWN_SESSION, _WHY_NO_SESSION)

@@ -68,6 +68,7 @@ class DepotState:
     accepts_stores: bool = True  # not while restoring, nor while stopping
     is_restoring: bool = False  # an earlier server's table
     is_draining: bool = False  # an operator asked for it
+    asker: Callable[[], str] = lambda: "this process"  # names the sender of the operator's request being handled
 
     def __post_init__(self) -> None:
         self.background = Background(self.epoch, self.counters)

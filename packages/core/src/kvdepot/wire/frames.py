@@ -5,7 +5,7 @@ array whose first item is the message's tag. A length precedes each frame, and t
 """
 
 import struct
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Union
 
 import msgspec
 from msgspec import Meta, Struct
@@ -14,13 +14,13 @@ from kvdepot.errors import ErrorCode
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from kvdepot.wire.messages import Count, Name
+from kvdepot.wire.operation import OperationReply
 
 MAXIMUM_FRAME_BYTES: Final = 4 << 20
 
 
-Request = (
-    m.Hello
-    | m.RegisterKVCache
+_EngineRequest = (
+    m.RegisterKVCache
     | m.RegisterScheduler
     | m.Unregister
     | m.Lookup
@@ -35,34 +35,18 @@ Request = (
     | m.Hint
     | m.NoteContents
     | m.BlendLookup
-    | o.Status
-    | o.Clear
-    | o.Warm
-    | o.Unpin
-    | o.Find
-    | o.SetQuota
-    | o.AddTier
-    | o.RemoveTier
-    | o.Drain
-    | o.SetLogLevel
-    | o.Configuration
+)
+_EngineReply = (
+    m.ErrorReply | m.Registered | m.Done | m.LookupReply | m.BlendReply | m.StorePlan | m.RetrievePlan | m.Moved
+)
+REQUESTS: Final[tuple[type[Struct], ...]] = (*_EngineRequest.__args__, *o.OPERATIONS)
+_REPLIES: Final[tuple[type[Struct], ...]] = (
+    *_EngineReply.__args__,
+    *(operation.reply_type() for operation in o.OPERATIONS),
 )
 
-
-Reply = (
-    m.ErrorReply
-    | m.HelloReply
-    | m.Registered
-    | m.Done
-    | m.LookupReply
-    | m.BlendReply
-    | m.StorePlan
-    | m.RetrievePlan
-    | m.Moved
-    | o.StatusReply
-    | o.Found
-    | o.ConfigurationReply
-)
+Request = _EngineRequest | o.OperatorRequest
+Reply = _EngineReply | m.HelloReply | OperationReply
 
 
 class OpenSession(Struct, array_like=True, tag="open_session", frozen=True):
@@ -107,14 +91,19 @@ LENGTH: Final = struct.Struct("<I")
 TOKEN_BYTES: Final = 16
 MAXIMUM_GREETING_BYTES: Final = 4096  # far above the longest client's name
 
+
+def _union(types: tuple[type[Struct], ...]) -> Any:
+    return Union[types]  # noqa: UP007
+
+
 _SEQUENCE = struct.Struct("<Q")
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_union(REQUESTS))
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(_union(_REPLIES))
 _greeting_decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _session_reply_decoder: msgspec.msgpack.Decoder[SessionReply] = msgspec.msgpack.Decoder(SessionReply)
 
-OPERATIONS: Final = frozenset(struct_type.__struct_config__.tag for struct_type in Request.__args__)
+OPERATIONS: Final = frozenset(request.__struct_config__.tag for request in REQUESTS)
 
 
 def operation_of(kind: type[Any]) -> str:

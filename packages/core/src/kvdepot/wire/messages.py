@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from kvdepot.errors import ErrorCode
 from kvdepot.layout import CacheLayout, GroupKind
+from kvdepot.wire.operation import Operation
 
 PROTOCOL_VERSION: Final = 3  # engines and depot speak the same one
 MAXIMUM_CHUNKS: Final = 65_536  # per lookup: 4 million tokens in chunks of 64
@@ -128,7 +129,16 @@ class MoverOffer(Struct, array_like=True, frozen=True):
     ]  # by group, then by page
 
 
-class Hello(Struct, array_like=True, tag="hello", frozen=True):
+class HelloReply(Struct, array_like=True, tag="hello_reply", frozen=True):
+    """The server's versions and process."""
+
+    epoch: int
+    protocol_version: int
+    server_version: str
+    pid: int
+
+
+class Hello(Operation[HelloReply], tag="hello", frozen=True):
     """Ask for the server's version and process. Needs no session."""
 
     protocol_version: Count
@@ -337,15 +347,6 @@ class ErrorReply(Struct, array_like=True, tag="error", frozen=True):
     epoch: int
     code: ErrorCode
     message: str
-
-
-class HelloReply(Struct, array_like=True, tag="hello_reply", frozen=True):
-    """The server's versions and process."""
-
-    epoch: int
-    protocol_version: int
-    server_version: str
-    pid: int
 
 
 class Registered(Struct, array_like=True, tag="registered", frozen=True):

@@ -1,122 +1,15 @@
-"""Requests of operators to a running depot, and its status. None of these requests needs a session."""
+"""Operations: requests of operators to a running depot, and its status.
 
-from typing import Annotated, Any, Literal
+A new operation is a class here and a handler in `kvdepot.server.commands`.
+"""
 
-from msgspec import Meta, Struct
+from typing import Annotated, Any, Final, Literal, cast
+
+from msgspec import Meta, Struct, field
 
 from kvdepot.layout import GroupKind
-from kvdepot.wire.messages import Digests, Hello, Identifier, Label, Name
-
-
-class Warm(Struct, array_like=True, tag="warm", frozen=True):
-    """Promote a prefix from tiers, and pin it for `pin_seconds` unless that is 0."""
-
-    tenant: Name
-    digests: Digests
-    pin_seconds: Annotated[float, Meta(ge=0.0, le=30 * 86400.0)] = 0.0
-
-
-class Unpin(Struct, array_like=True, tag="unpin", frozen=True):
-    """End the pins made by `Warm`, of one tenant or of all."""
-
-    tenant: Name | None = None
-
-
-class Status(Struct, array_like=True, tag="status", frozen=True):
-    """Ask for the status."""
-
-
-class Clear(Struct, array_like=True, tag="clear", frozen=True):
-    """Delete unused chunks of one tenant and model, or of all, in the tiers too.
-
-    With `digests`, delete only the chunks that no prefix but this one (from chunk 0 on) needs, and only in the pool.
-    """
-
-    tenant: Name | None = None
-    model: Label | None = None
-    digests: Digests = b""
-
-
-class Find(Struct, array_like=True, tag="find", frozen=True):
-    """Ask which part of a prefix the pool has, in every space."""
-
-    digests: Digests
-
-
-class SetQuota(Struct, array_like=True, tag="set_quota", frozen=True):
-    """Set a tenant's quota until the server ends; 0 removes it."""
-
-    tenant: Annotated[str, Meta(min_length=1, max_length=256)]
-    quota_bytes: Identifier
-
-
-class AddTier(Struct, array_like=True, tag="add_tier", frozen=True):
-    """Add a tier below the others until the server ends."""
-
-    url: Annotated[str, Meta(min_length=1, max_length=4096)]
-
-
-class RemoveTier(Struct, array_like=True, tag="remove_tier", frozen=True):
-    """Stop using a tier, by its name in the status. It keeps its entries."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=4096)]
-
-
-class Drain(Struct, array_like=True, tag="drain", frozen=True):
-    """Stop or resume taking stores. Entries that are here can still be found."""
-
-    is_draining: bool = True
-
-
-class SetLogLevel(Struct, array_like=True, tag="set_log_level", frozen=True):
-    """Change the log level until the server ends."""
-
-    level: Literal["debug", "info", "warning", "error"]
-
-
-class Configuration(Struct, array_like=True, tag="configuration", frozen=True):
-    """Ask for the server's settings."""
-
-
-OperatorRequest = (
-    Hello | Status | Clear | Warm | Unpin | Find | SetQuota | AddTier | RemoveTier | Drain | SetLogLevel | Configuration
-)
-
-
-class StatusReply(Struct, array_like=True, tag="status_reply", frozen=True):
-    """The depot's state; the fields are in `DepotStatus`."""
-
-    epoch: int
-    status: "DepotStatus"
-
-
-class FoundPrefix(Struct, frozen=True, kw_only=True):
-    """The part of a prefix that one space of the pool has: `num_chunks` leading chunks can be used."""
-
-    num_chunks: int
-    num_tokens: int
-    tenant: str
-    model: str
-    dtype: str
-    format: str
-    chunk_tokens: int
-    idle_seconds: float  # since the last chunk was stored or used
-    is_held: bool  # by a lease, a pin or a write
-    num_children: int  # chunks of longer prefixes directly after the last chunk
-
-
-class Found(Struct, array_like=True, tag="found", frozen=True):
-    """The result of `Find`: one item per space that has a part, longest first, at most 1,024."""
-
-    epoch: int
-    prefixes: list[FoundPrefix]
-
-
-class ConfigurationReply(Struct, array_like=True, tag="configuration_reply", frozen=True):
-    """The server's settings by flag. Secrets stay in the files that settings name."""
-
-    epoch: int
-    settings: dict[str, Any]
+from kvdepot.wire.messages import Digests, Done, Identifier, Label, Name
+from kvdepot.wire.operation import Endpoint, Operation, OperationReply
 
 
 class GroupStatus(Struct, frozen=True, kw_only=True):
@@ -228,7 +121,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     event_endpoints: list[str] = []  # of KV events and of their replay ("": none), with the actual ports
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
-    tiers: list["TierStatus"] = []
+    tiers: list[TierStatus] = []
     loop_longest_seconds: float = 0.0  # longest turn of the server's loop, including waits for a core
     loop_slow_turns: int = 0  # turns of more than 20 ms
     counters: dict[str, int]
@@ -242,3 +135,175 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     estimate_rate: float = 0.0  # share of chunks in the sample
     pool_regions: list[int] = []  # bytes used in equal parts of the pool, by the start of extents
     events: list[tuple[float, str]] = []  # recent ones: seconds ago, and text
+
+
+class StatusReply(OperationReply, tag="status_reply", frozen=True):
+    """The depot's state; the fields are in `DepotStatus`."""
+
+    status: DepotStatus
+
+
+class FoundPrefix(Struct, frozen=True, kw_only=True):
+    """The part of a prefix that one space of the pool has: `num_chunks` leading chunks can be used."""
+
+    num_chunks: int
+    num_tokens: int
+    tenant: str
+    model: str
+    dtype: str
+    format: str
+    chunk_tokens: int
+    idle_seconds: float  # since the last chunk was stored or used
+    is_held: bool  # by a lease, a pin or a write
+    num_children: int  # chunks of longer prefixes directly after the last chunk
+
+
+class Found(OperationReply, tag="found", frozen=True):
+    """The result of `Find`: one item per space that has a part, longest first, at most 1,024."""
+
+    prefixes: list[FoundPrefix]
+
+
+class ConfigurationReply(OperationReply, tag="configuration_reply", frozen=True):
+    """The server's settings by flag. Secrets stay in the files that settings name."""
+
+    settings: dict[str, Any]
+
+
+class Warm(Operation[Done], tag="warm", frozen=True, kw_only=True):
+    """Promote a prefix from tiers, and pin it for `pin_seconds` unless that is 0."""
+
+    endpoints = (Endpoint("POST", "/cache/warm", "Load a prefix from the tiers, and pin it"),)
+    needs_entries = True
+
+    tenant: Name = "default"
+    digests: Digests
+    pin_seconds: Annotated[float, Meta(ge=0.0, le=30 * 86400.0)] = 0.0
+
+
+class Unpin(Operation[Done], tag="unpin", frozen=True):
+    """End the pins made by `Warm`, of one tenant or of all."""
+
+    endpoints = (Endpoint("POST", "/cache/unpin", "End pins"),)
+
+    tenant: Name | None = None
+
+
+class Status(Operation[StatusReply], tag="status", frozen=True):
+    """Ask for the status."""
+
+    endpoints = (
+        Endpoint(
+            "GET", "/status", "Everything that 'kvdepot status --json' shows",
+            lambda _, reply: reply.status, DepotStatus,
+        ),
+        Endpoint(
+            "GET", "/tenants", "Bytes of the pool and quotas by tenant",
+            lambda _, reply: reply.status.tenants, dict[str, dict[str, int]],
+        ),
+        Endpoint(
+            "GET", "/loglevel", "Show the log level",
+            lambda _, reply: {"level": reply.status.log_level}, dict[str, str],
+        ),
+    )  # fmt: skip
+
+
+class Clear(Operation[Done], tag="clear", frozen=True):
+    """Delete unused chunks of one tenant and model, or of all, in the tiers too.
+
+    With `digests`, delete only the chunks that no prefix but this one (from chunk 0 on) needs, and only in the pool.
+    """
+
+    endpoints = (Endpoint("POST", "/cache/clear", "Remove entries that are not in use"),)
+    may_mean_all = True
+    needs_entries = True
+
+    tenant: Name | None = None
+    model: Label | None = None
+    digests: Digests = b""
+
+
+class Find(Operation[Found], tag="find", frozen=True):
+    """Ask which part of a prefix the pool has, in every space."""
+
+    endpoints = (
+        Endpoint(
+            "POST", "/cache/find", "Show how much of a prefix the pool holds",
+            lambda _, reply: reply.prefixes, list[FoundPrefix],
+        ),
+    )  # fmt: skip
+
+    digests: Digests
+
+
+class SetQuota(Operation[Done], tag="set_quota", frozen=True):
+    """Set a tenant's quota until the server ends; 0 removes it."""
+
+    endpoints = (
+        Endpoint(
+            "POST", "/tenants/quota", "Change the share of the pool reserved for a tenant, until the server stops"
+        ),
+    )
+    needs_entries = True
+
+    tenant: Annotated[str, Meta(min_length=1, max_length=256)]
+    quota_bytes: Identifier
+
+
+class AddTier(Operation[Done], tag="add_tier", frozen=True):
+    """Add a tier below the others until the server ends."""
+
+    endpoints = (
+        Endpoint(
+            "POST", "/tiers/add", "Add a tier below the others, until the server stops; returns the number of tiers"
+        ),
+    )
+
+    url: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class RemoveTier(Operation[Done], tag="remove_tier", frozen=True):
+    """Stop using a tier, by its name in the status. It keeps its entries."""
+
+    endpoints = (
+        Endpoint(
+            "POST", "/tiers/remove", "Stop using a tier, whose entries stay in storage; returns the number of tiers"
+        ),
+    )
+
+    name: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class Drain(Operation[Done], tag="drain", frozen=True):
+    """Stop or resume taking stores. Entries that are here can still be found."""
+
+    endpoints = (
+        Endpoint(
+            "POST", "/drain", "Decline new stores, or accept them again; returns the number of stores in progress"
+        ),
+    )
+
+    is_draining: bool = field(default=True, name="draining")
+
+
+class SetLogLevel(Operation[Done], tag="set_log_level", frozen=True):
+    """Change the log level until the server ends."""
+
+    endpoints = (
+        Endpoint(
+            "POST", "/loglevel", "Change the log level, until the server stops",
+            lambda request, _: {"level": request.level}, dict[str, str],
+        ),
+    )  # fmt: skip
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
+class Configuration(Operation[ConfigurationReply], tag="configuration", frozen=True):
+    """Ask for the server's settings."""
+
+    endpoints = (Endpoint("GET", "/config", "The server's settings", lambda _, reply: reply.settings, dict[str, Any]),)
+
+
+OperatorRequest = Operation[Any]
+OPERATIONS: Final = tuple(cast("list[type[OperatorRequest]]", Operation.__subclasses__()))

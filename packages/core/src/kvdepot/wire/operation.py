@@ -1,0 +1,51 @@
+"""The declaration of an operation: a request that needs no session, with its reply and its path of HTTP.
+
+Each is declared once, in `kvdepot.wire.operations`. The server finds its handler by its class
+(`kvdepot.server.commands.answers`). HTTP bodies and the OpenAPI document follow from its fields
+(`kvdepot.ops.http_operations`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar, get_args
+
+from msgspec import Struct
+
+R = TypeVar("R", bound=Struct)
+
+
+class Count(Struct):
+    """The number of entries, chunks, pins, stores or tiers that an operation affected."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An operation over HTTP. The body of a POST has the operation's fields; digests are hex strings."""
+
+    method: str
+    path: str
+    summary: str
+    show: Callable[[Any, Any], object] = lambda _request, reply: Count(reply.count)  # the answer for request and reply
+    shown: Any = Count  # its type
+
+
+class Operation(Struct, Generic[R], array_like=True, frozen=True):
+    """A request that needs no session, and that a depot answers with an `R`."""
+
+    endpoints: ClassVar[tuple[Endpoint, ...]] = ()
+    needs_entries: ClassVar[bool] = False  # refused while the entries of an earlier server are being read
+    may_mean_all: ClassVar[bool] = False  # if no field is given; then tools want that said
+
+    @classmethod
+    def reply_type(cls) -> type[R]:
+        """Return `R`."""
+        declared: Any = cls.__dict__["__orig_bases__"][0]
+        return get_args(declared)[0]
+
+
+class OperationReply(Struct, array_like=True, frozen=True):
+    """The reply to an operation, with the epoch of the server."""
+
+    epoch: int
