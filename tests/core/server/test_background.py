@@ -232,9 +232,9 @@ def test_who_warms_is_answered_however_many_wait_by_the_time_that_tiers_have_ans
     bench.depot.background.work()
     tiering = bench.depot.state.tiering
     assert tiering is not None
-    assert tiering.num_promotions == 1
+    assert len(tiering.promotions) == 1
     others = [commands.clear(bench.depot, o.Clear("b")) for _ in range(64)]
-    wait_until(lambda: tiering.turn() or not tiering.num_promotions)
+    wait_until(lambda: tiering.turn() or len(tiering.promotions) == 0)
     bench.turn_until(lambda: all(each.reply is not None for each in [warmed, *others]))
     assert warmed.reply == m.Done(1, 0)
     queue.close()

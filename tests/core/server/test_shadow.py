@@ -84,7 +84,7 @@ def test_memory_is_bounded_by_a_lower_rate() -> None:
     rng = random.Random(2)
     for _ in range(3000):
         shadow.looked_up(rng.randbytes(32 * 100), CHUNK)
-        assert shadow.num_sampled <= 500 + 100
+        assert len(shadow.segment_of) <= 500 + 100
     assert 0 < shadow.rate < 1 / 64
     assert before == 0
     assert shadow.num_chunks == pytest.approx(300_000, rel=0.15)
@@ -105,10 +105,10 @@ def test_chunks_whose_session_ended_are_not_found() -> None:
     shadow = ShadowIndex(4096 * CHUNK)
     digests = random.Random(5).randbytes(32 * 800)
     shadow.looked_up(digests, CHUNK)
-    assert shadow.num_sampled > 0
+    assert len(shadow.segment_of) > 0
     for place in range(0, len(digests), 32):
         shadow.ended(digests[place : place + 32])
-    assert shadow.num_sampled == 0
+    assert len(shadow.segment_of) == 0
     shadow.looked_up(digests, CHUNK)
     assert [estimate.hit_chunks for estimate in shadow.estimates()] == [0] * len(SCALES)
     shadow.looked_up(digests, CHUNK)
@@ -122,7 +122,7 @@ def test_one_chunk_at_a_time_is_sampled_as_a_run_is() -> None:
     for place in range(0, len(digests), 32):
         single.looked_up(digests[place : place + 32], CHUNK)
     assert whole.num_chunks == single.num_chunks
-    assert whole.num_sampled == single.num_sampled > 0
+    assert len(whole.segment_of) == len(single.segment_of) > 0
 
 
 @pytest.mark.parametrize(

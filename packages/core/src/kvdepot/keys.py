@@ -49,6 +49,21 @@ class Namespace:
         return blake3(msgspec.msgpack.encode(fields), derive_key_context=_NAMESPACE_CONTEXT).digest()
 
 
+def num_digests(digests: bytes | bytearray) -> int:
+    """Return how many digests are in packed ones, `(num_chunks, 32)`."""
+    return len(digests) // DIGEST_BYTES
+
+
+def digest_at(digests: bytes, chunk: int) -> bytes:
+    """Return one digest of packed ones."""
+    return digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+
+
+def first_digests(digests: bytes, num_chunks: int) -> bytes:
+    """Return the first digests of packed ones."""
+    return digests[: num_chunks * DIGEST_BYTES]
+
+
 @dataclass(frozen=True, slots=True)
 class KeyRun:
     """Consecutive chunks of one prompt: the key of one request.
@@ -73,14 +88,14 @@ class KeyRun:
     @property
     def num_chunks(self) -> int:
         """The number of chunks in the run."""
-        return len(self.digests) // DIGEST_BYTES
+        return num_digests(self.digests)
 
     def slice(self, start: int, stop: int | None = None) -> "KeyRun":
         """Return chunks `start` to `stop`, counted from the first chunk of this run."""
         stop = self.num_chunks if stop is None else min(stop, self.num_chunks)
         if not 0 <= start <= stop:
             raise KeyFormatError(f"chunks {start} to {stop} of a run of {self.num_chunks}")
-        parent = self.digests[(start - 1) * DIGEST_BYTES : start * DIGEST_BYTES] if start else self.parent
+        parent = digest_at(self.digests, start - 1) if start else self.parent
         digests = self.digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
         return KeyRun(digests, self.first_chunk + start, parent, self.tenant)
 

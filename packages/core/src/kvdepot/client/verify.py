@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvdepot.client.channel import Channel
 from kvdepot.client.link import Link
 from kvdepot.errors import DepotUnavailable
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import digest_at
 from kvdepot.pool.table import TableReader
 from kvdepot.wire import messages as m
 
@@ -79,7 +79,7 @@ def count_valid_chunks(plan: m.RetrievePlan, digests: bytes, table: TableReader)
     It also compares the key of each record, so that a depot with a wrong index causes a miss and never wrong bytes.
     """
     for chunk, _, _, record, _, header, _, _ in m.EXTENT.iter_unpack(plan.extents):
-        if not table.holds(record, header, digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]):
+        if not table.holds(record, header, digest_at(digests, chunk)):
             return chunk
     return plan.num_chunks
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.index.index import ChunkIndex, Space
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS
 
 MAXIMUM_BYTES: Final = 64 << 20  # of the depot: names of six million tokens
@@ -81,12 +81,12 @@ class ContentIndex:
         share = quotas.share_of(label)
         mine = self._tenants.setdefault((share, 0 if share else quotas.tenant_of(label) % _TENANTS), deque())
         prefix, chunk_tokens = _SPACE.pack(space.number), space.spec.chunk_tokens
-        num_chunks, count = len(digests) // DIGEST_BYTES, 0
+        num_chunks, count = num_digests(digests), 0
         for name, position, length in segments:
             chunk = (position + length - 1) // chunk_tokens
             if not 0 < length <= MAXIMUM_SEGMENT_TOKENS or chunk >= num_chunks:
                 continue
-            place = _PLACE.pack(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES], position)
+            place = _PLACE.pack(digest_at(digests, chunk), position)
             places, full_name = self._places[name[0]], prefix + name
             known = places.get(full_name)
             if known is None:

@@ -24,7 +24,7 @@ class Priorities:
         self._num_uses = 0
         self._used_at = make_column("Q", nodes.tree.capacity)  # the count of all uses at its last one
         self._deadlines: dict[int, int] = {}  # seconds, by the last node of a session
-        self._by_deadline: list[tuple[int, int]] = []  # heap; an entry missing from `_deadlines` is stale
+        self.by_deadline: list[tuple[int, int]] = []  # heap; an entry missing from `_deadlines` is stale
 
     def add_node(self, node: int) -> None:
         """Start with an unused node."""
@@ -65,15 +65,10 @@ class Priorities:
         if not is_own(self._nodes.label[node]):
             return
         second = self._deadlines[node] = max(1, ceil(deadline))
-        heappush(self._by_deadline, (second, node))
-        if len(self._by_deadline) > 2 * len(self._deadlines) + _SPARE_DEADLINES:
-            self._by_deadline = [(second, node) for node, second in self._deadlines.items()]
-            heapify(self._by_deadline)
-
-    @property
-    def num_deadlines(self) -> int:
-        """The number of deadlines in memory, including stale ones."""
-        return len(self._by_deadline)
+        heappush(self.by_deadline, (second, node))
+        if len(self.by_deadline) > 2 * len(self._deadlines) + _SPARE_DEADLINES:
+            self.by_deadline = [(second, node) for node, second in self._deadlines.items()]
+            heapify(self.by_deadline)
 
     def forget_deadline(self, node: int) -> None:
         """Drop the deadline of a node: it was used, got another hint or was dropped."""
@@ -81,12 +76,12 @@ class Priorities:
 
     def has_ended(self, now: float) -> bool:
         """Whether `expire` has work."""
-        return bool(self._by_deadline) and self._by_deadline[0][0] <= now
+        return bool(self.by_deadline) and self.by_deadline[0][0] <= now
 
     def expire(self, now: float) -> Iterator[int]:
         """End the sessions whose time has come. Yield as `set_priority` does."""
         while self.has_ended(now):
-            second, node = heappop(self._by_deadline)
+            second, node = heappop(self.by_deadline)
             if self._deadlines.get(node) == second:
                 del self._deadlines[node]
                 yield from self.end_session(node, self._nodes.label[node].__eq__)

@@ -13,7 +13,7 @@ from kvdepot.index.columns import make_column
 from kvdepot.index.prefix import usable_prefix
 from kvdepot.index.space import Space
 from kvdepot.index.tree import NO_NODE, Nodes
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import digest_at, num_digests
 
 
 class Visibility:
@@ -97,7 +97,7 @@ class Visibility:
         def last_boundary(limit: int, lowest: int) -> int:
             mask = space.window_mask
             for chunk in range(limit - 1, lowest - 1, -1):
-                node = nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+                node = nodes.get(digest_at(digests, chunk))
                 if node is not None and sealed[node] & mask == mask and is_visible[node] and depths[node] == chunk:
                     return chunk + 1
             return 0
@@ -106,12 +106,9 @@ class Visibility:
         if not limit:
             return 0, ()
         if space.full_mask:
-            return limit, (nodes[digests[(limit - 1) * DIGEST_BYTES : limit * DIGEST_BYTES]],)
+            return limit, (nodes[digest_at(digests, limit - 1)],)
         start = max(0, limit - space.windows[-1][1])
-        found = (
-            self.find(space, digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES], chunk)
-            for chunk in range(start, limit)
-        )
+        found = (self.find(space, digest_at(digests, chunk), chunk) for chunk in range(start, limit))
         return limit, tuple(node for node in found if node is not None)
 
     def full_prefix(self, space: Space, digests: bytes) -> int:
@@ -123,25 +120,25 @@ class Visibility:
         nodes, is_visible, depths, sealed = space.nodes, self.is_visible, self._nodes.depth, self.sealed_groups
 
         def has(chunk: int, bits: int) -> bool:
-            node = nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+            node = nodes.get(digest_at(digests, chunk))
             return node is not None and is_visible[node] != 0 and depths[node] == chunk and sealed[node] & bits == bits
 
         return has
 
     def _unbroken(self, space: Space, digests: bytes) -> int:
-        limit = len(digests) // DIGEST_BYTES
+        limit = num_digests(digests)
         return self._first_break(space, digests, limit) if self.broken and space.full_mask else limit
 
     def _first_break(self, space: Space, digests: bytes, limit: int) -> int:
         """Return how many chunks come before the first broken one. Walk chunks or breaks, whichever are fewer."""
         if len(self.broken) > limit:
             for chunk in range(limit):
-                if space.nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]) in self.broken:
+                if space.nodes.get(digest_at(digests, chunk)) in self.broken:
                     return chunk
             return limit
         for node in self.broken:
             chunk = self._nodes.depth[node]
-            key = digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+            key = digest_at(digests, chunk)
             if chunk < limit and self._nodes.space_number[node] == space.number and self._nodes.tree.keys[node] == key:
                 limit = chunk
         return limit

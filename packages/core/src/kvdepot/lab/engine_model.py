@@ -17,7 +17,7 @@ from kvdepot.backends import CacheGroup, KVCache, get_backend
 from kvdepot.client.answers import Lease
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import BackendUnavailable, ConfigError
-from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, PrefixHasher
+from kvdepot.keys import KeyRun, Namespace, PrefixHasher, digest_at
 from kvdepot.layout import default_chunk_tokens
 
 CACHE_ALIGNMENT_BYTES: Final = 4096
@@ -162,7 +162,7 @@ class EngineModel:
         hasher = PrefixHasher(self._namespace, self.chunk_tokens)
         hasher.extend(tokens)
         key = hasher.run()
-        chunks = [key.digests[start : start + DIGEST_BYTES] for start in range(0, len(key.digests), DIGEST_BYTES)]
+        chunks = [digest_at(key.digests, chunk) for chunk in range(key.num_chunks)]
         local = self.blocks.pin_prefix(chunks)
         started = time.perf_counter()
         lease = self.scheduler.submit_lookup(request_id, key, joins=True, announces=True).result()

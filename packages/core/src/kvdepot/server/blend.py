@@ -7,7 +7,7 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.contents import ContentIndex
 from kvdepot.index.index import Space
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import first_digests, num_digests
 from kvdepot.layout import GroupKind
 from kvdepot.server.background import Kind
 from kvdepot.server.contexts import Context
@@ -48,7 +48,7 @@ class BlendLookups:
         num_chunks, nodes = self._index.match(context.space, request.digests)
         if not num_chunks:
             return m.Done(self._state.epoch, 0)
-        digests = request.digests[: num_chunks * DIGEST_BYTES]
+        digests = first_digests(request.digests, num_chunks)
         steps = self._noting(context.space, self._index.nodes.label_of(nodes[-1]), digests, request.segments)
         if len(request.segments) <= _NOTED_AT_ONCE * m.SEGMENT.size:
             return m.Done(self._state.epoch, sum(steps))
@@ -80,14 +80,14 @@ class BlendLookups:
             num_found += run.num_segments
             first = run.source_position // chunk_tokens
             count = (run.source_position + run.length - 1) // chunk_tokens - first + 1
-            if len(nodes) == _MOST_RUNS or len(digests) // DIGEST_BYTES + count > _MOST_CHUNKS:
+            if len(nodes) == _MOST_RUNS or num_digests(digests) + count > _MOST_CHUNKS:
                 break
             if run.length < request.min_run_tokens:
                 continue
             keys = self._keys(context.space, run.node, first, count)
             if keys is None:
                 continue
-            start = len(digests) // DIGEST_BYTES
+            start = num_digests(digests)
             runs += m.BLEND_RUN.pack(run.position, run.length, run.source_position, first, count, start)
             digests += keys
             nodes.append(run.node)

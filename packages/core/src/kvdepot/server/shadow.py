@@ -17,7 +17,7 @@ from collections import OrderedDict
 from typing import Final
 
 from kvdepot.index.eviction import Preference
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.server.duel import Duel
 from kvdepot.wire.operations import PoolEstimate
 
@@ -58,7 +58,7 @@ class ShadowIndex:
         self._segments: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in scales]  # key -> bytes
         self._sizes = [0] * len(scales)
         self._limits = [0.0] * len(scales)  # bytes of each segment, at the present rate
-        self._where: dict[bytes, int] = {}  # key -> segment
+        self.segment_of: dict[bytes, int] = {}  # by key of a chunk that is kept
         self._threshold = 0  # keys whose first two bytes are below it are sampled; 0: nothing was asked yet
         self._weight = 0
         self._highest = 255  # first byte of a sampled key
@@ -70,18 +70,13 @@ class ShadowIndex:
         """Share of the chunks that is sampled."""
         return self._threshold / _KEYS
 
-    @property
-    def num_sampled(self) -> int:
-        """Chunks that are kept."""
-        return len(self._where)
-
     def looked_up(self, digests: bytes, chunk_bytes: int) -> None:
         """Count a lookup of packed `(num_chunks, 32)` digests, each chunk of `chunk_bytes`."""
         if len(digests) == DIGEST_BYTES and digests[0] > self._highest:
             return
         if not self._threshold:
             self._begin(chunk_bytes)
-        keys, where, warmest = self._sampled(digests), self._where, self._segments[0]
+        keys, where, warmest = self._sampled(digests), self.segment_of, self._segments[0]
         found = num_warm = 0
         for key in keys:
             if where.get(key) == 0:  # mostly
@@ -98,7 +93,7 @@ class ShadowIndex:
         if keys:
             self._duel.looked_up(keys, chunk_bytes, found)
             self.preference.lru = self._duel.prefers_lru
-        if len(self._where) > self._budget:
+        if len(self.segment_of) > self._budget:
             self._set_threshold(self._threshold // 2)
 
     def stored(self, digests: bytes, chunk_bytes: int) -> None:
@@ -112,7 +107,7 @@ class ShadowIndex:
     def ended(self, key: bytes) -> None:
         """Forget a chunk whose session ended. The next lookup misses it."""
         if key < self._end:
-            segment = self._where.pop(key, None)
+            segment = self.segment_of.pop(key, None)
             if segment is not None:
                 self._sizes[segment] -= self._segments[segment].pop(key)
             self._duel.ended(key)
@@ -139,8 +134,8 @@ class ShadowIndex:
         self._highest = (self._threshold - 1) >> 8
         self._end = self._threshold.to_bytes(2, "big")
         self._marks = bytes(byte <= self._highest for byte in range(256))
-        for key in [key for key in self._where if key >= self._end]:
-            segment = self._where.pop(key)
+        for key in [key for key in self.segment_of if key >= self._end]:
+            segment = self.segment_of.pop(key)
             self._sizes[segment] -= self._segments[segment].pop(key)
         self._duel.keep(self._pool_bytes * self.rate, self._end.__gt__)
         ends = [scale * self._pool_bytes * self.rate for scale in self._scales]
@@ -152,7 +147,7 @@ class ShadowIndex:
         keys: list[bytes] = []
         place = marks.rfind(1)
         while place >= 0:
-            key = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+            key = digest_at(digests, place)
             if key < self._end:
                 keys.append(key)
             place = marks.rfind(1, 0, place)
@@ -160,7 +155,7 @@ class ShadowIndex:
 
     def _use(self, key: bytes, num_bytes: int) -> int | None:
         """Put a chunk to the warm end; return the segment where it was, None if it was nowhere."""
-        segments, sizes, where = self._segments, self._sizes, self._where
+        segments, sizes, where = self._segments, self._sizes, self.segment_of
         found = where.get(key)
         if found == 0:
             segments[0].move_to_end(key)

@@ -19,7 +19,7 @@ from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.columns import make_column
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import digest_at, num_digests
 from kvdepot.pool.table import Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.tiers.jobs import Job, Operation, Part
@@ -89,11 +89,11 @@ class Prefix:
     @property
     def num_chunks(self) -> int:
         """The number of its chunks."""
-        return len(self.digests) // DIGEST_BYTES
+        return num_digests(self.digests)
 
     def digest(self, chunk: int) -> bytes:
         """Return the key of one chunk."""
-        return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+        return digest_at(self.digests, chunk)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.index import ChunkIndex, Space
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import num_digests
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.known import KnownTier
@@ -105,7 +105,7 @@ class Tiering:
             index, self._tiers, self._keys, settings.demotion, settings.least_tokens, self.counters, on_corrupt
         )
         self.promotion_context = PromotionContext(index, self._keys, self.counters, clock, settings.promotion_seconds)
-        self._promotions = Promotions(self.promotion_context, self._tiers)
+        self.promotions = Promotions(self.promotion_context, self._tiers)
         self.due = 0.0  # `turn` must be called by then, in seconds of the clock
         self._next_look = 0.0
 
@@ -118,16 +118,6 @@ class Tiering:
     def num_used(self) -> int:
         """The number of tiers without removed ones."""
         return sum(not queue.is_retired for queue in self.queues)
-
-    @property
-    def num_promotions(self) -> int:
-        """The number of prefixes on their way up."""
-        return len(self._promotions)
-
-    @property
-    def num_under_way(self) -> int:
-        """The number of calls of tiers and of entries on their way up."""
-        return sum(queue.num_calls for queue in self.queues) + self._promotions.num_coming
 
     def status(self) -> list[TierStatus]:
         """Return the state of each tier for operators."""
@@ -161,7 +151,7 @@ class Tiering:
             pairs = zip(labels, self._keys.labels(owner), strict=True)
             return all(wanted in (None, label) for wanted, label in pairs)
 
-        self._promotions.stop(is_meant)
+        self.promotions.stop(is_meant)
         self.due = 0.0
         yield 0
         for queue in self.queues:
@@ -236,17 +226,17 @@ class Tiering:
         Returns:
             False if no tier can be asked, or very many lookups wait; then `on_answer` is never called.
         """
-        missing_tokens = (len(digests) // DIGEST_BYTES - found) * space.spec.chunk_tokens
+        missing_tokens = (num_digests(digests) - found) * space.spec.chunk_tokens
         is_worth_it = missing_tokens >= self.settings.promotion_least_tokens
         if not places or not is_worth_it or all(tier.queue.is_suspended for tier in self._tiers):
             return False
-        if self._promotions.is_full:
+        if self.promotions.is_full:
             self.counters[_PROMOTIONS_REFUSED] += 1
             return False
         self.counters[_PROMOTIONS] += 1
         self.due = 0.0
         waiter = Waiter(wait_seconds, self._clock() + wait_seconds, on_answer)
-        self._promotions.begin(Prefix(space, digests, places, label, token_seconds), found, pins, waiter)
+        self.promotions.begin(Prefix(space, digests, places, label, token_seconds), found, pins, waiter)
         return True
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -271,7 +261,7 @@ class Tiering:
                     part.job.on_part(part)
                 if is_over():
                     break
-        self._promotions.turn(is_over)
+        self.promotions.turn(is_over)
         self._demotions.turn(is_over)
         self.due = self._next_deadline()
 
@@ -280,7 +270,7 @@ class Tiering:
         if self._demotions.has_work or any(queue.has_results for queue in queues):
             return now
         # A call of a thread has no deadline before it begins, and nothing tells the loop that it has begun.
-        times = itertools.chain([self._promotions.next_deadline()], (queue.next_deadline() for queue in queues))
+        times = itertools.chain([self.promotions.next_deadline()], (queue.next_deadline() for queue in queues))
         return min([now + _IDLE_SECONDS, *(due for due in times if due is not None)])
 
     def close(self, drain_seconds: float = 0.0) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.backends import CacheGroup, KVCache, TransferContext
-from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.keys import KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.pattern import PagePattern
 from kvdepot.layout import GroupKind
 from kvdepot.wire.messages import CacheSpec
@@ -187,7 +187,7 @@ class Cache:
             step = self.plan.blocks_per_chunk(group)
             first = run.num_chunks - len(block_ids[group]) // step
             for chunk in range(first, run.num_chunks):
-                key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+                key = digest_at(run.digests, chunk)
                 seeds = self._pattern.seeds(key, len(plan.page_sizes_bytes), step, tag=group * 64 + plan.shard)
                 for page, size in enumerate(plan.page_sizes_bytes):
                     for place in range(step):
