@@ -15,6 +15,7 @@ from kvdepot.index.restore import Restoring, restore
 from kvdepot.index.visibility import Visibility
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.files import open_pool
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.server import commands
@@ -237,16 +238,16 @@ def test_a_step_that_fails_leaves_an_index_that_serves(
 
 def make_server(folder: Path) -> DepotServer:
     (folder / "pool").mkdir(exist_ok=True)
-    return DepotServer(
-        ServerConfig(directory=folder / "depot", pool_directory=folder / "pool", pool_size_bytes=1 << 20)
-    )
+    config = ServerConfig(directory=folder / "depot", pool_directory=folder / "pool", pool_size_bytes=1 << 20)
+    files = open_pool(config.pool_path, 1 << 20, NUM_RECORDS, server="an earlier depot")
+    files.take_place()
+    files.close(remove=False)
+    return DepotServer(config)
 
 
 def test_a_server_whose_reading_back_fails_goes_on_without_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_server(tmp_path).close()
-
     def failing(*_arguments: object) -> Iterator[int | None]:
         yield None
         raise RuntimeError("a mistake")
@@ -271,6 +272,8 @@ def test_a_worker_that_is_back_by_the_time_that_its_entries_are_looked_at_is_not
         return reply.context
 
     with closing(make_server(tmp_path)) as server:
+        assert server.restoring is not None
+        server.restoring.go_on(lambda: False)
         for number, name in enumerate(("a", "b")):
             run = prompt(2, number)
             store = m.PrepareStore(register(server, name), "r", "", run.digests, 0, run.parent, (2,))
