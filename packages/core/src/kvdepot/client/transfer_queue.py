@@ -75,7 +75,7 @@ class TransferQueue:
             self._current.transfer.resolve(False)
 
     def drain_soon(self) -> None:
-        """Take in replies to abandoned requests, on the thread if there is one. Never wait."""
+        """Take in replies to abandoned requests, on the thread if there is one. Let go of a lost link. Never wait."""
         if self._thread.is_alive():
             self._jobs.put(None)
         elif self._lock.acquire(blocking=False):
@@ -115,6 +115,12 @@ class TransferQueue:
                 self._drain()
 
     def _drain(self) -> None:
-        if self._channel is not None:
-            with contextlib.suppress(DepotUnavailable):
-                self._channel.drain()
+        channel = self._channel
+        if channel is None:
+            return
+        if not channel.link.mark_lost.alive:  # or an idle worker keeps the pool of the server before mapped
+            channel.close()
+            self._channel = None
+            return
+        with contextlib.suppress(DepotUnavailable):
+            channel.drain()

@@ -276,6 +276,8 @@ class WorkerTransfers:
         return not any(each.num_owed for each in self._queues)
 
     def _on_open(self, link: Link) -> None:
+        for each in self._queues:
+            each.drain_soon()
         self._carrier.opened(link)
         self._verifier.warn_if_impossible(link)
         mapping = link.mapping
