@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from kvdepot.backends import KVCache
-from kvdepot.errors import LayoutError
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.layout import GroupKind
 from kvdepot.testing.backend import prompt
@@ -87,8 +86,3 @@ def test_what_it_hands_over_comes_back(engine: str, lazy: bool, fake: FakeDevice
         assert torch().equal(after[8:], kept[:8])
         assert torch().equal(after[:8], kept[:8])
     context.close()
-
-
-def test_keys_without_values_are_refused_with_the_way_out(depot: DepotProcess) -> None:
-    with pytest.raises(LayoutError, match="fp8 with dynamic scales"):
-        register(ENGINES["attention"], {"a": view(), "b": view()}, depot.url)

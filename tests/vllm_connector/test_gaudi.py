@@ -1,4 +1,7 @@
-"""Caches of vllm-gaudi are registered, or refused in words. Stand-ins follow its source."""
+"""Caches of vllm-gaudi that are odd: registered, or refused in words. Stand-ins follow its source.
+
+`tests/hpu/test_vllm.py` has the common ones, with their bytes.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,10 +46,6 @@ def full(number: int, *names: str, is_mla: bool = False) -> EngineGroup:
     return EngineGroup(number, GroupKind.FULL_ATTENTION, 128, 0, names, is_mla, False)
 
 
-def window(number: int, *names: str) -> EngineGroup:
-    return EngineGroup(number, GroupKind.SLIDING_WINDOW, 128, 512, names, False, False)
-
-
 def state(number: int, *names: str) -> EngineGroup:
     return EngineGroup(number, GroupKind.RECURRENT, 128, 0, names, False, False)
 
@@ -55,31 +54,11 @@ def cache(*groups: EngineGroup) -> EngineCache:
     return EngineCache(groups, len(groups), 128, 1, "bfloat16", "test")
 
 
-def test_keys_and_values_are_registered_layer_after_layer() -> None:
-    (group,) = worker_groups(cache(full(0, "a", "b")), {"a": pair(1), "b": pair(2)}, NUM_BLOCKS, 0)
-    assert [tensor.address for tensor in group.tensors] == [11, 12, 21, 22]
-    assert (group.num_layers, group.hidden_dims, group.is_mla) == (2, (128, 2, 64), False)
-
-
-def test_several_groups_of_pairs_are_several_groups() -> None:
-    layers = {"a": pair(1), "b": pair(2), "c": pair(1)}  # two groups may share an address
-    groups = worker_groups(cache(full(0, "a"), window(1, "b", "c")), layers, NUM_BLOCKS, 0)
-    assert [[tensor.address for tensor in group.tensors] for group in groups] == [[11, 12], [21, 22, 11, 12]]
-    assert [group.kind for group in groups] == [GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW]
-
-
 def test_layers_that_share_memory_are_registered_once() -> None:
     layers = {"a": pair(1), "b": pair(2), "c": pair(1)}
     (group,) = worker_groups(cache(full(0, "a", "b", "c")), layers, NUM_BLOCKS, 0)
     assert [tensor.address for tensor in group.tensors] == [11, 12, 21, 22]
     assert group.num_layers == 2
-
-
-def test_latent_attention_is_one_tensor_a_layer() -> None:
-    layers = {"a": Tensor(1, (NUM_BLOCKS, 128, 576)), "b": Tensor(2, (NUM_BLOCKS, 128, 576))}
-    (group,) = worker_groups(cache(full(0, "a", "b", is_mla=True)), layers, NUM_BLOCKS, 0)
-    assert [tensor.address for tensor in group.tensors] == [1, 2]
-    assert (group.num_layers, group.is_mla) == (2, True)
 
 
 def test_kernel_blocks_of_pairs_join_to_blocks() -> None:
