@@ -221,19 +221,6 @@ class ContextTable:
         if len(self.handing_over) < MAXIMUM_HAND_OVERS:
             self.handing_over.add((instance, request_id))
 
-    def find(self, session: int, number: int) -> Context:
-        """Return a context of a session.
-
-        Raises:
-            Refused: the session has no such context.
-        """
-        context = self.by_number.get(number)
-        if context is None or context.session != session:
-            raise Refused(
-                ErrorCode.UNKNOWN_CONTEXT, f"context {number} is not registered by this session: register again"
-            )
-        return context
-
     def of_session(self, session: int) -> list[Context]:
         """Return every context of a session."""
         return [context for context in self.by_number.values() if context.session == session]

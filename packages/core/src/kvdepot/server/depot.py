@@ -95,7 +95,11 @@ class Depot:
         handler = self._handlers.get(type(request))
         if handler is not None:
             of_context: Any = request
-            return handler(self.contexts.find(session, of_context.context), request)
+            context = self.contexts.by_number.get(of_context.context)
+            if context is None or context.session != session:
+                text = f"context {of_context.context} is not registered by this session: register again"
+                raise Refused(ErrorCode.UNKNOWN_CONTEXT, text)
+            return handler(context, request)
         if isinstance(request, m.RegisterKVCache):
             return self._register_worker(session, writer, request)
         assert isinstance(request, m.RegisterScheduler)

@@ -1,5 +1,6 @@
 """Lookups, hints and retrieves: the requests of engines about prefixes that the depot may have."""
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
@@ -16,6 +17,8 @@ from kvdepot.server.replies import Deferred, Refused, Steps, count_digests, run
 from kvdepot.server.state import HINTS_CUT, DepotState
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
 
 _LOOKUPS: Final = depot_counter("lookups", "Lookups by schedulers")
 _LOOKUP_CHUNKS: Final = depot_counter("lookup_chunks", "Chunks looked up")
@@ -72,22 +75,28 @@ class Lookups:
         tokens = self._usage.tokens_of(request.tenant or _DEFAULT_TENANT)
         tokens[0] += num_chunks * space.spec.chunk_tokens
         tokens[1] += query.found * space.spec.chunk_tokens
-        if query.is_whole:
-            return self._found(query)
+        if query.found == num_chunks:
+            return self._grant(query)
         return run(self._complete(query, tokens))
 
     def _complete(self, query: Query, tokens: list[int]) -> Steps:
         """Wait for chunks that another request computes, or for those that the tiers have and what follows them."""
         context, request, began = query.context, query.request, self._state.clock()
         query.until = began + request.wait_seconds
-        if not (yield partial(self._join, query)):
-            if not (yield partial(self._promote, query)):
-                return self._found(query)
+        if (yield partial(self._join, query)):
+            query.waited_for = "another request"
+        elif (yield partial(self._promote, query)):
+            query.waited_for = "the tiers"
             if self._is_gone(context):
                 return self._gone(context)
             tokens[2] += max(0, query.refresh(self._index)) * context.space.spec.chunk_tokens
-            if request.joins and not query.is_whole and not (yield partial(self._join, query)):
-                yield partial(self._await, query.first(request.awaits))
+            if request.joins and not query.is_whole:
+                if (yield partial(self._join, query)):
+                    query.waited_for = "the tiers, then another request"
+                elif (yield partial(self._await, query.first(request.awaits))):
+                    query.waited_for = "the tiers, then an engine of another node"
+        else:
+            return self._found(query)
         if self._is_gone(context):
             return self._gone(context)
         query.refresh(self._index)
@@ -118,12 +127,12 @@ class Lookups:
         request = query.request
         return self._ask_tiers(
             query.context, request.tenant, query.digests, query.found, query.nodes, on_answer, request.wait_seconds,
-            request.token_seconds,
+            request.token_seconds, request.request_id,
         )  # fmt: skip
 
     def _ask_tiers(
         self, context: Context, tenant: str, digests: bytes, found: int, nodes: tuple[int, ...],
-        on_answer: Callable[[], None], wait_seconds: float = 60.0, token_seconds: float = 0.0,
+        on_answer: Callable[[], None], wait_seconds: float = 60.0, token_seconds: float = 0.0, request_id: str = "",
     ) -> bool:  # fmt: skip
         """Promote the chunks of a prefix that the tiers have, then call `on_answer`. False if they cannot be asked."""
         tiering = self._state.tiering
@@ -140,7 +149,7 @@ class Lookups:
         return tiering.promote(
             context.space, digests, places, label, found=found, pins=nodes,
             wait_seconds=min(wait_seconds, tiering.settings.promotion_seconds), on_answer=on_answer,
-            token_seconds=token_seconds,
+            token_seconds=token_seconds, request_id=request_id,
         )  # fmt: skip
 
     def _observe(self, digests: bytes, space: Space) -> None:
@@ -160,15 +169,26 @@ class Lookups:
             yield
 
     def _found(self, query: Query, waited_seconds: float = 0.0) -> m.LookupReply:
-        context, request, found = query.context, query.request, query.found
-        epoch, leases = self._state.epoch, self._leases
-        self._counters[_LOOKUP_CHUNKS_HIT] += found
-        num_pending = 0
+        """Answer with the chunks that are here, and announce the others as being computed."""
+        request, num_pending = query.request, 0
         if not query.is_whole:
             if request.joins:
                 num_pending = self._flights.pending(query)
             if request.announces and not num_pending:
                 self._flights.begin(query)
+        return self._grant(query, waited_seconds, num_pending)
+
+    def _grant(self, query: Query, waited_seconds: float = 0.0, num_pending: int = 0) -> m.LookupReply:
+        """Lease the chunks that are here, and count them as used."""
+        context, request, found = query.context, query.request, query.found
+        epoch, leases = self._state.epoch, self._leases
+        self._counters[_LOOKUP_CHUNKS_HIT] += found
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "lookup %s of %s: %d of %d chunks, waited %.3f s for %s; %s",
+                request.request_id, context.instance, found, len(query.digests) // DIGEST_BYTES, waited_seconds,
+                query.waited_for or "nothing", self._why_not_more(query, num_pending),
+            )  # fmt: skip
         if not found:
             return m.LookupReply(epoch, 0, 0, 0.0, waited_seconds, num_pending)
         lease = leases.grant(context.number, request.request_id, query.nodes, self._state.clock())
@@ -176,6 +196,25 @@ class Lookups:
         if self._state.tiering is not None:
             self._state.tiering.used(query.nodes[-1])
         return m.LookupReply(epoch, found, lease, leases.lease_seconds, waited_seconds, num_pending)
+
+    def _why_not_more(self, query: Query, num_pending: int) -> str:
+        """Say for the log why a lookup found no more chunks."""
+        state, tiering = self._state, self._state.tiering
+        if query.is_whole:
+            return "all of them"
+        if num_pending:
+            return f"another request computes the next {num_pending}"
+        if query.waited_for:
+            return f"the next one did not come within {query.request.wait_seconds:g} s, or nobody has it"
+        if tiering is None:
+            return "the pool lacks the next one, and there is no tier"
+        if not state.accepts_stores:
+            return "the pool lacks the next one, and the tiers are not asked while stores are declined"
+        if not self._contexts.places(query.context.space, query.context.instance)[0]:
+            return "the pool lacks the next one, and the tiers are not asked without a worker for each shard"
+        if all(queue.is_suspended for queue in tiering.queues):
+            return "the pool lacks the next one, and every tier is suspended"
+        return "the pool lacks the next one, and the tiers are not asked for so few tokens or by so many lookups"
 
     def release(self, context: Context, request: m.Release) -> frames.Reply:
         """End leases; the reply counts them."""

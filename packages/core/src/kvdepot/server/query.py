@@ -18,6 +18,7 @@ class Query:
     found: int
     nodes: tuple[int, ...]
     until: float = 0.0  # the request's longest wait ends
+    waited_for: str = ""  # what brought chunks, or was to
 
     @property
     def is_whole(self) -> bool:

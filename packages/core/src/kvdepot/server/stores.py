@@ -1,5 +1,6 @@
 """Stores: a worker asks for extents, writes them or has its mover write them, and commits or aborts the ticket."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,6 +20,8 @@ from kvdepot.server.replies import Refused, count_digests
 from kvdepot.server.state import DepotState
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
 
 _STORES: Final = depot_counter("stores", "Stores prepared")
 _STORE_CHUNKS: Final = depot_counter("store_chunks", "Chunks in prepared stores")
@@ -94,18 +97,26 @@ class Stores:
         counters[_STORES] += 1
         counters[_STORE_CHUNKS] += num_chunks
         writer = self._writer_of(context)
-        if not state.accepts_stores or state.is_draining or writer is None:
-            return self._decline(request)
+        if not state.accepts_stores or state.is_draining:
+            return self._decline(request, "stores are declined: the depot restores, drains or stops")
+        if writer is None:
+            return self._decline(request, "its mover is not ready")
         if context.writing_bytes > index.extents.capacity_bytes // 2:
             counters[_STORES_WITHOUT_COMMIT] += 1
-            return self._decline(request)
+            return self._decline(request, "its worker holds half of the pool in unfinished stores")
         parent = NO_NODE
         if request.first_chunk:
             above = index.nodes.find(space, request.parent, request.first_chunk - 1)
             if above is None and space.full_mask:
-                return self._decline(request)  # the prefix was evicted: no lookup could ever find these chunks
+                # No lookup could ever find these chunks.
+                return self._decline(request, "the chunk before it was evicted")
             parent = NO_NODE if above is None else above
-        plan = self._begin_entries(context, request, writer, parent)
+        num_steps, plan = index.evictor.num_steps, self._begin_entries(context, request, writer, parent)
+        logger.debug(
+            "store of %s: %d entries begun, %d are here, %d declined for lack of room; %d chunks evicted for it",
+            request.request_id, len(plan.records), plan.num_present, plan.num_declined,
+            index.evictor.num_steps - num_steps,
+        )  # fmt: skip
         counters[_STORE_ENTRIES_PRESENT] += plan.num_present
         counters[_STORE_ENTRIES_DECLINED] += plan.num_declined
         if not plan.records:
@@ -126,8 +137,9 @@ class Stores:
             return context.writer
         return None if self._state.movers is None else self._state.movers.writer_of(context.number)
 
-    def _decline(self, request: m.PrepareStore) -> m.StorePlan:
+    def _decline(self, request: m.PrepareStore, why: str) -> m.StorePlan:
         num_declined = sum(request.covered)
+        logger.debug("store of %s: all %d entries declined: %s", request.request_id, num_declined, why)
         self._counters[_STORE_ENTRIES_DECLINED] += num_declined
         return m.StorePlan(self._state.epoch, 0, b"", 0, num_declined)
 

@@ -4,6 +4,7 @@
 second half, which reads the entries. `Promotions` resumes the generators whose parts have arrived.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import ShardPlace
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import QUESTIONS_A_STEP, Entry, IsOver, Pause, Prefix, PromotionContext, Reading
+
+logger = logging.getLogger(__name__)
 
 _PROMOTIONS_NOT_WORTH_IT: Final = depot_counter(
     "promotions_not_worth_it", "Promotions skipped because the engine computes faster than the tier reads"
@@ -113,6 +116,7 @@ class Promotion:
         """
         prefix, space = self.prefix, self.prefix.space
         if tier.queue.is_suspended:
+            self._log(tier, "it is suspended")
             return 0
         entries = self._missing_of(self._found) if space.full_mask else []
         entries = [(chunk, place) for chunk, place in entries if space.full_mask & 1 << place.group]
@@ -120,6 +124,7 @@ class Promotion:
         if is_first:
             there = yield from self._ask(tier, entries)
             if not there or not all(there):
+                self._log(tier, "it does not have the next chunk, or did not answer in time")
                 return 0
         if not is_first or space.windows or limit < prefix.num_chunks:
             limit = min(prefix.num_chunks, self._found + max(1, MAXIMUM_QUESTIONS // len(prefix.places)))
@@ -129,14 +134,20 @@ class Promotion:
                 return 0
         length = yield from self._usable_prefix(limit, entries, there)
         if length <= self._found or self._is_stopped:
+            self._log(tier, "it has no longer prefix, or nobody waits for it")
             return 0
         wanted, num_bytes = yield from self._wanted(length)
         num_tokens = (length - self._found) * space.spec.chunk_tokens
         if not tier.is_worth_reading(num_bytes, num_tokens * prefix.token_seconds):
             self._context.counters[_PROMOTIONS_NOT_WORTH_IT] += 1
+            self._log(tier, f"declined: the engine computes {num_tokens} tokens faster than {num_bytes} bytes are read")
             return 0
+        self._log(tier, f"reads chunks {self._found} to {length}, {num_bytes} bytes")
         yield from self._read(tier, wanted)
         return limit
+
+    def _log(self, tier: KnownTier, decision: str) -> None:
+        logger.debug("promotion for %s from tier %s: %s", self.prefix.request_id or "-", tier.queue.name, decision)
 
     def _ask(self, tier: KnownTier, entries: Sequence[Entry]) -> Generator[Pause, IsOver, list[bool]]:
         """Return which entries the tier claims to have; nothing if it is suspended or late."""

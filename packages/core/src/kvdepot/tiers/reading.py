@@ -78,6 +78,7 @@ class Prefix:
         places: of every shard of every group of the model's cache.
         owner: number of tenant and model.
         token_seconds: the engine's time per computed token, 0 for unknown.
+        request_id: of the lookup; empty if there is none.
     """
 
     space: Space
@@ -85,6 +86,7 @@ class Prefix:
     places: Sequence[ShardPlace]
     owner: int
     token_seconds: float = 0.0
+    request_id: str = ""
 
     @property
     def num_chunks(self) -> int:

@@ -209,6 +209,7 @@ class Tiering:
         wait_seconds: float,
         on_answer: Callable[[], None],
         token_seconds: float = 0.0,
+        request_id: str = "",
     ) -> bool:
         """Ask the tiers for the part of a prefix that the pool lacks.
 
@@ -222,6 +223,7 @@ class Tiering:
             wait_seconds: how long the lookup may wait.
             on_answer: called once, when no more entries can come or the time is up.
             token_seconds: the engine's time per computed token, 0 for unknown. Slower tiers are not read.
+            request_id: of the lookup, for the log.
 
         Returns:
             False if no tier can be asked, or very many lookups wait; then `on_answer` is never called.
@@ -236,7 +238,7 @@ class Tiering:
         self.counters[_PROMOTIONS] += 1
         self.due = 0.0
         waiter = Waiter(wait_seconds, self._clock() + wait_seconds, on_answer)
-        self.promotions.begin(Prefix(space, digests, places, label, token_seconds), found, pins, waiter)
+        self.promotions.begin(Prefix(space, digests, places, label, token_seconds, request_id), found, pins, waiter)
         return True
 
     # --- the loop -------------------------------------------------------------------------------------------------
