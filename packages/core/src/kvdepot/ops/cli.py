@@ -75,7 +75,11 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     )  # fmt: skip
     client = _Parser(add_help=False, parents=[common])
     client.add_argument(
-        "--dir", "--url", dest="url", metavar="DIR", help=f"depot to ask: its directory (default {default_directory()})"
+        "--dir",
+        "--url",
+        dest="depot",
+        metavar="DIR",
+        help=f"depot to ask: its directory (default {default_directory()})",
     )
     json_output = _Parser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print JSON")

@@ -4,137 +4,87 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, Literal, cast, get_args, get_origin
 
 import msgspec
+from msgspec.structs import fields
 
 from kvdepot.client.operator import ask_depot
-from kvdepot.config import counted, exact_size, format_size, parse_size
+from kvdepot.config import counted, exact_size, format_size
 from kvdepot.errors import ConfigError, printable, reason_of
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
-from kvdepot.ops.settings import as_argument, number_argument
-from kvdepot.wire import messages as m
+from kvdepot.ops.settings import as_argument
 from kvdepot.wire import operations as o
-from kvdepot.wire.operation import Operation, R
+from kvdepot.wire.operation import Argument, Command, Operation, R
 
-_WARM_SECONDS: Final = 90.0  # for one prefix; the depot waits for a minute at most
-_PATIENT_SECONDS: Final = 30.0  # for requests that take many steps
-_CLEAR_SECONDS: Final = 600.0  # for tiers with very many entries
 _POLL_SECONDS: Final = 0.2
-_KEYS_HELP: Final = (
-    " The file has one prefix per line, as JSON. A prefix is either the keys of its chunks as hex strings,"
-    ' {"digests": ["9f..", ..], "tenant": "default"}, or a prompt as the engine sees it, {"tokens": [1, 2, ..],'
-    ' "namespace": {"model": ..}, "chunk_tokens": 64}. Use - for standard input.'
-)
+_GROUPS: Final = {
+    "tier": (
+        "add a tier to a running depot, or remove one",
+        "Add a tier to a running depot, or remove one, until the depot stops.",
+    )
+}
 
 
 def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
-    """Add the commands to the subparsers of `kvdepot`.
+    """Add the commands of operations to the subparsers of `kvdepot`.
 
     Args:
         commands: what `add_subparsers` returned.
         client: has the options that name a depot.
         json_output: has `--json`.
     """
-    find = commands.add_parser(
-        "find", parents=[client, json_output], help="show how much of prefixes the pool holds",
-        description="Show how much of each prefix the pool holds." + _KEYS_HELP,
-    )  # fmt: skip
-    find.set_defaults(run=_find)
-    find.add_argument("keys", metavar="KEYS|TRACE", help="file of prefixes, or - for standard input")
-
-    clear = commands.add_parser(
-        "clear", parents=[client], help="remove entries that are not in use",
-        description="Remove entries that are not in use from the pool and the tiers. With --prefix, remove only from"
-        " the pool, and only entries that no other prefix needs." + _KEYS_HELP,
-    )  # fmt: skip
-    clear.set_defaults(run=_clear)
-    clear.add_argument("--all", action="store_true", help="remove everything")
-    clear.add_argument("--tenant", help="remove only entries of this tenant")
-    clear.add_argument("--model", help="remove only entries of this model, by the name that engines registered")
-    clear.add_argument("--prefix", metavar="KEYS|TRACE", help="remove only the prefixes in this file")
-
-    warm = commands.add_parser(
-        "warm", parents=[client], help="load prefixes from the tiers, and pin them",
-        description="Load prefixes from the tiers into the pool." + _KEYS_HELP,
-    )  # fmt: skip
-    warm.set_defaults(run=_warm)
-    warm.add_argument("keys", metavar="KEYS|TRACE", help="file of prefixes, or - for standard input")
-    warm.add_argument(
-        "--pin", type=number_argument, default=0.0, metavar="SECONDS", help="keep them in the pool for this long"
-    )
-
-    unpin = commands.add_parser(
-        "unpin", parents=[client], help="end pins set by warm --pin",
-        description="End all pins that 'kvdepot warm --pin' set. The entries stay until the pool needs their space.",
-    )  # fmt: skip
-    unpin.set_defaults(run=_unpin)
-    unpin.add_argument("--tenant", help="end only pins of this tenant")
-
-    quota = commands.add_parser(
-        "quota", parents=[client], help="change a tenant's quota",
-        description="Change the share of the pool reserved for a tenant, until the server stops. Use serve --quota to"
-        " keep it.",
-    )  # fmt: skip
-    quota.set_defaults(run=_quota)
-    quota.add_argument("tenant", metavar="TENANT")
-    quota.add_argument("size", metavar="SIZE|none", type=as_argument(_parse_quota_size), help="for example 8GiB")
-
-    tier = commands.add_parser(
-        "tier", help="add a tier to a running depot, or remove one",
-        description="Add a tier to a running depot, or remove one, until the depot stops.",
-    )  # fmt: skip
-    tier_commands = tier.add_subparsers(required=True, metavar="COMMAND")
-    add = tier_commands.add_parser(
-        "add", parents=[client], help="add a tier",
-        description="Add a tier below the existing ones, until the server stops. Use serve --tier to keep it.",
-    )  # fmt: skip
-    add.set_defaults(run=_add_tier)
-    add.add_argument("tier", metavar="URL", help="as for serve --tier; - reads it from standard input")
-    remove = tier_commands.add_parser(
-        "remove", parents=[client], help="stop using a tier",
-        description="Stop using a tier. Its entries stay in storage; writes still waiting for it are dropped.",
-    )  # fmt: skip
-    remove.set_defaults(run=_remove_tier)
-    remove.add_argument("tier", metavar="NAME", help="as shown by 'kvdepot status'")
-
-    drain = commands.add_parser(
-        "drain", parents=[client], help="decline new stores before a stop",
-        description="Decline new stores; cached prefixes are still found. Exits with 0 once no store is in progress and"
-        " all waiting entries are written to the tiers, with 1 if that takes longer than --wait.",
-    )  # fmt: skip
-    drain.set_defaults(run=_drain)
-    drain.add_argument("--resume", action="store_true", help="accept stores again")
-    drain.add_argument(
-        "--wait", type=number_argument, default=60.0, metavar="SECONDS", help="longest time to wait (default 60)"
-    )
-
-    level = commands.add_parser(
-        "loglevel", parents=[client], help="change the log level of a running depot",
-        description="Change the log level of a running depot, until it stops. Use serve --log-level to keep it.",
-    )  # fmt: skip
-    level.set_defaults(run=_log_level)
-    level.add_argument("level", choices=("debug", "info", "warning", "error"))
-
-    config = commands.add_parser(
-        "config", parents=[client, json_output], help="show a running depot's settings",
-        description="Show the settings of a running depot as a file for 'kvdepot serve --config'.",
-    )  # fmt: skip
-    config.set_defaults(run=_config)
+    groups: dict[str, Any] = {"": commands}
+    for operation in o.OPERATIONS:
+        command = operation.command
+        if command is None:
+            continue
+        group, _, name = command.name.rpartition(" ")
+        if group not in groups:
+            texts = _GROUPS[group]
+            made = commands.add_parser(group, help=texts[0], description=texts[1])
+            groups[group] = made.add_subparsers(required=True, metavar="COMMAND")
+        parser = groups[group].add_parser(
+            name, parents=[client, json_output] if command.has_json else [client],
+            help=command.help, description=command.description,
+        )  # fmt: skip
+        parser.set_defaults(run=_RUN.get(operation) or partial(_run, operation, command))
+        for option, argument in command.options:
+            _add_argument(parser, option, argument, argument.default)
+        for each in fields(operation):
+            kind, *metadata = get_args(each.type) or (each.type,)
+            for argument in metadata:
+                if isinstance(argument, Argument):
+                    choices = get_args(kind) if get_origin(kind) is Literal else None
+                    _add_argument(parser, each.name, argument, each.default, choices)
 
 
-def _ask(options: argparse.Namespace, request: Operation[R], seconds: float = 2.0) -> R:
-    return ask_depot(request, options.url, seconds)
+def _add_argument(
+    parser: argparse.ArgumentParser, name: str, argument: Argument, default: Any, choices: Any = None
+) -> None:
+    options: dict[str, Any] = {"help": argument.help}
+    if isinstance(default, bool):
+        options |= {"action": "store_const", "const": not default}
+    else:
+        options |= {"type": as_argument(argument.read), "metavar": argument.metavar, "choices": choices}
+    if default is msgspec.NODEFAULT:
+        parser.add_argument(name, **options)
+    else:
+        parser.add_argument(argument.flag or f"--{name}", dest=name, default=default, **options)
 
 
-def _count(options: argparse.Namespace, request: Operation[m.Done], seconds: float = 2.0) -> int:
-    return _ask(options, request, seconds).count
+def _run(operation: type[o.OperatorRequest], command: Command, options: argparse.Namespace) -> int:
+    request = operation(**{name: getattr(options, name) for name in operation.__struct_fields__})
+    print(command.says(request, _ask(options, request)))
+    return 0
 
 
-def _parse_quota_size(text: str) -> int:
-    return 0 if text == "none" else parse_size(text)
+def _ask(options: argparse.Namespace, request: Operation[R]) -> R:
+    return ask_depot(request, options.depot, request.seconds)
 
 
 # --- files of prefixes ----------------------------------------------------------------------------------------------
@@ -176,9 +126,9 @@ def _prefixes_in(file: str) -> list[tuple[str, bytes]]:
 
 
 def _prefix_of(line: str) -> tuple[str, bytes]:
-    fields = msgspec.json.decode(line)
-    is_traced = isinstance(fields, dict) and "tokens" in fields
-    return msgspec.convert(fields, _Traced if is_traced else _Keys).packed()
+    given = msgspec.json.decode(line)
+    is_traced = isinstance(given, dict) and "tokens" in given
+    return msgspec.convert(given, _Traced if is_traced else _Keys).packed()
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
@@ -186,7 +136,7 @@ def _prefix_of(line: str) -> tuple[str, bytes]:
 
 def _find(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
-    for _, digests in _prefixes_in(options.keys):
+    for _, digests in _prefixes_in(options.digests):
         reply = _ask(options, o.Find(digests))
         found.append(
             {"num_chunks": len(digests) // DIGEST_BYTES, "found": [msgspec.to_builtins(p) for p in reply.prefixes]}
@@ -210,61 +160,38 @@ def _find(options: argparse.Namespace) -> int:
 
 
 def _clear(options: argparse.Namespace) -> int:
-    if not (options.all or options.tenant or options.model or options.prefix):
+    if not (options.all or options.tenant or options.model or options.digests):
         raise ConfigError("name what to clear by --tenant, --model or --prefix, or clear everything with --all")
-    if options.all and (options.tenant or options.model or options.prefix):
+    if options.all and (options.tenant or options.model or options.digests):
         raise ConfigError("--all clears everything: leave --tenant, --model and --prefix out, or --all")
-    prefixes = [b""] if options.prefix is None else [digests for _, digests in _prefixes_in(options.prefix) if digests]
+    prefixes = [b""]
+    if options.digests != b"":  # a file was named
+        prefixes = [digests for _, digests in _prefixes_in(options.digests) if digests]
     count = 0
     for digests in prefixes:
-        count += _count(options, o.Clear(options.tenant, options.model, digests), _CLEAR_SECONDS)
+        count += _ask(options, o.Clear(options.tenant, options.model, digests)).count
     print(f"{count:,} {'entry' if count == 1 else 'entries'} removed")
     return 0
 
 
 def _warm(options: argparse.Namespace) -> int:
     found = asked = 0
-    for tenant, digests in _prefixes_in(options.keys):
-        found += _count(options, o.Warm(tenant=tenant, digests=digests, pin_seconds=options.pin), _WARM_SECONDS)
+    for tenant, digests in _prefixes_in(options.digests):
+        found += _ask(options, o.Warm(tenant=tenant, digests=digests, pin_seconds=options.pin_seconds)).count
         asked += len(digests) // DIGEST_BYTES
-    print(f"{found:,} of {asked:,} chunks are in the pool{' and pinned' if options.pin else ''}")
-    return 0
-
-
-def _unpin(options: argparse.Namespace) -> int:
-    print(f"{counted(_count(options, o.Unpin(options.tenant), _PATIENT_SECONDS), 'pin')} ended")
-    return 0
-
-
-def _quota(options: argparse.Namespace) -> int:
-    moved = _count(options, o.SetQuota(options.tenant, options.size), _PATIENT_SECONDS)
-    quota = format_size(options.size) if options.size else "none"
-    counts = "count" if options.size else "no longer count"
-    print(f"the quota of {options.tenant} is now {quota}; existing chunks that {counts} against it: {moved:,}")
-    return 0
-
-
-def _add_tier(options: argparse.Namespace) -> int:
-    url = sys.stdin.readline().strip() if options.tier == "-" else options.tier
-    print(f"tiers in use: {_count(options, o.AddTier(url), _PATIENT_SECONDS)}")
-    return 0
-
-
-def _remove_tier(options: argparse.Namespace) -> int:
-    print(f"tiers in use: {_count(options, o.RemoveTier(options.tier))}")
+    print(f"{found:,} of {asked:,} chunks are in the pool{' and pinned' if options.pin_seconds else ''}")
     return 0
 
 
 def _drain(options: argparse.Namespace) -> int:
-    if options.resume:
-        _count(options, o.Drain(False))
+    if not options.is_draining:
+        _ask(options, o.Drain(False))
         print("stores are accepted again")
         return 0
-    _count(options, o.Drain())
+    _ask(options, o.Drain())
     end = time.monotonic() + options.wait
     while True:
-        reply = _ask(options, o.Status())
-        status = reply.status
+        status = _ask(options, o.Status()).status
         waiting = sum(tier.queued_write_bytes for tier in status.tiers)
         if not status.num_tickets and not waiting:
             print("drained: no store is in progress, nothing waits to be written")
@@ -279,19 +206,13 @@ def _drain(options: argparse.Namespace) -> int:
         time.sleep(_POLL_SECONDS)
 
 
-def _log_level(options: argparse.Namespace) -> int:
-    _count(options, o.SetLogLevel(options.level))
-    print(f"the depot's log level is now {options.level}")
-    return 0
-
-
 def _config(options: argparse.Namespace) -> int:
-    reply = _ask(options, o.Configuration())
+    settings = _ask(options, o.Configuration()).settings
     if options.json:
-        print(json.dumps(reply.settings, indent=2))
+        print(json.dumps(settings, indent=2))
         return 0
     print("# For 'kvdepot serve --config FILE'. Credentials of tiers are left out.")
-    for line in map(_describe_setting, reply.settings, reply.settings.values()):
+    for line in map(_describe_setting, settings, settings.values()):
         if line:
             print(printable(line))
     return 0
@@ -315,3 +236,8 @@ def _describe_setting(name: str, value: Any) -> str:
 
 def _quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # which TOML reads, too
+
+
+_RUN: Final[dict[type, Callable[[argparse.Namespace], int]]] = {  # commands that ask more than once or print more
+    o.Find: _find, o.Clear: _clear, o.Warm: _warm, o.Drain: _drain, o.Configuration: _config,
+}  # fmt: skip

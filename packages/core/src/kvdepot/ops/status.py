@@ -46,7 +46,7 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
 
 
 def _status(options: argparse.Namespace) -> int:
-    reply = ask_depot(o.Status(), options.url)
+    reply = ask_depot(o.Status(), options.depot)
     if options.json:
         # ASCII, so that clients' names cannot control the terminal.
         print(json.dumps(msgspec.to_builtins(reply.status), indent=2))
@@ -62,7 +62,7 @@ def _top(options: argparse.Namespace) -> int:
         raise ConfigError(f"kvdepot top needs {error.name}: pip install 'kvdepot[cli]'") from error
 
     def ask() -> o.DepotStatus:
-        return ask_depot(o.Status(), options.url).status
+        return ask_depot(o.Status(), options.depot).status
 
     run_top(ask, interval_seconds=max(0.1, options.interval), num_frames=options.frames)
     return 0

@@ -1,15 +1,35 @@
 """Operations: requests of operators to a running depot, and its status.
 
-A new operation is a class here and a handler in `kvdepot.server.commands`.
+A new operation is a class here and a handler in `kvdepot.server.commands`; a command that prints more than a line
+also has a function in `kvdepot.ops.operate`.
 """
 
+import sys
 from typing import Annotated, Any, Final, Literal, cast
 
 from msgspec import Meta, Struct, field
 
+from kvdepot.config import counted, format_size, parse_number, parse_size
 from kvdepot.layout import GroupKind
 from kvdepot.wire.messages import Digests, Done, Identifier, Label, Name
-from kvdepot.wire.operation import Endpoint, Operation, OperationReply
+from kvdepot.wire.operation import Argument, Command, Endpoint, Operation, OperationReply
+
+_PATIENT_SECONDS: Final = 30.0  # for requests that take many steps
+_FILE: Final = "KEYS|TRACE"
+_FILE_HELP: Final = "file of prefixes, or - for standard input"
+_KEYS_HELP: Final = (
+    " The file has one prefix per line, as JSON. A prefix is either the keys of its chunks as hex strings,"
+    ' {"digests": ["9f..", ..], "tenant": "default"}, or a prompt as the engine sees it, {"tokens": [1, 2, ..],'
+    ' "namespace": {"model": ..}, "chunk_tokens": 64}. Use - for standard input.'
+)
+
+
+def _parse_quota(text: str) -> int:
+    return 0 if text == "none" else parse_size(text)
+
+
+def _or_standard_input(text: str) -> str:
+    return sys.stdin.readline().strip() if text == "-" else text
 
 
 class GroupStatus(Struct, frozen=True, kw_only=True):
@@ -170,25 +190,6 @@ class ConfigurationReply(OperationReply, tag="configuration_reply", frozen=True)
     settings: dict[str, Any]
 
 
-class Warm(Operation[Done], tag="warm", frozen=True, kw_only=True):
-    """Promote a prefix from tiers, and pin it for `pin_seconds` unless that is 0."""
-
-    endpoints = (Endpoint("POST", "/cache/warm", "Load a prefix from the tiers, and pin it"),)
-    needs_entries = True
-
-    tenant: Name = "default"
-    digests: Digests
-    pin_seconds: Annotated[float, Meta(ge=0.0, le=30 * 86400.0)] = 0.0
-
-
-class Unpin(Operation[Done], tag="unpin", frozen=True):
-    """End the pins made by `Warm`, of one tenant or of all."""
-
-    endpoints = (Endpoint("POST", "/cache/unpin", "End pins"),)
-
-    tenant: Name | None = None
-
-
 class Status(Operation[StatusReply], tag="status", frozen=True):
     """Ask for the status."""
 
@@ -208,24 +209,13 @@ class Status(Operation[StatusReply], tag="status", frozen=True):
     )  # fmt: skip
 
 
-class Clear(Operation[Done], tag="clear", frozen=True):
-    """Delete unused chunks of one tenant and model, or of all, in the tiers too.
-
-    With `digests`, delete only the chunks that no prefix but this one (from chunk 0 on) needs, and only in the pool.
-    """
-
-    endpoints = (Endpoint("POST", "/cache/clear", "Remove entries that are not in use"),)
-    may_mean_all = True
-    needs_entries = True
-
-    tenant: Name | None = None
-    model: Label | None = None
-    digests: Digests = b""
-
-
 class Find(Operation[Found], tag="find", frozen=True):
     """Ask which part of a prefix the pool has, in every space."""
 
+    command = Command(
+        "find", "show how much of prefixes the pool holds", "Show how much of each prefix the pool holds." + _KEYS_HELP,
+        has_json=True,
+    )  # fmt: skip
     endpoints = (
         Endpoint(
             "POST", "/cache/find", "Show how much of a prefix the pool holds",
@@ -233,12 +223,79 @@ class Find(Operation[Found], tag="find", frozen=True):
         ),
     )  # fmt: skip
 
-    digests: Digests
+    digests: Annotated[Digests, Argument(_FILE_HELP, _FILE)]
+
+
+class Clear(Operation[Done], tag="clear", frozen=True):
+    """Delete unused chunks of one tenant and model, or of all, in the tiers too.
+
+    With `digests`, delete only the chunks that no prefix but this one (from chunk 0 on) needs, and only in the pool.
+    """
+
+    command = Command(
+        "clear", "remove entries that are not in use",
+        "Remove entries that are not in use from the pool and the tiers. With --prefix, remove only from the pool, and"
+        " only entries that no other prefix needs." + _KEYS_HELP,
+        options=(("all", Argument("remove everything", default=False)),),
+    )  # fmt: skip
+    seconds = 600.0  # for tiers with very many entries
+    endpoints = (Endpoint("POST", "/cache/clear", "Remove entries that are not in use"),)
+    may_mean_all = True
+    needs_entries = True
+
+    tenant: Annotated[Name | None, Argument("remove only entries of this tenant")] = None
+    model: Annotated[
+        Label | None, Argument("remove only entries of this model, by the name that engines registered")
+    ] = None
+    digests: Annotated[Digests, Argument("remove only the prefixes in this file", _FILE, "--prefix")] = b""
+
+
+class Warm(Operation[Done], tag="warm", frozen=True, kw_only=True):
+    """Promote a prefix from tiers, and pin it for `pin_seconds` unless that is 0."""
+
+    command = Command(
+        "warm", "load prefixes from the tiers, and pin them", "Load prefixes from the tiers into the pool." + _KEYS_HELP
+    )
+    seconds = 90.0  # for one prefix; the depot waits for a minute at most
+    endpoints = (Endpoint("POST", "/cache/warm", "Load a prefix from the tiers, and pin it"),)
+    needs_entries = True
+
+    tenant: Name = "default"
+    digests: Annotated[Digests, Argument(_FILE_HELP, _FILE)]
+    pin_seconds: Annotated[
+        float,
+        Meta(ge=0.0, le=30 * 86400.0),
+        Argument("keep them in the pool for this long", "SECONDS", "--pin", parse_number),
+    ] = 0.0
+
+
+class Unpin(Operation[Done], tag="unpin", frozen=True):
+    """End the pins made by `Warm`, of one tenant or of all."""
+
+    command = Command(
+        "unpin", "end pins set by warm --pin",
+        "End all pins that 'kvdepot warm --pin' set. The entries stay until the pool needs their space.",
+        lambda _, reply: f"{counted(reply.count, 'pin')} ended",
+    )  # fmt: skip
+    seconds = _PATIENT_SECONDS
+    endpoints = (Endpoint("POST", "/cache/unpin", "End pins"),)
+
+    tenant: Annotated[Name | None, Argument("end only pins of this tenant")] = None
 
 
 class SetQuota(Operation[Done], tag="set_quota", frozen=True):
     """Set a tenant's quota until the server ends; 0 removes it."""
 
+    command = Command(
+        "quota", "change a tenant's quota",
+        "Change the share of the pool reserved for a tenant, until the server stops. Use serve --quota to keep it.",
+        lambda request, reply: (
+            f"the quota of {request.tenant} is now"
+            f" {format_size(request.quota_bytes) if request.quota_bytes else 'none'}; existing chunks that"
+            f" {'' if request.quota_bytes else 'no longer '}count against it: {reply.count:,}"
+        ),
+    )  # fmt: skip
+    seconds = _PATIENT_SECONDS
     endpoints = (
         Endpoint(
             "POST", "/tenants/quota", "Change the share of the pool reserved for a tenant, until the server stops"
@@ -246,49 +303,77 @@ class SetQuota(Operation[Done], tag="set_quota", frozen=True):
     )
     needs_entries = True
 
-    tenant: Annotated[str, Meta(min_length=1, max_length=256)]
-    quota_bytes: Identifier
+    tenant: Annotated[str, Meta(min_length=1, max_length=256), Argument(metavar="TENANT")]
+    quota_bytes: Annotated[Identifier, Argument("for example 8GiB", "SIZE|none", read=_parse_quota)]
 
 
 class AddTier(Operation[Done], tag="add_tier", frozen=True):
     """Add a tier below the others until the server ends."""
 
+    command = Command(
+        "tier add", "add a tier",
+        "Add a tier below the existing ones, until the server stops. Use serve --tier to keep it.",
+        lambda _, reply: f"tiers in use: {reply.count}",
+    )  # fmt: skip
+    seconds = _PATIENT_SECONDS
     endpoints = (
         Endpoint(
             "POST", "/tiers/add", "Add a tier below the others, until the server stops; returns the number of tiers"
         ),
     )
 
-    url: Annotated[str, Meta(min_length=1, max_length=4096)]
+    url: Annotated[
+        str,
+        Meta(min_length=1, max_length=4096),
+        Argument("as for serve --tier; - reads it from standard input", "URL", read=_or_standard_input),
+    ]
 
 
 class RemoveTier(Operation[Done], tag="remove_tier", frozen=True):
     """Stop using a tier, by its name in the status. It keeps its entries."""
 
+    command = Command(
+        "tier remove", "stop using a tier",
+        "Stop using a tier. Its entries stay in storage; writes still waiting for it are dropped.",
+        lambda _, reply: f"tiers in use: {reply.count}",
+    )  # fmt: skip
     endpoints = (
         Endpoint(
             "POST", "/tiers/remove", "Stop using a tier, whose entries stay in storage; returns the number of tiers"
         ),
     )
 
-    name: Annotated[str, Meta(min_length=1, max_length=4096)]
+    name: Annotated[str, Meta(min_length=1, max_length=4096), Argument("as shown by 'kvdepot status'", "NAME")]
 
 
 class Drain(Operation[Done], tag="drain", frozen=True):
     """Stop or resume taking stores. Entries that are here can still be found."""
 
+    command = Command(
+        "drain", "decline new stores before a stop",
+        "Decline new stores; cached prefixes are still found. Exits with 0 once no store is in progress and all waiting"
+        " entries are written to the tiers, with 1 if that takes longer than --wait.",
+        options=(("wait", Argument("longest time to wait (default 60)", "SECONDS", read=parse_number, default=60.0)),),
+    )  # fmt: skip
     endpoints = (
         Endpoint(
             "POST", "/drain", "Decline new stores, or accept them again; returns the number of stores in progress"
         ),
     )
 
-    is_draining: bool = field(default=True, name="draining")
+    is_draining: Annotated[bool, Argument("accept stores again", flag="--resume")] = field(
+        default=True, name="draining"
+    )
 
 
 class SetLogLevel(Operation[Done], tag="set_log_level", frozen=True):
     """Change the log level until the server ends."""
 
+    command = Command(
+        "loglevel", "change the log level of a running depot",
+        "Change the log level of a running depot, until it stops. Use serve --log-level to keep it.",
+        lambda request, _: f"the depot's log level is now {request.level}",
+    )  # fmt: skip
     endpoints = (
         Endpoint(
             "POST", "/loglevel", "Change the log level, until the server stops",
@@ -296,12 +381,16 @@ class SetLogLevel(Operation[Done], tag="set_log_level", frozen=True):
         ),
     )  # fmt: skip
 
-    level: Literal["debug", "info", "warning", "error"]
+    level: Annotated[Literal["debug", "info", "warning", "error"], Argument()]
 
 
 class Configuration(Operation[ConfigurationReply], tag="configuration", frozen=True):
     """Ask for the server's settings."""
 
+    command = Command(
+        "config", "show a running depot's settings",
+        "Show the settings of a running depot as a file for 'kvdepot serve --config'.", has_json=True,
+    )  # fmt: skip
     endpoints = (Endpoint("GET", "/config", "The server's settings", lambda _, reply: reply.settings, dict[str, Any]),)
 
 
