@@ -3,7 +3,6 @@
 Right bytes or a miss is what every test ends with; and nobody but the living holds the device's memory.
 """
 
-import logging
 import os
 import shutil
 import signal
@@ -391,19 +390,6 @@ def test_without_a_call_to_wait_a_worker_falls_back_at_its_first_transfer(
     assert worker.store(prompt(2))
 
 
-@pytest.mark.parametrize(
-    ("mover", "why"), [("nobody", "no mover 'nobody' is installed"), ("broken", "it ended"), ("sleepy", "not ready")]
-)
-def test_a_mover_that_cannot_run_is_a_fallback(mover: str, why: str, device: FakeDevice) -> None:
-    with DepotProcess("--mover-start-seconds", "0.5" if mover == "sleepy" else "30") as depot:
-        worker = Cache(device.worker(depot.url, PLAN, mover=mover), PLAN)
-        worker.context.wait_until_connected(WAIT_SECONDS)
-        assert why in fell_back(depot)
-        assert worker.store(prompt(3))
-        assert worker.retrieve(prompt(3)) == 3
-        worker.context.close()
-
-
 def test_a_handle_that_opens_the_second_time_is_no_fallback(
     device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
@@ -456,48 +442,6 @@ def test_an_error_of_the_device_is_a_miss_and_a_new_mover(
     assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in context_of(depot).why_no_mover
     wait_until_nothing_is_held(depot)
     assert depot.status().num_entries == 3
-
-
-def test_a_copy_that_fails_half_way_is_a_miss(device: FakeDevice, depot: DepotProcess, cache: MakeCache) -> None:
-    """The sixth, where they go one by one."""
-    device.fail("copy", "CUDA_ERROR_INVALID_VALUE (1)", is_once=True, after=5, times=1)
-    (device.folder / "no-batches").touch()
-    worker = cache()
-    before = wait_for_mover(depot)
-    assert not worker.store(prompt(4))
-    wait_for_mover(depot, but=before)
-    wait_until_nothing_is_held(depot)
-    assert depot.status().num_entries == 0
-    assert worker.store(prompt(4))
-    assert worker.retrieve(prompt(4)) == 4
-
-
-@pytest.mark.parametrize(("after", "times"), [(0, 1 << 30), (1, 2)])
-def test_a_pool_that_a_mover_cannot_register_is_copied_all_the_same(
-    after: int, times: int, device: FakeDevice, cache: MakeCache
-) -> None:
-    device.fail("register_host", "CUDA_ERROR_OUT_OF_MEMORY (2)", after=after, times=times)
-    worker = cache()
-    for salt in range(6):
-        assert worker.store(prompt(8, salt=salt))
-        assert worker.retrieve(prompt(8, salt=salt)) == 8
-
-
-def test_a_device_that_is_lost_is_said_once(
-    device: FakeDevice, depot: DepotProcess, cache: MakeCache, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In mode `direct`, too."""
-    driver = FakeDriver(root=device.memory)
-    worker = cache(mode="direct", driver=driver)
-    assert worker.store(prompt(2))
-    for call in ("synchronize_stream", "copy", "copy_batch"):
-        driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)")
-    for _ in range(5):
-        assert worker.retrieve(prompt(2)) == 0
-    records = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert len(records) == 1
-    assert records[0].exc_info is None
-    assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in records[0].getMessage()
 
 
 @pytest.mark.parametrize("mode", ["direct", "ipc"])

@@ -376,6 +376,7 @@ class Life:
     def check(self) -> None:
         depot, index = self.depot, self.depot.index
         index.check_integrity()
+        depot.flights.check_integrity()
         depot.leases.check_integrity()
         for until, deferred in self.waiting:
             assert deferred.reply is not None or self.now < until, "a lookup waits for too long"

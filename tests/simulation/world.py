@@ -869,9 +869,10 @@ class World:
             return
         try:
             server.index.check_integrity()
+            server.depot.flights.check_integrity()
         except IntegrityError as error:
-            raise Violation(f"the index does not add up: {error}") from error
-        index, depot = server.index, server.depot
+            raise Violation(f"the depot's tables do not add up: {error}") from error
+        index = server.index
         for extent in index.extents.free_extents():
             if any(self.memory.copied[page] for page in pages_in(*extent)):
                 raise Violation(f"pages {extent[0] // PAGE} on are free while a tier copies some of them")
@@ -879,9 +880,6 @@ class World:
             for key, node in space.nodes.items():
                 if key in ABOVE and index.nodes.key_of(index.nodes.parent_of(node)) != ABOVE[key]:
                     raise Violation(f"chunk {NAMES[key]} follows another chunk than in its prompt")
-        remote = sum(flight.is_remote for flight in depot.flights._by_request.values())
-        if depot.flights._num_remote != remote:
-            raise Violation(f"{depot.flights._num_remote} flights of other nodes are counted, there are {remote}")
         self._check_leases(server)
 
     def _check_leases(self, server: Server) -> None:

@@ -31,9 +31,9 @@ class FakeDevice:
         options = {"mode": "ipc", "mover": "fake-cuda"} | options
         return FakeWorker(url, plan, driver=driver or FakeDriver(root=self.memory), **options)
 
-    def fail(self, call: str, code: str = "CUDA_ERROR_UNKNOWN (999)", *, is_once: bool = False, **when: int) -> None:
+    def fail(self, call: str, code: str = "CUDA_ERROR_UNKNOWN (999)", *, is_once: bool = False) -> None:
         """Have a call of the next mover, or of all that start from now on, fail."""
-        fault = {"call": call, "code": code, "is_once": is_once, **when}
+        fault = {"call": call, "code": code, "is_once": is_once}
         (self.folder / "faults").write_text(json.dumps(fault))
 
     def close_gate(self) -> None:

@@ -40,7 +40,7 @@ class MoverDriver(FakeDriver):
 
 
 def open_driver(ordinal: int) -> FakeDriver:
-    driver = MoverDriver(ordinal, has_batch_copy=not (FOLDER / "no-batches").exists())
+    driver = MoverDriver(ordinal)
     faults = FOLDER / "faults"
     if faults.exists():
         fault: dict[str, Any] = json.loads(faults.read_text())

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Final
 
 from kvdepot.counting import depot_counter
+from kvdepot.errors import require
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable
@@ -48,7 +49,7 @@ MAXIMUM_SECONDS: Final = 60.0  # without a new chunk; no lookup may wait longer 
 
 _LEAST_TOKENS: Final = 256  # fewer are computed again sooner than they are waited for
 _PATIENCE: Final = 2.0  # times what computing would take: estimates of two equal engines differ that much
-_GRACE_SECONDS: Final = 1.0  # that a flight may take beside twice its estimate
+GRACE_SECONDS: Final = 1.0  # that a flight may take beside twice its estimate
 _UNKNOWN_SECONDS: Final = 5.0  # that it may take without an estimate
 # That a lookup may wait beside twice its own time: for the copy of a store, its commit and a step of each engine, which
 # take tens of milliseconds however few the tokens are.
@@ -346,8 +347,22 @@ class FlightTable:
         if flight.context.space.windows:
             seconds = max(seconds, _UNKNOWN_SECONDS)  # vLLM gives a state away one step after the step that computes it
         self._timers.cancel(flight.timer)
-        due = now + min(_GRACE_SECONDS + seconds, MAXIMUM_SECONDS)
+        due = now + min(GRACE_SECONDS + seconds, MAXIMUM_SECONDS)
         flight.timer = self._timers.call_at(due, partial(self._fail, flight))
+
+    def check_integrity(self) -> None:
+        """Check that the sums have the flights that are under way and those who wait for them, and no others.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        flights = list(self._by_request.values())
+        require(self._num_flights.total == len(flights), "flights are miscounted")
+        require(self._digest_bytes.total == sum(len(each.digests) for each in flights), "digests are miscounted")
+        require(self._num_waiting.total == sum(len(each.waiting) for each in flights), "lookups are miscounted")
+        require(self._num_remote == sum(each.is_remote for each in flights), "flights of other nodes are miscounted")
+        listed = {each for by_tenant in self._by_chunk.values() for each in by_tenant.values()}
+        require(listed <= set(flights), "a flight that has ended can be found")
 
     def _fail(self, flight: Flight) -> None:
         self._counters[_FLIGHTS_FAILED] += 1

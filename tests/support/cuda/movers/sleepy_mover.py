@@ -1,5 +1,0 @@
-"""A mover that is never ready."""
-
-import signal
-
-signal.pause()
