@@ -115,8 +115,9 @@ class Entries:
 
     def is_whole(self, record: int) -> int:
         """Return the bit of the record's group if all shards of that are sealed, else 0."""
-        group, _ = self._table.place_of(record)
-        node = self._node_of[record]
+        return self._whole_bit(self._node_of[record], self._table.place_of(record)[0])
+
+    def _whole_bit(self, node: int, group: int) -> int:
         num_shards = self._nodes.space_of(node).spec.groups[group].num_shards
         if num_shards > 1:
             here = sum(self.is_sealed(other) and self._table.place_of(other)[0] == group for other in self.of(node))
@@ -154,19 +155,27 @@ class Entries:
             layout=place.layout, label=place.label, writer=place.writer, owner=place.owner,
         )  # fmt: skip
         size = extent_size(place.num_bytes)
+        share = self._nodes.tree.share[node]
         self._link(record, node)
-        self._account(node, size)
-        self._begin_writing(record, self._nodes.tree.share[node], size)
+        self._begin_writing(record, share, size)
+        self._quotas.account(self._nodes.label[node], share, size)
 
-    def seal(self, record: int, now: int, checksum: bytes) -> bool:
-        """Say that the bytes are in place; return whether this is the first sealed entry of its node."""
+    def seal(self, record: int, now: int, checksum: bytes) -> tuple[int, bool, int]:
+        """Say that the bytes are in place.
+
+        Returns:
+            the node, whether this is its first sealed entry, and the bit of the record's group if that is whole now.
+        """
         node = self._node_of[record]
         is_alone = self._first[node] == record and self._next[record] == NO_RECORD  # as most are
         is_first = is_alone or not self.has_sealed(node)
         self._table.seal(record, now, checksum or bytes(OWNER_BYTES))
         self.num_sealed += 1
-        self._end_writing(record)
-        return is_first
+        (group, _), (_, num_bytes) = self._table.place_of(record), self._table.extent(record)
+        share, self._writing_share[record] = self._writing_share[record], 0
+        if share:
+            self._quotas.writing_bytes[share - 1] -= extent_size(num_bytes)
+        return node, is_first, self._whole_bit(node, group)
 
     def restore(self, record: Record, node: int) -> None:
         """Take over a sealed entry of an earlier server, whose extent is taken already."""

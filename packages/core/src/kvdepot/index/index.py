@@ -102,8 +102,9 @@ class ChunkIndex:
             bytes as it may. Also None if `most_evicted` chunks did not make room, as small chunks that leave are
             rarely neighbours: the next attempt continues from there.
         """
-        share, size, is_owed = self.quotas.share_of(place.label), extent_size(place.num_bytes), False
-        if self.quotas.num_shares > 1:
+        share, is_owed = 0, False
+        if len(self.quotas.quota_bytes) > 1:  # otherwise all tenants share the pool, and nobody owes anybody room
+            share, size = self.quotas.share_of(place.label), extent_size(place.num_bytes)
             if not self.quotas.may_write(share, size):
                 self.num_over_share += 1
                 return None
@@ -138,18 +139,20 @@ class ChunkIndex:
             checksums: 16 bytes each, concatenated; empty if they are unknown.
         """
         tree, entries, visibility = self.nodes.tree, self.entries, self.visibility
+        nodes: list[int] = []
         fresh: list[int] = []
         for place, record in enumerate(records):
-            node = entries.node_of(record)
-            if entries.seal(record, now, checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES]):
+            checksum = checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES]
+            node, is_first, groups = entries.seal(record, now, checksum)
+            nodes.append(node)
+            if is_first:
                 fresh.append(node)
             self.nodes.last_use[node] = now
-            visibility.sealed_groups[node] |= entries.is_whole(record)
+            visibility.sealed_groups[node] |= groups
             tree.holds[node] -= 1
         for node in reversed(fresh):  # deepest first: the chunk that leaves first is added first
             self.shares.policy_of(node).added(node)
-        for record in records:
-            node = entries.node_of(record)
+        for node in nodes:
             visibility.reveal(node)
             if tree.evictable(node):
                 self.shares.policy_of(node).unpinned(node)
@@ -249,7 +252,9 @@ class ChunkIndex:
 
     def _allocate(self, num_bytes: int, share: int, is_owed: bool, most_evicted: int) -> int | None:
         offset = self.extents.allocate(num_bytes)
-        if offset is None and self.extents.is_growing:
+        if offset is not None:
+            return offset
+        if self.extents.is_growing:
             self.num_not_ready += 1  # its space comes soon: nothing needs to leave for it
             return None
         if extent_size(num_bytes) > self.extents.ready_bytes:

@@ -173,7 +173,7 @@ class Stores:
                 plan.records.append(record)
                 plan.num_bytes += group.chunk_size_bytes
                 plan.extents.append(pack_extent(chunk, number, index.table.unsealed_entry(record)))
-                node = index.nodes.find(space, key, depth)
+                node = space.nodes[key]
             if node is None and space.full_mask:
                 plan.num_declined += sum(min(count, num_chunks - chunk - 1) for count in covered)
                 break
