@@ -15,9 +15,9 @@ from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import EntryKeys
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tier_state import TierState
 
 _DEMOTIONS_DROPPED: Final = depot_counter(
     "demotions_dropped", "Entries not written to a tier because its queue was full"
@@ -46,7 +46,7 @@ class Demotions:
     def __init__(
         self,
         index: ChunkIndex,
-        tiers: Sequence[KnownTier],
+        tiers: Sequence[TierState],
         keys: EntryKeys,
         rule: Demotion,
         least_tokens: int,
@@ -180,7 +180,7 @@ class Demotions:
                 tier.headers[record] = header
         return is_taken
 
-    def _wrote(self, tier: KnownTier, entries: Sequence[tuple[int, int, int]], evicts: bool, part: Part) -> None:
+    def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], evicts: bool, part: Part) -> None:
         """Handle the outcomes of some entries of a job. `entries` has record, header and node of each."""
         for (record, header, node), ok in zip(entries[part.first :], part.outcomes, strict=False):
             if not ok and tier.headers[record] == header:

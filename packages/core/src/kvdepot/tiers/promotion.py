@@ -14,10 +14,10 @@ from kvdepot.counting import depot_counter
 from kvdepot.index.prefix import usable_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import ShardPlace
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import QUESTIONS_A_STEP, Entry, IsOver, Pause, Prefix, PromotionContext, Reading
+from kvdepot.tiers.tier_state import TierState
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Promotion:
     def __init__(
         self,
         context: PromotionContext,
-        tiers: Sequence[KnownTier],
+        tiers: Sequence[TierState],
         prefix: Prefix,
         found: int,
         waiter: Waiter,
@@ -109,7 +109,7 @@ class Promotion:
             if not limit or self._found == before or limit == num_chunks:
                 number += 1
 
-    def _bring_from(self, tier: KnownTier) -> Generator[Pause, IsOver, int]:
+    def _bring_from(self, tier: TierState) -> Generator[Pause, IsOver, int]:
         """Read from one tier; return how many leading chunks it was asked for, 0 if it read nothing.
 
         Ask for the first missing chunk alone, so that a new prompt costs one small question, however long it is.
@@ -146,10 +146,10 @@ class Promotion:
         yield from self._read(tier, wanted)
         return limit
 
-    def _log(self, tier: KnownTier, decision: str) -> None:
+    def _log(self, tier: TierState, decision: str) -> None:
         logger.debug("promotion for %s from tier %s: %s", self.prefix.request_id or "-", tier.queue.name, decision)
 
-    def _ask(self, tier: KnownTier, entries: Sequence[Entry]) -> Generator[Pause, IsOver, list[bool]]:
+    def _ask(self, tier: TierState, entries: Sequence[Entry]) -> Generator[Pause, IsOver, list[bool]]:
         """Return which entries the tier claims to have; nothing if it is suspended or late."""
         prefix, there = self.prefix, [False] * len(entries)
 
@@ -250,7 +250,7 @@ class Promotion:
             wanted.extend((chunk, place) for place in places if chunk >= first_of[place.group])
         return wanted, sum((length - first_of[place.group]) * place.num_bytes for place in places)
 
-    def _read(self, tier: KnownTier, wanted: deque[Entry]) -> Generator[Pause, IsOver, None]:
+    def _read(self, tier: TierState, wanted: deque[Entry]) -> Generator[Pause, IsOver, None]:
         """Read entries, then note how far the pool's prefix reaches and how fast the tier was."""
         context, waiter, began = self._context, self.waiter, self._context.clock()
         self._reading = reading = Reading(context, self.prefix, tier, wanted, lambda: self._wake(self))
@@ -276,7 +276,7 @@ class Promotions:
         tiers: fastest first; the list may grow.
     """
 
-    def __init__(self, context: PromotionContext, tiers: Sequence[KnownTier]) -> None:
+    def __init__(self, context: PromotionContext, tiers: Sequence[TierState]) -> None:
         self._context = context
         self._tiers = tiers
         self._pins: dict[Promotion, tuple[int, ...]] = {}  # of those that have not ended

@@ -23,9 +23,9 @@ from kvdepot.keys import digest_at, num_digests
 from kvdepot.pool.table import Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import EntryKeys, ShardPlace
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tier_state import TierState
 
 _PROMOTIONS_FAILED: Final = depot_counter("promotions_failed", "Entries that a tier had but did not deliver")
 _PROMOTIONS_WITHOUT_DESCRIPTOR: Final = depot_counter(
@@ -162,7 +162,7 @@ class Reading:
         self,
         context: PromotionContext,
         prefix: Prefix,
-        tier: KnownTier,
+        tier: TierState,
         wanted: deque[Entry],
         wake: Callable[[], object],
     ) -> None:

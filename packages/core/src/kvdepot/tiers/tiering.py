@@ -21,11 +21,11 @@ from kvdepot.index.index import ChunkIndex, Space
 from kvdepot.keys import num_digests
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.known import KnownTier
 from kvdepot.tiers.names import EntryKeys, ShardPlace, labels_to_match
 from kvdepot.tiers.promotion import Promotions, Waiter
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import Prefix, PromotionContext
+from kvdepot.tiers.tier_state import TierState
 from kvdepot.wire.operations import TierStatus
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Tiering:
         self.settings = settings
         self._index = index
         self._clock = clock
-        self._tiers = [KnownTier(queue, index.table.num_records) for queue in queues]
+        self._tiers = [TierState(queue, index.table.num_records) for queue in queues]
         self._keys = EntryKeys(index, names_of)
         self._demotions = Demotions(
             index, self._tiers, self._keys, settings.demotion, settings.least_tokens, self.counters, on_corrupt
@@ -131,7 +131,7 @@ class Tiering:
         Raises:
             OSError: not enough memory for the table of its entries; the tier is not used.
         """
-        self._tiers.append(KnownTier(queue, self._index.table.num_records))
+        self._tiers.append(TierState(queue, self._index.table.num_records))
         self.due = 0.0
 
     def remove(self, name: str) -> bool:

@@ -14,7 +14,7 @@ _TRY_ANYWAY: Final = 16  # one promotion in this many reads from a slow tier any
 _TURNED_OVER: Final = 0.25  # share of its entries; after evicting so many, a tier may lack those of the pool
 
 
-class KnownTier:
+class TierState:
     """One tier, with the depot's knowledge of it.
 
     Args:
