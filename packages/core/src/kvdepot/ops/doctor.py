@@ -26,7 +26,6 @@ from kvdepot.pool.files import ENLARGE_TMPFS
 from kvdepot.pool.found import find_pools
 from kvdepot.pool.room import MEMORY_FILE_SYSTEMS, SHARE_OF_FREE_MEMORY, available_memory_bytes, file_system_of
 from kvdepot.processes.descriptors import reserve_of
-from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 
 KERNEL_POPULATE: Final = (5, 14)  # MADV_POPULATE_WRITE
@@ -67,16 +66,13 @@ class Facts:
     available_bytes: int
     cgroup_limit_bytes: int | None
     swap_bytes: int
-    shared_huge_pages: str  # never, advise, ...; "" if unknown
     locked_memory_bytes: int | None  # None: unlimited
     descriptors: int
     is_container: bool
-    cores: int
     directory: Path
     directory_is_writable: bool
-    depot: str  # the depot that answers there, "" if none
     has_compiler: bool
-    blends: tuple[tuple[str, str], ...] = ()  # attached engines that are set to blend, and their reports
+    depot: o.DepotStatus | None = None  # of the depot that answers there
     num_stopped_pools: int = 0  # of depots that do not run, in other folders
     stopped_pool_bytes: int = 0
     backends: tuple[BackendStatus, ...] = ()
@@ -99,15 +95,12 @@ def read_facts(config: ServerConfig) -> Facts:
         available_bytes=available_memory_bytes(),
         cgroup_limit_bytes=_cgroup_limit(),
         swap_bytes=_swap_in_use(),
-        shared_huge_pages=_choice(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
         locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
         descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         is_container=_is_in_container(),
-        cores=len(os.sched_getaffinity(0)),
         directory=config.directory,
         directory_is_writable=_is_writable(config.directory),
-        depot=_depot(config.directory),
-        blends=_blends(config.directory),
+        depot=_status(config.directory),
         has_compiler=any(map(shutil.which, ("cc", "gcc", "clang"))),
         num_stopped_pools=len(stopped),
         stopped_pool_bytes=sum(pool.allocated_bytes for pool in stopped),
@@ -205,8 +198,6 @@ def _judge_limits(facts: Facts) -> Iterator[Finding]:
             "locked memory", f"workers on CUDA may lock {format_size(facts.locked_memory_bytes)}",
             "set ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, or --ulimit memlock=-1 in Docker",
         )  # fmt: skip
-    if facts.shared_huge_pages == "never":
-        yield _fine("huge pages", "none for tmpfs (shmem_enabled is never); not needed on CPU")
 
 
 def _judge_nodes(nodes: Nodes) -> Iterator[Finding]:
@@ -242,8 +233,12 @@ def _judge_place(facts: Facts) -> Iterator[Finding]:
             "container", "this seems to be a container: engines in other containers need to share only the folder"
             f" {facts.directory} with it, no IPC or PID namespace",
         )  # fmt: skip
-    yield _fine("depot", facts.depot or f"no depot answers in {facts.directory}")
-    for engine, text in facts.blends:
+    depot = facts.depot
+    if depot is None:
+        yield _fine("depot", f"no depot answers in {facts.directory}")
+        return
+    yield _fine("depot", f"kvdepot {depot.server_version}, process {depot.pid}")
+    for engine, text in sorted((each.instance, each.blend) for each in depot.contexts if each.blend):
         if text.startswith("blend is off"):
             yield _slower(
                 f"engine {printable(engine)}", printable(text),
@@ -307,13 +302,6 @@ def _swap_in_use() -> int:
     return 0
 
 
-def _choice(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        match = re.search(r"\[(\w+)\]", path.read_text())
-        return match[1] if match else ""
-    return ""
-
-
 def _is_in_container() -> bool:
     """Return whether this looks like a container; no sign is certain."""
     with contextlib.suppress(OSError, IndexError):
@@ -331,20 +319,10 @@ def _is_writable(directory: Path) -> bool:
     return True
 
 
-def _depot(directory: Path) -> str:
-    try:
-        reply = ask_depot(m.Hello(m.PROTOCOL_VERSION, "doctor"), str(directory), 1.0)
-    except KVDepotError:
-        return ""
-    return f"kvdepot {reply.server_version}, process {reply.pid}"
-
-
-def _blends(directory: Path) -> tuple[tuple[str, str], ...]:
-    try:
-        contexts = ask_depot(o.Status(), str(directory), 1.0).status.contexts
-    except KVDepotError:
-        return ()
-    return tuple(sorted((context.instance, context.blend) for context in contexts if context.blend))
+def _status(directory: Path) -> o.DepotStatus | None:
+    with contextlib.suppress(KVDepotError):
+        return ask_depot(o.Status(), str(directory), 1.0).status
+    return None
 
 
 def _versions() -> dict[str, str]:
