@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("--answer", type=int, nargs="*", default=[0, 7, 14, 21], help="tokens to predict")
     parser.add_argument("--policies", nargs="*", default=POLICIES)
     parser.add_argument("--share", type=float, default=0.15)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no further prompt after these")
     parser.add_argument("--limit", type=float)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -73,7 +75,10 @@ def main() -> int:
             dtype="bfloat16", max_logprobs=-1, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 30,
         ) as engine,
     ):  # fmt: skip
+        end = time.monotonic() + arguments.seconds
         for start in range(count * arguments.skip, len(documents), count):
+            if time.monotonic() > end:
+                break
             mine = documents[start : start + count]
             pieces = [encode(f"\n\nDocument {name}:\n") + ids for name, ids in mine]
             shuffled = list(pieces)

@@ -18,6 +18,7 @@ _WEIGHTS: Final = {
 }  # fmt: skip
 _MOODS: Final = (dict[str, float](), {"kill_server": 10, "start": 3, "restore": 3})
 _SLOW: Final = {"turn": 3, "lookup": 5, "prepare": 3, "tier_fails": 0, "operate": 0, "kill_server": 2}
+_ROOMY: Final = {"note": 5, "blend": 5, "kill_server": 0.2, "operate": 0.2, "damage": 0.2}
 _ALWAYS: Final = ("start", "restore", "connect", "prepare", "copy", "end_store", "tier_begin", "tier_end")
 
 
@@ -35,7 +36,7 @@ def run_seed(seed: int, num_steps: int = NUM_STEPS) -> Outcome:
     """Make and run a seed's history, then let everybody leave. Each seed prefers some kinds of events."""
     rng = random.Random(seed)
     setup = Setup.of_seed(seed)
-    mood = _SLOW if setup.is_slow else rng.choice(_MOODS)
+    mood = _SLOW if setup.is_slow else _ROOMY if setup.is_roomy else rng.choice(_MOODS)
     weights = {
         name: weight * mood.get(name, rng.choice((1, 1, 3) if name in _ALWAYS else (0, 1, 1, 1, 5)))
         for name, weight in _WEIGHTS.items()

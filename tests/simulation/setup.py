@@ -10,7 +10,7 @@ from kvdepot.config import Demotion
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
-from simulation.memory import PAGE
+from simulation.memory import NUM_RECORDS, PAGE
 
 FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
 CHUNK_TOKENS: Final = 256  # as few as single flight waits for
@@ -21,7 +21,7 @@ SPECS: Final = (
     m.CacheSpec(CHUNK_TOKENS, (_FULL,), "plain"),
     m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, num_shards=2),), "two shards"),
     m.CacheSpec(CHUNK_TOKENS, (_FULL, _WINDOW, m.GroupShape(STATE, CHUNK_TOKENS)), "hybrid"),
-    m.CacheSpec(CHUNK_TOKENS, (structs.replace(_WINDOW, num_shards=2),), "only a window"),
+    m.CacheSpec(CHUNK_TOKENS, (_WINDOW,), "only a window"),
 )
 NUM_CHUNKS: Final = 4
 
@@ -80,16 +80,24 @@ class Setup:
     quotas: dict[str, int]
     has_history: bool  # the tier has every chunk from the start
     is_slow: bool  # reads of the tier hang
+    num_prompts: int  # the first ones
+    is_roomy: bool  # several whole prompts stay, so that blends find them
 
     @classmethod
     def of_seed(cls, seed: int) -> "Setup":
         rng = random.Random(f"setup {seed}")
         quotas = {"tenant-0": 3 * PAGE} if rng.random() < 0.3 else {}
-        spec, num_pages, policy = rng.choice(SPECS), rng.randint(5, 20), rng.choice(["lru", "arc", "auto"])
+        is_roomy = rng.random() < 0.2
+        spec, num_pages = (SPECS[0], 2 * NUM_RECORDS) if is_roomy else (rng.choice(SPECS), rng.randint(5, 20))
+        num_prompts = len(PROMPTS) if is_roomy else rng.choice((3, len(PROMPTS)))  # few are found more often
+        policy = rng.choice(["lru", "arc", "auto"])
         ready_pages = rng.choice((num_pages, num_pages, rng.randint(0, num_pages)))
         large, small = rng.choice(((2 * PAGE, PAGE), (PAGE + 904, 1000)))  # entries of one and of two pages
         entry_bytes = tuple(small if number == 1 else large for number in range(len(spec.groups)))
         demotion = rng.choice(DEMOTIONS)
         is_slow = demotion is not None and rng.random() < 0.4
         has_history = is_slow or rng.random() < 0.5
-        return cls(spec, num_pages, ready_pages, entry_bytes, policy, demotion, quotas, has_history, is_slow)
+        return cls(
+            spec, num_pages, ready_pages, entry_bytes, policy, demotion, quotas, has_history, is_slow, num_prompts,
+            is_roomy,
+        )  # fmt: skip

@@ -6,7 +6,10 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
+from kvdepot.index.contents import ContentIndex, SourceRun
 from kvdepot.index.entries import Entries
+from kvdepot.index.space import Space
+from kvdepot.index.visibility import Visibility
 from kvdepot.pool.table import IndexTable
 from kvdepot.server.contexts import Fence
 from kvdepot.server.depot import Depot
@@ -92,6 +95,28 @@ def test_a_worker_whose_return_frees_what_another_one_of_its_process_writes_is_f
 
     monkeypatch.setattr(QuarantineTable, "end_worker", end_worker)
     assert "may still write to it" in story(first_failure())
+
+
+def test_a_blend_that_goes_on_in_another_prompt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def enters(_contents: ContentIndex, space: Space, run: SourceRun, key: bytes, _end: int) -> bool:
+        if key not in space.nodes:
+            return False
+        run.node, run.key = space.nodes[key], key
+        return True
+
+    monkeypatch.setattr(ContentIndex, "_enters", enters)
+    assert "a blend takes chunks with another text" in story(first_failure())
+
+
+def test_a_window_of_which_only_the_last_chunk_is_leased_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest_prefix = Visibility.longest_prefix
+
+    def lease_last(index: Visibility, space: Space, digests: bytes) -> tuple[int, tuple[int, ...]]:
+        found, nodes = longest_prefix(index, space, digests)
+        return found, nodes[-1:]
+
+    monkeypatch.setattr(Visibility, "longest_prefix", lease_last)
+    assert "is found and is not there" in story(first_failure())
 
 
 def test_a_record_that_is_sealed_before_its_body_is_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -528,7 +528,7 @@ class World:
 
     def _run(self, b: int, c: int) -> KeyRun:
         start = c % NUM_CHUNKS if c & 0x30 == 0x30 else 0
-        return PROMPTS[b % len(PROMPTS)].slice(start, min(NUM_CHUNKS, start + 1 + c // 4 % NUM_CHUNKS))
+        return PROMPTS[b % self.setup.num_prompts].slice(start, min(NUM_CHUNKS, start + 1 + c // 4 % NUM_CHUNKS))
 
     def _needed(self, run: KeyRun, full: bool) -> tuple[int, ...]:
         """Return how many of a run's last chunks each group covers."""
@@ -609,7 +609,7 @@ class World:
         worker = self._connected(a)
         if worker is None:
             return None
-        run = PROMPTS[b % len(PROMPTS)].slice(0, 1 + c % NUM_CHUNKS)
+        run = PROMPTS[b % self.setup.num_prompts].slice(0, 1 + c % NUM_CHUNKS)
         request = m.Lookup(
             worker.context, "ab"[c // 4 % 2], run.digests, run.tenant, 1.0, token_seconds=(0.0, 1e-4, 1e-2)[a // 4 % 3],
             announces=bool(c & 32), joins=bool(c & 16), awaits=run.num_chunks * (c >= 192), hands_over=bool(b & 128),
@@ -719,7 +719,7 @@ class World:
         worker = self._connected(a)
         if worker is None or not self.is_full_attention:
             return None
-        number = b % len(PROMPTS)
+        number = b % self.setup.num_prompts
         run = PROMPTS[number]
         self._ask(worker, m.NoteContents(worker.context, run.digests, segments_of(TEXTS[number], run.tenant)))
         return f"{worker.name} says what {self._name(run)} hold"
@@ -730,7 +730,7 @@ class World:
         if worker is None or not self.is_full_attention:
             return None
         assert self.server is not None
-        number, tenant = b % len(PROMPTS), PROMPTS[b % len(PROMPTS)].tenant
+        number, tenant = b % self.setup.num_prompts, PROMPTS[b % self.setup.num_prompts].tenant
         cut = c // 2 % len(TEXTS[number]) if c % 2 else 0
         text = TEXTS[number][cut:] + TEXTS[number][:cut]
         reply = self._ask(worker, m.BlendLookup(worker.context, "ab"[a // 4 % 2], segments_of(text, tenant)))
@@ -780,7 +780,7 @@ class World:
         worker = self._connected(a)
         if worker is None:
             return None
-        run = PROMPTS[b % len(PROMPTS)].slice(0, 1 + c % NUM_CHUNKS)
+        run = PROMPTS[b % self.setup.num_prompts].slice(0, 1 + c % NUM_CHUNKS)
         hint = m.Hint(worker.context, run.tenant, run.digests, bool(c & 16), c >> 5 & 3, 5.0 if c & 8 else 0.0)
         self._ask(worker, hint)
         return f"{worker.name} says how long {self._name(run)} is worth keeping"
