@@ -134,10 +134,13 @@ def clear_pool(depot: Depot, tenant: str | None, model: str | None = None) -> It
     return depot.index.evictor.clear(is_wanted)
 
 
-def _log_clear(depot: Depot, selected: str, count: int, who: str) -> None:
-    text = f"cleared {selected}: {count:,} entries removed, asked by {printable(who)}"
+def _note(depot: Depot, text: str) -> None:
     depot.state.note(text)
     logger.info("%s", text)
+
+
+def _note_clear(depot: Depot, selected: str, count: int, who: str) -> None:
+    _note(depot, f"cleared {selected}: {count:,} entries removed, asked by {printable(who)}")
 
 
 @answers(o.Clear)
@@ -160,7 +163,7 @@ def clear(depot: Depot, request: o.Clear) -> Deferred:
         selected = ", ".join(
             f"{kind} {name}" for kind, name in (("tenant", tenant), ("model", model)) if name is not None
         )
-        _log_clear(depot, printable(selected) or "everything", removed + in_tiers, who)
+        _note_clear(depot, printable(selected) or "everything", removed + in_tiers, who)
         if not problems:
             deferred.send(m.Done(epoch, removed + in_tiers))
             return
@@ -205,7 +208,7 @@ def _clear_prefix(depot: Depot, request: o.Clear, who: str) -> Deferred:
                 for removed in depot.index.evictor.clear_end(nodes[-1]):
                     count += removed
                     yield None
-        _log_clear(depot, "a prefix", count, who)
+        _note_clear(depot, "a prefix", count, who)
         yield m.Done(depot.state.epoch, count)
 
     return _later(depot, steps())
@@ -297,9 +300,8 @@ def set_quota(depot: Depot, request: o.SetQuota) -> Deferred:
         except ConfigError as error:
             yield m.ErrorReply(depot.state.epoch, ErrorCode.OUT_OF_RANGE, str(error))
             return
-        text = f"the quota of tenant {printable(tenant)} is now {format_size(quota_bytes) if quota_bytes else 'none'}"
-        depot.state.note(text)
-        logger.info("%s", text)
+        quota = format_size(quota_bytes) if quota_bytes else "none"
+        _note(depot, f"the quota of tenant {printable(tenant)} is now {quota}")
         yield m.Done(depot.state.epoch, moved)
 
     return _later(depot, steps())
@@ -339,8 +341,7 @@ def add_tier(
             text = f"tier {result.name} cannot be used: {error}"
             deferred.send(m.ErrorReply(depot.state.epoch, ErrorCode.OUT_OF_RANGE, text))
             return
-        depot.state.note(f"tier {result.name} is in use")
-        logger.info("tier %s is in use", result.name)
+        _note(depot, f"tier {result.name} is in use")
         deferred.send(m.Done(depot.state.epoch, depot.state.tiering.num_used))
 
     opener.begin(request.url, on_opened)
@@ -357,8 +358,7 @@ def remove_tier(depot: Depot, request: o.RemoveTier) -> m.Done:
     name = request.name
     if depot.state.tiering is None or not depot.state.tiering.remove(name):
         raise Refused(ErrorCode.OUT_OF_RANGE, f"no tier {name}: 'kvdepot status' has their names")
-    depot.state.note(f"tier {name} is not used any more")
-    logger.info("tier %s is not used any more", name)
+    _note(depot, f"tier {name} is not used any more")
     return m.Done(depot.state.epoch, depot.state.tiering.num_used)
 
 
@@ -367,9 +367,7 @@ def drain(depot: Depot, request: o.Drain) -> m.Done:
     """Decline stores, or accept them again; the reply counts the stores under way."""
     is_draining = request.is_draining
     if depot.state.is_draining != is_draining:
-        text = "draining: stores are declined" if is_draining else "stores are accepted again"
-        depot.state.note(text)
-        logger.info("%s", text)
+        _note(depot, "draining: stores are declined" if is_draining else "stores are accepted again")
     depot.state.is_draining = is_draining
     depot.flights.end_stranded()
     return m.Done(depot.state.epoch, len(depot.stores.tickets))
