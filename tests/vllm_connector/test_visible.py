@@ -99,3 +99,17 @@ def test_an_engine_that_found_no_depot_says_so_once(model: MakeModel, tmp_path: 
         lines = [line for line in engine.log().splitlines() if "no depot in" in line]
         assert len(lines) == 2, "the scheduler's side and the worker's"
         assert all("kvdepot: no depot in" in line and "the engine runs without it" in line for line in lines)
+
+
+def test_the_debug_log_says_why_a_request_was_no_hit(depot: DepotProcess, model: MakeModel) -> None:
+    prompt = prompts(1, 700, seed=62)  # that no other test has brought into the depot
+    with Engine(model("gqa"), connector(depot.url), environment={"VLLM_LOGGING_LEVEL": "DEBUG"}) as engine:
+        engine.generate(prompt)
+        engine.reset()
+        engine.generate(prompt)
+        told = re.findall(r"kvdepot: request \S+: (.*)", engine.log())
+    lookup = "lookup of 5 chunks (announces them: True, awaits 0 of a prefill engine)"
+    store = ["store 1 of chunks 0 to 5 begins", "a store of 5 chunks from 0 on ended, 0 were cut"]
+    load = ["load of tokens 0 to 640 begins", "loaded 640 tokens under exact keys"]
+    assert told[:4] == [lookup, "the depot has 0 of 5 chunks", *store], told
+    assert told[4:8] == [lookup, "the depot has 5 of 5 chunks", *load], told

@@ -119,7 +119,7 @@ class RequestState:
 
     @property
     def request_id(self) -> str:
-        """VLLM's name of the request."""
+        """The request's name in vLLM."""
         return self.request.request_id
 
     @property
