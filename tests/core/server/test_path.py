@@ -1,0 +1,75 @@
+"""Which parts of the server one request touches: those that it needs, and no others."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+
+import pytest
+
+import kvdepot
+from kvdepot.config import ServerConfig
+from kvdepot.lab.processes import wait_until
+from kvdepot.server.app import DepotServer
+from support.peer import Peer, prompt
+
+_ROOT = str(Path(kvdepot.__file__).parent) + "/"
+_ROUNDS = 20  # the least of them counts: twice a second the loop sweeps
+
+
+class Trace:
+    """Names the modules whose functions the server's thread calls."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []
+
+    def note(self, frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_ROOT):
+            self.modules.append(frame.f_code.co_filename.removeprefix(_ROOT).removesuffix(".py"))
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Iterator[tuple[DepotServer, Trace]]:
+    path = Trace()
+    config = ServerConfig(
+        fresh=True, directory=tmp_path, pool_size_bytes=16 << 20, tiers=("memory://below?capacity=16MiB",)
+    )
+    server = DepotServer(config)
+    threading.setprofile(path.note)
+    try:
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+    finally:
+        threading.setprofile(None)
+    yield server, path
+    server.stop()
+    thread.join(10)
+
+
+def test_a_hit_asks_no_part_that_has_nothing_to_do_with_it(traced: tuple[DepotServer, Trace], tmp_path: Path) -> None:
+    server, path = traced
+    peer = Peer(SimpleNamespace(url=str(tmp_path)))  # type: ignore[arg-type]
+    peer.store(prompt(4))
+    assert server.depot.state.tiering is not None
+    (queue,) = server.depot.state.tiering.queues
+    wait_until(lambda: queue.counters["written_entries"] == 4)
+    trips: list[list[str]] = []
+    for _ in range(_ROUNDS):
+        turns = sum(server.loop.watch.turns.counts)
+        path.modules.clear()
+        assert peer.find(prompt(4)).num_chunks == 4
+        wait_until(lambda turns=turns: sum(server.loop.watch.turns.counts) > turns)  # until the turn has ended
+        trips.append(path.modules[:])
+    peer.close()
+    least = set(min(trips, key=len))
+    assert {"server/loop", "server/lookups", "index/visibility", "tiers/demotion"} <= least
+    idle = {
+        "movers/table",
+        "server/flights",
+        "timers",
+        "server/background",
+        "tiers/breaker",
+        "tiers/workers",
+        "tiers/promotion",
+    }
+    assert not least & idle
