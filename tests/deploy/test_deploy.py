@@ -104,10 +104,11 @@ def test_probes_and_prometheus_ask_what_a_depot_answers_them(depot: DepotProcess
             token_file = tmp_path / "token"
             token_file.write_text("x" * 64)
             assert any(options.http_token.is_relative_to(mount["mountPath"]) for mount in pod["volumeMounts"])
-        app = create_app(
-            lambda request, seconds: ask_depot(request, depot.url, seconds),
-            HttpSettings.parse(options.http or "", token_file),
-        )
+
+        def ask(request: Any, seconds: float) -> Any:
+            return ask_depot(request, depot.url, seconds)
+
+        app = create_app(ask, HttpSettings.parse(options.http or "", token_file))
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert status_of_app(app, pod[probe]["httpGet"]["path"], "10.0.0.7:9460") == 200, probe
         assert status_of_app(app, "/tenants", "10.0.0.7:9460") == 401

@@ -7,4 +7,4 @@ from worker import ToyWorker
 from kvdepot.testing.engine import obey
 
 if __name__ == "__main__":
-    obey(ToyWorker, *sys.argv[1:])
+    obey(ToyWorker, sys.argv[1], sys.argv[2])

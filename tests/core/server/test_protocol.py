@@ -94,9 +94,7 @@ def test_an_error_carries_the_sequence_number_of_its_request(raw: RawSocket) -> 
 @pytest.mark.promise(2, 60)
 def test_random_frames_hurt_nobody(raw: RawSocket, depot: DepotProcess, bystander: Peer) -> None:
     rng = random.Random(5)
-    tags = sorted(
-        frames.OPERATIONS - {"clear", "drain", "set_log_level"}
-    )  # which anybody may ask, and which would do what it says
+    tags = sorted(frames.TAGS - {"clear", "drain", "set_log_level"})  # anybody may ask these, and they would be done
     for _ in range(10_000):
         data = rng.randbytes(rng.randrange(60))
         if rng.random() < 0.5:

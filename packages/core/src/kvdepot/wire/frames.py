@@ -103,7 +103,7 @@ _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(_union(
 _greeting_decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _session_reply_decoder: msgspec.msgpack.Decoder[SessionReply] = msgspec.msgpack.Decoder(SessionReply)
 
-OPERATIONS: Final = frozenset(request.__struct_config__.tag for request in REQUESTS)
+TAGS: Final = frozenset(str(request.__struct_config__.tag) for request in REQUESTS)
 
 
 def operation_of(kind: type[Any]) -> str:
@@ -163,7 +163,7 @@ def decode_request(frame: bytes | memoryview) -> Request:
         return _request_decoder.decode(body)
     except msgspec.ValidationError as error:
         tag = _tag_of(body)
-        if tag is not None and tag not in OPERATIONS:
+        if tag is not None and tag not in TAGS:
             message = f"operation {tag[:64]!r} is not known to this server (protocol {m.PROTOCOL_VERSION})"
             raise FrameError(ErrorCode.UNKNOWN_OPERATION, message) from error
         raise FrameError(ErrorCode.MALFORMED, f"{tag or 'message'}: {error}") from error
