@@ -165,15 +165,25 @@ def test_a_pool_that_still_grows_declines_what_has_room_later_and_evicts_nothing
     assert bench.index.evictor.num_evicted == 1
 
 
-@pytest.mark.parametrize("num_records", [4, 64], ids=["no record", "no room"])
-def test_a_policy_that_raises_leaves_no_hold(num_records: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the chunk for which it was to make room was held, with a node and maybe an extent, for ever."""
-    bench = Bench(pages=4 if num_records > 4 else 8, num_records=num_records)
+@pytest.mark.parametrize(
+    ("pages", "num_records", "num_chunks"),
+    [(4, 64, 1), (8, 4, 1), (5, 64, 2)],
+    ids=["no room", "no record", "room for the first of two"],
+)
+def test_a_policy_that_raises_leaves_no_hold(
+    pages: int, num_records: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the chunk for which it was to make room was held, with a node and maybe an extent, for ever.
+
+    So were the chunks of the same store for which there had been room.
+    """
+    bench = Bench(pages=pages, num_records=num_records)
     worker = bench.worker()
     worker.store(prompt(4))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
         patch.setattr(AdaptiveReplacement, "victim", Mock(side_effect=RuntimeError("broken")))
-        worker.store(prompt(1, 1))
+        worker.store(prompt(num_chunks, 1))
+    assert bench.index.extents.used_bytes == 4 * PAGE
     assert not any(bench.index.nodes.tree.holds)
     bench.index.check_integrity()
     assert worker.store(prompt(1, 1)).num_declined == 0

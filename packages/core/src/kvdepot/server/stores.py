@@ -144,10 +144,19 @@ class Stores:
         return m.StorePlan(self._state.epoch, 0, b"", 0, num_declined)
 
     def _begin_entries(self, context: Context, request: m.PrepareStore, writer: Writer, parent: int) -> _Plan:
+        plan = _Plan([], [])
+        try:
+            self._fill(plan, context, request, writer, parent)
+        except Exception:
+            for record in plan.records:  # nothing writes to them: without a reply the store has no ticket
+                self._index.discard_entry(record)
+            raise
+        return plan
+
+    def _fill(self, plan: _Plan, context: Context, request: m.PrepareStore, writer: Writer, parent: int) -> None:
         space, index, covered = context.space, self._index, request.covered
         label, owner = self._state.labels.number_of(request.tenant, context.model), context.owner
         num_chunks = len(request.digests) // DIGEST_BYTES
-        plan = _Plan([], [])
         is_full, most_steps = False, index.evictor.num_steps + MOST_EVICTED
         for chunk in range(num_chunks):
             key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
@@ -178,7 +187,6 @@ class Stores:
                 plan.num_declined += sum(min(count, num_chunks - chunk - 1) for count in covered)
                 break
             parent = NO_NODE if node is None else node
-        return plan
 
     def commit(self, context: Context, request: m.CommitStore) -> frames.Reply:
         """Seal the entries of a ticket: from now on they are found."""
