@@ -2,10 +2,11 @@
 
 Modules import only those above them in this list:
 
-- `columns`, `space`, `prefix`, `quotas`: numbers by place, chunks by key, the prefix rule, bytes by tenant.
+- `columns`, `space`, `prefix`: numbers by place, chunks by key, the prefix rule.
 - `tree`: nodes, and their holds.
-- `visibility`, `entries`, `eviction`: the chunks that lookups find, records and extents, the policies LRU and ARC.
-- `shares`: one policy for each share of the pool and each priority.
+- `eviction`: the policies LRU and ARC.
+- `quotas`: bytes by tenant, and one policy for each share of the pool and each priority.
+- `visibility`, `entries`: the chunks that lookups find, records and extents.
 - `priorities`: clients' hints, and the ends of sessions.
 - `evictor`: leases, evicting and clearing.
 - `index`: makes all of these over one table, and has the verbs that concern several of them.

@@ -12,8 +12,7 @@ from kvdepot.index.entries import Entries, EntryPlace, pack_extent
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
 from kvdepot.index.evictor import Evictor
 from kvdepot.index.priorities import Priorities
-from kvdepot.index.quotas import QuotaTable
-from kvdepot.index.shares import Shares
+from kvdepot.index.quotas import QuotaTable, Shares
 from kvdepot.index.space import Space, digest_of
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes
 from kvdepot.index.visibility import Visibility

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvdepot.index.columns import make_column
 from kvdepot.index.eviction import ENDED, NORMAL
-from kvdepot.index.shares import Shares
+from kvdepot.index.quotas import Shares
 from kvdepot.index.tree import NO_NODE, Nodes
 
 _STEP: Final = 40  # chunks

@@ -18,8 +18,7 @@ from kvdepot.config import format_size, parse_size
 from kvdepot.errors import ConfigError, TraceError
 from kvdepot.index.eviction import AUTO, NO_NODE, NORMAL, POLICIES, ChunkTree, EvictionPolicy, Preference
 from kvdepot.index.priorities import Priorities
-from kvdepot.index.quotas import QuotaTable
-from kvdepot.index.shares import Shares
+from kvdepot.index.quotas import QuotaTable, Shares
 from kvdepot.index.tree import Nodes
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.plot import curves_as_svg
