@@ -384,6 +384,7 @@ TARGETS: Final[dict[str, Target]] = {
     "control": Target(control.talk, control.seeds, 400),
     "disk": Target(tiers.disk, tiers.disk_seeds, 200),
     "resp": Target(tiers.resp, tiers.resp_seeds, 10_000),
+    "valkey": Target(tiers.valkey, tiers.valkey_seeds, 12_000),
     "mooncake": Target(tiers.mooncake_replies, tiers.mooncake_seeds, 3000, is_message=True),
 }
 if find_spec("kvdepot_vllm"):

@@ -7,11 +7,14 @@ import atexit
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 from functools import cache
 from io import BufferedReader, BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, cast
+from unittest.mock import patch
 
 import msgspec
 
@@ -34,7 +37,9 @@ from kvdepot.tiers.mooncake.options import MooncakeUnavailable
 from kvdepot.tiers.mooncake.process import ChildProcess
 from kvdepot.tiers.mooncake.tier import MooncakeTier
 from kvdepot.tiers.seal import SEAL_BYTES, checksum_of, make_seal
+from kvdepot.tiers.valkey.connections import Server
 from kvdepot.tiers.valkey.resp import ReplyError, receive
+from kvdepot.tiers.valkey.tier import ValkeyTier
 
 _SIZES: Final = (EXTENT_BYTES, 4096, 5000, 1)
 _KEYS: Final = [make_key(number) for number in range(len(_SIZES))]
@@ -155,6 +160,61 @@ def resp_seeds() -> list[bytes]:
         b"*-1\r\n", scan, b"*1\r\n" * 2000, b"$70000000\r\n", b"*2000000\r\n", b"$5\r\nhelloXX", b"$-1\r\n",
         b":" + b"9" * 5000 + b"\r\n",
         b"!x\r\n", b"+" + b"x" * 9000, b"$\r\n", b"*0\r\n",
+    ]  # fmt: skip
+
+
+def valkey(data: bytes) -> None:
+    """A server that sends these bytes whatever it is asked: as many outcomes as keys, or an `OSError`.
+
+    It never has an entry, as none was written.
+    """
+    pool, keys, extents = _shared_pool(), _KEYS[1:3], extents_of(0, _SIZES[1:3])
+    pool.view[: 2 * EXTENT_BYTES] = bytes(2 * EXTENT_BYTES)
+    with contextlib.ExitStack() as sockets:
+
+        def connect(_server: Server) -> socket.socket:
+            ours, theirs = socket.socketpair()
+            sockets.enter_context(theirs)
+            ours.settimeout(1.0)
+            theirs.sendall(data)
+            theirs.shutdown(socket.SHUT_WR)
+            return ours
+
+        sockets.enter_context(patch("kvdepot.tiers.valkey.connections._connect", connect))
+        tier = ValkeyTier(pool, Server("nowhere", user="u", password=data[:1].hex()))
+        sockets.callback(tier.close)
+        for ask in (
+            lambda: tier.contains(keys),
+            lambda: tier.write(keys, [bytes(SEAL_BYTES)] * 2, extents),
+            lambda: tier.read(keys, extents),
+        ):
+            with contextlib.suppress(OSError):
+                assert len(ask()) == len(keys)
+        with contextlib.suppress(OSError):
+            for key, is_here in zip(keys, read_from(tier, pool, keys, extents), strict=True):
+                assert not is_here, f"{key.hex()} was never written"
+        for end in (lambda: tier.remove(keys), lambda: sum(islice(tier.clear(None, None), 8)), tier.probe):
+            with contextlib.suppress(OSError):
+                end()
+        assert all(count >= 0 for count in tier.usage().counters.values())
+
+
+def valkey_seeds() -> list[bytes]:
+    """Return replies to each question, behind that to the password: right ones, heads without parts, and refusals."""
+    parts = [b"$%d\r\n%b\r\n" % (size, bytes(size)) for size in _SIZES[1:3]]
+    heads = [
+        make_seal(key, size, checksum_of(b"something else")) + (1).to_bytes(4, "little")
+        for key, size in zip(_KEYS[1:3], _SIZES[1:3], strict=True)
+    ]
+    heads = [b"$%d\r\n%b\r\n" % (len(head), head) for head in heads]
+    return [
+        b"+OK\r\n" + replies
+        for replies in (
+            b":1\r\n:0\r\n", b"+OK\r\n" * 4, heads[0] + parts[0] + heads[1] + parts[1], heads[0] + b"$-1\r\n" * 3,
+            heads[1] + parts[0] + heads[0] + parts[1], b"*2\r\n$1\r\n0\r\n*2\r\n$3\r\nabc\r\n:1\r\n",
+            b"-OOM full\r\n" * 4,
+            b"-MOVED 1 there\r\n", b"",
+        )
     ]  # fmt: skip
 
 
