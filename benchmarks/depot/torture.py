@@ -20,7 +20,7 @@ from pathlib import Path
 _IMAGE_BYTES = 400 << 20  # somewhat more than the soak's tier may take
 _LAST_GOOD_SECONDS = 45.0  # for the breaker to close and waiting writes to finish
 _STEP_BYTES = 1 << 20
-_TESTS = Path(__file__).parent.parent / "tests"
+_TESTS = Path(__file__).parents[2] / "tests"
 
 
 def fill(folder: Path) -> None:
