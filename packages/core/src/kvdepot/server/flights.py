@@ -28,7 +28,7 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import require
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import digest_at, num_digests
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.fair import FairBound
@@ -142,7 +142,7 @@ class FlightTable:
     def begin(self, query: Query) -> None:
         """Begin a flight for the chunks that a query misses, unless they are few or somebody else has begun one."""
         context, request, digests = query.context, query.request, query.digests
-        stop, position = len(digests) // DIGEST_BYTES, self._position(query)
+        stop, position = num_digests(digests), self._position(query)
         flight = self._by_request.get(query.owner)
         if flight is not None and not flight.is_remote and (flight.digests, flight.position) == (digests, position):
             return  # it has asked again, which brings its chunks no nearer
@@ -210,7 +210,7 @@ class FlightTable:
             self.end_request(query.context, request.request_id)
             flight = Flight(
                 query.context, request.request_id, request.tenant, query.digests, self._position(query),
-                len(query.digests) // DIGEST_BYTES, 0, token_seconds=0.0, moved_at=self._clock(), ask_tiers=ask_tiers,
+                num_digests(query.digests), 0, token_seconds=0.0, moved_at=self._clock(), ask_tiers=ask_tiers,
             )  # fmt: skip
             if not self._begin(flight):
                 return False
@@ -293,7 +293,7 @@ class FlightTable:
         position = began
         while (
             position < flight.stop
-            and index.visibility.find(space, _digest(flight.digests, position), position) is not None
+            and index.visibility.find(space, digest_at(flight.digests, position), position) is not None
         ):
             position += 1
         if position == flight.stop and space.windows and index.match(space, flight.digests)[0] < position:
@@ -387,7 +387,7 @@ class FlightTable:
     def _find(self, query: Query, *, is_remote: bool = False) -> Flight | None:
         if not self._by_chunk:
             return None
-        flights = self._by_chunk.get((query.context.space.number, _digest(query.digests, self._position(query))))
+        flights = self._by_chunk.get((query.context.space.number, digest_at(query.digests, self._position(query))))
         return None if flights is None else flights.get((query.request.tenant, is_remote))
 
     def _position(self, query: Query) -> int:
@@ -398,15 +398,15 @@ class FlightTable:
         space = query.context.space
         if not space.windows:
             return query.found
-        return min(self._index.visibility.full_prefix(space, query.digests), len(query.digests) // DIGEST_BYTES - 1)
+        return min(self._index.visibility.full_prefix(space, query.digests), num_digests(query.digests) - 1)
 
     def _enter(self, flight: Flight) -> bool:
         """Let a flight be found by its first missing chunk; False if another one is."""
-        key = flight.context.space.number, _digest(flight.digests, flight.position)
+        key = flight.context.space.number, digest_at(flight.digests, flight.position)
         return self._by_chunk.setdefault(key, {}).setdefault((flight.tenant, flight.is_remote), flight) is flight
 
     def _leave(self, flight: Flight) -> None:
-        key = flight.context.space.number, _digest(flight.digests, flight.position)
+        key = flight.context.space.number, digest_at(flight.digests, flight.position)
         flights = self._by_chunk.get(key, {})
         if flights.get((flight.tenant, flight.is_remote)) is flight:
             del flights[flight.tenant, flight.is_remote]
@@ -416,18 +416,14 @@ class FlightTable:
 
 def common_chunks(one: bytes, other: bytes, least: int) -> int:
     """Return how many leading chunks two prefixes have in common; the first `least` are known to be."""
-    low, high = least, min(len(one), len(other)) // DIGEST_BYTES
+    low, high = least, min(num_digests(one), num_digests(other))
     while low < high:  # a digest names all chunks before it, too
         middle = (low + high + 1) // 2
-        if _digest(one, middle - 1) == _digest(other, middle - 1):
+        if digest_at(one, middle - 1) == digest_at(other, middle - 1):
             low = middle
         else:
             high = middle - 1
     return low
-
-
-def _digest(digests: bytes, chunk: int) -> bytes:
-    return digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
 
 
 def _once(call: Callable[[], None]) -> Task:

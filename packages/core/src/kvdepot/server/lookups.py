@@ -8,7 +8,7 @@ from typing import Final
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import Space, pack_extent
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.server.background import Kind, Task
 from kvdepot.server.contexts import Context, ContextTable, check_covered
 from kvdepot.server.flights import Flight, FlightTable
@@ -186,7 +186,7 @@ class Lookups:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "lookup %s of %s: %d of %d chunks, waited %.3f s for %s; %s",
-                request.request_id, context.instance, found, len(query.digests) // DIGEST_BYTES, waited_seconds,
+                request.request_id, context.instance, found, num_digests(query.digests), waited_seconds,
                 query.waited_for or "nothing", self._why_not_more(query, num_pending),
             )  # fmt: skip
         if not found:
@@ -307,7 +307,7 @@ class Lookups:
         nodes: list[int] = []
         found = num_bytes = 0
         for chunk in range(num_chunks):
-            key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+            key = digest_at(request.digests, chunk)
             node = index.visibility.find(space, key, request.first_chunk + chunk)
             needed = [g for g in range(len(groups)) if num_chunks - chunk <= request.covered[g]]
             if node is None:

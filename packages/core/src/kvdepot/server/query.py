@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from kvdepot.index.index import ChunkIndex
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import first_digests, num_digests
 from kvdepot.server.contexts import Context
 from kvdepot.wire import messages as m
 
@@ -23,7 +23,7 @@ class Query:
     @property
     def is_whole(self) -> bool:
         """Whether the whole prefix is here."""
-        return self.found * DIGEST_BYTES >= len(self.digests)
+        return self.found >= num_digests(self.digests)
 
     @property
     def owner(self) -> tuple[int, str]:
@@ -42,4 +42,4 @@ class Query:
 
     def first(self, num_chunks: int) -> "Query":
         """Return the query for its first chunks alone."""
-        return replace(self, digests=self.digests[: num_chunks * DIGEST_BYTES])
+        return replace(self, digests=first_digests(self.digests, num_chunks))

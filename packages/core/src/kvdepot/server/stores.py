@@ -10,7 +10,7 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import MOST_EVICTED, EntryPlace, pack_extent
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import digest_at, num_digests
 from kvdepot.pool.table import Writer
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, Fence, check_covered
@@ -156,10 +156,10 @@ class Stores:
     def _fill(self, plan: _Plan, context: Context, request: m.PrepareStore, writer: Writer, parent: int) -> None:
         space, index, covered = context.space, self._index, request.covered
         label, owner = self._state.labels.number_of(request.tenant, context.model), context.owner
-        num_chunks = len(request.digests) // DIGEST_BYTES
+        num_chunks = num_digests(request.digests)
         is_full, most_steps = False, index.evictor.num_steps + MOST_EVICTED
         for chunk in range(num_chunks):
-            key = request.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+            key = digest_at(request.digests, chunk)
             depth = request.first_chunk + chunk
             node = index.nodes.find(space, key, depth)
             for number, group in enumerate(context.groups):
