@@ -46,8 +46,11 @@ def cpu_seconds(pid: int) -> float:
 def measure_cost(pairs: int) -> None:
     """Time requests that do not opt in on an engine that could blend, beside one that could not."""
     settings: dict[str, Any] = {
-        "environment": ENVIRONMENT, "dtype": "bfloat16", "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20,
-    }  # fmt: skip
+        "environment": ENVIRONMENT,
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": 256 << 20,
+    }
     ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory, DepotProcess(pool_size="4GiB", new_session=True) as depot:
         model = make_model(Path(directory), "smol")
@@ -98,11 +101,16 @@ def main() -> int:
         tempfile.TemporaryDirectory() as directory,
         DepotProcess(pool_size="4GiB", new_session=True) as depot,
         Engine(
-            make_model(Path(directory), "smol"), connector(depot.url, blend="request"), environment=ENVIRONMENT,
-            dtype="bfloat16", max_model_len=8192, max_num_batched_tokens=8192, max_num_seqs=64,
+            make_model(Path(directory), "smol"),
+            connector(depot.url, blend="request"),
+            environment=ENVIRONMENT,
+            dtype="bfloat16",
+            max_model_len=8192,
+            max_num_batched_tokens=8192,
+            max_num_seqs=64,
             kv_cache_memory_bytes=1 << 30,
         ) as engine,
-    ):  # fmt: skip
+    ):
         ask(engine, prompts(1, 1000, seed=5)[0])  # warms the engine up
         engine.reset()
         engine.ask("generate", prompts=[source], max_tokens=1)

@@ -71,10 +71,15 @@ def main() -> int:
     with (
         DepotProcess(pool_size="2GiB", new_session=True) as depot,
         Engine(
-            arguments.model, connector(depot.url, blend="request"), environment={"OMP_NUM_THREADS": "1"},
-            dtype="bfloat16", max_logprobs=-1, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 30,
+            arguments.model,
+            connector(depot.url, blend="request"),
+            environment={"OMP_NUM_THREADS": "1"},
+            dtype="bfloat16",
+            max_logprobs=-1,
+            skip_tokenizer_init=True,
+            kv_cache_memory_bytes=1 << 30,
         ) as engine,
-    ):  # fmt: skip
+    ):
         end = time.monotonic() + arguments.seconds
         for start in range(count * arguments.skip, len(documents), count):
             if time.monotonic() > end:
@@ -119,11 +124,16 @@ result = (
             sum(figures[name] for _, _, figures in each)
             for name in ("reused_tokens", "recomputed_tokens", "gap_tokens")
         )
-        rows.append({
-            "policy": policy, "kl": sum(kl for kl, _, _ in each) / len(each),
-            "same": sum(is_same for _, is_same, _ in each) / len(each), "blends": len(each),
-            "reused": reused / (reused + again + gaps), "again": again / (reused + again),
-        })  # fmt: skip
+        rows.append(
+            {
+                "policy": policy,
+                "kl": sum(kl for kl, _, _ in each) / len(each),
+                "same": sum(is_same for _, is_same, _ in each) / len(each),
+                "blends": len(each),
+                "reused": reused / (reused + again + gaps),
+                "again": again / (reused + again),
+            }
+        )
         print(
             "{policy:10} KL {kl:.4f}, the same token {same:.1%} of {blends}, {again:.0%} computed again".format(
                 **rows[-1]

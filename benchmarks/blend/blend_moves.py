@@ -102,8 +102,9 @@ def measure(attention: Attention, num_blocks: int, rounds: int, threads: int) ->
         group = CacheGroup([layer.module.kv_cache for layer in layers], BLOCK_TOKENS)
         context = get_backend("cpu").create_context(
             KVCache([group], "bench", "bfloat16", chunk_tokens=BLOCK_TOKENS),
-            url=depot.url, copy_threads=threads,
-        )  # fmt: skip
+            url=depot.url,
+            copy_threads=threads,
+        )
         context.wait_until_connected(10)
         wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes)
         key, blocks = hash_prefix(Namespace("bench"), BLOCK_TOKENS, old.tolist()), [list(range(num_blocks))]

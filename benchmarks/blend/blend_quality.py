@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(
-    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",
-)  # fmt: skip
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+)
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -47,9 +50,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     llm = LLM(
-        model=str(arguments.model), skip_tokenizer_init=True, dtype="float32", max_model_len=512, enforce_eager=True,
-        max_num_seqs=256, enable_prefix_caching=False, kv_cache_memory_bytes=64 << 20,
-    )  # fmt: skip
+        model=str(arguments.model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=512,
+        enforce_eager=True,
+        max_num_seqs=256,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=64 << 20,
+    )
     bench = Bench(blender_of(llm))
     source = random.Random(arguments.seed)
     cases = {kind: [Case.make(source, kind) for _ in range(arguments.cases)] for kind in (recall.NTH, recall.ANY)}
@@ -82,9 +91,12 @@ def as_svg(rows: list[dict[str, Any]]) -> str:
         for each in policies
     ]
     return curves_as_svg(
-        "Right answers of blended prompts", curves, "share of the reused tokens that is computed again",
-        lambda share: f"{share:.0%}", float,
-    )  # fmt: skip
+        "Right answers of blended prompts",
+        curves,
+        "share of the reused tokens that is computed again",
+        lambda share: f"{share:.0%}",
+        float,
+    )
 
 
 def right_answers(bench: Bench, cases: list[Case], policy: str, share: float) -> float:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(
-    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-)  # fmt: skip
+)
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -64,9 +66,15 @@ def main() -> int:
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     llm = LLM(
-        model=str(arguments.model), dtype="bfloat16", max_model_len=4096, max_num_batched_tokens=4096, max_num_seqs=256,
-        enforce_eager=True, kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False,
-    )  # fmt: skip
+        model=str(arguments.model),
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_batched_tokens=4096,
+        max_num_seqs=256,
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 30,
+        enable_prefix_caching=False,
+    )
     bench = Bench(blender_of(llm), 2048)
 
     def encode(text: str) -> list[int]:

@@ -39,11 +39,20 @@ def main() -> None:
     torch.set_num_threads(1)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=32, vocab_size=recall.VOCABULARY, max_position_embeddings=4096, tie_word_embeddings=False,
-            bos_token_id=recall.BOS, eos_token_id=recall.PAD, pad_token_id=recall.PAD,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            vocab_size=recall.VOCABULARY,
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+            bos_token_id=recall.BOS,
+            eos_token_id=recall.PAD,
+            pad_token_id=recall.PAD,
         )
-    )  # fmt: skip
+    )
     learn(model, arguments.steps)
     cool(model)
     model.save_pretrained(arguments.folder)

@@ -41,9 +41,14 @@ class Point:
 
 
 def drive(
-    engine: EngineProcess, side: str, number: int, conversations: list[list[Prompt]], began: float, end: float,
+    engine: EngineProcess,
+    side: str,
+    number: int,
+    conversations: list[list[Prompt]],
+    began: float,
+    end: float,
     points: list[Point],
-) -> None:  # fmt: skip
+) -> None:
     """Serve prompts on one engine until `end`."""
     rng = random.Random(number)
     count = 0
@@ -59,9 +64,13 @@ def measure(seconds: float, kill: float, away: float) -> tuple[list[Point], floa
     points: list[Point] = []
     conversations = make_conversations(_NUM_CONVERSATIONS)
     with Fleet(
-        _GEOMETRY, num_engines=2, num_alone=2, pool_bytes=1 << 30, engine_cache_bytes=64 << 20,
+        _GEOMETRY,
+        num_engines=2,
+        num_alone=2,
+        pool_bytes=1 << 30,
+        engine_cache_bytes=64 << 20,
         tokens_per_second=_TOKENS_PER_SECOND,
-    ) as fleet:  # fmt: skip
+    ) as fleet:
         sides = [("depot", engine) for engine in fleet.engines] + [("without", engine) for engine in fleet.alone]
         with ThreadPoolExecutor(len(sides)) as pool:
             began = time.monotonic()

@@ -26,9 +26,11 @@ def sample() -> str:
         now += rng.expovariate(1 / 900)  # milliseconds
         last = rng.randint(1, BLOCK_TOKENS)  # tokens of the partial block
         request = {
-            "timestamp": round(now), "input_length": (len(blocks) - 1) * BLOCK_TOKENS + last,
-            "output_length": rng.randint(20, 400), "hash_ids": blocks,
-        }  # fmt: skip
+            "timestamp": round(now),
+            "input_length": (len(blocks) - 1) * BLOCK_TOKENS + last,
+            "output_length": rng.randint(20, 400),
+            "hash_ids": blocks,
+        }
         lines.append(json.dumps(request, separators=(",", ":")) + "\n")
     return "".join(lines)
 

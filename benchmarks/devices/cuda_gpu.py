@@ -91,9 +91,16 @@ class Cache:
     """A KV cache on the device, and a context on a depot of its own that moves its blocks."""
 
     def __init__(
-        self, mode: str, num_blocks: int, *, layers: int = LAYERS, page: int = PAGE, block_outermost: bool = True,
-        pool_bytes: int = 0, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        mode: str,
+        num_blocks: int,
+        *,
+        layers: int = LAYERS,
+        page: int = PAGE,
+        block_outermost: bool = True,
+        pool_bytes: int = 0,
+        **options: Any,
+    ) -> None:
         self.half: list[int] = np.random.default_rng(0).permutation(num_blocks)[: num_blocks // 2].tolist()
         self.salts = itertools.count()
         self.block_bytes, self.num_bytes = layers * page, layers * page * num_blocks
@@ -327,9 +334,16 @@ def retrieve(_seconds: float) -> None:
             one = [cache.move("retrieve", "settle", [0]) for _ in range(20)]
             times = [cache.again("retrieve") for _ in range(5)]
             speed = COUNT * cache.block_bytes / statistics.median(times) / 1e9
-            report("retrieve", **cache.state, block_outermost=outermost, batch_mib=batch_mib,
-                   store_ms=round(store * 1e3, 2), **percentiles(times), gb_per_s=round(speed, 2),
-                   one_block=percentiles(one))  # fmt: skip
+            report(
+                "retrieve",
+                **cache.state,
+                block_outermost=outermost,
+                batch_mib=batch_mib,
+                store_ms=round(store * 1e3, 2),
+                **percentiles(times),
+                gb_per_s=round(speed, 2),
+                one_block=percentiles(one),
+            )
 
 
 def registration(_seconds: float) -> None:

@@ -114,9 +114,10 @@ def main() -> int:
     if arguments.block_tokens >= 128 and (arguments.tokens - 1) % arguments.block_tokens:
         wanted += 1  # the last, incomplete chunk
     options: dict[str, Any] = {
-        "kv_cache_memory_bytes": arguments.kv_cache_mib << 20, "max_model_len": 2048,
+        "kv_cache_memory_bytes": arguments.kv_cache_mib << 20,
+        "max_model_len": 2048,
         "block_size": arguments.block_tokens,
-    }  # fmt: skip
+    }
     if arguments.batched_tokens:
         options["max_num_batched_tokens"] = arguments.batched_tokens
     with contextlib.ExitStack() as stack:

@@ -67,9 +67,13 @@ def child(command: list[str], log: Path) -> Generator["subprocess.Popen[bytes]"]
     """Run a process of vLLM, with its output in `log`; end it and its children with the context."""
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
             env={**os.environ, **ENVIRONMENT},
-        )  # fmt: skip
+        )
     try:
         yield process
     finally:
@@ -99,10 +103,23 @@ def api_server(
     """Run vLLM's API server with room for requests of `max_tokens`; yields its port when it answers."""
     port = free_port()
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
-        "--port", str(port), "--kv-cache-memory-bytes", str(cache_bytes), "--max-model-len", str(max_tokens),
-        "--dtype", "float32", "--enforce-eager",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--kv-cache-memory-bytes",
+        str(cache_bytes),
+        "--max-model-len",
+        str(max_tokens),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+    ]
     if config:
         command += ["--kv-transfer-config", json.dumps(config)]
 
@@ -135,15 +152,43 @@ def send(load: Load, model: Path, port: int, seed: int, folder: Path) -> dict[st
     """Run vLLM's client; returns times to the first token in milliseconds, and counts."""
     result = folder / "result.json"
     command = [
-        sys.executable, "-c", _CLIENT, "--model", str(model), "--port", str(port), "--host", "127.0.0.1",
-        "--dataset-name", "prefix_repetition", "--num-prompts", str(load.requests), "--seed", str(seed),
-        "--prefix-repetition-prefix-len", str(load.prefix_tokens),
-        "--prefix-repetition-suffix-len", str(load.suffix_tokens),
-        "--prefix-repetition-num-prefixes", str(load.prefixes),
-        "--prefix-repetition-output-len", str(load.output_tokens), "--ignore-eos",
-        "--max-concurrency", str(load.at_once), "--percentile-metrics", "ttft", "--metric-percentiles", "99",
-        "--disable-tqdm", "--save-result", "--result-dir", str(folder), "--result-filename", result.name,
-    ]  # fmt: skip
+        sys.executable,
+        "-c",
+        _CLIENT,
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--dataset-name",
+        "prefix_repetition",
+        "--num-prompts",
+        str(load.requests),
+        "--seed",
+        str(seed),
+        "--prefix-repetition-prefix-len",
+        str(load.prefix_tokens),
+        "--prefix-repetition-suffix-len",
+        str(load.suffix_tokens),
+        "--prefix-repetition-num-prefixes",
+        str(load.prefixes),
+        "--prefix-repetition-output-len",
+        str(load.output_tokens),
+        "--ignore-eos",
+        "--max-concurrency",
+        str(load.at_once),
+        "--percentile-metrics",
+        "ttft",
+        "--metric-percentiles",
+        "99",
+        "--disable-tqdm",
+        "--save-result",
+        "--result-dir",
+        str(folder),
+        "--result-filename",
+        result.name,
+    ]
     log = folder / "client.log"
     with child(command, log) as process:
         try:
@@ -242,9 +287,13 @@ def main() -> int:
     if unknown := set(setups) - set(_SETUPS):
         parser.error(f"no setup {', '.join(unknown)}; there are {', '.join(_SETUPS)}")
     load = Load(
-        arguments.prefixes, arguments.prefix_tokens, arguments.suffix_tokens, arguments.output_tokens,
-        arguments.requests, arguments.at_once,
-    )  # fmt: skip
+        arguments.prefixes,
+        arguments.prefix_tokens,
+        arguments.suffix_tokens,
+        arguments.output_tokens,
+        arguments.requests,
+        arguments.at_once,
+    )
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

@@ -46,9 +46,11 @@ def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
         return SlowTier(open_tier(url, pool))
 
     config = ServerConfig(
-        directory=Path(directory), pool_directory=Path(pool_directory), pool_size_bytes=64 << 20,
+        directory=Path(directory),
+        pool_directory=Path(pool_directory),
+        pool_size_bytes=64 << 20,
         tiers=("memory://?capacity=32MiB",),
-    )  # fmt: skip
+    )
     with patch("kvdepot.tiers.opening.open_tier", open_slow_tier):
         server = DepotServer(config)
     server.run()

@@ -13,8 +13,12 @@ _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def run(name: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, str(_BENCHMARKS / name), *arguments],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -101,10 +101,14 @@ def test_the_key_of_an_incomplete_chunk_is_no_other_one() -> None:
 
     assert tail(range(48), 9) == tail(range(41), 9), "later tokens do not count"
     others = [
-        tail(range(48), 9), tail(range(48), 10), tail(range(48), 16), tail(range(1, 49), 9),
-        tail(range(48), 9, ((35, 36, b"item"),)), tail(range(48), 9, ((36, 37, b"item"),)),
+        tail(range(48), 9),
+        tail(range(48), 10),
+        tail(range(48), 16),
+        tail(range(1, 49), 9),
+        tail(range(48), 9, ((35, 36, b"item"),)),
+        tail(range(48), 9, ((36, 37, b"item"),)),
         *(hash_prefix(Namespace("m"), 16, range(48)).slice(chunk, chunk + 1).digests for chunk in range(3)),
-    ]  # fmt: skip
+    ]
     assert len(set(others)) == len(others)
     assert tail(range(48), 9, ((41, 43, b"item"),)) == tail(range(48), 9), "an item behind the prompt does not count"
 

@@ -54,10 +54,15 @@ def test_a_page_layout_that_cannot_be_is_refused(values: tuple[int, int, int, in
 @pytest.mark.parametrize(
     "values",
     [
-        (FULL, 0, (PAGE,)), (FULL, 16, ()), (FULL, 16, (PAGE, PageLayout(0, 9, 64, 64))), (FULL, 16, (PAGE,), 5),
-        (GroupKind.SLIDING_WINDOW, 16, (PAGE,)), (FULL, 16, (PAGE,), 0, 1, 1), (FULL, 16, (PAGE,), 0, -1, 1),
+        (FULL, 0, (PAGE,)),
+        (FULL, 16, ()),
+        (FULL, 16, (PAGE, PageLayout(0, 9, 64, 64))),
+        (FULL, 16, (PAGE,), 5),
+        (GroupKind.SLIDING_WINDOW, 16, (PAGE,)),
+        (FULL, 16, (PAGE,), 0, 1, 1),
+        (FULL, 16, (PAGE,), 0, -1, 1),
     ],
-)  # fmt: skip
+)
 def test_a_group_that_does_not_add_up_is_refused(values: tuple[object, ...]) -> None:
     with pytest.raises(LayoutError):
         LayerGroup(*values)  # type: ignore[arg-type]

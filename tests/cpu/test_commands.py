@@ -136,9 +136,12 @@ os.execv(sys.executable, [sys.executable, "-m", "kvdepot", *sys.argv[1:]])
 @pytest.mark.parametrize("command", [["demo"], ["bench", "lookup"]])
 def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str]) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _HEARING_INTERRUPTS, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", _HEARING_INTERRUPTS, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_until(children.read_text)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does

@@ -51,9 +51,13 @@ BLOCKS, COMMANDS = dict(python_blocks()), dict(commands())
 def test_python_runs_as_it_stands(place: str, tmp_path: Path) -> None:
     with DepotProcess(directory=tmp_path / "kvdepot"):
         result = subprocess.run(
-            [sys.executable, "-c", BLOCKS[place]], capture_output=True, text=True, timeout=100, check=False,
+            [sys.executable, "-c", BLOCKS[place]],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
             env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
-        )  # fmt: skip
+        )
     assert result.returncode == 0, result.stderr
     assert "True" in result.stdout, result.stdout
 

@@ -30,8 +30,10 @@ def test_the_table_has_every_way_in_both_directions_and_the_device_is_given_back
     result = measure(driver)
     assert {(row["direction"], row["page_bytes"], row["count"]) for row in result["rows"]} == {
         (direction, page_bytes, count)
-        for direction in ("to_device", "to_host") for page_bytes in (4096, 65536) for count in (16, 40)
-    }  # fmt: skip
+        for direction in ("to_device", "to_host")
+        for page_bytes in (4096, 65536)
+        for count in (16, 40)
+    }
     for row in result["rows"]:
         assert set(row["ways"]) == WAYS
         assert row["failed"] == {}
@@ -98,8 +100,10 @@ def test_the_command_finds_the_bench_and_the_device(
 
 
 def test_without_a_device_the_command_says_what_is_missing() -> None:
-    code = "from kvdepot_cuda import bench; bench.why_unavailable = lambda: 'no driver is installed';" \
-           "from kvdepot.ops.cli import main; main(['bench', 'cuda'])"  # fmt: skip
+    code = (
+        "from kvdepot_cuda import bench; bench.why_unavailable = lambda: 'no driver is installed';"
+        "from kvdepot.ops.cli import main; main(['bench', 'cuda'])"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "bench cuda: no driver is installed" in done.stderr

@@ -81,10 +81,16 @@ class FakeEngine:
         self.context = CudaTransferContext(
             KVCache([CacheGroup(tensors, 16)], "order", "bytes", chunk_tokens=16),
             CudaOptions(
-                url=url, mode=mode, deadline_seconds=20.0, batch_bytes=BATCH_BYTES, piece_bytes=8 << 20,
-                stream=lambda: self._stream, open_driver=lambda _ordinal: driver, mover="fake-cuda",
+                url=url,
+                mode=mode,
+                deadline_seconds=20.0,
+                batch_bytes=BATCH_BYTES,
+                piece_bytes=8 << 20,
+                stream=lambda: self._stream,
+                open_driver=lambda _ordinal: driver,
+                mover="fake-cuda",
             ),
-        )  # fmt: skip
+        )
 
     def on_stream(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -164,8 +164,12 @@ def test_ten_restarts_of_the_depot_leave_one_registration(
         assert worker.retrieve(prompt(3)) == 3
     assert driver.registered_bytes == POOL_BYTES
     assert driver.calls["unregister_host"] == 10 * NUM_PIECES
-    assert driver.left_over == {"streams": 2, "events": driver.calls["create_event"], "registrations": NUM_PIECES,
-                                "open": 1}  # fmt: skip
+    assert driver.left_over == {
+        "streams": 2,
+        "events": driver.calls["create_event"],
+        "registrations": NUM_PIECES,
+        "open": 1,
+    }
     assert driver.calls["create_event"] <= 4
 
 

@@ -35,9 +35,12 @@ def test_small_runs_go_by_the_kernel_if_there_are_enough_of_them(missing: int) -
     """Behind them: a larger one, one in a piece that the device does not know, and two that are not aligned."""
     small = [(4096 * (number + 1), (number + 1) << 40, MOST_RUN_BYTES) for number in range(LEAST_RUNS - missing)]
     runs = columns(
-        *small, (65536, 60 << 40, MOST_RUN_BYTES + 16), (0, 61 << 40, 4096), (4104, 62 << 40, 4096),
+        *small,
+        (65536, 60 << 40, MOST_RUN_BYTES + 16),
+        (0, 61 << 40, 4096),
+        (4104, 62 << 40, 4096),
         (4096, (63 << 40) + 8, 4096),
-    )  # fmt: skip
+    )
     assert np.flatnonzero(runs_for_kernel(*runs)).tolist() == ([] if missing else list(range(LEAST_RUNS)))
 
 

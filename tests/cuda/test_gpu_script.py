@@ -9,8 +9,18 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "devices" / "cuda_gpu.py"
 NEEDS_A_DEVICE = ("captures",)
-PHASES = ("machine", "bytes", "order", *NEEDS_A_DEVICE, "stress", "conformance", "copies", "interference", "retrieve",
-          "registration")  # fmt: skip
+PHASES = (
+    "machine",
+    "bytes",
+    "order",
+    *NEEDS_A_DEVICE,
+    "stress",
+    "conformance",
+    "copies",
+    "interference",
+    "retrieve",
+    "registration",
+)
 
 
 @pytest.mark.slow

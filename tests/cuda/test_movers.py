@@ -492,9 +492,14 @@ def packed(*block_ids: int) -> bytes:
 )
 @pytest.mark.parametrize("is_store", [True, False])
 def test_a_message_cannot_make_a_mover_touch_anything_else(
-    is_store: bool, block_ids: bytes, first_covered: int, why: str,
-    device: FakeDevice, depot: DepotProcess, cache: MakeCache,
-) -> None:  # fmt: skip
+    is_store: bool,
+    block_ids: bytes,
+    first_covered: int,
+    why: str,
+    device: FakeDevice,
+    depot: DepotProcess,
+    cache: MakeCache,
+) -> None:
     worker = cache()
     assert worker.store(prompt(2))
     worker.wipe()

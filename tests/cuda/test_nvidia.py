@@ -84,13 +84,15 @@ class StandIn(types.SimpleNamespace):
     def _copy_batch(self, *arguments: Any) -> int:
         targets, sources, sizes, count, attributes, first, num_attributes, failed, stream = arguments
         columns = [(ctypes.c_uint64 * count).from_address(place) for place in (sources, targets, sizes)]
-        self.batches.append({
-            "runs": list(zip(*columns, strict=True)),
-            "attributes": bytes((ctypes.c_uint8 * 24).from_address(attributes)),
-            "first": ctypes.c_size_t.from_address(first).value,
-            "num_attributes": num_attributes,
-            "stream": stream,
-        })  # fmt: skip
+        self.batches.append(
+            {
+                "runs": list(zip(*columns, strict=True)),
+                "attributes": bytes((ctypes.c_uint8 * 24).from_address(attributes)),
+                "first": ctypes.c_size_t.from_address(first).value,
+                "num_attributes": num_attributes,
+                "stream": stream,
+            }
+        )
         if self.batch_code:
             ctypes.c_size_t.from_address(failed).value = 1
         return self.batch_code
@@ -114,9 +116,12 @@ def test_a_thread_is_left_as_it_was_after_an_error_too(cuda: StandIn) -> None:
         driver.register_host(4096, 4096)
     relaxed = REAL.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     assert cuda.calls == [
-        ("cuCtxPushCurrent", 70), ("cuThreadExchangeStreamCaptureMode", relaxed), ("cuMemHostRegister", 4096, 4096, 3),
-        ("cuThreadExchangeStreamCaptureMode", 0), ("cuCtxPopCurrent",),
-    ]  # fmt: skip
+        ("cuCtxPushCurrent", 70),
+        ("cuThreadExchangeStreamCaptureMode", relaxed),
+        ("cuMemHostRegister", 4096, 4096, 3),
+        ("cuThreadExchangeStreamCaptureMode", 0),
+        ("cuCtxPopCurrent",),
+    ]
 
 
 def test_a_stream_that_is_captured_is_not_marked(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

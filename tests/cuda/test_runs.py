@@ -95,9 +95,11 @@ def test_no_run_goes_on_from_one_allocation_into_the_next(is_mover: bool) -> Non
     made = CheckedRuns(layout, [(start, 4 * PAGE) for start in starts], 4096) if is_mover else BatchRuns(layout)
     runs = made.of(batch(EXTENT.pack(0, 0, 0, 0, 0, 0, 0, 4 * PAGE), [[0, 3]], (0,), (0,)))
     assert rows(merge(runs, made.starts)) == [
-        (1024, 0, PAGE), (1024 + 3 * PAGE, PAGE, PAGE), (1024 + 4 * PAGE, 2 * PAGE, PAGE),
+        (1024, 0, PAGE),
+        (1024 + 3 * PAGE, PAGE, PAGE),
+        (1024 + 4 * PAGE, 2 * PAGE, PAGE),
         (1024 + 7 * PAGE, 3 * PAGE, PAGE),
-    ]  # fmt: skip
+    ]
 
 
 def test_layers_that_lie_in_one_another_begin_once() -> None:
@@ -119,8 +121,10 @@ def test_a_block_with_all_its_layers_in_one_place_is_one_run() -> None:
     extents = b"".join(EXTENT.pack(chunk, 0, 0, 0, 0, 0, 4096 * chunk, 4 * PAGE) for chunk in range(3))
     runs = BatchRuns(layout).of(batch(extents, [[7, 2, 5]], (0,), (0,)))
     assert rows(merge(runs)) == [
-        (1000 + 7 * 4 * PAGE, 0, 4 * PAGE), (1000 + 2 * 4 * PAGE, 4096, 4 * PAGE), (1000 + 5 * 4 * PAGE, 8192, 4 * PAGE)
-    ]  # fmt: skip
+        (1000 + 7 * 4 * PAGE, 0, 4 * PAGE),
+        (1000 + 2 * 4 * PAGE, 4096, 4 * PAGE),
+        (1000 + 5 * 4 * PAGE, 8192, 4 * PAGE),
+    ]
 
 
 @given(
@@ -130,7 +134,7 @@ def test_a_block_with_all_its_layers_in_one_place_is_one_run() -> None:
     window_chunks=st.integers(1, 2),
     layers=st.integers(1, 3),
     padding=st.sampled_from((0, 24)),
-)  # fmt: skip
+)
 def test_any_block_ids_become_the_bytes_of_a_plain_loop(
     ids: list[int], skip: int, left_out: int, window_chunks: int, layers: int, padding: int
 ) -> None:
@@ -140,11 +144,13 @@ def test_any_block_ids_become_the_bytes_of_a_plain_loop(
     window = list(range(NUM_BLOCKS - 2 * window_chunks, NUM_BLOCKS))
     groups = tuple(
         LayerGroup(
-            kind, 32,
-            tuple(PageLayout(base + 4096 * layer, NUM_BLOCKS, PAGE, PAGE + padding) for layer in range(layers)), size,
+            kind,
+            32,
+            tuple(PageLayout(base + 4096 * layer, NUM_BLOCKS, PAGE, PAGE + padding) for layer in range(layers)),
+            size,
         )
         for kind, base, size in ((GroupKind.FULL_ATTENTION, 1 << 20, 0), (GroupKind.SLIDING_WINDOW, 1 << 30, 64))
-    )  # fmt: skip
+    )
     first_covered = (0, num_chunks - window_chunks)
     block_ids = [ids, window]
     extents, expected = b"", list[tuple[int, int]]()

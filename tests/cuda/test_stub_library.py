@@ -65,8 +65,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str
     done = subprocess.run(
         [sys.executable, "-m", "support.cuda.stub_child"],
         env={**os.environ, "LD_LIBRARY_PATH": str(folder)},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("stub: ")]
     return done.stdout.splitlines(), said[said.index("stub: cuInit 0") :]  # before, the bindings look up what they need
@@ -84,9 +87,7 @@ def test_every_call_arrives_with_its_values(found: tuple[list[str], list[str]]) 
 def test_what_the_driver_answers_comes_back(found: tuple[list[str], list[str]]) -> None:
     printed = [line for line in found[0] if not re.search("released|held|copy|batch", line)]
     uuid = "GPU-03040506-0708-090a-0b0c-0d0e0f101112"
-    assert printed == [
-        f"STUB 3, driver for CUDA 13.0 {uuid} 90 True", "4097", "True 0x7f0000200000 2097152"
-    ]  # fmt: skip
+    assert printed == [f"STUB 3, driver for CUDA 13.0 {uuid} 90 True", "4097", "True 0x7f0000200000 2097152"]
 
 
 def test_a_code_that_the_bindings_do_not_know_is_an_error_of_the_driver(found: tuple[list[str], list[str]]) -> None:

@@ -87,9 +87,12 @@ def test_the_depot_is_started_with_flags_that_it_has() -> None:
     (image,) = re.findall(r"^CMD (.*)$", (DEPLOY / "docker" / "Dockerfile").read_text(), flags=re.MULTILINE)
     (health,) = re.findall(r'CMD (\["kvdepot".*)$', (DEPLOY / "docker" / "Dockerfile").read_text(), flags=re.MULTILINE)
     arguments: list[list[str]] = [
-        command_of_the_unit(), json.loads(image), json.loads(health)[1:], COMPOSE["services"]["depot"]["command"],
+        command_of_the_unit(),
+        json.loads(image),
+        json.loads(health)[1:],
+        COMPOSE["services"]["depot"]["command"],
         workloads()["kvdepot"]["containers"][0]["args"],
-    ]  # fmt: skip
+    ]
     for each in arguments:
         make_parser().parse_args(each)
 
@@ -129,8 +132,9 @@ def test_engines_find_the_depot_s_folder_and_need_nothing_else_of_the_host() -> 
     }
     assert folders == {"kvdepot": {"/run/kvdepot", "/dev/shm"}, "vllm": {"/run/kvdepot"}}
     configurations = [
-        pods["vllm"]["containers"][0]["args"][-1], COMPOSE["services"]["vllm"]["command"][-1],
-    ]  # fmt: skip
+        pods["vllm"]["containers"][0]["args"][-1],
+        COMPOSE["services"]["vllm"]["command"][-1],
+    ]
     for configuration in configurations:
         assert json.loads(configuration)["kv_connector_extra_config"] == {"kvdepot.url": "/run/kvdepot"}
     for container in (pods["vllm"]["containers"][0], pods["kvdepot"]["containers"][0]):

@@ -82,9 +82,16 @@ def fuzz(target: str, seconds: int, folder: Path) -> int:
         return atheris.Mutate(data, maximum)
 
     arguments = [
-        sys.argv[0], f"-max_total_time={seconds}", f"-max_len={it.maximum_bytes}", "-timeout=10", "-rss_limit_mb=2048",
-        f"-artifact_prefix={kept}/", "-verbosity=1", str(folder), str(kept),
-    ]  # fmt: skip
+        sys.argv[0],
+        f"-max_total_time={seconds}",
+        f"-max_len={it.maximum_bytes}",
+        "-timeout=10",
+        "-rss_limit_mb=2048",
+        f"-artifact_prefix={kept}/",
+        "-verbosity=1",
+        str(folder),
+        str(kept),
+    ]
     options = {"custom_mutator": mutate} if it.is_message else {}
     atheris.Setup(arguments, it.run, **options)
     atheris.Fuzz()

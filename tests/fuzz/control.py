@@ -108,9 +108,15 @@ class Peers:
 
     def run(self) -> None:
         steps: list[Callable[[], None]] = [
-            self.connect, self.send, self.send_frame, self.send_frame, self.receive, self.close, self.release,
+            self.connect,
+            self.send,
+            self.send_frame,
+            self.send_frame,
+            self.receive,
+            self.close,
+            self.release,
             self.sweep,
-        ]  # fmt: skip
+        ]
         try:
             while not self.source.is_over:
                 steps[self.source.below(len(steps))]()

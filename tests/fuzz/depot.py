@@ -98,11 +98,27 @@ class Life:
 
     def steps(self) -> list[Callable[[], None]]:
         return [
-            self.register_worker, self.register_scheduler, self.unregister, self.lookup, self.release,
-            self.end_request, self.prepare, self.commit, self.abort, self.retrieve, self.report, self.clear,
-            self.time_passes, self.connection_closes, self.process_dies, self.restart, self.frame, self.drain,
-            self.note, self.blend,
-        ]  # fmt: skip
+            self.register_worker,
+            self.register_scheduler,
+            self.unregister,
+            self.lookup,
+            self.release,
+            self.end_request,
+            self.prepare,
+            self.commit,
+            self.abort,
+            self.retrieve,
+            self.report,
+            self.clear,
+            self.time_passes,
+            self.connection_closes,
+            self.process_dies,
+            self.restart,
+            self.frame,
+            self.drain,
+            self.note,
+            self.blend,
+        ]
 
     def run(self) -> None:
         """Do what the input says; after every eighth step the depot is consistent, at the end nothing is left."""
@@ -139,11 +155,18 @@ class Life:
     def state(self) -> tuple[Any, ...]:
         depot = self.depot
         return (
-            bytes(self.memory), dict(depot.stores.tickets), dict(depot.stores.late_tickets),
-            dict(depot.contexts.by_number), list(depot.quarantine.held),
-            list(depot.labels.names), list(depot.leases), len(depot.index.spaces),
-            list(depot.index.nodes.tree.holds), len(depot.flights), len(depot.blends.contents),
-        )  # fmt: skip
+            bytes(self.memory),
+            dict(depot.stores.tickets),
+            dict(depot.stores.late_tickets),
+            dict(depot.contexts.by_number),
+            list(depot.quarantine.held),
+            list(depot.labels.names),
+            list(depot.leases),
+            len(depot.index.spaces),
+            list(depot.index.nodes.tree.holds),
+            len(depot.flights),
+            len(depot.blends.contents),
+        )
 
     # --- what the input can choose from ---------------------------------------------------------------------------
 
@@ -212,10 +235,18 @@ class Life:
         digests, _, _, tenant = self.run_of_chunks()
         choice = self.source.byte()
         request = m.Lookup(
-            context, request_id, digests, tenant, (0.0, 1.5, 4.0, 60.0)[choice & 3], (0.0, 0.01)[choice >> 2 & 1],
-            announces=bool(choice & 8), joins=bool(choice & 16), ahead_tokens=choice >> 5 << 2, awaits=choice >> 6,
+            context,
+            request_id,
+            digests,
+            tenant,
+            (0.0, 1.5, 4.0, 60.0)[choice & 3],
+            (0.0, 0.01)[choice >> 2 & 1],
+            announces=bool(choice & 8),
+            joins=bool(choice & 16),
+            ahead_tokens=choice >> 5 << 2,
+            awaits=choice >> 6,
             hands_over=choice >= 0xF0,
-        )  # fmt: skip
+        )
         reply = self.ask(request, who)
         assert reply is None or (isinstance(reply, m.LookupReply) and bool(reply.num_chunks) == bool(reply.lease))
 

@@ -7,10 +7,40 @@ from typing import Any
 import msgspec
 
 _INTERESTING: list[Any] = [
-    0, 1, -1, 31, 32, 33, 255, 4095, 4096, 65_535, 1 << 20, (1 << 32) - 1, 1 << 32, (1 << 63) - 1, 1 << 63, -(1 << 63),
-    None, True, 0.0, -1.5, float("inf"), float("nan"), "", "x" * 257, b"", bytes(32), bytes(33), [], [[]], {}, {"a": 1},
-    msgspec.msgpack.Ext(5, b"x"), msgspec.msgpack.Ext(-1, bytes(4)),
-]  # fmt: skip
+    0,
+    1,
+    -1,
+    31,
+    32,
+    33,
+    255,
+    4095,
+    4096,
+    65_535,
+    1 << 20,
+    (1 << 32) - 1,
+    1 << 32,
+    (1 << 63) - 1,
+    1 << 63,
+    -(1 << 63),
+    None,
+    True,
+    0.0,
+    -1.5,
+    float("inf"),
+    float("nan"),
+    "",
+    "x" * 257,
+    b"",
+    bytes(32),
+    bytes(33),
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    msgspec.msgpack.Ext(5, b"x"),
+    msgspec.msgpack.Ext(-1, bytes(4)),
+]
 
 
 def mutate_message(body: bytes, rng: random.Random) -> bytes | None:

@@ -92,34 +92,73 @@ def session(data: bytes) -> None:
 def _request_seeds() -> list[bytes]:
     run, spec, detail = PROMPTS[0], SPECS[2], m.GroupDetail((4096, 8), 8, hidden_dims=(2, 4), dtype="f", shape=(1, 2))
     requests: list[frames.Request] = [
-        m.Hello(_VERSION, "client"), o.Status(), o.Clear(), o.Clear("tenant"), m.Unregister(1), m.EndRequest(1, "r"),
+        m.Hello(_VERSION, "client"),
+        o.Status(),
+        o.Clear(),
+        o.Clear("tenant"),
+        m.Unregister(1),
+        m.EndRequest(1, "r"),
         m.RegisterKVCache(_VERSION, "engine", 0, 1, "cpu", "memcpy", "model", spec, (detail,) * 3),
         m.RegisterKVCache(_VERSION, "engine", 0, 1, "cuda", "ipc", "model", spec, (detail,) * 3, OFFER, "why"),
-        m.Move(1, 2, True, (bytes(64), b"", bytes(8)), (0, 8, 6), (1, 0, 0), 1.0), m.Move(1, 0),
-        m.RegisterScheduler(_VERSION, "engine", "model", SPECS[0]), m.Lookup(1, "r", run.digests), m.Release(1, (1, 2)),
-        m.PrepareStore(1, "r", "tenant", run.digests, 0, run.parent, (8,)), m.CommitStore(1, 2, bytes(32)),
-        m.AbortStore(1, 2), m.PrepareRetrieve(1, "r", run.digests, 3, (8, 1, 0)), m.ReportCorrupt(1, ((1, 258),)),
-        m.NoteContents(1, run.digests, _SEGMENTS), m.BlendLookup(1, "r", _SEGMENTS, 8),
-    ]  # fmt: skip
+        m.Move(1, 2, True, (bytes(64), b"", bytes(8)), (0, 8, 6), (1, 0, 0), 1.0),
+        m.Move(1, 0),
+        m.RegisterScheduler(_VERSION, "engine", "model", SPECS[0]),
+        m.Lookup(1, "r", run.digests),
+        m.Release(1, (1, 2)),
+        m.PrepareStore(1, "r", "tenant", run.digests, 0, run.parent, (8,)),
+        m.CommitStore(1, 2, bytes(32)),
+        m.AbortStore(1, 2),
+        m.PrepareRetrieve(1, "r", run.digests, 3, (8, 1, 0)),
+        m.ReportCorrupt(1, ((1, 258),)),
+        m.NoteContents(1, run.digests, _SEGMENTS),
+        m.BlendLookup(1, "r", _SEGMENTS, 8),
+    ]
     return [bytes(frames.encode_frame(7, message)) for message in requests]
 
 
 def _reply_seeds() -> list[bytes]:
-    context = o.ContextStatus(context=1, role="worker", instance="e", model="m", groups=[
-        o.GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3, num_shards=1)])  # fmt: skip
+    context = o.ContextStatus(
+        context=1,
+        role="worker",
+        instance="e",
+        model="m",
+        groups=[o.GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3, num_shards=1)],
+    )
     status = o.DepotStatus(
-        server_version="0", protocol_version=1, epoch=1, pid=1, uptime_seconds=1.5, policy="lru", num_entries=0,
-        num_chunks=0, max_entries=1, pool_size_bytes=1, pool_ready_bytes=1, pool_used_bytes=0, quarantined_bytes=0,
-        num_leases=0, num_tickets=0, num_sessions=0, recovering=False, contexts=[context],
-        tenants={"default": {"used_bytes": 1}}, counters={"stores": 1},
-    )  # fmt: skip
+        server_version="0",
+        protocol_version=1,
+        epoch=1,
+        pid=1,
+        uptime_seconds=1.5,
+        policy="lru",
+        num_entries=0,
+        num_chunks=0,
+        max_entries=1,
+        pool_size_bytes=1,
+        pool_ready_bytes=1,
+        pool_used_bytes=0,
+        quarantined_bytes=0,
+        num_leases=0,
+        num_tickets=0,
+        num_sessions=0,
+        recovering=False,
+        contexts=[context],
+        tenants={"default": {"used_bytes": 1}},
+        counters={"stores": 1},
+    )
     replies: list[frames.Reply] = [
-        m.ErrorReply(1, ErrorCode.MALFORMED, "no"), m.HelloReply(1, 1, "0.1", 5), m.Registered(1, 2, m.Verify.ALL),
-        m.Done(1, 2), m.LookupReply(1, 3, 4, 300.0),
-        m.BlendReply(1, 2, 300.0, m.BLEND_RUN.pack(9, 20, 3, 0, 1, 0), bytes(32)), m.StorePlan(1, 2, bytes(40), 0, 1),
-        m.RetrievePlan(1, 2, 1, bytes(40)), m.Moved(1, m.MoveOutcome.UNAVAILABLE, "no"),
-        m.Moved(1, m.MoveOutcome.DONE, is_settled=True), o.StatusReply(1, status),
-    ]  # fmt: skip
+        m.ErrorReply(1, ErrorCode.MALFORMED, "no"),
+        m.HelloReply(1, 1, "0.1", 5),
+        m.Registered(1, 2, m.Verify.ALL),
+        m.Done(1, 2),
+        m.LookupReply(1, 3, 4, 300.0),
+        m.BlendReply(1, 2, 300.0, m.BLEND_RUN.pack(9, 20, 3, 0, 1, 0), bytes(32)),
+        m.StorePlan(1, 2, bytes(40), 0, 1),
+        m.RetrievePlan(1, 2, 1, bytes(40)),
+        m.Moved(1, m.MoveOutcome.UNAVAILABLE, "no"),
+        m.Moved(1, m.MoveOutcome.DONE, is_settled=True),
+        o.StatusReply(1, status),
+    ]
     return [bytes(frames.encode_frame(7, message)) for message in replies]
 
 
@@ -139,10 +178,11 @@ def _answer_seeds() -> list[bytes]:
 
 def _session_seeds() -> list[bytes]:
     messages = (
-        frames.OpenSession(_VERSION, "client"), frames.JoinSession(bytes(16)),
+        frames.OpenSession(_VERSION, "client"),
+        frames.JoinSession(bytes(16)),
         frames.SessionOpened(1, bytes(16), 1, 1, "0.1"),
         m.ErrorReply(1, ErrorCode.DRAINING, ""),
-    )  # fmt: skip
+    )
     return [frames.encode_greeting(message)[4:] for message in messages]
 
 

@@ -129,11 +129,21 @@ def _change(source: Bytes, folder: Path) -> list[Path]:
 def disk_seeds() -> list[bytes]:
     """Return one change of each kind, seen by the tier that wrote and by the next one."""
     changes = [
-        bytes([0, 0, 0, 0, 3]) + b"abcd", bytes([0, 1, 0, 16, 8]) + b"123456789", bytes([0, 2, 200, 31, 4]) + b"12345",
-        bytes([1, 0, 0, 16]), bytes([1, 1, 0, 0]), bytes([1, 2, 255, 255]), bytes([2, 0, 1]), bytes([2, 1, 0]),
-        bytes([3, 0]), bytes([4, 0]), bytes([134, 1]), bytes([5, 0, 5]) + b"names", bytes([137, 0, 5]) + b"names",
+        bytes([0, 0, 0, 0, 3]) + b"abcd",
+        bytes([0, 1, 0, 16, 8]) + b"123456789",
+        bytes([0, 2, 200, 31, 4]) + b"12345",
+        bytes([1, 0, 0, 16]),
+        bytes([1, 1, 0, 0]),
+        bytes([1, 2, 255, 255]),
+        bytes([2, 0, 1]),
+        bytes([2, 1, 0]),
+        bytes([3, 0]),
+        bytes([4, 0]),
+        bytes([134, 1]),
+        bytes([5, 0, 5]) + b"names",
+        bytes([137, 0, 5]) + b"names",
         bytes([5, 0, 16]) + b"0123456789abcdef",
-    ]  # fmt: skip
+    ]
     return [bytes([again]) + change for again in (0, 1) for change in [*changes, b"".join(changes)]]
 
 
@@ -156,11 +166,24 @@ def resp_seeds() -> list[bytes]:
     """Return every kind of reply, nested and broken ones."""
     scan = b"*2\r\n$2\r\n17\r\n*2\r\n$3\r\nabc\r\n$-1\r\n"
     return [
-        b"+OK\r\n", b"-OOM command not allowed\r\n", b":12\r\n", b":-1\r\n", b"$5\r\nhello\r\n$5\r\nworld\r\n",
-        b"*-1\r\n", scan, b"*1\r\n" * 2000, b"$70000000\r\n", b"*2000000\r\n", b"$5\r\nhelloXX", b"$-1\r\n",
+        b"+OK\r\n",
+        b"-OOM command not allowed\r\n",
+        b":12\r\n",
+        b":-1\r\n",
+        b"$5\r\nhello\r\n$5\r\nworld\r\n",
+        b"*-1\r\n",
+        scan,
+        b"*1\r\n" * 2000,
+        b"$70000000\r\n",
+        b"*2000000\r\n",
+        b"$5\r\nhelloXX",
+        b"$-1\r\n",
         b":" + b"9" * 5000 + b"\r\n",
-        b"!x\r\n", b"+" + b"x" * 9000, b"$\r\n", b"*0\r\n",
-    ]  # fmt: skip
+        b"!x\r\n",
+        b"+" + b"x" * 9000,
+        b"$\r\n",
+        b"*0\r\n",
+    ]
 
 
 def valkey(data: bytes) -> None:
@@ -210,12 +233,17 @@ def valkey_seeds() -> list[bytes]:
     return [
         b"+OK\r\n" + replies
         for replies in (
-            b":1\r\n:0\r\n", b"+OK\r\n" * 4, heads[0] + parts[0] + heads[1] + parts[1], heads[0] + b"$-1\r\n" * 3,
-            heads[1] + parts[0] + heads[0] + parts[1], b"*2\r\n$1\r\n0\r\n*2\r\n$3\r\nabc\r\n:1\r\n",
+            b":1\r\n:0\r\n",
+            b"+OK\r\n" * 4,
+            heads[0] + parts[0] + heads[1] + parts[1],
+            heads[0] + b"$-1\r\n" * 3,
+            heads[1] + parts[0] + heads[0] + parts[1],
+            b"*2\r\n$1\r\n0\r\n*2\r\n$3\r\nabc\r\n:1\r\n",
             b"-OOM full\r\n" * 4,
-            b"-MOVED 1 there\r\n", b"",
+            b"-MOVED 1 there\r\n",
+            b"",
         )
-    ]  # fmt: skip
+    ]
 
 
 class _Child:
@@ -269,8 +297,13 @@ def mooncake_seeds() -> list[bytes]:
     here, miss = mooncake.Outcome.HERE, mooncake.Outcome.MISS
     seal = make_seal(_KEYS[0], _SIZES[0], checksum_of(b"something else"))
     replies = [
-        mooncake.Ready(), mooncake.Cleared(3), mooncake.Failed("no"), mooncake.Outcomes([here, miss], [seal, b""]),
-        mooncake.Outcomes([here, here], [seal]), mooncake.Outcomes([here], [seal]), mooncake.Outcomes([here, miss]),
+        mooncake.Ready(),
+        mooncake.Cleared(3),
+        mooncake.Failed("no"),
+        mooncake.Outcomes([here, miss], [seal, b""]),
+        mooncake.Outcomes([here, here], [seal]),
+        mooncake.Outcomes([here], [seal]),
+        mooncake.Outcomes([here, miss]),
         mooncake.Outcomes([mooncake.Outcome.NO_SPACE, mooncake.Outcome.TRANSFER_FAILED], [b"", b"x"]),
-    ]  # fmt: skip
+    ]
     return [*(msgspec.msgpack.encode(reply) for reply in replies), b"\x92\xa6failed\xa1\xff", b"\x91" * 3000]

@@ -80,20 +80,35 @@ def seeds() -> list[bytes]:
     """Return right and wrong settings and parameters."""
     told = handed_over(_KEY, len(_TOKENS))
     ours: list[Any] = [
-        {"load": False, "store": False}, {"session_end": True, "priority": 2, "ttl_seconds": 60}, {"priority": 1.5},
-        {"ttl_seconds": 10**400, "priority": -1, "session_end": 0}, {"blend": True}, {"blend": [1]}, {"blend": {}}, 3,
+        {"load": False, "store": False},
+        {"session_end": True, "priority": 2, "ttl_seconds": 60},
+        {"priority": 1.5},
+        {"ttl_seconds": 10**400, "priority": -1, "session_end": 0},
+        {"blend": True},
+        {"blend": [1]},
+        {"blend": {}},
+        3,
         {"blend": {"policy": "heads", "ratio": 0.5, "segments": [[0, 10], [10, 40]]}},
         {"blend": {"ratio": float("nan")}},
-        {"blend": {"policy": [], "segments": [[0, 10**30], [5, 2]]}}, {"wait_ms": 50, "num_tokens": 8, "prefix": "00"},
-        {"num_tokens": -1, "prefix": 5, "wait_ms": 1e99}, {"prefix": "ab" * DIGEST_BYTES, "num_tokens": 0},
-    ]  # fmt: skip
+        {"blend": {"policy": [], "segments": [[0, 10**30], [5, 2]]}},
+        {"wait_ms": 50, "num_tokens": 8, "prefix": "00"},
+        {"num_tokens": -1, "prefix": 5, "wait_ms": 1e99},
+        {"prefix": "ab" * DIGEST_BYTES, "num_tokens": 0},
+    ]
     params: list[Any] = [None, [], told, {"do_remote_decode": 1}, {"do_remote_prefill": True, "kvdepot": 5}]
     params += [{"do_remote_prefill": remote, "kvdepot": each} for each in ours for remote in (False, True)]
     configs: list[Any] = [
-        {"kvdepot.deadline_seconds": 2}, {"kvdepot.deadline_seconds": 10**400}, {"kvdepot.blend_ratio": float("nan")},
-        {"kvdepot.mode": "ipc", "kvdepot.copy_threads": 4}, {"kvdepot.store": []}, {"kvdepot.x": 1, "other": {}}, [1],
-        {"kvdepot.kernel_run_bytes": -1}, {"kvdepot.chunk_tokens": 0, "kvdepot.url": None}, {"kvdepot.load": "yes"},
-    ]  # fmt: skip
+        {"kvdepot.deadline_seconds": 2},
+        {"kvdepot.deadline_seconds": 10**400},
+        {"kvdepot.blend_ratio": float("nan")},
+        {"kvdepot.mode": "ipc", "kvdepot.copy_threads": 4},
+        {"kvdepot.store": []},
+        {"kvdepot.x": 1, "other": {}},
+        [1],
+        {"kvdepot.kernel_run_bytes": -1},
+        {"kvdepot.chunk_tokens": 0, "kvdepot.url": None},
+        {"kvdepot.load": "yes"},
+    ]
     return [
         *(json.dumps(config).encode() + b"\0{}" for config in configs),
         *(b"{}\0" + json.dumps(each).encode() for each in params),

@@ -38,9 +38,7 @@ def view() -> Any:
 
 
 def group(number: int, kind: GroupKind, names: tuple[str, ...], *, is_mla: bool = False) -> EngineGroup:
-    return EngineGroup(
-        number, kind, BLOCK_TOKENS, 40 if kind is GroupKind.SLIDING_WINDOW else 0, names, is_mla, False
-    )  # fmt: skip
+    return EngineGroup(number, kind, BLOCK_TOKENS, 40 if kind is GroupKind.SLIDING_WINDOW else 0, names, is_mla, False)
 
 
 FULL, WINDOW = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW

@@ -24,9 +24,13 @@ def run(module: str, *arguments: str, **environment: str) -> str:
         pytest.skip("needs triton: tox r -e triton")
     variables: dict[str, Any] = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     done = subprocess.run(
-        [sys.executable, "-m", f"support.kernels.{module}", *arguments], check=False, capture_output=True, text=True,
-        timeout=WAIT_SECONDS, env=variables | environment,
-    )  # fmt: skip
+        [sys.executable, "-m", f"support.kernels.{module}", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        env=variables | environment,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -13,9 +13,12 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 MODULES = {
-    "kvdepot": "kvdepot", "kvdepot-cpu": "kvdepot_cpu", "kvdepot-cuda": "kvdepot_cuda", "kvdepot-hpu": "kvdepot_hpu",
+    "kvdepot": "kvdepot",
+    "kvdepot-cpu": "kvdepot_cpu",
+    "kvdepot-cuda": "kvdepot_cuda",
+    "kvdepot-hpu": "kvdepot_hpu",
     "kvdepot-vllm": "kvdepot_vllm",
-}  # fmt: skip
+}
 
 
 def metadata(wheel: Path) -> Message:

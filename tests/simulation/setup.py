@@ -98,6 +98,15 @@ class Setup:
         is_slow = demotion is not None and rng.random() < 0.4
         has_history = is_slow or rng.random() < 0.5
         return cls(
-            spec, num_pages, ready_pages, entry_bytes, policy, demotion, quotas, has_history, is_slow, num_prompts,
+            spec,
+            num_pages,
+            ready_pages,
+            entry_bytes,
+            policy,
+            demotion,
+            quotas,
+            has_history,
+            is_slow,
+            num_prompts,
             is_roomy,
-        )  # fmt: skip
+        )

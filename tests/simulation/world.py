@@ -141,9 +141,13 @@ class Server:
         if setup.demotion is not None:
             self.queue = make_queue(world.storage, f"the server {pid}", world.clock)
             self.depot.state.tiering = Tiering(
-                self.index, [self.queue], TieringSettings(setup.demotion), names_of=self.depot.labels.names.__getitem__,
-                on_corrupt=self.depot.remove_corrupt, clock=world.clock,
-            )  # fmt: skip
+                self.index,
+                [self.queue],
+                TieringSettings(setup.demotion),
+                names_of=self.depot.labels.names.__getitem__,
+                on_corrupt=self.depot.remove_corrupt,
+                clock=world.clock,
+            )
             self.depot.state.tiering.promotion_context.own_writer = self.writer
         found = self.names.found
         self.watched: set[Writer] = set()
@@ -405,10 +409,20 @@ class World:
         start = starts[b % len(starts)]
         memory.pages[start : start + size] = memory.pages_of(found.offset, found.num_bytes)
         table.write(
-            target, space=found.space, group=found.group, shard=found.shard, offset=start * PAGE,
-            num_bytes=found.num_bytes, key=found.key, parent=found.parent, depth=found.depth, layout=found.layout,
-            label=found.label, writer=found.writer, owner=found.owner,
-        )  # fmt: skip
+            target,
+            space=found.space,
+            group=found.group,
+            shard=found.shard,
+            offset=start * PAGE,
+            num_bytes=found.num_bytes,
+            key=found.key,
+            parent=found.parent,
+            depth=found.depth,
+            layout=found.layout,
+            label=found.label,
+            writer=found.writer,
+            owner=found.owner,
+        )
         table.seal(target, found.last_use)
         return f"record {target} is a copy of record {number}, with pages of its own"
 
@@ -543,10 +557,15 @@ class World:
         plan = self._ask(
             worker,
             m.PrepareStore(
-                worker.context, "r", run.tenant, run.digests, run.first_chunk, run.parent,
+                worker.context,
+                "r",
+                run.tenant,
+                run.digests,
+                run.first_chunk,
+                run.parent,
                 self._needed(run, bool(b & 16)),
             ),
-        )  # fmt: skip
+        )
         assert self.server is not None
         self._check_leases(self.server)
         if plan is None or not plan.ticket:
@@ -555,7 +574,7 @@ class World:
         claims = [
             self.memory.claim(holder, self._place(run.digests, chunk, group, worker.shards), offset, size)
             for chunk, group, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents)
-        ]  # fmt: skip
+        ]
         worker.stores.append(Store(worker.epoch, plan.ticket, claims))
         pages = ", ".join(
             f"{NAMES[claim.place[0]]} in pages {claim.first_page} to {claim.first_page + claim.num_pages - 1}"
@@ -611,9 +630,17 @@ class World:
             return None
         run = PROMPTS[b % self.setup.num_prompts].slice(0, 1 + c % NUM_CHUNKS)
         request = m.Lookup(
-            worker.context, "ab"[c // 4 % 2], run.digests, run.tenant, 1.0, token_seconds=(0.0, 1e-4, 1e-2)[a // 4 % 3],
-            announces=bool(c & 32), joins=bool(c & 16), awaits=run.num_chunks * (c >= 192), hands_over=bool(b & 128),
-        )  # fmt: skip
+            worker.context,
+            "ab"[c // 4 % 2],
+            run.digests,
+            run.tenant,
+            1.0,
+            token_seconds=(0.0, 1e-4, 1e-2)[a // 4 % 3],
+            announces=bool(c & 32),
+            joins=bool(c & 16),
+            awaits=run.num_chunks * (c >= 192),
+            hands_over=bool(b & 128),
+        )
         session, server = worker.session, self.server
 
         def on_reply(reply: Any) -> None:
@@ -760,10 +787,12 @@ class World:
         tickets = [ticket.number for ticket in every if ticket.context != context] or [0]
         ticket, number = tickets[b % len(tickets)], b % NUM_RECORDS
         request = (
-            m.Release(context, tuple(leases)), m.CommitStore(context, ticket), m.AbortStore(context, ticket),
+            m.Release(context, tuple(leases)),
+            m.CommitStore(context, ticket),
+            m.AbortStore(context, ticket),
             m.ReportCorrupt(context, ((number, self.server.index.table.header(number) ^ 0x100),)),
             m.EndRequest(context + 1 + b % 8, "a"),
-        )[c % 5]  # fmt: skip
+        )[c % 5]
         before = self._state()
         self._ask(worker, request)
         if self._state() != before:

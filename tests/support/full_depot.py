@@ -84,9 +84,13 @@ def put_tier_below(bench: Bench) -> TierQueue:
     tier = MemoryTier(pool, 4 * NUM_CHUNKS * PAGE)
     queue = TierQueue(tier, pool, "memory", write_bytes=2 * NUM_CHUNKS * PAGE, clock=lambda: bench.now)
     bench.depot.state.tiering = Tiering(
-        bench.index, [queue], TieringSettings(), names_of=bench.depot.labels.names.__getitem__,
-        on_corrupt=bench.depot.remove_corrupt, clock=lambda: bench.now,
-    )  # fmt: skip
+        bench.index,
+        [queue],
+        TieringSettings(),
+        names_of=bench.depot.labels.names.__getitem__,
+        on_corrupt=bench.depot.remove_corrupt,
+        clock=lambda: bench.now,
+    )
     return queue
 
 

@@ -69,9 +69,12 @@ class Nursery:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno()), *modules], stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], env=self._environment, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-P", __file__, str(theirs.fileno()), *modules],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                start_new_session=True,
+            )
 
     def ask(self, command: dict[str, Any], files: Sequence[int] = ()) -> Any:
         """Send a command with file descriptors and return its answer."""
@@ -88,11 +91,13 @@ class Nursery:
         try:
             pid = self.ask(
                 {
-                    "op": "fork", "is_module": isinstance(what, str), "argv": [str(what), *arguments],
+                    "op": "fork",
+                    "is_module": isinstance(what, str),
+                    "argv": [str(what), *arguments],
                     "environment": dict(environment or self._environment),
                 },
                 (stdin, stdout, stderr),
-            )  # fmt: skip
+            )
         finally:
             os.close(stdin)
             os.close(stdout)

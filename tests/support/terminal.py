@@ -46,9 +46,12 @@ def run_in_terminal(
     terminal = Terminal()
     started = time.monotonic()
     process = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *command], stdin=theirs, stdout=theirs, stderr=theirs,
+        ["setsid", "--ctty", "--wait", *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
         env={**variables, "TERM": "xterm-256color", **(environment or {})},
-    )  # fmt: skip
+    )
     os.close(theirs)
     try:
         while time.monotonic() < started + timeout_seconds:

@@ -285,10 +285,18 @@ def test_tls_is_spoken_and_only_with_who_is_trusted(server: ValkeyServer, tmp_pa
 @pytest.mark.parametrize(
     "answer",
     [
-        b"", b"+OK", b"!rubbish\r\n", b"$many\r\n", b"$99999999999\r\n", b"*99999999999\r\n", b"$8192\r\nabc",
-        b"$3\r\nabcd\r\n", b"\xff" * 70000, b"*2\r\n:1\r\n",
+        b"",
+        b"+OK",
+        b"!rubbish\r\n",
+        b"$many\r\n",
+        b"$99999999999\r\n",
+        b"*99999999999\r\n",
+        b"$8192\r\nabc",
+        b"$3\r\nabcd\r\n",
+        b"\xff" * 70000,
+        b"*2\r\n:1\r\n",
     ],
-)  # fmt: skip
+)
 def test_rubbish_instead_of_a_reply_is_an_error(answer: bytes) -> None:
     def say(connection: socket.socket) -> None:
         connection.recv(65536)

@@ -24,9 +24,15 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def nursery() -> Iterator[Nursery]:
     """Imports vLLM once; torch and vLLM do not belong into the tests' process."""
     modules = (
-        "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner",
-        "vllm.model_executor.models.llama", "vllm.distributed.kv_transfer", "vllm.config",
-    )  # fmt: skip
+        "transformers",
+        "vllm",
+        "vllm.entrypoints.llm",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.model_executor.models.llama",
+        "vllm.distributed.kv_transfer",
+        "vllm.config",
+    )
     with Nursery(*modules, environment=ENVIRONMENT) as nursery, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Engine, "nursery", nursery)
         yield nursery

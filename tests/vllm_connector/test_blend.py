@@ -112,9 +112,13 @@ def test_a_depot_that_is_killed_costs_time_and_no_answer(model: MakeModel, engin
 
 def test_two_ranks_choose_and_compute_the_same(model: MakeModel, depot: DepotProcess) -> None:
     with Engine(
-        model("gqa"), connector(depot.url, blend="always"), max_num_seqs=32, tensor_parallel_size=2,
-        multiprocessing=True, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    ) as engine:  # fmt: skip
+        model("gqa"),
+        connector(depot.url, blend="always"),
+        max_num_seqs=32,
+        tensor_parallel_size=2,
+        multiprocessing=True,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ) as engine:
         wait_until_stored(engine, depot, seed=85)
         before = depot.status().num_chunks
         engine.generate([SOURCE])

@@ -168,9 +168,14 @@ def test_a_layer_without_rotation_is_copied_only() -> None:
 @pytest.mark.parametrize("pairs", [DIM // 2, DIM // 4, 0])
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [("dims outermost", torch.float32), ("dims outermost", torch.bfloat16), ("dims outermost", torch.float16),
-     ("tiles", torch.bfloat16), ("tiles of both", torch.bfloat16)],
-)  # fmt: skip
+    [
+        ("dims outermost", torch.float32),
+        ("dims outermost", torch.bfloat16),
+        ("dims outermost", torch.float16),
+        ("tiles", torch.bfloat16),
+        ("tiles of both", torch.bfloat16),
+    ],
+)
 def test_the_compiled_move_does_what_torch_does(
     layout: str, dtype: Any, pairs: int, is_neox_style: bool, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,8 +95,10 @@ REFUSED: dict[str, Change] = {
 def test_engines_that_cannot_blend_are_named_with_the_reason(reason: str | None) -> None:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
-        model_config=SimpleNamespace(), cache_config=SimpleNamespace(cache_dtype="auto"), lora_config=None,
-    )  # fmt: skip
+        model_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        lora_config=None,
+    )
     cache = SimpleNamespace(kv_cache_groups=[group("mla_attention")])
     if reason is not None:
         REFUSED[reason](config, cache)

@@ -15,9 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "blend" / "blend_quality.py"
 def answers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, float], dict[str, Any]]:
     """Right answers by policy and share, to 300 prompts of each kind."""
     path = tmp_path_factory.mktemp("quality") / "rows.json"
-    nursery.run(
-        SCRIPT, "--json", str(path), "--shares", "0.15", "0.3", "--policies", "heads", "deviation", "mixkq"
-    )  # fmt: skip
+    nursery.run(SCRIPT, "--json", str(path), "--shares", "0.15", "0.3", "--policies", "heads", "deviation", "mixkq")
     return {(row["policy"], row["share"]): row for row in json.loads(path.read_text())["rows"]}
 
 

@@ -18,8 +18,9 @@ def command(model: Path) -> list[str]:
 
 def descendants(pid: int) -> list[int]:
     """Return the processes that a process started, and those that they started."""
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in
-                (task / "children").read_text().split()]  # fmt: skip
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
     return children + [found for child in children for found in descendants(child)]
 
 

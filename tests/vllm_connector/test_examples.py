@@ -22,10 +22,16 @@ def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: Ma
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
     with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as there will be sockets in it
         output = run(
-            "bash", str(EXAMPLES / "vllm" / "serve.sh"), str(model("gqa")), *flags, "--enforce-eager",
-            PORT=str(free_port()), POOL_SIZE="128MiB", TMPDIR=folder,
+            "bash",
+            str(EXAMPLES / "vllm" / "serve.sh"),
+            str(model("gqa")),
+            *flags,
+            "--enforce-eager",
+            PORT=str(free_port()),
+            POOL_SIZE="128MiB",
+            TMPDIR=folder,
             **SERVE,
-        )  # fmt: skip
+        )
     first, second = re.findall(r"engine answers: (\{.*\})", output)
     assert not re.search(r'"cached_tokens":\s*[1-9]', first)
     assert re.findall(r'"cached_tokens":\s*(\d+)', second) == ["640"]
@@ -40,8 +46,15 @@ def test_documents_in_another_order_are_blended(model: MakeModel, tmp_path: Path
         path.write_text(" ".join(f"t{token}" for token in prompts(1, 400, seed=90 + number)[0]))
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
     output = run(
-        "bash", str(EXAMPLES / "blend" / "serve.sh"), str(model("gqa")), *map(str, documents), "--", *flags,
-        "--enforce-eager", PORT=str(free_port()), POOL_SIZE="128MiB",
+        "bash",
+        str(EXAMPLES / "blend" / "serve.sh"),
+        str(model("gqa")),
+        *map(str, documents),
+        "--",
+        *flags,
+        "--enforce-eager",
+        PORT=str(free_port()),
+        POOL_SIZE="128MiB",
         **SERVE,
-    )  # fmt: skip
+    )
     assert re.search(r"^blended +first token after +\d+ ms  \{.*'reused_tokens': \d{3,}", output, re.MULTILINE)

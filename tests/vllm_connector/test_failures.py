@@ -189,6 +189,8 @@ def test_the_failure_policy_is_said_at_start(keeps: bool, depot: DepotProcess, m
         else:
             assert output["tokens"] == engine.reference[0]
         if keeps:  # what a failed load left behind was not stored
-            engine.execute("from vllm.distributed.kv_transfer import get_kv_transfer_group as g\n"
-                           "del g()._worker._context.submit_retrieve")  # fmt: skip
+            engine.execute(
+                "from vllm.distributed.kv_transfer import get_kv_transfer_group as g\n"
+                "del g()._worker._context.submit_retrieve"
+            )
             assert tokens(engine.generate(wanted)) == engine.reference

@@ -193,9 +193,12 @@ def test_files_whose_tensors_cannot_be_told_apart_are_named_in_the_log(
 
 @pytest.mark.parametrize(
     ("load_format", "commit", "text"),
-    [("auto", None, "known by that name and nothing else"), ("auto", "c0ffee", "the commit c0ffee"),
-     ("tensorizer", None, "load format tensorizer")],
-)  # fmt: skip
+    [
+        ("auto", None, "known by that name and nothing else"),
+        ("auto", "c0ffee", "the commit c0ffee"),
+        ("tensorizer", None, "load format tensorizer"),
+    ],
+)
 @pytest.mark.promise(69)
 def test_weights_without_a_fingerprint_are_named_in_the_log(
     load_format: str, commit: str | None, text: str, weights: Path, caplog: pytest.LogCaptureFixture
@@ -269,9 +272,12 @@ def test_other_models_share_whatever_their_longest_request(weights: Path) -> Non
 def drafter(model: Path | str, method: str = "eagle3", **changes: Any) -> Any:
     draft = vllm_config(model, **changes)
     return SimpleNamespace(
-        method=method, draft_model_config=draft.model_config, draft_load_config=None, kv_cache_dtype=None,
+        method=method,
+        draft_model_config=draft.model_config,
+        draft_load_config=None,
+        kv_cache_dtype=None,
         uses_draft_kv_cache=lambda: method != "medusa",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.promise(70)
@@ -282,10 +288,16 @@ def test_drafters_that_differ_never_share(weights: Path, tmp_path: Path) -> None
     found = [
         digest(weights, speculative=speculative)
         for speculative in (
-            None, drafter(one), drafter(two), drafter(one, "draft_model"), drafter("hub/drafter"),
-            drafter("hub/drafter", revision="v2"), drafter(one, config={"hidden_size": 128}), drafter(weights, "mtp"),
+            None,
+            drafter(one),
+            drafter(two),
+            drafter(one, "draft_model"),
+            drafter("hub/drafter"),
+            drafter("hub/drafter", revision="v2"),
+            drafter(one, config={"hidden_size": 128}),
+            drafter(weights, "mtp"),
         )
-    ]  # fmt: skip
+    ]
     assert len(set(found)) == len(found)
     copy = Path(shutil.copytree(one, tmp_path / "copy"))
     assert digest(weights, speculative=drafter(copy)) == found[1]
@@ -300,9 +312,13 @@ def test_processes_agree_without_a_hash_seed(seed: str, weights: Path) -> None:
         "print(digest(Path(sys.argv[1])).hex())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(weights)], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONHASHSEED": seed}, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+        [sys.executable, "-c", code, str(weights)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        cwd=Path(__file__).parents[2],
+    )
     assert done.stdout.strip() == digest(weights).hex()
 
 

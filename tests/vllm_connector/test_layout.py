@@ -65,9 +65,7 @@ except Exception as error:
 
 def test_vllm_is_asked_on_cuda_only(run_code: RunCode) -> None:
     """On CPU nothing changes; vLLM has one layout there."""
-    assert run_code(WISH).splitlines()[-4:] == [
-        "None LBHNC", "BLNHC None None", "BLHNC BLNHC", "ConfigError"
-    ]  # fmt: skip
+    assert run_code(WISH).splitlines()[-4:] == ["None LBHNC", "BLNHC None None", "BLHNC BLNHC", "ConfigError"]
 
 
 VIEWS = """
@@ -107,9 +105,13 @@ def test_what_comes_of_each_layout_is_understood_or_refused(run_code: RunCode) -
     """With vLLM's own views of one allocation. The worker refuses a layout that scatters a page, and says why."""
     found = dict(line.split(" ", 1) for line in run_code(VIEWS).splitlines() if line.split()[0].isupper())
     assert found == {
-        "LBHNC": "one run a layer", "LBNHC": "one run a layer", "LHBNC": "refused True",
-        "BLHNC": "one run a block", "BLNHC": "one run a block", "BHLNC": "refused True",
-    }  # fmt: skip
+        "LBHNC": "one run a layer",
+        "LBNHC": "one run a layer",
+        "LHBNC": "refused True",
+        "BLHNC": "one run a block",
+        "BLNHC": "one run a block",
+        "BHLNC": "refused True",
+    }
 
 
 # --- settings of one backend ------------------------------------------------------------------------------------------
@@ -174,12 +176,17 @@ def test_engines_that_pack_blocks_otherwise_have_other_formats() -> None:
     amx, vec = (layer("CPUAttentionBackend", isa) for isa in ("amx", "vec"))
     plain, triton = layer(), layer("TritonAttentionBackend")
     found = [
-        formatted("cpu", a=amx, b=amx), formatted("cpu", a=vec, b=vec), formatted("cpu", a=amx, b=vec),
-        formatted("cuda", a=plain, b=plain), formatted("rocm", a=plain, b=plain),
-        formatted("rocm fnuz", a=plain, b=plain), formatted("cuda", a=triton, b=triton),
-        formatted("cuda", a=plain, b=triton), formatted("cuda", FULL, WINDOW, a=plain, b=plain, c=triton),
+        formatted("cpu", a=amx, b=amx),
+        formatted("cpu", a=vec, b=vec),
+        formatted("cpu", a=amx, b=vec),
+        formatted("cuda", a=plain, b=plain),
+        formatted("rocm", a=plain, b=plain),
+        formatted("rocm fnuz", a=plain, b=plain),
+        formatted("cuda", a=triton, b=triton),
+        formatted("cuda", a=plain, b=triton),
+        formatted("cuda", FULL, WINDOW, a=plain, b=plain, c=triton),
         formatted("cuda", FULL, WINDOW, a=triton, b=triton, c=plain),
-    ]  # fmt: skip
+    ]
     assert len(set(found)) == len(found)
     assert found[0] == "vllm 0.32 LBHNC tp1 pp1 cpu CPUAttentionBackend/amx"
     assert formatted("cuda", FULL, WINDOW, a=plain, b=plain, c=plain) == found[3], "one backend is named once"

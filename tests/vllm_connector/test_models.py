@@ -101,9 +101,12 @@ def test_latent_attention_by_bytes_and_log_probabilities(depot: DepotProcess, mo
 @pytest.mark.promise(32)
 def test_states_that_are_not_cacheable_are_refused_with_the_way_out(depot: DepotProcess, model: MakeModel) -> None:
     with Engine(
-        model("mamba"), connector(depot.url), reference=PROMPTS[:1], enable_prefix_caching=False,
+        model("mamba"),
+        connector(depot.url),
+        reference=PROMPTS[:1],
+        enable_prefix_caching=False,
         kv_cache_memory_bytes=256 << 20,
-    ) as engine:  # fmt: skip
+    ) as engine:
         for _ in range(2):
             outputs = engine.generate(PROMPTS[:1])
             assert (tokens(outputs), cached(outputs)) == (engine.reference, [0])
@@ -117,8 +120,10 @@ def test_two_ranks_store_their_shards_or_what_both_hold_once(
     name: str, num_shards: int, depot: DepotProcess, model: MakeModel
 ) -> None:
     options: dict[str, Any] = {
-        "tensor_parallel_size": 2, "multiprocessing": True, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    }  # fmt: skip
+        "tensor_parallel_size": 2,
+        "multiprocessing": True,
+        "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    }
     if name != "mla":  # there two ranks differ from run to run, without a connector too
         options["reference"] = PROMPTS[:2]
     with Engine(model(name), connector(depot.url), **options) as engine:

@@ -41,15 +41,19 @@ def test_every_way_to_name_it(way: str, depot: DepotProcess, model: MakeModel) -
     environment = {"VLLM_PLUGINS": ""} if way == "module" else {}
     if way == "in a MultiConnector":
         config = {
-            "kv_connector": "MultiConnector", "kv_role": "kv_both",
-            "kv_connector_extra_config": {"connectors": [config]}, "kv_load_failure_policy": "recompute",
-        }  # fmt: skip
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [config]},
+            "kv_load_failure_policy": "recompute",
+        }
     prompt = prompts(1, 400, seed=sum(way.encode()))
     with Engine(model("gqa"), config, environment=environment, expects_depot=way != "in a MultiConnector") as engine:
         if way == "in a MultiConnector":
             # Regression: the first request of an engine that had just started found nothing, now and then.
-            engine.execute("c = llm.llm_engine.engine_core.engine_core.scheduler.connector._connectors[0]\n"
-                           "assert c._scheduler._client.is_connected")  # fmt: skip
+            engine.execute(
+                "c = llm.llm_engine.engine_core.engine_core.scheduler.connector._connectors[0]\n"
+                "assert c._scheduler._client.is_connected"
+            )
         engine.generate(prompt)
         engine.reset()
         assert cached(engine.generate(prompt)) == [384]

@@ -22,8 +22,11 @@ def first(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
 def second(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
     """Without vLLM's own prefix cache, prefilling in chunks that are no whole blocks."""
     with Engine(
-        model("gqa"), connector(depot.url), enable_prefix_caching=False, max_num_batched_tokens=200,
-    ) as engine:  # fmt: skip
+        model("gqa"),
+        connector(depot.url),
+        enable_prefix_caching=False,
+        max_num_batched_tokens=200,
+    ) as engine:
         yield engine
 
 
@@ -110,9 +113,14 @@ def test_after_a_restart_of_the_depot(first: Engine, depot: DepotProcess) -> Non
 def test_under_preemption(depot: DepotProcess, model: MakeModel) -> None:
     wanted = prompts(3, 300, seed=3)
     with Engine(
-        model("gqa"), connector(depot.url), reference=wanted, max_tokens=200, block_size=32, max_model_len=1024,
+        model("gqa"),
+        connector(depot.url),
+        reference=wanted,
+        max_tokens=200,
+        block_size=32,
+        max_model_len=1024,
         kv_cache_memory_bytes=40 * 32 * 2 * 128 * 4 * 4,
-    ) as engine:  # fmt: skip
+    ) as engine:
         assert tokens(engine.generate(wanted)) == engine.reference
         assert engine.ask("metrics")["vllm:num_preemptions"] > 0, "nothing was preempted: the test shows nothing"
         assert tokens(engine.generate(wanted)) == engine.reference

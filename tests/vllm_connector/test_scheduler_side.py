@@ -44,9 +44,17 @@ class Client:
     waits: list[float | None] = field(default_factory=list["float | None"])
 
     def submit_lookup(
-        self, request_id: str, key: KeyRun, *, joins: bool, announces: bool, ahead_tokens: int, awaits: int,
-        hands_over: bool, wait_seconds: float | None,
-    ) -> Any:  # fmt: skip
+        self,
+        request_id: str,
+        key: KeyRun,
+        *,
+        joins: bool,
+        announces: bool,
+        ahead_tokens: int,
+        awaits: int,
+        hands_over: bool,
+        wait_seconds: float | None,
+    ) -> Any:
         assert joins or not announces
         self.waits.append(wait_seconds)
         self.asked.append(key.num_chunks)
@@ -112,12 +120,23 @@ class Scene:
 
     def request(self, num_tokens: int, name: str = "r", **changes: Any) -> Any:
         fields: dict[str, Any] = {
-            "request_id": name, "num_computed_tokens": 0, "num_in_flight_tokens": 0, "num_prompt_tokens": num_tokens,
-            "num_preemptions": 0, "skip_reading_prefix_cache": False, "resumable": False, "kv_transfer_params": None,
+            "request_id": name,
+            "num_computed_tokens": 0,
+            "num_in_flight_tokens": 0,
+            "num_prompt_tokens": num_tokens,
+            "num_preemptions": 0,
+            "skip_reading_prefix_cache": False,
+            "resumable": False,
+            "kv_transfer_params": None,
             "kv_hints": None,
-            "cache_salt": None, "lora_request": None, "mm_features": [], "prompt_embeds": None, "trace_headers": None,
-            "num_tokens": num_tokens, "all_token_ids": list(range(num_tokens)),
-        }  # fmt: skip
+            "cache_salt": None,
+            "lora_request": None,
+            "mm_features": [],
+            "prompt_embeds": None,
+            "trace_headers": None,
+            "num_tokens": num_tokens,
+            "all_token_ids": list(range(num_tokens)),
+        }
         request: Any = SimpleNamespace(**{**fields, **changes})
         self.side.begin(request)
         return request
@@ -142,9 +161,7 @@ class Scene:
         return self.side.plan_step(step)
 
     def report(self, plan: StepPlan, num_chunks: int | None = None, **told: Any) -> None:
-        ended = {
-            job.number: (1, job.key.num_chunks if num_chunks is None else num_chunks) for job in plan.stores
-        }  # fmt: skip
+        ended = {job.number: (1, job.key.num_chunks if num_chunks is None else num_chunks) for job in plan.stores}
         self.side.workers_reported(
             WorkerReport(ended), told.get("finished", ()), told.get("failed", ()), told.get("invalid", set())
         )
@@ -153,19 +170,28 @@ class Scene:
 @pytest.fixture
 def scene() -> Callable[..., Scene]:
     def make(
-        *groups: EngineGroup, num_chunks: int = 0, workers: int = 1, volatile: int = 0, chunk_tokens: int = 16,
-        state_step: int = 0, **settings: Any,
-    ) -> Scene:  # fmt: skip
+        *groups: EngineGroup,
+        num_chunks: int = 0,
+        workers: int = 1,
+        volatile: int = 0,
+        chunk_tokens: int = 16,
+        state_step: int = 0,
+        **settings: Any,
+    ) -> Scene:
         groups = groups or (FULL,)
         cache = EngineCache(groups, len(groups), chunk_tokens, 1, "bytes", "test", volatile, state_step)
         stored: list[tuple[int, int, tuple[int, ...]]] = []
         clock = [0.0]
         client, pool = Client(num_chunks), Pool(64)
         side = SchedulerSide(
-            cache, Namespace("m"), Settings(**settings), client, workers,  # type: ignore[arg-type]
+            cache,
+            Namespace("m"),
+            Settings(**settings),
+            client,
+            workers,  # type: ignore[arg-type]
             on_stored=lambda store: stored.append((store.first_chunk, store.num_chunks, store.covered)),
             clock=lambda: clock[0],
-        )  # fmt: skip
+        )
         side.bind_block_pool(pool)  # type: ignore[arg-type]
         return Scene(side, client, pool, clock, stored)
 
@@ -310,8 +336,9 @@ def test_a_run_ends_where_a_state_is_offered(scene: Callable[..., Scene]) -> Non
     table = (blocks(1, 7), (), [0, 0, 33, 0, 0, 36, 0])
     plan = it.step(request, 96, table, [(2, 33, 48), (2, 36, 96), (2, 37, 100)])
     assert [(job.key.first_chunk, job.key.num_chunks, job.block_ids[1]) for job in plan.stores] == [
-        (0, 3, [33]), (3, 3, [36]),
-    ]  # fmt: skip
+        (0, 3, [33]),
+        (3, 3, [36]),
+    ]
     late = it.step(request, 1, table, [(2, 35, 80)])
     assert [(job.key.first_chunk, job.block_ids) for job in late.stores] == [(4, ([5], [35]))]
 
@@ -637,8 +664,9 @@ def test_a_prefill_engine_says_what_it_computed_if_it_is_asked(scene: Callable[.
     assert it.client.handing_over == ["a"]
     prefix = key_of(48).digests[-32:].hex()
     assert told == [
-        {"do_remote_prefill": True, "do_remote_decode": False, "kvdepot": {"num_tokens": 48, "prefix": prefix}}, None,
-    ]  # fmt: skip
+        {"do_remote_prefill": True, "do_remote_decode": False, "kvdepot": {"num_tokens": 48, "prefix": prefix}},
+        None,
+    ]
 
 
 def handed(num_tokens: int, **told: Any) -> dict[str, Any]:
@@ -821,10 +849,15 @@ def test_nothing_is_waited_for_that_is_not_handed_over(scene: Callable[..., Scen
     assert it.side.matched_tokens(request, 0) == (16, True)
 
 
-@pytest.mark.parametrize(("role", "extra", "store"), [
-    ("kv_producer", {}, "prompt"), ("kv_producer", {"kvdepot.store": "all"}, "all"), ("kv_consumer", {}, "all"),
-    ("kv_both", {}, "all"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("role", "extra", "store"),
+    [
+        ("kv_producer", {}, "prompt"),
+        ("kv_producer", {"kvdepot.store": "all"}, "all"),
+        ("kv_consumer", {}, "all"),
+        ("kv_both", {}, "all"),
+    ],
+)
 def test_a_prefill_engine_stores_prompts(role: str, extra: dict[str, Any], store: str) -> None:
     assert Settings.parse(extra, role=role).store == store
 

@@ -71,8 +71,10 @@ def test_counters_log_line_and_source(depot: DepotProcess, model: MakeModel) -> 
 def test_events_tell_routers_what_the_depot_has(depot: DepotProcess, model: MakeModel, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
     events: dict[str, Any] = {
-        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint,
-    }  # fmt: skip
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint,
+    }
     with Engine(model("windows"), connector(depot.url), kv_events=events, kv_cache_memory_bytes=128 << 20) as engine:
         engine.execute(LISTEN.format(endpoint=endpoint))
         for _ in range(50):  # a subscriber may miss what is published before it is known

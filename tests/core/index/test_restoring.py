@@ -67,9 +67,13 @@ class Successor:
         pool = make_pool(NUM_RECORDS * PAGE)
         self.queue = TierQueue(MemoryTier(pool, 1 << 20), pool, "memory", write_bytes=1 << 20, clock=lambda: self.now)
         depot.state.tiering = self.tiering = Tiering(
-            self.index, [self.queue], TieringSettings(Demotion.EVICT), names_of=depot.labels.names.__getitem__,
-            on_corrupt=depot.remove_corrupt, clock=lambda: self.now,
-        )  # fmt: skip
+            self.index,
+            [self.queue],
+            TieringSettings(Demotion.EVICT),
+            names_of=depot.labels.names.__getitem__,
+            on_corrupt=depot.remove_corrupt,
+            clock=lambda: self.now,
+        )
         spec = m.CacheSpec(1, SHARDED, "bytes")
         self.steps = restore(self.index, [spec], 1)
         self.num_steps = 0
@@ -152,7 +156,7 @@ MEANWHILE: dict[str, Callable[[Successor], object]] = {
     "a store and a retrieve": store_and_retrieve,
     "a worker comes and goes": come_and_go,
     "clearing": clear,
-}  # fmt: skip
+}
 
 
 @pytest.mark.promise(23)

@@ -224,9 +224,14 @@ def test_table_for_machines_is_json() -> None:
     table = json.loads(json.dumps(simulate(requests_of([[1], [1]]), [CHUNK], ["lru"], BYTES).as_dict()))
     assert table["unique_bytes"] == CHUNK
     assert table["rows"][-1] == {
-        "policy": "lru", "pool_bytes": CHUNK, "reachable": True, "hit_rate": 0.5, "hit_tokens": BLOCK_TOKENS,
-        "hit_chunks": 1, "evictions": 0,
-    }  # fmt: skip
+        "policy": "lru",
+        "pool_bytes": CHUNK,
+        "reachable": True,
+        "hit_rate": 0.5,
+        "hit_tokens": BLOCK_TOKENS,
+        "hit_chunks": 1,
+        "evictions": 0,
+    }
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -18,11 +18,23 @@ from support.peer import SPEC, Peer, prompt
 GIB = 1 << 30
 CPU = BackendStatus("cpu", "kvdepot-cpu 0.1.0", "cpu", ("compiled_copy",), None)
 SOUND = Facts(
-    kernel=(6, 8), pool_path=Path("/dev/shm/kvdepot"), pool_file_system="tmpfs", pool_free_bytes=64 * GIB,
-    pool_bytes=32 * GIB, available_bytes=100 * GIB, cgroup_limit_bytes=None, swap_bytes=0,
-    locked_memory_bytes=None, descriptors=65536, is_container=False, directory=Path("/run/kvdepot"),
-    directory_is_writable=True, has_compiler=True, backends=(CPU,), packages={"kvdepot": "0.1.0"},
-)  # fmt: skip
+    kernel=(6, 8),
+    pool_path=Path("/dev/shm/kvdepot"),
+    pool_file_system="tmpfs",
+    pool_free_bytes=64 * GIB,
+    pool_bytes=32 * GIB,
+    available_bytes=100 * GIB,
+    cgroup_limit_bytes=None,
+    swap_bytes=0,
+    locked_memory_bytes=None,
+    descriptors=65536,
+    is_container=False,
+    directory=Path("/run/kvdepot"),
+    directory_is_writable=True,
+    has_compiler=True,
+    backends=(CPU,),
+    packages={"kvdepot": "0.1.0"},
+)
 
 
 def troubles(facts: Facts) -> dict[str, str]:
@@ -102,14 +114,19 @@ def test_nodes_are_read_from_linux(tmp_path: Path) -> None:
     """Only of GPUs, and only of cores that this process may use."""
     core = min(os.sched_getaffinity(0))
     files = {
-        "sys/bus/pci/devices/0000:17:00.0/vendor": "0x10de", "sys/bus/pci/devices/0000:17:00.0/class": "0x030200",
-        "sys/bus/pci/devices/0000:17:00.0/numa_node": "1", "sys/bus/pci/devices/0000:18:00.0/vendor": "0x8086",
-        "sys/bus/pci/devices/0000:18:00.0/class": "0x030000", "sys/bus/pci/devices/0000:18:00.0/numa_node": "0",
-        "sys/bus/pci/devices/0000:19:00.0/vendor": "0x10de", "sys/bus/pci/devices/0000:19:00.0/class": "0x030000",
+        "sys/bus/pci/devices/0000:17:00.0/vendor": "0x10de",
+        "sys/bus/pci/devices/0000:17:00.0/class": "0x030200",
+        "sys/bus/pci/devices/0000:17:00.0/numa_node": "1",
+        "sys/bus/pci/devices/0000:18:00.0/vendor": "0x8086",
+        "sys/bus/pci/devices/0000:18:00.0/class": "0x030000",
+        "sys/bus/pci/devices/0000:18:00.0/numa_node": "0",
+        "sys/bus/pci/devices/0000:19:00.0/vendor": "0x10de",
+        "sys/bus/pci/devices/0000:19:00.0/class": "0x030000",
         "sys/bus/pci/devices/0000:19:00.0/numa_node": "-1",
-        "sys/devices/system/node/node0/cpulist": "4000-4003", "sys/devices/system/node/node2/cpulist": f"{core},5000",
+        "sys/devices/system/node/node0/cpulist": "4000-4003",
+        "sys/devices/system/node/node2/cpulist": f"{core},5000",
         "proc/self/numa_maps": "556a4af6a000 interleave:0,2 file=/usr/bin/kvdepot mapped=2 N0=2",
-    }  # fmt: skip
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")

@@ -453,9 +453,19 @@ def test_a_port_that_is_taken_says_so_and_leaves_no_pool(tmp_path: Path) -> None
     with DepotProcess() as depot:
         http = Http(depot)
         command = [
-            sys.executable, "-m", "kvdepot", "serve", "--dir", str(tmp_path / "other"), "--pool-size", "1MiB",
-            "--pool-dir", str(tmp_path / "pool"), "--http", f"127.0.0.1:{http.server.port}",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "kvdepot",
+            "serve",
+            "--dir",
+            str(tmp_path / "other"),
+            "--pool-size",
+            "1MiB",
+            "--pool-dir",
+            str(tmp_path / "pool"),
+            "--http",
+            f"127.0.0.1:{http.server.port}",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
         assert done.returncode == 1
         assert not (tmp_path / "pool").exists(), "a start that fails leaves no pool"

@@ -112,8 +112,9 @@ def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotPro
     depot.kill()
     status, said = run("status", "--url", depot.url)
     assert (status, said) == (
-        1, f"kvdepot: no depot in {depot.url}: start one with 'kvdepot serve', or name its directory by --url\n"
-    )  # fmt: skip
+        1,
+        f"kvdepot: no depot in {depot.url}: start one with 'kvdepot serve', or name its directory by --url\n",
+    )
 
 
 def test_a_tier_that_cannot_work_is_told_at_the_start_in_one_line(tmp_path: Path) -> None:
@@ -152,8 +153,11 @@ def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
 
 def test_no_file_and_no_error_is_named_twice(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
-    for arguments in (["serve", "--config", missing], ["find", missing], ["serve", "--http", "127.0.0.1:0",
-                       "--http-token", missing, "--dir", str(tmp_path / "d")]):  # fmt: skip
+    for arguments in (
+        ["serve", "--config", missing],
+        ["find", missing],
+        ["serve", "--http", "127.0.0.1:0", "--http-token", missing, "--dir", str(tmp_path / "d")],
+    ):
         status, said = run(*arguments)
         assert (status, said.count(missing)) == (1, 1), said
         assert "Errno" not in said
@@ -168,8 +172,9 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_work(trace: str, tm
 
 
 def test_doctor_knows_that_proc_takes_no_files() -> None:
-    done = subprocess.run([*_COMMAND, "doctor", "--dir", "/proc/kvdepot"], capture_output=True, text=True, timeout=60,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [*_COMMAND, "doctor", "--dir", "/proc/kvdepot"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     assert "no files can be made in /proc/kvdepot" in done.stdout
 

@@ -104,9 +104,11 @@ def test_tiers_come_and_go(run: Run, peer: Peer, depot: DepotProcess) -> None:
     wait_until(lambda: depot.status().tiers[0].num_entries == 3)
     assert run("tier", "add", "memory://two?capacity=8MiB")[:2] == (0, "tiers in use: 2\n")
     for url, why in (
-        ("memory://two", "already in use"), ("tape://x", "no tier 'tape'"), ("memory://three?size=1", "no option"),
+        ("memory://two", "already in use"),
+        ("tape://x", "no tier 'tape'"),
+        ("memory://three?size=1", "no option"),
         ("x", "write a URL"),
-    ):  # fmt: skip
+    ):
         code, _, err = run("tier", "add", url)
         assert code
         assert why in err

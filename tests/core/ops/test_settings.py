@@ -54,10 +54,15 @@ def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(
     with pytest.raises(ConfigError, match=r"KVDEPOT_MOVE_SECONDS: .* is not a number"):
         parsed([], {"KVDEPOT_MOVE_SECONDS": value})
     for command in (
-        ["serve", "--lease-seconds"], ["serve", "--promote-seconds"], ["serve", "--mover-start-seconds"],
-        ["serve", "--move-seconds"], ["warm", "-", "--pin"], ["drain", "--wait"], ["top", "--interval"],
+        ["serve", "--lease-seconds"],
+        ["serve", "--promote-seconds"],
+        ["serve", "--mover-start-seconds"],
+        ["serve", "--move-seconds"],
+        ["warm", "-", "--pin"],
+        ["drain", "--wait"],
+        ["top", "--interval"],
         ["replay", "x", "--session-ends"],
-    ):  # fmt: skip
+    ):
         with pytest.raises(SystemExit):
             make_parser().parse_args([*command, value])
         assert "is not a number of at most" in capsys.readouterr().err
@@ -128,9 +133,20 @@ def test_a_depot_runs_by_its_file(tmp_path: Path) -> None:
 
 def test_logs_as_json_are_one_object_a_line(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "kvdepot", "serve", "--dir", str(tmp_path), "--pool-dir", str(tmp_path / "pool"),
-        "--pool-size", "1MiB", "--ephemeral", "--log-format", "json",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "kvdepot",
+        "serve",
+        "--dir",
+        str(tmp_path),
+        "--pool-dir",
+        str(tmp_path / "pool"),
+        "--pool-size",
+        "1MiB",
+        "--ephemeral",
+        "--log-format",
+        "json",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines: list[dict[str, str]] = []

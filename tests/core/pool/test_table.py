@@ -27,19 +27,34 @@ POOL_ID = bytes(range(16))
 
 fields = st.fixed_dictionaries(
     {
-        "space": st.integers(0, 2**32 - 1), "group": st.integers(0, 63), "shard": st.integers(0, 4095),
-        "offset": st.integers(0, 2**32 - 1).map(lambda page: page * 4096), "num_bytes": st.integers(1, 2**32 - 1),
+        "space": st.integers(0, 2**32 - 1),
+        "group": st.integers(0, 63),
+        "shard": st.integers(0, 4095),
+        "offset": st.integers(0, 2**32 - 1).map(lambda page: page * 4096),
+        "num_bytes": st.integers(1, 2**32 - 1),
         "key": st.binary(min_size=32, max_size=32),
-        "parent": st.binary(min_size=16, max_size=16), "depth": st.integers(0, 2**32 - 1),
-        "layout": st.integers(0, 2**64 - 1), "label": st.integers(0, 2**32 - 1),
+        "parent": st.binary(min_size=16, max_size=16),
+        "depth": st.integers(0, 2**32 - 1),
+        "layout": st.integers(0, 2**64 - 1),
+        "label": st.integers(0, 2**32 - 1),
         "owner": st.binary(min_size=16, max_size=16),
         "writer": st.builds(Writer, st.integers(0, 2**22), st.integers(0, 2**63)),
     }
-)  # fmt: skip
+)
 SOME: dict[str, Any] = {
-    "space": 1, "group": 2, "shard": 3, "offset": 4096, "num_bytes": 5000, "key": bytes(range(32)), "parent": bytes(16),
-    "depth": 8, "layout": 9, "label": 10, "owner": bytes(16), "writer": Writer(11, 12),
-}  # fmt: skip
+    "space": 1,
+    "group": 2,
+    "shard": 3,
+    "offset": 4096,
+    "num_bytes": 5000,
+    "key": bytes(range(32)),
+    "parent": bytes(16),
+    "depth": 8,
+    "layout": 9,
+    "label": 10,
+    "owner": bytes(16),
+    "writer": Writer(11, 12),
+}
 
 
 @given(fields, st.booleans())
@@ -167,9 +182,20 @@ def test_a_client_that_is_given_another_chunk_s_record_has_a_miss() -> None:
     extents = b""
     for number, key in enumerate(keys):
         header = table.write(
-            number, space=0, group=0, shard=0, offset=4096 * number, num_bytes=4096, key=key, parent=b"", depth=number,
-            layout=0, label=0, writer=Writer(), owner=bytes(16),
-        )  # fmt: skip
+            number,
+            space=0,
+            group=0,
+            shard=0,
+            offset=4096 * number,
+            num_bytes=4096,
+            key=key,
+            parent=b"",
+            depth=number,
+            layout=0,
+            label=0,
+            writer=Writer(),
+            owner=bytes(16),
+        )
         table.seal(number, 0)
         extents += m.EXTENT.pack(number, 0, 0, number, 0, header, 4096 * number, 4096)
     plan = m.RetrievePlan(1, 1, 3, extents)

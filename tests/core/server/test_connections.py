@@ -149,9 +149,13 @@ class Table:
         self.ended: list[bytes] = []
         self.answer: Callable[[bytes], bytes | None] = lambda _data: b"ok"
         self.table = ConnectionTable(
-            path, Access(), is_owner=lambda token: token == TOKEN, end_owner=self._end,
-            open_session=lambda opened, _greeting: opened.close(), handle=self._handle,
-        )  # fmt: skip
+            path,
+            Access(),
+            is_owner=lambda token: token == TOKEN,
+            end_owner=self._end,
+            open_session=lambda opened, _greeting: opened.close(),
+            handle=self._handle,
+        )
 
     def _end(self, token: bytes) -> None:
         self.ended.append(token)

@@ -191,17 +191,26 @@ def frame(body: bytes) -> bytes:
 @pytest.mark.parametrize(
     "raw",
     [
-        MAGIC + frame(b"\x92\x90\x91\x92\xa1\xff\xa0"), MAGIC + frame(b"\x92" + b"\x91" * 5000),
-        MAGIC + frame(b"\x81\x00"), MAGIC + frame(b""), b"KVDEPOTN\x02" + MAGIC[9:],
+        MAGIC + frame(b"\x92\x90\x91\x92\xa1\xff\xa0"),
+        MAGIC + frame(b"\x92" + b"\x91" * 5000),
+        MAGIC + frame(b"\x81\x00"),
+        MAGIC + frame(b""),
+        b"KVDEPOTN\x02" + MAGIC[9:],
         MAGIC + encode_names(Names([SPEC], [("default", "model")]))[:-1] + b"m",
         MAGIC + encode_names(Names([SPEC], [("default", "model")])) + encode_names(Names([SPEC])),
         MAGIC + encode_names(Names([SPEC], [("a", "m"), ("default", "model"), ("a", "m")])),
     ],
     ids=[
-        "text that is none", "nested too deeply", "a map", "an empty frame", "of a later release",
-        "a wrong byte", "a cache twice", "a tenant twice",
+        "text that is none",
+        "nested too deeply",
+        "a map",
+        "an empty frame",
+        "of a later release",
+        "a wrong byte",
+        "a cache twice",
+        "a tenant twice",
     ],
-)  # fmt: skip
+)
 def test_names_that_no_server_wrote_are_a_cold_start(raw: bytes, depot: DepotProcess) -> None:
     """Regression: the first two ended the new server."""
     peer = Peer(depot)

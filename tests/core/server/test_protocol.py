@@ -70,7 +70,7 @@ def raw(depot: DepotProcess) -> Iterator[RawSocket]:
         (frame(["release", 1, list(range(5000))]), ErrorCode.MALFORMED),
     ],
     ids=lambda value: value.hex()[:48] if isinstance(value, bytes) else None,  # some are too long for an environment
-)  # fmt: skip
+)
 @pytest.mark.promise(2, 4)
 def test_a_bad_frame_gets_a_typed_error(
     data: bytes, code: ErrorCode, raw: RawSocket, depot: DepotProcess, bystander: Peer

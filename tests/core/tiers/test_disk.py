@@ -680,12 +680,19 @@ def test_foreign_files_are_left_alone(pool: TierPool, tmp_path: Path) -> None:
     entry = file_of(tmp_path, make_key(0))
     (tmp_path / "a" / "b" / "c").mkdir(parents=True)
     foreign = [
-        tmp_path / "note", tmp_path / "probe.tmp", tmp_path / "direct.tmp", tmp_path / "lock",
-        tmp_path / "a" / "b" / "c" / "note", tmp_path / "a" / "b" / "c" / "letter.tmp",
-        tmp_path / "a" / "b" / "c" / f"{entry.name}.0a1b2c3d-0.tmp", entry.with_name("letter.tmp"),
-        entry.with_name(f"{entry.name}.tmp"), entry.with_name(f"{entry.name}.letter-0.tmp"),
-        entry.with_name(f"{entry.name}.0a1b2c3d-x.tmp"), entry.with_name(f"{entry.name[:-2]}.0a1b2c3d-0.tmp"),
-    ]  # fmt: skip
+        tmp_path / "note",
+        tmp_path / "probe.tmp",
+        tmp_path / "direct.tmp",
+        tmp_path / "lock",
+        tmp_path / "a" / "b" / "c" / "note",
+        tmp_path / "a" / "b" / "c" / "letter.tmp",
+        tmp_path / "a" / "b" / "c" / f"{entry.name}.0a1b2c3d-0.tmp",
+        entry.with_name("letter.tmp"),
+        entry.with_name(f"{entry.name}.tmp"),
+        entry.with_name(f"{entry.name}.letter-0.tmp"),
+        entry.with_name(f"{entry.name}.0a1b2c3d-x.tmp"),
+        entry.with_name(f"{entry.name[:-2]}.0a1b2c3d-0.tmp"),
+    ]
     for path in foreign:
         path.write_text("not ours")
     ours = entry.with_name(f"{entry.name}.0a1b2c3d-7.tmp")

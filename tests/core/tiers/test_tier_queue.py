@@ -70,9 +70,13 @@ class Bench:
         self.now = 100.0
         self.tier = PartlyDeadTier()
         self.queue = TierQueue(
-            self.tier, self.tier.pool, "partly dead", deadline_seconds=1.0, num_threads=num_threads,
+            self.tier,
+            self.tier.pool,
+            "partly dead",
+            deadline_seconds=1.0,
+            num_threads=num_threads,
             clock=lambda: self.now,
-        )  # fmt: skip
+        )
         self.keys = [make_key(number) for number in range(NUM_KEYS)]
         fill(self.tier.pool, 0, self.keys, [4096] * NUM_KEYS)
 

@@ -77,15 +77,16 @@ class Bench:
         self.tiering = Tiering(
             self.index,
             [
-                TierQueue(tier, self.pool, f"tier-{number}", write_bytes=write_bytes, deadline_seconds=1.0,
-                          clock=self.clock)
+                TierQueue(
+                    tier, self.pool, f"tier-{number}", write_bytes=write_bytes, deadline_seconds=1.0, clock=self.clock
+                )
                 for number, tier in enumerate(self.tiers)
             ],
             TieringSettings(demotion, least_tokens, 1.0, promotion_least_tokens),
             names_of=self.depot.labels.names.__getitem__,
             on_corrupt=self.depot.remove_corrupt,
             clock=self.clock,
-        )  # fmt: skip
+        )
         self.depot.state.tiering = self.tiering
         self.verify = verify
         self.time_passes = False  # while something is waited for and a tier hangs
@@ -173,10 +174,13 @@ class Bench:
     def check(self, run: KeyRun) -> None:
         if not run.num_chunks:
             return
-        reach = [run.num_chunks if g.kind is FULL else min(run.num_chunks, 3 if g.kind is WINDOW else 1)
-                 for g in self.spec.groups]  # fmt: skip
-        covered = tuple(min(chunks, 2) if g.kind is WINDOW else chunks
-                        for g, chunks in zip(self.spec.groups, reach, strict=True))  # fmt: skip
+        reach = [
+            run.num_chunks if g.kind is FULL else min(run.num_chunks, 3 if g.kind is WINDOW else 1)
+            for g in self.spec.groups
+        ]
+        covered = tuple(
+            min(chunks, 2) if g.kind is WINDOW else chunks for g, chunks in zip(self.spec.groups, reach, strict=True)
+        )
         shard: int
         for shard, context in enumerate(self.contexts):
             plan = self.ask(m.PrepareRetrieve(context, "r", run.digests, 0, covered))

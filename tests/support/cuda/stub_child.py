@@ -60,9 +60,7 @@ def main() -> None:
         check_released("open_memory", lambda: driver.open_memory(handle))
         driver.copy(1, 2, 3, CopyKind.TO_HOST, stream)
         check_released("copy", lambda: driver.copy(1, 2, 3, CopyKind.TO_DEVICE, stream))
-        check_released(
-            "copy_batch", lambda: driver.copy_batch(sources, targets, sizes, CopyKind.TO_DEVICE, stream)
-        )  # fmt: skip
+        check_released("copy_batch", lambda: driver.copy_batch(sources, targets, sizes, CopyKind.TO_DEVICE, stream))
         driver.copy_batch(sources[:1], targets[:1], sizes[:1], CopyKind.TO_HOST, stream)
         refused("copy", lambda: driver.copy(1, 2, 13, CopyKind.TO_DEVICE, stream))
         refused("batch", lambda: driver.copy_batch(odd, odd, odd, CopyKind.TO_DEVICE, stream))

@@ -383,9 +383,13 @@ def _tensor_class(torch: Any, device: FakeDevice) -> Any:
         @staticmethod
         def __new__(cls: Any, raw: Any) -> Any:
             return torch.Tensor._make_wrapper_subclass(
-                cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
+                cls,
+                raw.size(),
+                strides=raw.stride(),
+                storage_offset=raw.storage_offset(),
+                dtype=raw.dtype,
                 device=torch.device(device.name, 0),
-            )  # fmt: skip
+            )
 
         def __init__(self, raw: Any) -> None:
             self.raw = raw

@@ -38,9 +38,14 @@ class Master:
         assert spec.submodule_search_locations is not None
         command = [
             str(Path(spec.submodule_search_locations[0]) / "mooncake_master"),
-            "--rpc_address=127.0.0.1", f"--rpc_port={self.port}", "--rpc_thread_num=2",
-            "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics_port}", "--client_ttl=2", "--minloglevel=2",
-        ]  # fmt: skip
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.port}",
+            "--rpc_thread_num=2",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self._metrics_port}",
+            "--client_ttl=2",
+            "--minloglevel=2",
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(lambda: self._process.poll() is not None or (self._answers() and self._listens()), what="a master")
         return self._process.poll() is None

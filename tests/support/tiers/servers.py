@@ -89,11 +89,23 @@ class ValkeyServer(Server):
         self.socket = directory / "valkey.sock"
         super().__init__(
             [
-                str(program), "--bind", "127.0.0.1", "--port", str(self.port), "--unixsocket", str(self.socket),
-                "--dir", str(directory), "--save", "", "--requirepass", self.password, *arguments,
+                str(program),
+                "--bind",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                "--unixsocket",
+                str(self.socket),
+                "--dir",
+                str(directory),
+                "--save",
+                "",
+                "--requirepass",
+                self.password,
+                *arguments,
             ],
             self._answers,
-        )  # fmt: skip
+        )
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError):
@@ -143,13 +155,28 @@ def make_certificate(directory: Path) -> tuple[Path, Path]:
     certificate, key = directory / "certificate.pem", directory / "key.pem"
     subprocess.run(
         [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-            "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2",
-            "-keyout", str(key), "-out", str(certificate),
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost",
+            "-days",
+            "2",
+            "-keyout",
+            str(key),
+            "-out",
+            str(certificate),
         ],
         check=True,
         capture_output=True,
-    )  # fmt: skip
+    )
     return certificate, key
 
 

@@ -147,11 +147,16 @@ class Client:
     def submit_blend_lookup(self, request_id: str, segments: Any, *, min_run_tokens: int) -> Any:
         reply = self._worker.ask(m.BlendLookup(self._worker.context, request_id, segments.packed, min_run_tokens))
         runs = tuple(
-            BlendRun(at, length, source, KeyRun(
-                reply.digests[start * DIGEST_BYTES : (start + count) * DIGEST_BYTES], first, bytes(DIGEST_BYTES)
-            ))
+            BlendRun(
+                at,
+                length,
+                source,
+                KeyRun(
+                    reply.digests[start * DIGEST_BYTES : (start + count) * DIGEST_BYTES], first, bytes(DIGEST_BYTES)
+                ),
+            )
             for at, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs)
-        )  # fmt: skip
+        )
         return Answered(BlendHit(runs, Lease(0, reply.lease)))
 
     def note_contents(self, key: KeyRun, segments: Any) -> None:
@@ -207,13 +212,22 @@ class World:
         self.exact: dict[bytes, Any] = {}
         self.worker = Bench((m.GroupShape(FULL, BLOCK),), chunk_tokens=BLOCK, pages=800, num_records=1024).worker()
         transfer = KVTransferConfig(
-            kv_connector="KVDepotConnector", kv_role="kv_both", kv_connector_module_path="kvdepot_vllm.connector",
-            kv_load_failure_policy="recompute", kv_connector_extra_config={"kvdepot.blend": "request"},
-        )  # fmt: skip
+            kv_connector="KVDepotConnector",
+            kv_role="kv_both",
+            kv_connector_module_path="kvdepot_vllm.connector",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"kvdepot.blend": "request"},
+        )
         config = EngineArgs(
-            model=model, dtype="float32", max_model_len=1024, block_size=BLOCK, max_num_seqs=16,
-            max_num_batched_tokens=160, enable_prefix_caching=True, kv_transfer_config=transfer,
-        ).create_engine_config()  # fmt: skip
+            model=model,
+            dtype="float32",
+            max_model_len=1024,
+            block_size=BLOCK,
+            max_num_seqs=16,
+            max_num_batched_tokens=160,
+            enable_prefix_caching=True,
+            kv_transfer_config=transfer,
+        ).create_engine_config()
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
         groups = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -261,9 +275,10 @@ class World:
         if blend:
             self.asked_blend.add(name)
         params = SamplingParams(
-            max_tokens=rng.randrange(1, 150), ignore_eos=True,
+            max_tokens=rng.randrange(1, 150),
+            ignore_eos=True,
             extra_args={"kv_transfer_params": {"kvdepot": {"blend": wish}}} if wish else None,
-        )  # fmt: skip
+        )
         hasher = get_request_block_hasher(BLOCK, _hash())
         self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
 
@@ -372,10 +387,17 @@ def main(model: str, seed: int, num_steps: int) -> None:
         world.step()
     pool = world.scheduler.kv_cache_manager.block_pool
     world.worker.bench.index.check_integrity()
-    print(json.dumps({
-        **world.counts, **world.side.counters, "left": len(world.scheduler.requests),
-        "held_blocks": NUM_BLOCKS - 1 - pool.get_num_free_blocks(), "jobs": len(world.side._blends._jobs),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                **world.counts,
+                **world.side.counters,
+                "left": len(world.scheduler.requests),
+                "held_blocks": NUM_BLOCKS - 1 - pool.get_num_free_blocks(),
+                "jobs": len(world.side._blends._jobs),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -44,16 +44,30 @@ class Child:
         self.released = False
 
     def start(
-        self, connector: dict[str, Any] | None, reference: list[list[int]], max_tokens: int, *,
-        expects_depot: bool = True, kv_events: dict[str, Any] | None = None, first: str = "", **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        connector: dict[str, Any] | None,
+        reference: list[list[int]],
+        max_tokens: int,
+        *,
+        expects_depot: bool = True,
+        kv_events: dict[str, Any] | None = None,
+        first: str = "",
+        **options: Any,
+    ) -> Any:
         """Start an engine; `first` is test code that runs before."""
         exec(first, {})  # noqa: S102
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        options = {"dtype": dtype_of(options["model"]), "max_model_len": 4096, "enforce_eager": True, "max_num_seqs": 4,
-                   "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": False, **options}  # fmt: skip
+        options = {
+            "dtype": dtype_of(options["model"]),
+            "max_model_len": 4096,
+            "enforce_eager": True,
+            "max_num_seqs": 4,
+            "kv_cache_memory_bytes": 64 << 20,
+            "disable_log_stats": False,
+            **options,
+        }
         outputs = []
         if reference:
             self.llm = LLM(**options)
@@ -90,16 +104,26 @@ class Child:
         return getattr(get_kv_transfer_group(), name)
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int = 16, *, together: bool = True, salt: str | None = None,
-        adapter: list[str] | None = None, params: dict[str, Any] | None = None, logprobs: int | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 16,
+        *,
+        together: bool = True,
+        salt: str | None = None,
+        adapter: list[str] | None = None,
+        params: dict[str, Any] | None = None,
+        logprobs: int | None = None,
+    ) -> Any:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         sampling = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs,
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            logprobs=logprobs,
             extra_args={"kv_transfer_params": params} if params else None,
-        )  # fmt: skip
+        )
         lora = LoRARequest(adapter[0], int(adapter[2]), adapter[1]) if adapter else None
         inputs = [{"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})} for tokens in prompts]
         batches = [inputs] if together else [[one] for one in inputs]
@@ -108,11 +132,15 @@ class Child:
         for batch in batches:
             for output in self.llm.generate(batch, sampling, use_tqdm=False, lora_request=lora):
                 best = output.outputs[0]
-                outputs.append({
-                    "tokens": list(best.token_ids), "cached": output.num_cached_tokens, "reason": best.finish_reason,
-                    "params": output.kv_transfer_params,
-                    "logprobs": [max(p.logprob for p in places.values()) for places in best.logprobs or []],
-                })  # fmt: skip
+                outputs.append(
+                    {
+                        "tokens": list(best.token_ids),
+                        "cached": output.num_cached_tokens,
+                        "reason": best.finish_reason,
+                        "params": output.kv_transfer_params,
+                        "logprobs": [max(p.logprob for p in places.values()) for places in best.logprobs or []],
+                    }
+                )
         seconds = time.perf_counter() - started
         self.drain()
         return {"outputs": outputs, "seconds": seconds}
@@ -136,9 +164,12 @@ class Child:
         self.drain()
         settled = time.perf_counter() - started
         return {
-            "first_token_seconds": first, "finished_seconds": finished, "settled_seconds": settled,
-            "cached": last.num_cached_tokens, "tokens": list(last.outputs[0].token_ids),
-        }  # fmt: skip
+            "first_token_seconds": first,
+            "finished_seconds": finished,
+            "settled_seconds": settled,
+            "cached": last.num_cached_tokens,
+            "tokens": list(last.outputs[0].token_ids),
+        }
 
     def drain(self, seconds: float = 60.0) -> Any:
         """Step until nothing is held for stores any more."""
@@ -291,9 +322,7 @@ class Child:
 
     def step(self, steps: int) -> Any:
         """Step, and return the requests that finished."""
-        finished = [
-            output.request_id for _ in range(steps) for output in self.llm.llm_engine.step() if output.finished
-        ]  # fmt: skip
+        finished = [output.request_id for _ in range(steps) for output in self.llm.llm_engine.step() if output.finished]
         return {"finished": finished}
 
     def abort(self, requests: list[str], steps: int = 0) -> Any:
@@ -310,18 +339,22 @@ class Child:
         ours, worker = scheduler.connector._scheduler, get_kv_transfer_group()._worker
         return {
             "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-            "requests": len(scheduler.requests), "tracked": len(ours._requests),
-            "pinned": ours._stores.num_held_blocks, "jobs": ours._stores.num_pending,
-            "transfers": worker.num_pending, "loads": len(worker._loads),
-        }  # fmt: skip
+            "requests": len(scheduler.requests),
+            "tracked": len(ours._requests),
+            "pinned": ours._stores.num_held_blocks,
+            "jobs": ours._stores.num_pending,
+            "transfers": worker.num_pending,
+            "loads": len(worker._loads),
+        }
 
     def _bytes_of(self, group: int, blocks: list[int]) -> bytes:
         import torch
 
         return b"".join(
             tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
-            for tensor in self._groups[group] for block in blocks
-        )  # fmt: skip
+            for tensor in self._groups[group]
+            for block in blocks
+        )
 
     def execute(self, code: str) -> Any:
         """Run test code in here and answer with its `result`."""

@@ -18,9 +18,12 @@ from support.nursery import Fork, Nursery
 Prompt = list[int]
 
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO", "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}  # fmt: skip
+}
 
 
 class MakeModel(Protocol):
@@ -72,14 +75,23 @@ class Engine:
     _references: ClassVar[dict[str, list[int]]] = {}
 
     def __init__(
-        self, model: Path, config: dict[str, Any] | None, *, reference: list[Prompt] | None = None,
-        max_tokens: int = 16, environment: dict[str, str] | None = None, multiprocessing: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: Path,
+        config: dict[str, Any] | None,
+        *,
+        reference: list[Prompt] | None = None,
+        max_tokens: int = 16,
+        environment: dict[str, str] | None = None,
+        multiprocessing: bool = False,
+        **options: Any,
+    ) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the engine
         variables = {
-            **os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
+            **os.environ,
+            **ENVIRONMENT,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
             **(environment or {}),
-        }  # fmt: skip
+        }
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         script = Path(__file__).with_name("engine_child.py")
         self._process: Fork | subprocess.Popen[bytes]
@@ -88,8 +100,12 @@ class Engine:
         else:
             self._process = subprocess.Popen(
                 [sys.executable, str(script)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=variables, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=variables,
+                start_new_session=True,
+            )
         self.max_tokens = max_tokens
         circumstances = [str(model), max_tokens, environment, multiprocessing, {**options, "expects_depot": None}]
         keys = [json.dumps([*circumstances, prompt], sort_keys=True) for prompt in reference or []]
@@ -98,9 +114,14 @@ class Engine:
         }
         try:
             answer = self.ask(
-                "start", 300, model=str(model), connector=config, reference=list(missing.values()),
-                max_tokens=max_tokens, **options,
-            )  # fmt: skip
+                "start",
+                300,
+                model=str(model),
+                connector=config,
+                reference=list(missing.values()),
+                max_tokens=max_tokens,
+                **options,
+            )
         except BaseException:
             self.close()
             raise

@@ -9,9 +9,12 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[3] / "examples"
 OPTIONS = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-}  # fmt: skip
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
 SERVE = {
     "VLLM_SERVE": f"{sys.executable} {Path(__file__).with_name('serve.py')} --model",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",

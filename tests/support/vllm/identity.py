@@ -27,9 +27,14 @@ class Config:
 
 def vllm_config(model: Path | str, **changes: Any) -> Any:
     fields: dict[str, Any] = {
-        "model": str(model), "revision": None, "code_revision": None, "dtype": "torch.bfloat16", "quantization": None,
-        "seed": 0, "hf_config": Config(**changes.pop("config", {})),
-    }  # fmt: skip
+        "model": str(model),
+        "revision": None,
+        "code_revision": None,
+        "dtype": "torch.bfloat16",
+        "quantization": None,
+        "seed": 0,
+        "hf_config": Config(**changes.pop("config", {})),
+    }
     cache = {"cache_dtype": changes.pop("cache_dtype", "auto"), **changes.pop("cache", {})}
     load = {"load_format": changes.pop("load_format", "auto"), **changes.pop("load", {})}
     speculative = changes.pop("speculative", None)

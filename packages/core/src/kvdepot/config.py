@@ -178,9 +178,14 @@ class Setting:
 
 
 def setting(
-    default: Any, text: str, flag: str = "", metavar: str | None = None, *,
-    parse: Callable[[str], Any] = str, most: float | None = None,
-) -> Any:  # fmt: skip
+    default: Any,
+    text: str,
+    flag: str = "",
+    metavar: str | None = None,
+    *,
+    parse: Callable[[str], Any] = str,
+    most: float | None = None,
+) -> Any:
     """Return a dataclass field that is a setting.
 
     Args:
@@ -265,9 +270,12 @@ class ServerConfig:
     """Every setting of a server; `kvdepot.pool.room.resolve_pool_size` chooses a pool size if none is given."""
 
     directory: Path = setting(
-        default_directory, "directory of the depot's sockets (default {default})", "--dir", "DIR",
+        default_directory,
+        "directory of the depot's sockets (default {default})",
+        "--dir",
+        "DIR",
         parse=lambda text: directory_of_url(text),
-    )  # fmt: skip
+    )
     pool_directory: Path | None = setting(
         None, "directory of the pool, on tmpfs (default: below /dev/shm, derived from --dir)", "--pool-dir", "DIR"
     )
@@ -279,16 +287,20 @@ class ServerConfig:
         parse=parse_size,
     )
     max_entries: int | None = setting(
-        None, "capacity of the index (default: one entry per 64 KiB of pool, at least 65,536)", metavar="N",
+        None,
+        "capacity of the index (default: one entry per 64 KiB of pool, at least 65,536)",
+        metavar="N",
         parse=parse_count,
-    )  # fmt: skip
+    )
     socket_group: str | None = setting(
         None, "let members of this group connect as well (default: only this user and root)", metavar="GROUP"
     )
     tiers: tuple[str, ...] = setting(
-        (), "storage below the pool, e.g. 'disk:///var/cache/kvdepot?capacity=200GiB'; repeatable, fastest first",
-        "--tier", "URL",
-    )  # fmt: skip
+        (),
+        "storage below the pool, e.g. 'disk:///var/cache/kvdepot?capacity=200GiB'; repeatable, fastest first",
+        "--tier",
+        "URL",
+    )
     demotion: Demotion = setting(
         Demotion.STORE,
         "write an entry to the tiers when it is stored, first used again, or about to be evicted (default {default})",
@@ -298,9 +310,11 @@ class ServerConfig:
         0, "keep prefixes of fewer tokens out of the tiers (default {default})", "--demote-min-tokens", "N"
     )
     promotion_least_tokens: int = setting(
-        0, "do not ask the tiers for fewer tokens than this; computing so few is faster (default {default})",
-        "--promote-min-tokens", "N",
-    )  # fmt: skip
+        0,
+        "do not ask the tiers for fewer tokens than this; computing so few is faster (default {default})",
+        "--promote-min-tokens",
+        "N",
+    )
     promotion_seconds: float = setting(
         1.0, "longest time a lookup waits for the tiers (default {default})", "--promote-seconds", "SECONDS", most=60.0
     )
@@ -318,16 +332,21 @@ class ServerConfig:
         300.0, "longest life of a lease (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER
     )
     quotas: Mapping[str, int] = setting(
-        dict, "share of the pool reserved for a tenant; others may borrow it while it is idle; repeatable",
-        "--quota", "TENANT=SIZE", parse=parse_quota,
-    )  # fmt: skip
+        dict,
+        "share of the pool reserved for a tenant; others may borrow it while it is idle; repeatable",
+        "--quota",
+        "TENANT=SIZE",
+        parse=parse_quota,
+    )
     verify: Literal["off", "sample", "all"] = setting(
         "off", "compare checksums of retrieved entries: none, one chunk in 16, or all (default {default})"
     )
     mover_start_seconds: float = setting(
-        30.0, "time for a mover (a process that copies for a worker) to open the worker's memory (default {default})",
-        metavar="SECONDS", most=MAXIMUM_NUMBER,
-    )  # fmt: skip
+        30.0,
+        "time for a mover (a process that copies for a worker) to open the worker's memory (default {default})",
+        metavar="SECONDS",
+        most=MAXIMUM_NUMBER,
+    )
     move_seconds: float = setting(
         5.0, "time for one copy by a mover (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER
     )

@@ -124,11 +124,15 @@ class KVCache:
             chunk_tokens = default_chunk_tokens(sizes)
         groups = tuple(
             LayerGroup(
-                group.kind, group.block_tokens, tuple(map(pages_of, group.tensors)),
-                group.window_tokens, group.shard, group.num_shards,
+                group.kind,
+                group.block_tokens,
+                tuple(map(pages_of, group.tensors)),
+                group.window_tokens,
+                group.shard,
+                group.num_shards,
             )
             for group in self.groups
-        )  # fmt: skip
+        )
         return CacheLayout(groups, chunk_tokens, self.dtype, self.format)
 
     def registration(self, layout: CacheLayout, device: str, mode: str = WORKER_DRIVEN) -> RegisterKVCache:
@@ -141,9 +145,16 @@ class KVCache:
         """
         details = tuple(self._detail(*each) for each in zip(self.groups, layout.groups, strict=True))
         return RegisterKVCache(
-            PROTOCOL_VERSION, self.instance, self.rank, self.world_size, device, mode, self.model, spec_of(layout),
+            PROTOCOL_VERSION,
+            self.instance,
+            self.rank,
+            self.world_size,
+            device,
+            mode,
+            self.model,
+            spec_of(layout),
             details,
-        )  # fmt: skip
+        )
 
     def _detail(self, group: CacheGroup, layer_group: LayerGroup) -> GroupDetail:
         shape: Sequence[int] = getattr(group.tensors[0], "shape", ())

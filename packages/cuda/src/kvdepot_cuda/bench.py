@@ -83,8 +83,13 @@ def bench_copies(
                 gather.close()
     if left_out:
         say(f"{left_out} cells were left out after {plan.seconds:g} s")
-    return {"bench": "cuda", "device": driver.description, "kernel": why_not or "compiled", "rows": rows,
-            "cells_left_out": left_out}  # fmt: skip
+    return {
+        "bench": "cuda",
+        "device": driver.description,
+        "kernel": why_not or "compiled",
+        "rows": rows,
+        "cells_left_out": left_out,
+    }
 
 
 def describe_row(row: Row) -> str:
@@ -186,10 +191,13 @@ class _Cell:
                 times[name].append(whole)
                 submitting[name].append(submit)
         row: Row = {
-            "direction": self._direction.value, "page_bytes": self._page_bytes, "count": self._count,
-            "reference_gb_per_s": round(num_bytes / statistics.median(references) / 1e9, 3), "ways": {},
+            "direction": self._direction.value,
+            "page_bytes": self._page_bytes,
+            "count": self._count,
+            "reference_gb_per_s": round(num_bytes / statistics.median(references) / 1e9, 3),
+            "ways": {},
             "failed": failed,
-        }  # fmt: skip
+        }
         for name, seconds in times.items():
             ratios = sorted(one / other for one, other in zip(references, seconds, strict=True))
             row["ways"][name] = {
@@ -231,7 +239,7 @@ class _Cell:
             some = slice(start, start + BATCH_RUNS)
             self._driver.copy_batch(
                 sources[some], targets[some], runs.sizes[some], self._direction, self._memory.stream
-            )  # fmt: skip
+            )
 
     def _launch(self) -> None:
         """The rows are the same each time, so that repetitions need no wait between them."""

@@ -100,8 +100,9 @@ class CudaTransferContext(WorkerTransfers):
                 self.carrier.wait_for_mover(channel, max(0.0, end - time.monotonic()))
             except (DepotUnavailable, RemoteError) as error:  # the session may have ended in the meantime
                 is_over = isinstance(error, RemoteError) and error.code not in (
-                    ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT
-                )  # fmt: skip
+                    ErrorCode.UNKNOWN_SESSION,
+                    ErrorCode.UNKNOWN_CONTEXT,
+                )
                 if is_over or time.monotonic() >= end:
                     raise
             finally:
@@ -123,10 +124,14 @@ def _open(ordinal: int, cache: KVCache, layout: CacheLayout, options: CudaOption
         raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
     try:
         return driver, CopyEngine(
-            driver, layout, cache, piece_bytes=options.piece_bytes, batch_runs=options.batch_runs,
+            driver,
+            layout,
+            cache,
+            piece_bytes=options.piece_bytes,
+            batch_runs=options.batch_runs,
             compile_gather=options.compile_gather if options.gather_kernel else None,
             register_when_asked=options.register_when_asked,
-        )  # fmt: skip
+        )
     except BaseException as error:
         with suppress(DriverError):
             driver.close()

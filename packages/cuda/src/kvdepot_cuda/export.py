@@ -42,15 +42,18 @@ def layout_of(registration: RegisterKVCache, bases: list[int]) -> CacheLayout:
     spec = registration.spec
     groups = tuple(
         LayerGroup(
-            shape.kind, shape.block_tokens,
+            shape.kind,
+            shape.block_tokens,
             tuple(
                 PageLayout(bases[place.allocation] + place.offset, detail.num_blocks, size, place.stride_bytes)
                 for place, size in zip(places, detail.page_sizes_bytes, strict=True)
             ),
-            shape.window_tokens, detail.shard, shape.num_shards,
+            shape.window_tokens,
+            detail.shard,
+            shape.num_shards,
         )
         for shape, detail, places in zip(spec.groups, registration.details, offer.pages, strict=True)
-    )  # fmt: skip
+    )
     return CacheLayout(groups, spec.chunk_tokens, spec.dtype, spec.format)
 
 

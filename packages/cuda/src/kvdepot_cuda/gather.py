@@ -119,9 +119,13 @@ class Gather:
             self._driver.record_event(self._rows_are_free, stream)
             hidden = [ctypes.c_uint64(0)] * self._image.num_hidden
             self._driver.launch_kernel(
-                self._kernel, min(NUM_PROGRAMS, count), self._image.num_threads, self._image.shared_bytes,
-                [ctypes.c_uint64(self._table), ctypes.c_uint32(count), *hidden], stream,
-            )  # fmt: skip
+                self._kernel,
+                min(NUM_PROGRAMS, count),
+                self._image.num_threads,
+                self._image.shared_bytes,
+                [ctypes.c_uint64(self._table), ctypes.c_uint32(count), *hidden],
+                stream,
+            )
 
     def close(self) -> None:
         """Give everything back; nothing may be running. Twice is harmless.

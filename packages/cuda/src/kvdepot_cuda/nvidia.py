@@ -43,9 +43,17 @@ class _CopyAttributes(ctypes.Structure):
 assert ctypes.sizeof(_CopyAttributes) == 24
 
 BatchCopy = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p,
-)  # fmt: skip
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+)
 
 
 class CudaDriver:
@@ -95,9 +103,10 @@ class CudaDriver:
         major, minor = (
             self._call("cuDeviceGetAttribute", name, self._device)
             for name in (
-                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
             )
-        )  # fmt: skip
+        )
         return int(major) * 10 + int(minor)
 
     @contextlib.contextmanager
@@ -170,9 +179,10 @@ class CudaDriver:
         attribute = self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         if not self._call("cuPointerGetAttribute", attribute, address):
             raise DriverError(
-                "cuPointerGetAttribute", "not IPC capable",
+                "cuPointerGetAttribute",
+                "not IPC capable",
                 "memory of expandable segments or of a sleep mode has no handle that another process can open",
-            )  # fmt: skip
+            )
         base, num_bytes = self._call("cuMemGetAddressRange", address)
         handle = self._call("cuIpcGetMemHandle", base)
         return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES), int(base), int(num_bytes)
@@ -188,9 +198,10 @@ class CudaDriver:
         base, num_bytes = self._call("cuMemGetAddressRange", address)
         if int(base) != address:
             raise DriverError(
-                "cuIpcOpenMemHandle", "an address inside an allocation",
+                "cuIpcOpenMemHandle",
+                "an address inside an allocation",
                 f"{address:#x} lies {address - int(base)} bytes behind the base; handles name whole allocations",
-            )  # fmt: skip
+            )
         return address, int(num_bytes)
 
     def register_host(self, address: int, num_bytes: int) -> None:
@@ -235,9 +246,19 @@ class CudaDriver:
         """See `Driver`."""
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
         self._call(
-            "cuLaunchKernel", kernel, num_programs, 1, 1, num_threads, 1, 1, shared_bytes, stream,
-            ctypes.addressof(places), 0,
-        )  # fmt: skip
+            "cuLaunchKernel",
+            kernel,
+            num_programs,
+            1,
+            1,
+            num_threads,
+            1,
+            1,
+            shared_bytes,
+            stream,
+            ctypes.addressof(places),
+            0,
+        )
 
     def copy(self, source: int, target: int, num_bytes: int, direction: CopyKind, stream: int) -> None:
         """See `Driver`."""
@@ -255,9 +276,16 @@ class CudaDriver:
         attributes = _CopyAttributes(source_order=order, flags=self._copy_flags)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_FAILURE_INDEX)
         code = self._batch_copy(
-            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), ctypes.addressof(attributes),
-            ctypes.addressof(first), 1, ctypes.addressof(failed), stream,
-        )  # fmt: skip
+            targets.ctypes.data,
+            sources.ctypes.data,
+            sizes.ctypes.data,
+            len(sizes),
+            ctypes.addressof(attributes),
+            ctypes.addressof(first),
+            1,
+            ctypes.addressof(failed),
+            stream,
+        )
         if code:
             run = "no run named" if failed.value == _NO_FAILURE_INDEX else f"run {failed.value}"
             raise DriverError("cuMemcpyBatchAsync", self._name_of(code), f"{run} of {len(sizes)}")

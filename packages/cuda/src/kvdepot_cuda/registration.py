@@ -93,8 +93,10 @@ class PoolRegistration:
             missing = self.mapping.size_bytes - sum(self._ranges.values())
             logger.warning(
                 "%s of the pool's %s cannot be registered with the device, copies there are slower: %s",
-                format_size(missing), format_size(self.mapping.size_bytes), refused,
-            )  # fmt: skip
+                format_size(missing),
+                format_size(self.mapping.size_bytes),
+                refused,
+            )
 
     def close(self) -> None:
         """Unregister all pieces. Nothing may be copied here any more. Twice is harmless.

@@ -49,9 +49,12 @@ class HpuTransferContext(WorkerTransfers):
         bridge = load_bridge()
         bridge.launch()  # the work that made the cache may still be deferred
         copier = StagedCopier(
-            bridge, layout, [group.tensors for group in cache.groups],
-            max_blocks=options.max_blocks, staging_bytes=options.staging_bytes,
-        )  # fmt: skip
+            bridge,
+            layout,
+            [group.tensors for group in cache.groups],
+            max_blocks=options.max_blocks,
+            staging_bytes=options.staging_bytes,
+        )
         self.is_pinned: Final = copier.is_pinned
         if not self.is_pinned:
             logger.warning("staging memory for the HPU could not be pinned: copies will be slower")

@@ -137,9 +137,16 @@ def _drafter(vllm_config: Any, target: str, target_weights: str) -> str:
     name, loading = _name(model), getattr(speculative, "draft_load_config", None) or vllm_config.load_config
     weights = target_weights if name == target else _weights_fingerprint(model, loading)
     parts = [
-        speculative.method, weights or name, model.revision, _commit(model), _config_digest(model), model.dtype,
-        model.quantization, getattr(speculative, "kv_cache_dtype", None), loading.load_format,
-    ]  # fmt: skip
+        speculative.method,
+        weights or name,
+        model.revision,
+        _commit(model),
+        _config_digest(model),
+        model.dtype,
+        model.quantization,
+        getattr(speculative, "kv_cache_dtype", None),
+        loading.load_format,
+    ]
     return _digest("drafter", [str(part) for part in parts])
 
 
@@ -155,8 +162,10 @@ def _weights_fingerprint(model: Any, load_config: Any) -> str:
             logging.INFO if commit else logging.WARNING,
             "weights of %s (load format %s) have no fingerprint: they are known by that name and %s. If they change"
             " and that does not, give them a new name with kvdepot.weights.",
-            name, load_format, f"the commit {commit}" if commit else "nothing else",
-        )  # fmt: skip
+            name,
+            load_format,
+            f"the commit {commit}" if commit else "nothing else",
+        )
         return ""
     return _fingerprint_of(path, "weights")
 
@@ -177,15 +186,19 @@ def _fingerprint_of(path: Path, what: str) -> str:
         logger.warning(
             "%s in %s: of %s only even samples are in the fingerprint, as its tensors cannot be told apart. Convert it"
             " to safetensors, or change kvdepot.weights whenever it changes.",
-            what, path, ", ".join(found.coarse),
-        )  # fmt: skip
+            what,
+            path,
+            ", ".join(found.coarse),
+        )
         return f"{found.digest} {path}"
     if found.digest and found.unseen_bytes:
         logger.info(
             "%s in %s are known by samples of each tensor. A change in place of at most %s in a row, in some rows of an"
             " embedding for example, may go unnoticed: change kvdepot.weights after it.",
-            what, path, format_size(found.unseen_bytes),
-        )  # fmt: skip
+            what,
+            path,
+            format_size(found.unseen_bytes),
+        )
     return found.digest
 
 

@@ -56,8 +56,11 @@ class Loads:
         )
         logger.debug(
             "request %s: %s of tokens %d to %d begins",
-            state.request_id, "load" if offer is None else "blend", state.local_tokens, end,
-        )  # fmt: skip
+            state.request_id,
+            "load" if offer is None else "blend",
+            state.local_tokens,
+            end,
+        )
         if not self._has_hit:
             self._has_hit = True
             logger.info("first hit: request %s loads %d tokens from the depot", state.request_id, external_tokens)
@@ -86,8 +89,12 @@ class Loads:
             logger.error(
                 "request %s: a load of tokens %d to %d does not fit the %d chunks of %d tokens that were found; they"
                 " are recomputed",
-                state.request_id, state.local_tokens, end, state.num_leased, chunk_tokens,
-            )  # fmt: skip
+                state.request_id,
+                state.local_tokens,
+                end,
+                state.num_leased,
+                chunk_tokens,
+            )
             return None
         state.load_end = end
         return LoadJob(state.request_id, state.run_to(first, end), block_ids, skip_tokens)

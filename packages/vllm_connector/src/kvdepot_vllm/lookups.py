@@ -158,8 +158,11 @@ class Lookups:
         state.has_announced |= announces or hands_over
         logger.debug(
             "request %s: lookup of %d chunks (announces them: %s, awaits %d of a prefill engine)",
-            state.request_id, key.num_chunks, announces, state.awaits,
-        )  # fmt: skip
+            state.request_id,
+            key.num_chunks,
+            announces,
+            state.awaits,
+        )
         state.lookup = self._client.submit_lookup(
             state.request_id,
             key,
@@ -181,8 +184,12 @@ class Lookups:
             state.ask_at = now
             logger.debug(
                 "request %s: pending, the depot has %d of %d chunks and others bring up to %d: waits %.3f s at most",
-                state.request_id, lease.num_chunks, state.num_wanted, lease.num_pending, state.waits_until - now,
-            )  # fmt: skip
+                state.request_id,
+                lease.num_chunks,
+                state.num_wanted,
+                lease.num_pending,
+                state.waits_until - now,
+            )
         elif hand_over is None or lease.num_chunks >= state.awaits:
             return False
         elif now < state.began_at + hand_over.wait_seconds:
@@ -192,8 +199,10 @@ class Lookups:
             self._counters[_HAND_OVERS_MISSED] += 1
             logger.debug(
                 "request %s: the prefill engine brought %d of %d chunks in time, the rest is computed here",
-                state.request_id, lease.num_chunks, state.awaits,
-            )  # fmt: skip
+                state.request_id,
+                lease.num_chunks,
+                state.awaits,
+            )
         self.drop(state)
         if state.ask_at <= now:
             self.ask(state)

@@ -192,11 +192,14 @@ class Start:
         )
         logger.info(
             "model %s, tenant %s, namespace %s, chunks of %d tokens: %s %s the depot in %s",
-            config.model_config.model, settings.tenant, settings.namespace or "(default)", cache.chunk_tokens,
+            config.model_config.model,
+            settings.tenant,
+            settings.namespace or "(default)",
+            cache.chunk_tokens,
             {"all": "stores prompts and answers", "prompt": "stores prompts", "none": "stores nothing"}[settings.store],
             "in, and loads from," if settings.load else "in, and does not load from,",
             directory_of_url(settings.url),
-        )  # fmt: skip
+        )
         return scheduler
 
 

@@ -233,8 +233,11 @@ class Stores:
             self.counters[_STORES_PUT_OFF] += 1
             logger.debug(
                 "request %s: chunks %d to %d are not stored now, because stores hold %d blocks",
-                state.request_id, first, stop, self.num_held_blocks,
-            )  # fmt: skip
+                state.request_id,
+                first,
+                stop,
+                self.num_held_blocks,
+            )
             return 0
         if stop - first > room // per_chunk:
             stop, states = first + room // per_chunk, {}
@@ -293,8 +296,11 @@ class Stores:
         cut = store.num_chunks - store.num_stored
         logger.debug(
             "request %s: a store of %d chunks from %d on ended, %d were cut",
-            store.state.request_id, store.num_chunks, store.first_chunk, cut,
-        )  # fmt: skip
+            store.state.request_id,
+            store.num_chunks,
+            store.first_chunk,
+            cut,
+        )
         self._on_ended(
             store.state,
             EndedStore(

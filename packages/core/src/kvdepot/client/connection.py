@@ -121,8 +121,9 @@ class Connection:
         if not link.suspended:
             link.suspended = True
             self.why_away = f"it did not answer within {self.deadline_seconds} s"
-            logger.warning("the depot in %s: %s; until it does, the engine runs without it", self.directory,
-                           self.why_away)  # fmt: skip
+            logger.warning(
+                "the depot in %s: %s; until it does, the engine runs without it", self.directory, self.why_away
+            )
             self._wake()
 
     def note_wait(self, link: Link, seconds: float) -> None:
@@ -134,8 +135,11 @@ class Connection:
         if link.slowness >= SLOW_WAITS_TO_SUSPEND and not link.suspended:
             link.suspended = True
             self.why_away = f"calls waited for more than {self._slow_seconds:g} s again and again"
-            logger.warning("the depot in %s is slow (%s): the engine runs without it until it recovers",
-                           self.directory, self.why_away)  # fmt: skip
+            logger.warning(
+                "the depot in %s is slow (%s): the engine runs without it until it recovers",
+                self.directory,
+                self.why_away,
+            )
             self._wake()
 
     def register_as(self, registration: m.RegisterKVCache) -> None:

@@ -88,9 +88,14 @@ class Exchange:
         for batch in self._batches(Direction.STORE, job, 0):
             key = batch.key
             request = m.PrepareStore(
-                channel.link.context, job.request_id, key.tenant, key.digests, key.first_chunk, key.parent,
+                channel.link.context,
+                job.request_id,
+                key.tenant,
+                key.digests,
+                key.first_chunk,
+                key.parent,
                 batch.covered,
-            )  # fmt: skip
+            )
             plan = self._wait(connection, channel, channel.submit(request), _abort)
             if not isinstance(plan, m.StorePlan):
                 raise DepotUnavailable(f"it answered a store with {type(plan).__name__}")
@@ -241,15 +246,22 @@ class Exchange:
         total, num_chunks = job.key.num_chunks, batch.key.num_chunks
         skip_blocks = tuple(
             max(0, job.skip_tokens - batch.start * self._layout.chunk_tokens) // group.block_tokens
-            if group.kind is not GroupKind.RECURRENT else 0
+            if group.kind is not GroupKind.RECURRENT
+            else 0
             for group in self._layout.groups
-        )  # fmt: skip
+        )
         first_covered = tuple(total - count - batch.start for count in job.covered)
         grant_id = plan.ticket if isinstance(plan, m.StorePlan) else plan.lease
         copies = CopyBatch(
-            mapping, plan.extents, job.block_ids, first_covered, skip_blocks, grant_id, num_chunks,
+            mapping,
+            plan.extents,
+            job.block_ids,
+            first_covered,
+            skip_blocks,
+            grant_id,
+            num_chunks,
             self._blocks_per_chunk,
-        )  # fmt: skip
+        )
         self._check(copies)
         return copies
 

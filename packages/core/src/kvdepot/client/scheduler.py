@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 _SHARE_FOR_WAITING: Final = 0.75  # of a deadline that the depot may wait for its tiers and for other engines
 _SILENT = (
-    ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT,  # the connection's thread is registering again
-)  # fmt: skip
+    ErrorCode.UNKNOWN_SESSION,
+    ErrorCode.UNKNOWN_CONTEXT,  # the connection's thread is registering again
+)
 
 
 Answer = TypeVar("Answer")
@@ -119,9 +120,13 @@ class SchedulerClient:
         self._channel: Channel | None = None
         self._lock = threading.RLock()
         self._connection = Connection(
-            url, f"scheduler of {instance}", registration,
-            maps_pool=False, deadline_seconds=deadline_seconds, reap_late_replies=self._reap_late_replies,
-        )  # fmt: skip
+            url,
+            f"scheduler of {instance}",
+            registration,
+            maps_pool=False,
+            deadline_seconds=deadline_seconds,
+            reap_late_replies=self._reap_late_replies,
+        )
 
     @property
     def is_connected(self) -> bool:
@@ -175,10 +180,18 @@ class SchedulerClient:
             if channel is not None and key.digests:
                 with contextlib.suppress(DepotUnavailable):
                     lookup = m.Lookup(
-                        channel.link.context, request_id, key.digests, key.tenant,
-                        longest if wait_seconds is None else min(longest, wait_seconds), self.token_seconds,
-                        announces, ahead_tokens, joins, awaits, hands_over,
-                    )  # fmt: skip
+                        channel.link.context,
+                        request_id,
+                        key.digests,
+                        key.tenant,
+                        longest if wait_seconds is None else min(longest, wait_seconds),
+                        self.token_seconds,
+                        announces,
+                        ahead_tokens,
+                        joins,
+                        awaits,
+                        hands_over,
+                    )
                     sequence = channel.submit(lookup)
             return Pending(self, channel if sequence else None, sequence, MISS, lease_of)
 

@@ -88,10 +88,15 @@ class WorkerTransfers:
         self._device_is_lost = False
         self._queues = (TransferQueue(self._store, "store"), TransferQueue(self._retrieve, "retrieve"))
         self.connection: Final = Connection(
-            options.url, f"{registration.instance} rank {registration.rank}", registration,
-            maps_pool=True, deadline_seconds=options.deadline_seconds, barrier=self._exchange.barrier,
-            on_open=self._on_open, reap_late_replies=self._reap_late_replies,
-        )  # fmt: skip
+            options.url,
+            f"{registration.instance} rank {registration.rank}",
+            registration,
+            maps_pool=True,
+            deadline_seconds=options.deadline_seconds,
+            barrier=self._exchange.barrier,
+            on_open=self._on_open,
+            reap_late_replies=self._reap_late_replies,
+        )
         if not self._synchronous:
             for each in self._queues:
                 each.start()

@@ -20,10 +20,16 @@ from kvdepot.wire.messages import EXTENT
 Addresses = npt.NDArray[np.uint64]
 EXTENT_DTYPE: Final = np.dtype(
     [
-        ("chunk", "<u4"), ("group", "<u2"), ("zero", "<u2"), ("record", "<u4"), ("zero2", "<u4"),
-        ("header", "<u8"), ("offset", "<u8"), ("num_bytes", "<u8"),
+        ("chunk", "<u4"),
+        ("group", "<u2"),
+        ("zero", "<u2"),
+        ("record", "<u4"),
+        ("zero2", "<u4"),
+        ("header", "<u8"),
+        ("offset", "<u8"),
+        ("num_bytes", "<u8"),
     ]
-)  # fmt: skip
+)
 assert EXTENT_DTYPE.itemsize == EXTENT.size
 
 

@@ -150,10 +150,20 @@ class Entries:
         """Fill a record for an entry that is being written."""
         parent_key = self._nodes.tree.keys[place.parent] if place.parent != NO_NODE else None
         self._table.write(
-            record, space=place.space.number, group=place.group, shard=place.shard, offset=offset,
-            num_bytes=place.num_bytes, key=place.key, parent=(parent_key or b"")[:PARENT_BYTES], depth=place.depth,
-            layout=place.layout, label=place.label, writer=place.writer, owner=place.owner,
-        )  # fmt: skip
+            record,
+            space=place.space.number,
+            group=place.group,
+            shard=place.shard,
+            offset=offset,
+            num_bytes=place.num_bytes,
+            key=place.key,
+            parent=(parent_key or b"")[:PARENT_BYTES],
+            depth=place.depth,
+            layout=place.layout,
+            label=place.label,
+            writer=place.writer,
+            owner=place.owner,
+        )
         size = extent_size(place.num_bytes)
         share = self._nodes.tree.share[node]
         self._link(record, node)

@@ -63,10 +63,17 @@ class TransferCase:
 
 
 DEFAULT_CASES: Final = (
-    TransferCase(16, 16), TransferCase(16, 64), TransferCase(16, 256), TransferCase(32, 64), TransferCase(32, 256),
-    TransferCase(128, 128), TransferCase(128, 256), TransferCase(16, 256, copy_threads=2),
-    TransferCase(16, 256, verify="sample"), TransferCase(16, 256, verify="all"),
-)  # fmt: skip
+    TransferCase(16, 16),
+    TransferCase(16, 64),
+    TransferCase(16, 256),
+    TransferCase(32, 64),
+    TransferCase(32, 256),
+    TransferCase(128, 128),
+    TransferCase(128, 256),
+    TransferCase(16, 256, copy_threads=2),
+    TransferCase(16, 256, verify="sample"),
+    TransferCase(16, 256, verify="all"),
+)
 
 
 def bench_transfer(
@@ -99,9 +106,14 @@ def _transfer_row(case: TransferCase, geometry: Geometry, num_bytes: int, rounds
     num_bytes = num_chunks * geometry.bytes_per_token * case.chunk_tokens
     with DepotProcess("--verify", case.verify, pool_size=str(2 * num_bytes + (64 << 20))) as depot:
         engine = EngineModel(
-            "bench", geometry, 4 * num_bytes // geometry.block_size_bytes, Namespace("bench"),
-            url=depot.url, chunk_tokens=case.chunk_tokens, copy_threads=case.copy_threads,
-        )  # fmt: skip
+            "bench",
+            geometry,
+            4 * num_bytes // geometry.block_size_bytes,
+            Namespace("bench"),
+            url=depot.url,
+            chunk_tokens=case.chunk_tokens,
+            copy_threads=case.copy_threads,
+        )
         try:
             engine.wait_until_connected()
             rng = np.random.default_rng(0)

@@ -112,9 +112,13 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
         with live_view(quiet=quiet) as view:
             view.step("starting a depot and four engines")
             with Fleet(
-                plan.geometry, num_engines=_NUM_ENGINES, num_alone=_NUM_ENGINES, pool_bytes=plan.pool_bytes,
-                engine_cache_bytes=plan.engine_cache_bytes, tokens_per_second=_TOKENS_PER_SECOND,
-            ) as fleet:  # fmt: skip
+                plan.geometry,
+                num_engines=_NUM_ENGINES,
+                num_alone=_NUM_ENGINES,
+                pool_bytes=plan.pool_bytes,
+                engine_cache_bytes=plan.engine_cache_bytes,
+                tokens_per_second=_TOKENS_PER_SECOND,
+            ) as fleet:
                 view.step("serving")
                 alone, shared = _race(fleet, conversations, view)
                 status = fleet.depot.status()

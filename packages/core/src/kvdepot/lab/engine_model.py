@@ -134,10 +134,12 @@ class EngineModel:
         self._stored: set[bytes] = set()
         groups = [
             CacheGroup(
-                list(self.cache), geometry.block_tokens, hidden_dims=(geometry.num_kv_heads * geometry.head_dim,) * 2,
+                list(self.cache),
+                geometry.block_tokens,
+                hidden_dims=(geometry.num_kv_heads * geometry.head_dim,) * 2,
                 attention_backend="model",
             )
-        ]  # fmt: skip
+        ]
         cache = KVCache(
             groups, instance, geometry.dtype, model=geometry.name, format="model", chunk_tokens=self.chunk_tokens
         )
@@ -186,9 +188,15 @@ class EngineModel:
         return RequestReport(prompt_tokens=0, lookup_seconds=time.perf_counter() - started)
 
     def _fill(
-        self, request_id: str, key: KeyRun, chunks: list[bytes], local: int, lease: Lease, num_tokens: int,
+        self,
+        request_id: str,
+        key: KeyRun,
+        chunks: list[bytes],
+        local: int,
+        lease: Lease,
+        num_tokens: int,
         lookup_seconds: float,
-    ) -> RequestReport:  # fmt: skip
+    ) -> RequestReport:
         retrieved = 0
         retrieve_seconds = retrieved_bytes = verified = wrong = 0
         if lease.num_chunks > local:

@@ -198,11 +198,16 @@ class Fleet:
         try:
             engines = start_engines(
                 EngineSettings(
-                    f"engine-{number}", self.depot.url if number < num_engines else nowhere, geometry, num_blocks,
-                    chunk_tokens, number < num_engines, tokens_per_second,
+                    f"engine-{number}",
+                    self.depot.url if number < num_engines else nowhere,
+                    geometry,
+                    num_blocks,
+                    chunk_tokens,
+                    number < num_engines,
+                    tokens_per_second,
                 )
                 for number in range(num_engines + num_alone)
-            )  # fmt: skip
+            )
         except BaseException:
             self.depot.close()
             raise
@@ -291,9 +296,14 @@ def main() -> None:
     settings = msgspec.json.decode(line, type=EngineSettings)
     try:
         engine = EngineModel(
-            settings.instance, settings.geometry, settings.num_blocks, Namespace(settings.geometry.name),
-            url=settings.url, chunk_tokens=settings.chunk_tokens, tokens_per_second=settings.tokens_per_second,
-        )  # fmt: skip
+            settings.instance,
+            settings.geometry,
+            settings.num_blocks,
+            Namespace(settings.geometry.name),
+            url=settings.url,
+            chunk_tokens=settings.chunk_tokens,
+            tokens_per_second=settings.tokens_per_second,
+        )
         if settings.has_depot:
             engine.wait_until_connected(_START_SECONDS)
     except KVDepotError as error:

@@ -65,9 +65,21 @@ class DepotProcess:
         self._has_prefix = bool(prefix)
         self._new_session = new_session
         self._arguments = [
-            *prefix, sys.executable, "-m", module, "serve", "--dir", self.url, "--pool-size", pool_size,
-            "--pool-dir", str(self.pool_directory), "--log-level", log_level, *arguments,
-        ]  # fmt: skip
+            *prefix,
+            sys.executable,
+            "-m",
+            module,
+            "serve",
+            "--dir",
+            self.url,
+            "--pool-size",
+            pool_size,
+            "--pool-dir",
+            str(self.pool_directory),
+            "--log-level",
+            log_level,
+            *arguments,
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self.start()
@@ -89,9 +101,11 @@ class DepotProcess:
         """
         with interrupts_blocked():
             self._process = subprocess.Popen(
-                self._arguments, stdin=subprocess.DEVNULL, start_new_session=self._new_session,
+                self._arguments,
+                stdin=subprocess.DEVNULL,
+                start_new_session=self._new_session,
                 env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-            )  # fmt: skip
+            )
         end = time.monotonic() + timeout_seconds
         while True:
             if self._process.poll() is not None:

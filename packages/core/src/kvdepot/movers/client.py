@@ -69,15 +69,19 @@ def move(channel: Channel, direction: Direction, batch: CopyBatch, deadline_seco
     link = channel.link
     starts = [max(0, first) for first in batch.first_covered]
     request = m.Move(
-        link.context, batch.grant_id, direction is Direction.STORE,
+        link.context,
+        batch.grant_id,
+        direction is Direction.STORE,
         tuple(
             _pack(ids, (start - first) * per_chunk, (batch.num_chunks - first) * per_chunk)
             for ids, start, first, per_chunk in zip(
                 batch.block_ids, starts, batch.first_covered, batch.blocks_per_chunk, strict=True
             )
         ),
-        tuple(starts), batch.skip_blocks, min(deadline_seconds, _MOST_WAIT_SECONDS),
-    )  # fmt: skip
+        tuple(starts),
+        batch.skip_blocks,
+        min(deadline_seconds, _MOST_WAIT_SECONDS),
+    )
     sequence = channel.submit(request)
     can_end_it = direction is Direction.STORE or link.can_kill_movers()
     try:

@@ -150,8 +150,11 @@ class MoverTable:
         module = mover_module(offer.mover)
         mover = self._movers[context] = _Mover(context, session, registration, module or "")
         if module is None:
-            self._give_up(mover, f"no mover {offer.mover!r} is installed where the depot runs:"
-                          f" pip install 'kvdepot[{offer.mover}]' there")  # fmt: skip
+            self._give_up(
+                mover,
+                f"no mover {offer.mover!r} is installed where the depot runs:"
+                f" pip install 'kvdepot[{offer.mover}]' there",
+            )
         else:
             self._start(mover)
 
@@ -367,9 +370,14 @@ class MoverTable:
         mover.num_lost = 1 if is_long_life else mover.num_lost + 1
         is_last = mover.is_over or mover.num_lost >= _MOST_LOST
         logger.warning(
-            "mover %d of %s (context %d) exited with %d: %s; %s", process.pid, mover.registration.instance,
-            mover.context, status, mover.why, "it is not replaced" if is_last else "starting another",
-        )  # fmt: skip
+            "mover %d of %s (context %d) exited with %d: %s; %s",
+            process.pid,
+            mover.registration.instance,
+            mover.context,
+            status,
+            mover.why,
+            "it is not replaced" if is_last else "starting another",
+        )
         if is_last:
             self._give_up(mover, mover.why)
         else:

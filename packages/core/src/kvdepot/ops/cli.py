@@ -70,9 +70,11 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     parser.add_argument("--version", action="version", version=f"kvdepot {version('kvdepot')}")
     common = _Parser(add_help=False)
     common.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="warning",
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="warning",
         help="lowest level to log to standard error (default %(default)s)",
-    )  # fmt: skip
+    )
     client = _Parser(add_help=False, parents=[common])
     client.add_argument(
         "--dir",
@@ -91,22 +93,28 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     pools.add_commands(commands, common, json_output)
 
     backends = commands.add_parser(
-        "backends", parents=[common, json_output], help="list accelerator backends",
+        "backends",
+        parents=[common, json_output],
+        help="list accelerator backends",
         description="List the accelerator backends that are installed, and whether each is usable here.",
-    )  # fmt: skip
+    )
     backends.set_defaults(run=_backends)
 
     demo = commands.add_parser(
-        "demo", parents=[common, json_output], help="watch engines with and without a depot",
+        "demo",
+        parents=[common, json_output],
+        help="watch engines with and without a depot",
         description="Serve the same conversations with and without a depot, side by side, then kill the depot and start"
         " it again. Needs no model and no GPU.",
-    )  # fmt: skip
+    )
     demo.set_defaults(run=_demo)
 
     replay = commands.add_parser(
-        "replay", parents=[common, json_output], help="replay a trace in Mooncake's format",
+        "replay",
+        parents=[common, json_output],
+        help="replay a trace in Mooncake's format",
         description="Replay a trace in Mooncake's format through engines without a model, and print its hit rates.",
-    )  # fmt: skip
+    )
     replay.set_defaults(run=_replay)
     replay.add_argument("trace", type=Path, help="JSON lines with timestamp, input_length, output_length and hash_ids")
     replay.add_argument(
@@ -143,18 +151,22 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     )
 
     doctor = commands.add_parser(
-        "doctor", parents=[common, json_output], help="check this machine for problems",
+        "doctor",
+        parents=[common, json_output],
+        help="check this machine for problems",
         description="Check the kernel, memory, limits and packages of this machine, and say what to change. Exits with"
         " 1 if something keeps a depot from working.",
-    )  # fmt: skip
+    )
     doctor.set_defaults(run=_doctor)
     add_settings(doctor, ServerConfig, _SETTINGS_OF_DOCTOR)
 
     sizing = commands.add_parser(
-        "sizing", parents=[common, json_output], help="compute how many tokens of a model a pool holds",
+        "sizing",
+        parents=[common, json_output],
+        help="compute how many tokens of a model a pool holds",
         description="Compute the size of a model's KV cache, and how many tokens a pool holds. Refuses a model whose"
         " configuration does not say this exactly; 'kvdepot status' shows it for every model that is attached.",
-    )  # fmt: skip
+    )
     sizing.set_defaults(run=_sizing)
     sizing.add_argument("model", metavar="MODEL_CONFIG.json", help="the model's config.json, or its folder")
     sizing.add_argument(
@@ -165,10 +177,11 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     )
 
     bench = commands.add_parser(
-        "bench", help="measure speed, as ratios within one run",
+        "bench",
+        help="measure speed, as ratios within one run",
         description="Measure speed, as ratios within one run. Each WHAT takes --json. Backends add their own, e.g."
         " kvdepot[cuda] adds cuda.",
-    )  # fmt: skip
+    )
     bench.set_defaults(run=_bench)
     whats = bench.add_subparsers(required=True, metavar="WHAT", dest="what")
     for what, described in (

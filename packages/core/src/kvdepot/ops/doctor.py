@@ -137,9 +137,10 @@ def _broken(subject: str, text: str, way_out: str) -> Finding:
 def _judge_pool(facts: Facts) -> Iterator[Finding]:
     if facts.pool_file_system not in MEMORY_FILE_SYSTEMS:
         yield _slower(
-            "pool", f"{facts.pool_path} is on {facts.pool_file_system}: its pages go to disk",
+            "pool",
+            f"{facts.pool_path} is on {facts.pool_file_system}: its pages go to disk",
             "set --pool-dir to a folder on tmpfs, for example below /dev/shm",
-        )  # fmt: skip
+        )
     limits = {"the free memory": facts.available_bytes, f"the free space of {facts.pool_path}": facts.pool_free_bytes}
     if facts.cgroup_limit_bytes is not None:
         limits["the memory limit of this container or service"] = facts.cgroup_limit_bytes
@@ -147,29 +148,35 @@ def _judge_pool(facts: Facts) -> Iterator[Finding]:
     wanted = facts.pool_bytes
     if wanted is None and facts.pool_free_bytes < facts.available_bytes * SHARE_OF_FREE_MEMORY:
         yield _slower(
-            "pool", f"{facts.pool_path} has room for {format_size(facts.pool_free_bytes)}, less than a quarter of the"
-            f" free memory ({format_size(facts.available_bytes)})", ENLARGE_TMPFS,
-        )  # fmt: skip
+            "pool",
+            f"{facts.pool_path} has room for {format_size(facts.pool_free_bytes)}, less than a quarter of the"
+            f" free memory ({format_size(facts.available_bytes)})",
+            ENLARGE_TMPFS,
+        )
     elif wanted is None:
         yield _fine("pool", f"at most {format_size(least)}, limited by {what}")
     elif wanted > least:
         yield _broken(
-            "pool", f"--pool-size {format_size(wanted)} is more than {what}, {format_size(least)}",
+            "pool",
+            f"--pool-size {format_size(wanted)} is more than {what}, {format_size(least)}",
             f"lower --pool-size; or raise the memory limit and {ENLARGE_TMPFS}",
-        )  # fmt: skip
+        )
     else:
         yield _fine("pool", f"{format_size(wanted)} fit: {what} is {format_size(least)}")
     if facts.num_stopped_pools:
         yield Finding(
-            Verdict.FINE, "other pools", f"{format_size(facts.stopped_pool_bytes)} of memory are kept by"
+            Verdict.FINE,
+            "other pools",
+            f"{format_size(facts.stopped_pool_bytes)} of memory are kept by"
             f" {counted(facts.num_stopped_pools, 'pool')} of depots that stopped",
             "'kvdepot pools --stopped' lists them, 'kvdepot pools --remove PATH' frees one",
-        )  # fmt: skip
+        )
     if facts.swap_bytes > 1 << 30:
         yield _slower(
-            "swap", f"{format_size(facts.swap_bytes)} are swapped out; parts of a pool on tmpfs may be, too",
+            "swap",
+            f"{format_size(facts.swap_bytes)} are swapped out; parts of a pool on tmpfs may be, too",
             "add memory until pool and engines fit, or turn swap off",
-        )  # fmt: skip
+        )
 
 
 def _judge_kernel(facts: Facts) -> Iterator[Finding]:
@@ -195,9 +202,10 @@ def _judge_limits(facts: Facts) -> Iterator[Finding]:
     is_cuda = any(backend.name == "cuda" and not backend.why_unavailable for backend in facts.backends)
     if facts.locked_memory_bytes is not None and is_cuda:
         yield _slower(
-            "locked memory", f"workers on CUDA may lock {format_size(facts.locked_memory_bytes)}",
+            "locked memory",
+            f"workers on CUDA may lock {format_size(facts.locked_memory_bytes)}",
             "set ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, or --ulimit memlock=-1 in Docker",
-        )  # fmt: skip
+        )
 
 
 def _judge_nodes(nodes: Nodes) -> Iterator[Finding]:
@@ -212,27 +220,31 @@ def _judge_nodes(nodes: Nodes) -> Iterator[Finding]:
         yield _fine("numa", f"GPUs on node {of_gpus}, the pool is spread over nodes {of_pool}")
     elif len(gpus) == 1:
         yield _slower(
-            "numa", f"the GPUs are on node {of_gpus}, and the pool comes from node {of_pool.replace('and', 'or')}",
+            "numa",
+            f"the GPUs are on node {of_gpus}, and the pool comes from node {of_pool.replace('and', 'or')}",
             f"start the depot beside them: numactl --cpunodebind={gpus[0]} --preferred={gpus[0]} kvdepot serve",
-        )  # fmt: skip
+        )
     else:
         yield _slower(
-            "numa", f"GPUs are on nodes {of_gpus}, and the pool comes from node {of_pool.replace('and', 'or')} alone",
+            "numa",
+            f"GPUs are on nodes {of_gpus}, and the pool comes from node {of_pool.replace('and', 'or')} alone",
             f"spread the pool over their nodes: numactl --interleave={','.join(map(str, gpus))} kvdepot serve",
-        )  # fmt: skip
+        )
 
 
 def _judge_place(facts: Facts) -> Iterator[Finding]:
     if not facts.directory_is_writable:
         yield _broken(
-            "sockets", f"no files can be made in {facts.directory}",
+            "sockets",
+            f"no files can be made in {facts.directory}",
             "choose another folder with --dir, or change the owner of this one",
-        )  # fmt: skip
+        )
     if facts.is_container:
         yield _fine(
-            "container", "this seems to be a container: engines in other containers need to share only the folder"
+            "container",
+            "this seems to be a container: engines in other containers need to share only the folder"
             f" {facts.directory} with it, no IPC or PID namespace",
-        )  # fmt: skip
+        )
     depot = facts.depot
     if depot is None:
         yield _fine("depot", f"no depot answers in {facts.directory}")
@@ -241,9 +253,10 @@ def _judge_place(facts: Facts) -> Iterator[Finding]:
     for engine, text in sorted((each.instance, each.blend) for each in depot.contexts if each.blend):
         if text.startswith("blend is off"):
             yield _slower(
-                f"engine {printable(engine)}", printable(text),
+                f"engine {printable(engine)}",
+                printable(text),
                 "remove kvdepot.blend from its settings, or see docs/blend.md, Limits; it serves all requests exactly",
-            )  # fmt: skip
+            )
         else:
             yield _fine(f"engine {printable(engine)}", printable(text))
 
@@ -257,10 +270,11 @@ def _judge_backends(facts: Facts) -> Iterator[Finding]:
             yield _fine(subject, f"not usable here: {backend.why_unavailable}")
         elif backend.name == "cpu" and "compiled_copy" not in backend.capabilities:
             yield _slower(
-                subject, f"{backend.distribution} has no compiled copy",
+                subject,
+                f"{backend.distribution} has no compiled copy",
                 "pip install --force-reinstall --no-cache-dir --no-deps kvdepot-cpu"
                 + ("" if facts.has_compiler else ", after installing a C compiler"),
-            )  # fmt: skip
+            )
         else:
             yield _fine(subject, f"{backend.distribution} works")
     if not any(backend.distribution and backend.why_unavailable is None for backend in facts.backends):
@@ -269,9 +283,10 @@ def _judge_backends(facts: Facts) -> Iterator[Finding]:
     ours = {number for name, number in facts.packages.items() if name.startswith("kvdepot")}
     if len(ours) > 1:
         yield _broken(
-            "versions", f"kvdepot packages have different versions: {', '.join(sorted(ours))}",
+            "versions",
+            f"kvdepot packages have different versions: {', '.join(sorted(ours))}",
             "install the same version of each",
-        )  # fmt: skip
+        )
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

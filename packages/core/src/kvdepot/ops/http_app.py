@@ -224,10 +224,18 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
         return ask_depot(request, url, deadline_seconds)
 
     config = uvicorn.Config(
-        create_app(ask, settings), http=Connection, ws="none", lifespan="off", backlog=_BACKLOG,
-        headers=[("connection", "close")], timeout_keep_alive=1, proxy_headers=False,
-        log_config=None, log_level=logging.ERROR, access_log=False,  # strangers must not fill the log
-    )  # fmt: skip
+        create_app(ask, settings),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        backlog=_BACKLOG,
+        headers=[("connection", "close")],
+        timeout_keep_alive=1,
+        proxy_headers=False,
+        log_config=None,
+        log_level=logging.ERROR,
+        access_log=False,  # strangers must not fill the log
+    )
     server = uvicorn.Server(config)
 
     def work() -> None:

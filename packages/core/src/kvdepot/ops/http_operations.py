@@ -52,9 +52,12 @@ def body_type(operation: type[o.OperatorRequest]) -> type[msgspec.Struct]:
     if operation.may_mean_all:
         declared.append(("means_all", bool, msgspec.field(default=False, name="all")))
     return msgspec.defstruct(
-        f"{operation.__name__}Body", declared, namespace={"__doc__": getdoc(operation)}, forbid_unknown_fields=True,
+        f"{operation.__name__}Body",
+        declared,
+        namespace={"__doc__": getdoc(operation)},
+        forbid_unknown_fields=True,
         kw_only=True,
-    )  # fmt: skip
+    )
 
 
 def decode_body(operation: type[o.OperatorRequest], data: bytes) -> o.OperatorRequest:

@@ -49,9 +49,11 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
             made = commands.add_parser(group, help=texts[0], description=texts[1])
             groups[group] = made.add_subparsers(required=True, metavar="COMMAND")
         parser = groups[group].add_parser(
-            name, parents=[client, json_output] if command.has_json else [client],
-            help=command.help, description=command.description,
-        )  # fmt: skip
+            name,
+            parents=[client, json_output] if command.has_json else [client],
+            help=command.help,
+            description=command.description,
+        )
         parser.set_defaults(run=_RUN.get(operation) or partial(_run, operation, command))
         for option, argument in command.options:
             _add_argument(parser, option, argument, argument.default)
@@ -239,5 +241,9 @@ def _quoted(value: Any) -> str:
 
 
 _RUN: Final[dict[type, Callable[[argparse.Namespace], int]]] = {  # commands that ask more than once or print more
-    o.Find: _find, o.Clear: _clear, o.Warm: _warm, o.Drain: _drain, o.Configuration: _config,
-}  # fmt: skip
+    o.Find: _find,
+    o.Clear: _clear,
+    o.Warm: _warm,
+    o.Drain: _drain,
+    o.Configuration: _config,
+}

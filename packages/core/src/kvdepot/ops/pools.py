@@ -22,18 +22,21 @@ _UNITS: Final = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "secon
 def add_commands(commands: Any, common: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
     """Add `pools` to the subparsers of `kvdepot`; `common` has `--log-level`, `json_output` has `--json`."""
     pools = commands.add_parser(
-        "pools", parents=[common, json_output], help="list the pools on this machine and free their memory",
+        "pools",
+        parents=[common, json_output],
+        help="list the pools on this machine and free their memory",
         description="List the pools on this machine: their memory, their depot, and whether it is running. A pool"
         " outlives its depot, so that the next one finds the cache; 'kvdepot pools --remove' gives the memory back.",
-    )  # fmt: skip
+    )
     pools.set_defaults(run=_pools)
     pools.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="only these (default: all of /dev/shm)")
     pools.add_argument("--remove", action="store_true", help="remove the pools at PATH; a running depot keeps its own")
     pools.add_argument(
-        "--stopped", action="store_true",
+        "--stopped",
+        action="store_true",
         help="only pools whose depot is not running; --remove without PATH keeps those used in the last"
         f" {_RESTART_SECONDS // 60:.0f} minutes, as their depot may be restarting",
-    )  # fmt: skip
+    )
 
 
 def _pools(options: argparse.Namespace) -> int:

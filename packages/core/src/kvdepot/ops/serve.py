@@ -34,9 +34,10 @@ class ProcessConfig:
         metavar="HOST:PORT",
     )
     http_token: Path | None = setting(
-        None, f"file with the bearer token (default, on loopback: a new token at each start, in DIR/{HTTP_TOKEN})",
+        None,
+        f"file with the bearer token (default, on loopback: a new token at each start, in DIR/{HTTP_TOKEN})",
         metavar="FILE",
-    )  # fmt: skip
+    )
     http_host: tuple[str, ...] = setting(
         (), "host name that HTTP requests may use, besides addresses, localhost and HOST; repeatable", metavar="NAME"
     )
@@ -57,10 +58,12 @@ class ProcessConfig:
 def add_serve(commands: Any) -> None:
     """Add `serve` to the subparsers of `kvdepot`."""
     serve = commands.add_parser(
-        "serve", help="run a depot", allow_abbrev=False,
+        "serve",
+        help="run a depot",
+        allow_abbrev=False,
         description='Run a depot. Every flag can also be set in the file given by --config (pool_size = "8GiB") and in'
         " the environment (KVDEPOT_POOL_SIZE=8GiB). Flags override the environment, which overrides the file.",
-    )  # fmt: skip
+    )
     serve.set_defaults(run=run_serve)
     serve.add_argument(
         "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="read settings from this TOML file"

@@ -31,9 +31,16 @@ _READ: Final = frozenset({
     "num_key_value_heads", "num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window",
     "max_window_layers", "quantization_config",
 })  # fmt: skip
-_READ_OF_LATENT: Final = frozenset({
-    "kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-})  # fmt: skip
+_READ_OF_LATENT: Final = frozenset(
+    {
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+    }
+)
 # Keys that change what is computed, never what is kept for a token.
 _WITHOUT_EFFECT: Final = frozenset({
     "_name_or_path", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "decoder_sparse_step", "ep_size",
@@ -49,8 +56,14 @@ _WITHOUT_EFFECT: Final = frozenset({
 })  # fmt: skip
 _WITHOUT_EFFECT_BY_START: Final = ("rope_", "router_")
 _WITHOUT_EFFECT_BY_END: Final = (
-    "_bias", "_dropout", "_eps", "_multiplier", "_pdrop", "_softcapping", "_token_id",
-)  # fmt: skip
+    "_bias",
+    "_dropout",
+    "_eps",
+    "_multiplier",
+    "_pdrop",
+    "_softcapping",
+    "_token_id",
+)
 
 # Types whose code takes hidden_size / num_attention_heads where `head_dim` is left out; Gemma's, for one, does not.
 _DERIVE_HEAD_DIM: Final = frozenset({"llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})

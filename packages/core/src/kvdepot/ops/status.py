@@ -26,16 +26,20 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
         json_output: has `--json`.
     """
     status = commands.add_parser(
-        "status", parents=[client, json_output], help="show a depot's contents and engines",
+        "status",
+        parents=[client, json_output],
+        help="show a depot's contents and engines",
         description="Show a depot's contents, its tiers, and the engines that are attached.",
-    )  # fmt: skip
+    )
     status.add_argument("--verbose", action="store_true", help="show the layout of each engine's KV cache, too")
     status.set_defaults(run=_status)
 
     top = commands.add_parser(
-        "top", parents=[client], help="watch a depot at work",
+        "top",
+        parents=[client],
+        help="watch a depot at work",
         description="Watch hit rates, engines, tenants and tiers of a depot, once a second.",
-    )  # fmt: skip
+    )
     top.set_defaults(run=_top)
     top.add_argument(
         "--interval", type=number_argument, default=1.0, metavar="SECONDS", help="time between frames (default 1)"

@@ -129,9 +129,11 @@ def _engines(status: o.DepotStatus) -> Table:
         role = f"worker {context.rank} of {context.world_size}" if context.role == "worker" else context.role
         token = format_size(context.bytes_per_token) if context.bytes_per_token else "-"
         table.add_row(
-            *map(_plain, (context.instance, role, context.model, context.device or "-")), token,
-            str(context.num_leases), str(context.num_tickets),
-        )  # fmt: skip
+            *map(_plain, (context.instance, role, context.model, context.device or "-")),
+            token,
+            str(context.num_leases),
+            str(context.num_tickets),
+        )
     return table
 
 
@@ -150,9 +152,13 @@ def _tiers(status: o.DepotStatus) -> Table:
         state = "in use" if tier.state == "closed" else f"suspended: {tier.why_open}"
         counters = tier.counters
         table.add_row(
-            _plain(tier.name), format_size(tier.used_bytes), format_size(tier.queued_write_bytes),
-            format_size(counters.get("read_bytes", 0)), format_size(counters.get("written_bytes", 0)), _plain(state),
-        )  # fmt: skip
+            _plain(tier.name),
+            format_size(tier.used_bytes),
+            format_size(tier.queued_write_bytes),
+            format_size(counters.get("read_bytes", 0)),
+            format_size(counters.get("written_bytes", 0)),
+            _plain(state),
+        )
     return table
 
 

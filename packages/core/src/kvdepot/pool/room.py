@@ -59,8 +59,10 @@ def resolve_pool_size(config: ServerConfig) -> int:
     if kind not in MEMORY_FILE_SYSTEMS:
         logger.warning(
             "the pool in %s is on %s: its pages go to disk, and copies wait for that; set --pool-dir to a folder on"
-            " tmpfs, for example below /dev/shm", folder, kind,
-        )  # fmt: skip
+            " tmpfs, for example below /dev/shm",
+            folder,
+            kind,
+        )
     stat = os.statvfs(place)
     earlier = allocated_bytes(folder)
     room = stat.f_bavail * stat.f_frsize + earlier
@@ -77,8 +79,12 @@ def resolve_pool_size(config: ServerConfig) -> int:
         if room * 0.8 < share:
             logger.warning(
                 "the pool has only %s, as %s has room for %s and a quarter of the free memory is %s: %s",
-                format_size(size), folder, format_size(room), format_size(share), ENLARGE_TMPFS,
-            )  # fmt: skip
+                format_size(size),
+                folder,
+                format_size(room),
+                format_size(share),
+                ENLARGE_TMPFS,
+            )
         return size
     size = config.pool_size_bytes - config.pool_size_bytes % EXTENT_ALIGNMENT_BYTES
     if size < 1 << 20:

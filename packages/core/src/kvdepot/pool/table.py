@@ -236,9 +236,24 @@ class IndexTable:
         sealed = _next_generation(self._words[place]) | SEALED
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         self._put(
-            _BODY, base, space, group, shard, offset // EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent, depth, label,
-            layout, owner, writer.start_time, writer.pid, 0, 0,
-        )  # fmt: skip
+            _BODY,
+            base,
+            space,
+            group,
+            shard,
+            offset // EXTENT_ALIGNMENT_BYTES,
+            num_bytes,
+            key,
+            parent,
+            depth,
+            label,
+            layout,
+            owner,
+            writer.start_time,
+            writer.pid,
+            0,
+            0,
+        )
         header = sealed - SEALED + WRITING
         self._put(_U32, base - 8 + _CRC, self.crc_of(base, header))
         self._put_header(place, header)
@@ -344,9 +359,22 @@ class IndexTable:
         if crc != self.crc_of(base, header):
             return None
         return Record(
-            number, header & _STATE_MASK, space, group, shard, page * EXTENT_ALIGNMENT_BYTES, num_bytes, key, parent,
-            depth, layout, label, Writer(pid, start), owner, last_use,
-        )  # fmt: skip
+            number,
+            header & _STATE_MASK,
+            space,
+            group,
+            shard,
+            page * EXTENT_ALIGNMENT_BYTES,
+            num_bytes,
+            key,
+            parent,
+            depth,
+            layout,
+            label,
+            Writer(pid, start),
+            owner,
+            last_use,
+        )
 
     def crc_of(self, base: int, header: int) -> int:
         """Return the checksum that a record at a place should have, with this header."""

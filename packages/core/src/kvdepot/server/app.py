@@ -178,17 +178,23 @@ class DepotServer:
             config.promotion_least_tokens,
         )
         return Tiering(
-            depot.index, queues, settings, names_of=depot.labels.names.__getitem__, on_corrupt=depot.remove_corrupt,
+            depot.index,
+            queues,
+            settings,
+            names_of=depot.labels.names.__getitem__,
+            on_corrupt=depot.remove_corrupt,
             clock=time.monotonic,
-        )  # fmt: skip
+        )
 
     def _make_restoring(self) -> Restoring | None:
         if self._files.is_new:
             return None
         return Restoring(
-            self.depot, self._files.names.found, self.sockets.sessions.await_death,
+            self.depot,
+            self._files.names.found,
+            self.sockets.sessions.await_death,
             lambda: self._stopping_at is not None,
-        )  # fmt: skip
+        )
 
     def _operators(self, opener: TierOpener, further_settings: Mapping[str, Any]) -> Operators:
         depot, epoch = self.depot, self.epoch
@@ -217,8 +223,11 @@ class DepotServer:
             self._results.start()
             logger.info(
                 "serving %s with a pool of %s in %s (epoch %d)",
-                self.config.directory, format_size(self._files.size_bytes), self.config.pool_path, self.epoch,
-            )  # fmt: skip
+                self.config.directory,
+                format_size(self._files.size_bytes),
+                self.config.pool_path,
+                self.epoch,
+            )
             if on_ready is not None:
                 on_ready()
             self.loop.run(self._is_over)

@@ -110,11 +110,17 @@ def find(depot: Depot, request: o.Find) -> Deferred:
                 last = nodes[-1]
                 tenant, model = depot.labels.names[index.nodes.label_of(last)]
                 prefix = o.FoundPrefix(
-                    num_chunks=num_chunks, num_tokens=num_chunks * space.spec.chunk_tokens, tenant=tenant,
-                    model=model, dtype=space.spec.dtype, format=space.spec.format,
-                    chunk_tokens=space.spec.chunk_tokens, idle_seconds=index.nodes.idle_seconds(last),
-                    is_held=index.nodes.is_held(last), num_children=index.nodes.num_children(last),
-                )  # fmt: skip
+                    num_chunks=num_chunks,
+                    num_tokens=num_chunks * space.spec.chunk_tokens,
+                    tenant=tenant,
+                    model=model,
+                    dtype=space.spec.dtype,
+                    format=space.spec.format,
+                    chunk_tokens=space.spec.chunk_tokens,
+                    idle_seconds=index.nodes.idle_seconds(last),
+                    is_held=index.nodes.is_held(last),
+                    num_children=index.nodes.num_children(last),
+                )
                 heappush(most, (num_chunks, -space.number, prefix))
                 if len(most) > MAXIMUM_ROWS:
                     heappop(most)
@@ -247,9 +253,15 @@ def warm(depot: Depot, request: o.Warm) -> Deferred:
                 num_left += 1
                 label = depot.labels.number_of(request.tenant, model)
                 if not tiering.promote(
-                    space, request.digests, places, label, found=found, pins=nodes, wait_seconds=_PATIENT_SECONDS,
+                    space,
+                    request.digests,
+                    places,
+                    label,
+                    found=found,
+                    pins=nodes,
+                    wait_seconds=_PATIENT_SECONDS,
                     on_answer=on_answer,
-                ):  # fmt: skip
+                ):
                     num_left -= 1
                 yield None
         on_answer()

@@ -163,9 +163,14 @@ class ContextTable:
         workers.add(context)
         logger.info(
             "registered %s rank %d of %d on %s (%s, model %s) as context %d",
-            request.instance, request.rank, request.world_size, request.device, request.transfer_mode, request.model,
+            request.instance,
+            request.rank,
+            request.world_size,
+            request.device,
+            request.transfer_mode,
+            request.model,
             number,
-        )  # fmt: skip
+        )
         self._state.note(
             f"{request.instance} rank {request.rank} of {request.world_size} on {request.device} registered"
         )

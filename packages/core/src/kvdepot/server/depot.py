@@ -174,8 +174,11 @@ class Depot:
         tenant = self.labels.names[record.label][0]
         logger.error(
             "the bytes of chunk %s (group %d, shard %d, tenant %s) do not have their checksum: removed",
-            record.key.hex(), record.group, record.shard, tenant,
-        )  # fmt: skip
+            record.key.hex(),
+            record.group,
+            record.shard,
+            tenant,
+        )
         self.index.remove_entry(number)
         self.state.note(f"an entry of tenant {tenant} lost its bytes and was removed")
         self.counters[_ENTRIES_CORRUPT] += 1
@@ -193,9 +196,11 @@ class Depot:
                 f"{context.instance} left" + (", its unfinished stores wait for its process" if count else "")
             )
             logger.info(
-                "%s (context %d) left%s", context.instance, context.number,
+                "%s (context %d) left%s",
+                context.instance,
+                context.number,
                 f", {count} unfinished entries wait for process {fence[0].pid}" if count else "",
-            )  # fmt: skip
+            )
 
     def end_process(self, writer: Writer) -> None:
         """Free the unfinished entries of a process that is dead."""

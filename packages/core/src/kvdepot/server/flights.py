@@ -150,9 +150,16 @@ class FlightTable:
         if (stop - query.found) * context.space.spec.chunk_tokens < _LEAST_TOKENS or not self._can_arrive(context):
             return
         flight = Flight(
-            context, request.request_id, request.tenant, digests, position, stop, request.ahead_tokens,
-            request.token_seconds, self._clock(),
-        )  # fmt: skip
+            context,
+            request.request_id,
+            request.tenant,
+            digests,
+            position,
+            stop,
+            request.ahead_tokens,
+            request.token_seconds,
+            self._clock(),
+        )
         other = self._find(query)
         if other is not None and request.joins and not self._is_timely(other, query):
             self._fail(other)  # or each lookup that does not believe it would compute the same
@@ -209,9 +216,17 @@ class FlightTable:
         if flight is None:
             self.end_request(query.context, request.request_id)
             flight = Flight(
-                query.context, request.request_id, request.tenant, query.digests, self._position(query),
-                num_digests(query.digests), 0, token_seconds=0.0, moved_at=self._clock(), ask_tiers=ask_tiers,
-            )  # fmt: skip
+                query.context,
+                request.request_id,
+                request.tenant,
+                query.digests,
+                self._position(query),
+                num_digests(query.digests),
+                0,
+                token_seconds=0.0,
+                moved_at=self._clock(),
+                ask_tiers=ask_tiers,
+            )
             if not self._begin(flight):
                 return False
         stop = flight.stop_of(query.digests, query.found)

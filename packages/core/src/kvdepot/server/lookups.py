@@ -126,14 +126,29 @@ class Lookups:
         """Ask the tiers for the rest of a prefix; False if they cannot have it."""
         request = query.request
         return self._ask_tiers(
-            query.context, request.tenant, query.digests, query.found, query.nodes, on_answer, request.wait_seconds,
-            request.token_seconds, request.request_id,
-        )  # fmt: skip
+            query.context,
+            request.tenant,
+            query.digests,
+            query.found,
+            query.nodes,
+            on_answer,
+            request.wait_seconds,
+            request.token_seconds,
+            request.request_id,
+        )
 
     def _ask_tiers(
-        self, context: Context, tenant: str, digests: bytes, found: int, nodes: tuple[int, ...],
-        on_answer: Callable[[], None], wait_seconds: float = 60.0, token_seconds: float = 0.0, request_id: str = "",
-    ) -> bool:  # fmt: skip
+        self,
+        context: Context,
+        tenant: str,
+        digests: bytes,
+        found: int,
+        nodes: tuple[int, ...],
+        on_answer: Callable[[], None],
+        wait_seconds: float = 60.0,
+        token_seconds: float = 0.0,
+        request_id: str = "",
+    ) -> bool:
         """Promote the chunks of a prefix that the tiers have, then call `on_answer`. False if they cannot be asked."""
         tiering = self._state.tiering
         if tiering is None or not self._state.accepts_stores:
@@ -147,10 +162,17 @@ class Lookups:
             self._counters[_LOOKUPS_WITHOUT_NAME] += 1
             return False
         return tiering.promote(
-            context.space, digests, places, label, found=found, pins=nodes,
-            wait_seconds=min(wait_seconds, tiering.settings.promotion_seconds), on_answer=on_answer,
-            token_seconds=token_seconds, request_id=request_id,
-        )  # fmt: skip
+            context.space,
+            digests,
+            places,
+            label,
+            found=found,
+            pins=nodes,
+            wait_seconds=min(wait_seconds, tiering.settings.promotion_seconds),
+            on_answer=on_answer,
+            token_seconds=token_seconds,
+            request_id=request_id,
+        )
 
     def _observe(self, digests: bytes, space: Space) -> None:
         """Count a lookup for the estimates, the end of a long prompt first; not while another long one is counted."""
@@ -186,9 +208,14 @@ class Lookups:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "lookup %s of %s: %d of %d chunks, waited %.3f s for %s; %s",
-                request.request_id, context.instance, found, num_digests(query.digests), waited_seconds,
-                query.waited_for or "nothing", self._why_not_more(query, num_pending),
-            )  # fmt: skip
+                request.request_id,
+                context.instance,
+                found,
+                num_digests(query.digests),
+                waited_seconds,
+                query.waited_for or "nothing",
+                self._why_not_more(query, num_pending),
+            )
         if not found:
             return m.LookupReply(epoch, 0, 0, 0.0, waited_seconds, num_pending)
         lease = leases.grant(context.number, request.request_id, query.nodes, self._state.clock())

@@ -82,5 +82,6 @@ def take_over(depot: Depot, restored: Iterator[int | None], await_death: Callabl
         yield
     logger.info(
         "found %d entries of an earlier server, %d were unfinished",
-        depot.index.entries.num_sealed, sum(map(len, by_fence.values())),
-    )  # fmt: skip
+        depot.index.entries.num_sealed,
+        sum(map(len, by_fence.values())),
+    )

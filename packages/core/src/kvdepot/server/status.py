@@ -34,9 +34,15 @@ class StatusReport:
     """Collects the status of the parts of a depot."""
 
     def __init__(
-        self, state: DepotState, contexts: ContextTable, stores: Stores, flights: FlightTable,
-        quarantine: QuarantineTable, pins: PinTable, contents: ContentIndex,
-    ) -> None:  # fmt: skip
+        self,
+        state: DepotState,
+        contexts: ContextTable,
+        stores: Stores,
+        flights: FlightTable,
+        quarantine: QuarantineTable,
+        pins: PinTable,
+        contents: ContentIndex,
+    ) -> None:
         self._state = state
         self._contexts = contexts
         self._stores = stores
@@ -118,8 +124,12 @@ class StatusReport:
         num_leases = self._state.leases.count_of(context.number)
         last = context.status or _registered_status(context)
         if (last.num_leases, last.num_tickets, last.mover, last.mover_pid, last.why_no_mover) != (
-            num_leases, num_tickets, state, pid, why,
-        ):  # fmt: skip
+            num_leases,
+            num_tickets,
+            state,
+            pid,
+            why,
+        ):
             last = msgspec.structs.replace(
                 last, num_leases=num_leases, num_tickets=num_tickets, mover=state, mover_pid=pid, why_no_mover=why
             )
@@ -131,19 +141,33 @@ def _registered_status(context: Context) -> o.ContextStatus:
     """Return the part that does not change."""
     spec, registration = context.space.spec, context.registration
     common = o.ContextStatus(
-        context=context.number, role="scheduler", instance=context.instance, model=context.model,
-        pid=context.writer.pid, chunk_tokens=spec.chunk_tokens, dtype=spec.dtype, format=spec.format,
-        num_leases=0, num_tickets=0, groups=[],
-    )  # fmt: skip
+        context=context.number,
+        role="scheduler",
+        instance=context.instance,
+        model=context.model,
+        pid=context.writer.pid,
+        chunk_tokens=spec.chunk_tokens,
+        dtype=spec.dtype,
+        format=spec.format,
+        num_leases=0,
+        num_tickets=0,
+        groups=[],
+    )
     if registration is None:
         groups = [_group_status(shape, None) for shape in spec.groups]
         return msgspec.structs.replace(common, groups=groups, blend=context.blend)
     groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
     return msgspec.structs.replace(
-        common, role="worker", fallback=registration.fallback, rank=registration.rank,
-        world_size=registration.world_size, device=registration.device, transfer_mode=registration.transfer_mode,
-        groups=groups, bytes_per_token=sum(group.bytes_per_token for group in groups),
-    )  # fmt: skip
+        common,
+        role="worker",
+        fallback=registration.fallback,
+        rank=registration.rank,
+        world_size=registration.world_size,
+        device=registration.device,
+        transfer_mode=registration.transfer_mode,
+        groups=groups,
+        bytes_per_token=sum(group.bytes_per_token for group in groups),
+    )
 
 
 def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> o.GroupStatus:
@@ -155,9 +179,17 @@ def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> o.GroupS
     block_size_bytes = sum(detail.page_sizes_bytes)
     recurrent = shape.kind is GroupKind.RECURRENT
     return msgspec.structs.replace(
-        common, shard=detail.shard, num_layers=detail.num_layers or len(detail.page_sizes_bytes),
-        num_blocks=detail.num_blocks, physical_block_tokens=detail.physical_block_tokens or shape.block_tokens,
-        compress_ratio=detail.compress_ratio, hidden_dims=detail.hidden_dims, dtype=detail.dtype, is_mla=detail.is_mla,
-        shape=detail.shape, attention_backend=detail.attention_backend, block_size_bytes=block_size_bytes,
+        common,
+        shard=detail.shard,
+        num_layers=detail.num_layers or len(detail.page_sizes_bytes),
+        num_blocks=detail.num_blocks,
+        physical_block_tokens=detail.physical_block_tokens or shape.block_tokens,
+        compress_ratio=detail.compress_ratio,
+        hidden_dims=detail.hidden_dims,
+        dtype=detail.dtype,
+        is_mla=detail.is_mla,
+        shape=detail.shape,
+        attention_backend=detail.attention_backend,
+        block_size_bytes=block_size_bytes,
         bytes_per_token=0.0 if recurrent else block_size_bytes / shape.block_tokens,
-    )  # fmt: skip
+    )

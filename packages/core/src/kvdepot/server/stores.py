@@ -114,9 +114,12 @@ class Stores:
         num_steps, plan = index.evictor.num_steps, self._begin_entries(context, request, writer, parent)
         logger.debug(
             "store of %s: %d entries begun, %d are here, %d declined for lack of room; %d chunks evicted for it",
-            request.request_id, len(plan.records), plan.num_present, plan.num_declined,
+            request.request_id,
+            len(plan.records),
+            plan.num_present,
+            plan.num_declined,
             index.evictor.num_steps - num_steps,
-        )  # fmt: skip
+        )
         counters[_STORE_ENTRIES_PRESENT] += plan.num_present
         counters[_STORE_ENTRIES_DECLINED] += plan.num_declined
         if not plan.records:
@@ -124,9 +127,14 @@ class Stores:
         state.usage.shadow.stored(request.digests, self._contexts.chunk_bytes[space.number])
         packed = b"".join(plan.extents)
         ticket = Ticket(
-            next(state.numbers), context.number, request.request_id, plan.records, plan.num_bytes, state.clock(),
+            next(state.numbers),
+            context.number,
+            request.request_id,
+            plan.records,
+            plan.num_bytes,
+            state.clock(),
             packed if context.has_mover else b"",
-        )  # fmt: skip
+        )
         self.tickets[ticket.number] = ticket
         context.writing_bytes += plan.num_bytes
         return m.StorePlan(state.epoch, ticket.number, packed, plan.num_present, plan.num_declined)
@@ -171,9 +179,18 @@ class Stores:
                 if node is None and key in space.nodes:
                     is_full = True  # the same digest at another depth: only a forged chain comes here
                 place = EntryPlace(
-                    space, key, parent, depth, number, group.shard, group.chunk_size_bytes, group.layout, label,
-                    writer, owner,
-                )  # fmt: skip
+                    space,
+                    key,
+                    parent,
+                    depth,
+                    number,
+                    group.shard,
+                    group.chunk_size_bytes,
+                    group.layout,
+                    label,
+                    writer,
+                    owner,
+                )
                 record = None if is_full else index.begin_entry(place, most_steps - index.evictor.num_steps)
                 if record is None:
                     is_full = True

@@ -75,9 +75,13 @@ class ThreadResults:
         ahead = max(_AHEAD_BYTES, int(size * _AHEAD_SHARE))
         if self._ready_bytes < size:
             allocate_in_background(
-                self._files.pool_fd, self._ready_bytes, size, self._on_allocated, self._on_failure,
+                self._files.pool_fd,
+                self._ready_bytes,
+                size,
+                self._on_allocated,
+                self._on_failure,
                 lambda: self._ready_bytes - extents.used_bytes < ahead,
-            )  # fmt: skip
+            )
 
     def take(self) -> None:
         """Take the results that are there."""
@@ -88,8 +92,11 @@ class ThreadResults:
             self._extents.stop_growing()
             logger.error(
                 "the pool stays at %s of %s: %s has no more room (%s); free some or lower --pool-size",
-                format_size(self._ready_bytes), format_size(self._files.size_bytes), self._pool_name, self._error,
-            )  # fmt: skip
+                format_size(self._ready_bytes),
+                format_size(self._files.size_bytes),
+                self._pool_name,
+                self._error,
+            )
             self._error = None
 
     def _on_allocated(self, ready_bytes: int) -> None:

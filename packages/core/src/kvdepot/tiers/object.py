@@ -350,9 +350,11 @@ def _opener_of(url: TierUrl) -> Callable[[float], ObjectStore]:
             "max_retries": 1,
             "retry_timeout": timedelta(seconds=timeout / 4),
             "backoff": {
-                "init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=200), "base": 2
+                "init_backoff": timedelta(milliseconds=50),
+                "max_backoff": timedelta(milliseconds=200),
+                "base": 2,
             },
-        }  # fmt: skip
+        }
         if url.scheme == "s3":
             return S3Store(url.host, prefix=prefix, client_options=client, retry_config=retry, **signing, **named)
         if url.scheme == "gs":

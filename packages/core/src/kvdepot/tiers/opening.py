@@ -87,8 +87,13 @@ class TierOpener:
         pool = TierPool(self._pool_fd, memoryview(self._memory))
         tier = open_tier(url, pool)
         queue = TierQueue(
-            tier, pool, url.name, deadline_seconds=url.deadline_seconds, num_threads=url.num_threads,
-            write_bytes=waiting, wake=self._wake,
-        )  # fmt: skip
+            tier,
+            pool,
+            url.name,
+            deadline_seconds=url.deadline_seconds,
+            num_threads=url.num_threads,
+            write_bytes=waiting,
+            wake=self._wake,
+        )
         queue.breaker.begin()
         return queue

@@ -214,8 +214,12 @@ class Reading:
         wanted ones.
         """
         index, context, prefix, space, wanted = (
-            self._index, self._context, self._prefix, self._prefix.space, self._wanted
-        )  # fmt: skip
+            self._index,
+            self._context,
+            self._prefix,
+            self._prefix.space,
+            self._wanted,
+        )
         flights: list[tuple[_Flight, bytes]] = []
         if self._tier.queue.is_suspended:
             wanted.clear()
@@ -247,11 +251,19 @@ class Reading:
                 break
             record = index.begin_entry(
                 EntryPlace(
-                    space, digest, NO_NODE if parent is None else parent, chunk, place.group, place.shard,
-                    place.num_bytes, place.layout, prefix.owner, writer,
+                    space,
+                    digest,
+                    NO_NODE if parent is None else parent,
+                    chunk,
+                    place.group,
+                    place.shard,
+                    place.num_bytes,
+                    place.layout,
+                    prefix.owner,
+                    writer,
                 ),
                 most_steps - index.evictor.num_steps,
-            )  # fmt: skip
+            )
             if record is None:
                 context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
                 wanted.clear()

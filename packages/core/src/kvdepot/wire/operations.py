@@ -195,33 +195,47 @@ class Status(Operation[StatusReply], tag="status", frozen=True):
 
     endpoints = (
         Endpoint(
-            "GET", "/status", "Everything that 'kvdepot status --json' shows",
-            lambda _, reply: reply.status, DepotStatus,
+            "GET",
+            "/status",
+            "Everything that 'kvdepot status --json' shows",
+            lambda _, reply: reply.status,
+            DepotStatus,
         ),
         Endpoint(
-            "GET", "/tenants", "Bytes of the pool and quotas by tenant",
-            lambda _, reply: reply.status.tenants, dict[str, dict[str, int]],
+            "GET",
+            "/tenants",
+            "Bytes of the pool and quotas by tenant",
+            lambda _, reply: reply.status.tenants,
+            dict[str, dict[str, int]],
         ),
         Endpoint(
-            "GET", "/loglevel", "Show the log level",
-            lambda _, reply: {"level": reply.status.log_level}, dict[str, str],
+            "GET",
+            "/loglevel",
+            "Show the log level",
+            lambda _, reply: {"level": reply.status.log_level},
+            dict[str, str],
         ),
-    )  # fmt: skip
+    )
 
 
 class Find(Operation[Found], tag="find", frozen=True):
     """Ask which part of a prefix the pool has, in every space."""
 
     command = Command(
-        "find", "show how much of prefixes the pool holds", "Show how much of each prefix the pool holds." + _KEYS_HELP,
+        "find",
+        "show how much of prefixes the pool holds",
+        "Show how much of each prefix the pool holds." + _KEYS_HELP,
         has_json=True,
-    )  # fmt: skip
+    )
     endpoints = (
         Endpoint(
-            "POST", "/cache/find", "Show how much of a prefix the pool holds",
-            lambda _, reply: reply.prefixes, list[FoundPrefix],
+            "POST",
+            "/cache/find",
+            "Show how much of a prefix the pool holds",
+            lambda _, reply: reply.prefixes,
+            list[FoundPrefix],
         ),
-    )  # fmt: skip
+    )
 
     digests: Annotated[Digests, Argument(_FILE_HELP, _FILE)]
 
@@ -233,11 +247,12 @@ class Clear(Operation[Done], tag="clear", frozen=True):
     """
 
     command = Command(
-        "clear", "remove entries that are not in use",
+        "clear",
+        "remove entries that are not in use",
         "Remove entries that are not in use from the pool and the tiers. With --prefix, remove only from the pool, and"
         " only entries that no other prefix needs." + _KEYS_HELP,
         options=(("all", Argument("remove everything", default=False)),),
-    )  # fmt: skip
+    )
     seconds = 600.0  # for tiers with very many entries
     endpoints = (Endpoint("POST", "/cache/clear", "Remove entries that are not in use"),)
     may_mean_all = True
@@ -273,10 +288,11 @@ class Unpin(Operation[Done], tag="unpin", frozen=True):
     """End the pins made by `Warm`, of one tenant or of all."""
 
     command = Command(
-        "unpin", "end pins set by warm --pin",
+        "unpin",
+        "end pins set by warm --pin",
         "End all pins that 'kvdepot warm --pin' set. The entries stay until the pool needs their space.",
         lambda _, reply: f"{counted(reply.count, 'pin')} ended",
-    )  # fmt: skip
+    )
     seconds = _PATIENT_SECONDS
     endpoints = (Endpoint("POST", "/cache/unpin", "End pins"),)
 
@@ -287,14 +303,15 @@ class SetQuota(Operation[Done], tag="set_quota", frozen=True):
     """Set a tenant's quota until the server ends; 0 removes it."""
 
     command = Command(
-        "quota", "change a tenant's quota",
+        "quota",
+        "change a tenant's quota",
         "Change the share of the pool reserved for a tenant, until the server stops. Use serve --quota to keep it.",
         lambda request, reply: (
             f"the quota of {request.tenant} is now"
             f" {format_size(request.quota_bytes) if request.quota_bytes else 'none'}; existing chunks that"
             f" {'' if request.quota_bytes else 'no longer '}count against it: {reply.count:,}"
         ),
-    )  # fmt: skip
+    )
     seconds = _PATIENT_SECONDS
     endpoints = (
         Endpoint(
@@ -311,10 +328,11 @@ class AddTier(Operation[Done], tag="add_tier", frozen=True):
     """Add a tier below the others until the server ends."""
 
     command = Command(
-        "tier add", "add a tier",
+        "tier add",
+        "add a tier",
         "Add a tier below the existing ones, until the server stops. Use serve --tier to keep it.",
         lambda _, reply: f"tiers in use: {reply.count}",
-    )  # fmt: skip
+    )
     seconds = _PATIENT_SECONDS
     endpoints = (
         Endpoint(
@@ -333,10 +351,11 @@ class RemoveTier(Operation[Done], tag="remove_tier", frozen=True):
     """Stop using a tier, by its name in the status. It keeps its entries."""
 
     command = Command(
-        "tier remove", "stop using a tier",
+        "tier remove",
+        "stop using a tier",
         "Stop using a tier. Its entries stay in storage; writes still waiting for it are dropped.",
         lambda _, reply: f"tiers in use: {reply.count}",
-    )  # fmt: skip
+    )
     endpoints = (
         Endpoint(
             "POST", "/tiers/remove", "Stop using a tier, whose entries stay in storage; returns the number of tiers"
@@ -350,11 +369,12 @@ class Drain(Operation[Done], tag="drain", frozen=True):
     """Stop or resume taking stores. Entries that are here can still be found."""
 
     command = Command(
-        "drain", "decline new stores before a stop",
+        "drain",
+        "decline new stores before a stop",
         "Decline new stores; cached prefixes are still found. Exits with 0 once no store is in progress and all waiting"
         " entries are written to the tiers, with 1 if that takes longer than --wait.",
         options=(("wait", Argument("longest time to wait (default 60)", "SECONDS", read=parse_number, default=60.0)),),
-    )  # fmt: skip
+    )
     endpoints = (
         Endpoint(
             "POST", "/drain", "Decline new stores, or accept them again; returns the number of stores in progress"
@@ -370,16 +390,20 @@ class SetLogLevel(Operation[Done], tag="set_log_level", frozen=True):
     """Change the log level until the server ends."""
 
     command = Command(
-        "loglevel", "change the log level of a running depot",
+        "loglevel",
+        "change the log level of a running depot",
         "Change the log level of a running depot, until it stops. Use serve --log-level to keep it.",
         lambda request, _: f"the depot's log level is now {request.level}",
-    )  # fmt: skip
+    )
     endpoints = (
         Endpoint(
-            "POST", "/loglevel", "Change the log level, until the server stops",
-            lambda request, _: {"level": request.level}, dict[str, str],
+            "POST",
+            "/loglevel",
+            "Change the log level, until the server stops",
+            lambda request, _: {"level": request.level},
+            dict[str, str],
         ),
-    )  # fmt: skip
+    )
 
     level: Annotated[Literal["debug", "info", "warning", "error"], Argument()]
 
@@ -388,9 +412,11 @@ class Configuration(Operation[ConfigurationReply], tag="configuration", frozen=T
     """Ask for the server's settings."""
 
     command = Command(
-        "config", "show a running depot's settings",
-        "Show the settings of a running depot as a file for 'kvdepot serve --config'.", has_json=True,
-    )  # fmt: skip
+        "config",
+        "show a running depot's settings",
+        "Show the settings of a running depot as a file for 'kvdepot serve --config'.",
+        has_json=True,
+    )
     endpoints = (Endpoint("GET", "/config", "The server's settings", lambda _, reply: reply.settings, dict[str, Any]),)
 
 

@@ -39,9 +39,15 @@ def native_move_tokens(num_threads: int) -> MoveTokens | None:
 
         def move(some: NDArray[np.uint64]) -> None:
             function(
-                some.ctypes.data, len(some), slices.ctypes.data, len(slices), numbers.ctypes.data,
-                cosines.ctypes.data, sines.ctypes.data, in_place,
-            )  # fmt: skip
+                some.ctypes.data,
+                len(some),
+                slices.ctypes.data,
+                len(slices),
+                numbers.ctypes.data,
+                cosines.ctypes.data,
+                sines.ctypes.data,
+                in_place,
+            )
 
         addresses = np.array(pages, np.uint64)
         token_bytes = layout.heads * (layout.k_dims + layout.v_dims) * layout.item_bytes

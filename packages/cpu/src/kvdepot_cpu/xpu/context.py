@@ -51,9 +51,12 @@ class XpuTransferContext(WorkerTransfers):
         bridge = Bridge(torch, options.device_type, getattr(torch, options.device_type), index=index)
         with bridge.module.device(index):
             copier = StagedCopier(
-                bridge, layout, [group.tensors for group in cache.groups],
-                max_blocks=options.max_blocks, staging_bytes=options.staging_bytes,
-            )  # fmt: skip
+                bridge,
+                layout,
+                [group.tensors for group in cache.groups],
+                max_blocks=options.max_blocks,
+                staging_bytes=options.staging_bytes,
+            )
         self.is_pinned: Final = copier.is_pinned
         if not self.is_pinned:
             logger.warning("staging memory for the XPU could not be pinned, each copy is waited for")

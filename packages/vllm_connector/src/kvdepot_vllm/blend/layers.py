@@ -186,8 +186,13 @@ class Layer:
         slots = torch.arange(block * self.block_tokens, (block + 1) * self.block_tokens, device=k.device)
         if self.is_latent:
             module.impl.do_kv_cache_update(
-                v.squeeze(1), k, module.kv_cache, slots, module.kv_cache_dtype, module._k_scale  # noqa: SLF001
-            )  # fmt: skip
+                v.squeeze(1),
+                k,
+                module.kv_cache,
+                slots,
+                module.kv_cache_dtype,
+                module._k_scale,  # noqa: SLF001
+            )
         else:
             module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)
 

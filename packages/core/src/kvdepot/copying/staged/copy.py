@@ -94,9 +94,12 @@ class _Buffers:
             pages.append(self._gathered[start : start + num_blocks * size].view(num_blocks, size))
             start += num_blocks * size
         return _Views(
-            self._ids[:num_blocks], self._gathered[:start], tuple(pages), tuple(each[:start] for each in self._staged),
+            self._ids[:num_blocks],
+            self._gathered[:start],
+            tuple(pages),
+            tuple(each[:start] for each in self._staged),
             tuple(each[:num_blocks] for each in self._staged_ids),
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Let go of the buffers."""

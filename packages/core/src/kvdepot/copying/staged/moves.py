@@ -160,9 +160,11 @@ def moves(batch: CopyBatch, shapes: Sequence[GroupShape]) -> Iterator[Move]:
         for count, bucket in shape.cut(len(block_ids)):
             stop = start + count
             yield Move(
-                number, bucket, block_ids[start:stop],
+                number,
+                bucket,
+                block_ids[start:stop],
                 tuple(_pieces(mine["offset"], extents[start:stop], places[start:stop])),
-            )  # fmt: skip
+            )
             start = stop
 
 

@@ -108,7 +108,7 @@ PLANS: Final = {
     "recurrent and full": WorkerPlan((GroupPlan(), GroupPlan(STATE, page_sizes_bytes=(3000, 720), padding_bytes=376))),
     "only a window": WorkerPlan((GroupPlan(WINDOW, window_tokens=100),)),
     "only states": WorkerPlan((GroupPlan(STATE),)),
-}  # fmt: skip
+}
 
 
 def prompt(num_chunks: int, *, salt: int = 0, chunk_tokens: int = 64) -> KeyRun:

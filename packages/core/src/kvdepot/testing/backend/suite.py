@@ -262,9 +262,18 @@ class BackendSuite:
 
     @pytest.mark.parametrize(
         ("block_ids", "skip_tokens"),
-        [([[0, 1, 2]], 0), ([[0] * 4], 0), ([list(range(60, 68))], 0), ([[-2] * 8], 0), ([], 0),
-         ([list(range(8))] * 2, 0),  ([list(range(8))], 8), ([list(range(8))], 129 * 16), ([list(range(8))], -16)],
-    )  # fmt: skip
+        [
+            ([[0, 1, 2]], 0),
+            ([[0] * 4], 0),
+            ([list(range(60, 68))], 0),
+            ([[-2] * 8], 0),
+            ([], 0),
+            ([list(range(8))] * 2, 0),
+            ([list(range(8))], 8),
+            ([list(range(8))], 129 * 16),
+            ([list(range(8))], -16),
+        ],
+    )
     def test_blocks_that_do_not_fit_are_refused(
         self, block_ids: list[list[int]], skip_tokens: int, cache: MakeCache
     ) -> None:

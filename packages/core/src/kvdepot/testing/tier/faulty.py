@@ -170,9 +170,14 @@ class FaultyBench:
         self.tier.batch_entries = batch_entries or tier.batch_entries
         self.num_threads = num_threads
         self.queue = TierQueue(
-            self.tier, pool, "faulty", deadline_seconds=1.0, clock=self.clock, num_threads=num_threads,
+            self.tier,
+            pool,
+            "faulty",
+            deadline_seconds=1.0,
+            clock=self.clock,
+            num_threads=num_threads,
             write_bytes=write_bytes,
-        )  # fmt: skip
+        )
         self.keys = [make_key(number) for number in range(16)]
         self.outcomes: dict[int, list[bool]] = {}  # of jobs, by their id
         self._calls_before: dict[int, int] = {}  # of the tier, when a job was submitted
