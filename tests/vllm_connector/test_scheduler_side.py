@@ -187,7 +187,7 @@ def scene() -> Callable[..., Scene]:
             cache,
             Namespace("m"),
             Settings(**settings),
-            client,
+            client,  # type: ignore[arg-type]
             workers,  # type: ignore[arg-type]
             on_stored=lambda store: stored.append((store.first_chunk, store.num_chunks, store.covered)),
             clock=lambda: clock[0],
