@@ -45,11 +45,11 @@ class ChunkIndex:
         self.num_restore_errors = 0
         # Called for a share that must get room when nothing can leave: ends an unfinished store of one above its quota.
         self.end_store: Callable[[], bool] = lambda: False
-        self.on_shown: Callable[[int], object] = lambda _node: (
-            None
-        )  # called with each node that lookups find from now on
-        self.on_hidden: Callable[[int], object] = lambda _node: None  # and with each that they no longer find
-        self.on_ended: Callable[[bytes], object] = lambda _key: None  # called with the key of each chunk that ended
+        # Called with each node that lookups find from now on, with each that they no longer find, and with the key of
+        # each chunk that ended.
+        self.on_shown: Callable[[int], object] = lambda _node: None
+        self.on_hidden: Callable[[int], object] = lambda _node: None
+        self.on_ended: Callable[[bytes], object] = lambda _key: None
         self._space_by_spec: dict[bytes, Space] = {}
         self._policy = policy
         self.make_parts()
