@@ -9,8 +9,9 @@ import hashlib
 import statistics
 import time
 
+from kvdepot.index.entries import EntryPlace
 from kvdepot.index.eviction import NO_NODE
-from kvdepot.index.index import ChunkIndex, EntryPlace
+from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator

@@ -15,9 +15,10 @@ import msgspec
 
 from kvdepot.client.verify import count_valid_chunks
 from kvdepot.errors import ErrorCode, IntegrityError
-from kvdepot.index.index import ChunkIndex, digest_of
+from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
+from kvdepot.index.space import digest_of
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import MAGIC, Names

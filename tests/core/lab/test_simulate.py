@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError, TraceError
+from kvdepot.index.entries import EntryPlace
 from kvdepot.index.eviction import NO_NODE, POLICIES
-from kvdepot.index.index import ChunkIndex, EntryPlace
+from kvdepot.index.index import ChunkIndex
 from kvdepot.lab.simulate import (
     BELADY,
     BYTES_PER_TOKEN,

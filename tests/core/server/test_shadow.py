@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 from blake3 import blake3
 
+from kvdepot.index.entries import EntryPlace
 from kvdepot.index.eviction import NO_NODE
-from kvdepot.index.index import ChunkIndex, EntryPlace
+from kvdepot.index.index import ChunkIndex
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.index.index import ChunkIndex, Space
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS
 

@@ -8,7 +8,7 @@ else is asked of one part: `index.nodes`, `index.visibility`, `index.entries`, `
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from kvdepot.index.entries import Entries, EntryPlace, pack_extent
+from kvdepot.index.entries import Entries, EntryPlace
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
 from kvdepot.index.evictor import Evictor
 from kvdepot.index.priorities import Priorities
@@ -19,8 +19,6 @@ from kvdepot.index.visibility import Visibility
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import OWNER_BYTES, IndexTable
 from kvdepot.wire.messages import CacheSpec
-
-__all__ = ["MOST_EVICTED", "ChunkIndex", "EntryPlace", "Space", "digest_of", "pack_extent"]
 
 MOST_EVICTED: Final = 80  # chunks, to make room for one request: two milliseconds, with ARC four
 _SPARE_NODES: Final = 1024  # beyond twice the records, for ghosts

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 
 from kvdepot.config import ServerConfig, format_size, plain_settings
 from kvdepot.errors import ConfigError, ErrorCode, printable
-from kvdepot.index.index import Space
 from kvdepot.index.pins import Pin
+from kvdepot.index.space import Space
 from kvdepot.server.background import MAXIMUM_WAITING, Kind
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Deferred, Refused, count_digests

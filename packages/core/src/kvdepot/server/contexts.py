@@ -8,7 +8,7 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
-from kvdepot.index.index import Space, digest_of
+from kvdepot.index.space import Space, digest_of
 from kvdepot.pool.table import OWNER_BYTES, Writer
 from kvdepot.server.registration import GroupOnWorker, check_spec, check_version, check_worker
 from kvdepot.server.replies import Refused

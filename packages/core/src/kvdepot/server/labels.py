@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvdepot.errors import ErrorCode
-from kvdepot.index.index import ChunkIndex, Space
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.space import Space
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
 

@@ -7,7 +7,8 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
-from kvdepot.index.index import Space, pack_extent
+from kvdepot.index.entries import pack_extent
+from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.server.background import Kind, Task
 from kvdepot.server.contexts import Context, ContextTable, check_covered

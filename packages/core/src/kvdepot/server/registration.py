@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from kvdepot.errors import ErrorCode
-from kvdepot.index.index import digest_of
+from kvdepot.index.space import digest_of
 from kvdepot.layout import GroupKind
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES
 from kvdepot.server.replies import Refused

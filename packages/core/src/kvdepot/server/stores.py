@@ -8,8 +8,9 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
+from kvdepot.index.entries import EntryPlace, pack_extent
 from kvdepot.index.eviction import NO_NODE
-from kvdepot.index.index import MOST_EVICTED, EntryPlace, pack_extent
+from kvdepot.index.index import MOST_EVICTED
 from kvdepot.keys import digest_at, num_digests
 from kvdepot.pool.table import Writer
 from kvdepot.server.background import Task

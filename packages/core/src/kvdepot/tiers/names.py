@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvdepot.index.index import ChunkIndex, Space
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.space import Space
 from kvdepot.tiers.keys import label_of, place_of, tier_key
 
 

@@ -17,8 +17,10 @@ from typing import Final, TypeAlias
 
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.columns import make_column
+from kvdepot.index.entries import EntryPlace
 from kvdepot.index.eviction import NO_NODE
-from kvdepot.index.index import MOST_EVICTED, ChunkIndex, EntryPlace, Space
+from kvdepot.index.index import MOST_EVICTED, ChunkIndex
+from kvdepot.index.space import Space
 from kvdepot.keys import digest_at, num_digests
 from kvdepot.pool.table import Writer
 from kvdepot.processes.identity import process_start_time

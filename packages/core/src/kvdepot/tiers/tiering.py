@@ -17,7 +17,8 @@ from typing import Final, TypeVar
 
 from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
-from kvdepot.index.index import ChunkIndex, Space
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.space import Space
 from kvdepot.keys import num_digests
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, Operation, Part
