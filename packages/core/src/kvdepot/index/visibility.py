@@ -13,7 +13,7 @@ from kvdepot.index.columns import make_column
 from kvdepot.index.prefix import usable_prefix
 from kvdepot.index.space import Space
 from kvdepot.index.tree import NO_NODE, Nodes
-from kvdepot.keys import digest_at, num_digests
+from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 
 
 class Visibility:
@@ -97,7 +97,7 @@ class Visibility:
         def last_boundary(limit: int, lowest: int) -> int:
             mask = space.window_mask
             for chunk in range(limit - 1, lowest - 1, -1):
-                node = nodes.get(digest_at(digests, chunk))
+                node = nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
                 if node is not None and sealed[node] & mask == mask and is_visible[node] and depths[node] == chunk:
                     return chunk + 1
             return 0
@@ -120,7 +120,8 @@ class Visibility:
         nodes, is_visible, depths, sealed = space.nodes, self.is_visible, self._nodes.depth, self.sealed_groups
 
         def has(chunk: int, bits: int) -> bool:
-            node = nodes.get(digest_at(digests, chunk))
+            # Not `digest_at`, as a lookup probes some twenty chunks: another call takes 40 ns beside 180.
+            node = nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
             return node is not None and is_visible[node] != 0 and depths[node] == chunk and sealed[node] & bits == bits
 
         return has
