@@ -3,12 +3,15 @@
 import asyncio
 from typing import Any, Final
 
+import msgspec
+
 from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.ops.http_app import create_app
 from kvdepot.ops.http_process import HttpSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from support.status import EMPTY_STATUS
 
 _TOKEN: Final = "a token that nobody guesses"
 _PATHS: Final = (
@@ -33,28 +36,7 @@ _PATHS: Final = (
 _METHODS: Final = ("POST", "GET", "DELETE", "HEAD")
 _ANSWERS: Final = {200, 400, 401, 404, 405, 409, 421}
 _TENANT: Final = "somebody of whom others should not know"
-_STATUS: Final = o.DepotStatus(
-    server_version="",
-    protocol_version=1,
-    epoch=1,
-    pid=1,
-    uptime_seconds=0.0,
-    policy="lru",
-    num_entries=0,
-    num_chunks=0,
-    max_entries=0,
-    pool_size_bytes=0,
-    pool_ready_bytes=0,
-    pool_used_bytes=0,
-    quarantined_bytes=0,
-    num_leases=0,
-    num_tickets=0,
-    num_sessions=0,
-    recovering=False,
-    contexts=[],
-    tenants={_TENANT: {"used_bytes": 1}},
-    counters={},
-)
+_STATUS: Final = msgspec.structs.replace(EMPTY_STATUS, tenants={_TENANT: {"used_bytes": 1}})
 
 
 def call(data: bytes) -> None:

@@ -45,6 +45,7 @@ from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.integrity import check_empty
+from support.status import EMPTY_STATUS
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 _SEQUENCE: Final = bytes(range(8))
@@ -124,27 +125,8 @@ def _reply_seeds() -> list[bytes]:
         model="m",
         groups=[o.GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3, num_shards=1)],
     )
-    status = o.DepotStatus(
-        server_version="0",
-        protocol_version=1,
-        epoch=1,
-        pid=1,
-        uptime_seconds=1.5,
-        policy="lru",
-        num_entries=0,
-        num_chunks=0,
-        max_entries=1,
-        pool_size_bytes=1,
-        pool_ready_bytes=1,
-        pool_used_bytes=0,
-        quarantined_bytes=0,
-        num_leases=0,
-        num_tickets=0,
-        num_sessions=0,
-        recovering=False,
-        contexts=[context],
-        tenants={"default": {"used_bytes": 1}},
-        counters={"stores": 1},
+    status = msgspec.structs.replace(
+        EMPTY_STATUS, contexts=[context], tenants={"default": {"used_bytes": 1}}, counters={"stores": 1}
     )
     replies: list[frames.Reply] = [
         m.ErrorReply(1, ErrorCode.MALFORMED, "no"),
