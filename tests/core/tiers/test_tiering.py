@@ -446,6 +446,27 @@ def test_two_lookups_of_the_same_prefix_read_it_once(make: Maker) -> None:
     assert bench.tiering.queues[0].counters["read_entries"] == 8
 
 
+@pytest.mark.parametrize("groups", [PLAIN, SHARDED], ids=["plain", "sharded"])
+@pytest.mark.parametrize("num_turns", range(8))
+def test_a_lookup_during_a_promotion_waits_for_what_is_on_its_way_and_gets_all_of_it(
+    num_turns: int, groups: tuple[m.GroupShape, ...], make: Maker
+) -> None:
+    bench = make(groups, pages=96)
+    bench.store_long(prompt(40))
+    bench.forget()
+    bench.tiers[0].hang = True
+    first = bench.begin_lookup(prompt(40))
+    for _ in range(num_turns):  # of the promotion, whose questions are answered and whose reads hang
+        bench.tiers[0].hang = False
+        wait_until(lambda: bench.tiering.queues[0].num_calls == 0 or bench.tiering.queues[0].has_results, what="a call")
+        bench.tiers[0].hang = True
+        bench.tiering.turn(lambda: True)
+    second = bench.begin_lookup(prompt(40))
+    bench.tiers[0].hang = False
+    assert (bench.wait(first).num_chunks, bench.wait(second).num_chunks) == (40, 40)
+    assert bench.tiering.counters["entries_promoted"] == 40 * len(bench.contexts), "each is read once"
+
+
 def test_a_lookup_waits_no_longer_than_it_wants_and_what_comes_later_is_kept(make: Maker) -> None:
     bench = make()
     bench.store(prompt(8))

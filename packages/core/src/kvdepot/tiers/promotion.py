@@ -120,17 +120,18 @@ class Promotion:
             return 0
         entries = self._missing_of(self._found) if space.full_mask else []
         entries = [(chunk, place) for chunk, place in entries if space.full_mask & 1 << place.group]
-        limit, is_first, there = self._found + 1, bool(entries), list[bool]()
+        limit, is_first = self._found + 1, bool(entries)
+        there: list[bool] | None = []
         if is_first:
             there = yield from self._ask(tier, entries)
-            if not there or not all(there):
+            if there is None or not all(there):
                 self._log(tier, "it does not have the next chunk, or did not answer in time")
                 return 0
         if not is_first or space.windows or limit < prefix.num_chunks:
             limit = min(prefix.num_chunks, self._found + max(1, MAXIMUM_QUESTIONS // len(prefix.places)))
             entries = yield from self._missing_before(limit)
             there = yield from self._ask(tier, entries)
-            if not there:
+            if there is None:
                 return 0
         length = yield from self._usable_prefix(limit, entries, there)
         if length <= self._found or self._is_stopped:
@@ -138,7 +139,8 @@ class Promotion:
             return 0
         wanted, num_bytes = yield from self._wanted(length)
         num_tokens = (length - self._found) * space.spec.chunk_tokens
-        if not tier.is_worth_reading(num_bytes, num_tokens * prefix.token_seconds):
+        is_coming = not entries  # another lookup has all of it read: this one waits for its end
+        if not is_coming and not tier.is_worth_reading(num_bytes, num_tokens * prefix.token_seconds):
             self._context.counters[_PROMOTIONS_NOT_WORTH_IT] += 1
             self._log(tier, f"declined: the engine computes {num_tokens} tokens faster than {num_bytes} bytes are read")
             return 0
@@ -149,9 +151,11 @@ class Promotion:
     def _log(self, tier: TierState, decision: str) -> None:
         logger.debug("promotion for %s from tier %s: %s", self.prefix.request_id or "-", tier.queue.name, decision)
 
-    def _ask(self, tier: TierState, entries: Sequence[Entry]) -> Generator[Pause, IsOver, list[bool]]:
-        """Return which entries the tier claims to have; nothing if it is suspended or late."""
+    def _ask(self, tier: TierState, entries: Sequence[Entry]) -> Generator[Pause, IsOver, list[bool] | None]:
+        """Return which entries the tier claims to have; None if it is suspended or late."""
         prefix, there = self.prefix, [False] * len(entries)
+        if not entries:
+            return there
 
         def on_part(part: Part) -> None:
             there[part.first : part.first + len(part.outcomes)] = part.outcomes
@@ -164,15 +168,15 @@ class Promotion:
             if number % QUESTIONS_A_STEP == 0:
                 yield Pause.STEP
         job = Job(Operation.CONTAINS, keys, on_part=on_part, on_late=lambda: self._wake(self))
-        if not entries or not tier.queue.submit(job):
-            return []
+        if not tier.queue.submit(job):
+            return None
         self._asked = tier.queue
         while job.num_left and not job.is_late:
             yield Pause.WAIT
         self._asked = None
         if job.is_late:
             self._is_stopped |= self.waiter.on_answer is None
-            return []
+            return None
         return there
 
     # --- the choice -----------------------------------------------------------------------------------------------
