@@ -9,8 +9,7 @@ import hashlib
 import statistics
 import time
 
-from kvdepot.index.entries import EntryPlace
-from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.entries import NewRun, ShardPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.layout import GroupKind
@@ -28,19 +27,14 @@ def fill(table: IndexTable, num_entries: int) -> None:
     """Store prompts until the table has the given number of entries."""
     index = ChunkIndex(ExtentAllocator(num_entries * _ENTRY_BYTES), table)
     space = index.space(_SPEC)
-    parent = NO_NODE
-    records: list[int] = []
-    for number in range(num_entries):
-        depth = number % _PROMPT_CHUNKS
-        key = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
-        above = parent if depth else NO_NODE
-        record = index.begin_entry(EntryPlace(space, key, above, depth, 0, 0, _ENTRY_BYTES, 1, 0, Writer(1, 1)))
-        assert record is not None
-        parent = index.entries.node_of(record)
-        records.append(record)
-        if depth == _PROMPT_CHUNKS - 1 or number == num_entries - 1:
-            index.seal(records, now=number // _ENTRIES_PER_SECOND)
-            records.clear()
+    place = ShardPlace(0, 0, _ENTRY_BYTES, 1)
+    for start in range(0, num_entries, _PROMPT_CHUNKS):
+        numbers = range(start, min(start + _PROMPT_CHUNKS, num_entries))
+        keys = (hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest() for number in numbers)
+        run = NewRun(space, b"".join(keys), writer=Writer(1, 1))
+        reserved = index.reserve(run, [(chunk, place) for chunk in range(len(numbers))])
+        assert not reserved.num_declined
+        index.seal([each.record for each in reserved.begun], now=start // _ENTRIES_PER_SECOND)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError, TraceError
-from kvdepot.index.entries import EntryPlace
+from kvdepot.index.entries import NewRun, ShardPlace
 from kvdepot.index.eviction import NO_NODE, POLICIES
 from kvdepot.index.index import ChunkIndex
 from kvdepot.lab.simulate import (
@@ -29,13 +29,14 @@ from kvdepot.lab.simulate import (
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.pool.table import IndexTable
 from kvdepot.server.shadow import ShadowIndex
 from kvdepot.wire.messages import CacheSpec, GroupShape
 
 BYTES = 8  # a token: one chunk is one extent
 CHUNK = BLOCK_TOKENS * BYTES
 PAGE = 4096
+PLACE = ShardPlace(0, 0, PAGE, 0)
 
 Prompts = list[list[int]]
 # Many requests for few chunks, or nothing would come again after something else had to leave.
@@ -78,15 +79,10 @@ def replay_index(workload: Workload, ends: Sequence[int], policy: str, capacity:
         if hits:
             parent = nodes[0]
             sum(index.priorities.used(parent) or ())
-        records: list[int] = []
-        for depth in range(hits, len(path)):
-            key = workload.digests[path[depth]]
-            record = index.begin_entry(EntryPlace(space, key, parent, depth, 0, 0, PAGE, 0, 0, Writer()))
-            if record is None:  # longer than the pool: the chunks before it stay
-                break
-            records.append(record)
-            parent = space.nodes[key]
-        index.seal(records)
+        run = NewRun(space, b"".join(workload.digests[name] for name in path[hits:]), hits, parent)
+        reserved = index.reserve(run, [(chunk, PLACE) for chunk in range(len(path) - hits)])
+        nodes = index.seal([each.record for each in reserved.begun])
+        parent = nodes[-1] if nodes else parent  # of a prompt longer than the pool the beginning stays
         if is_end and parent != NO_NODE:
             sum(index.priorities.end_session(parent, lambda _label: True))
     return found, index.evictor.num_evicted

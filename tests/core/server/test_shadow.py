@@ -6,17 +6,18 @@ from collections.abc import Iterator
 import pytest
 from blake3 import blake3
 
-from kvdepot.index.entries import EntryPlace
+from kvdepot.index.entries import NewRun, ShardPlace
 from kvdepot.index.eviction import NO_NODE
-from kvdepot.index.index import ChunkIndex
+from kvdepot.index.index import MOST_EVICTED, ChunkIndex
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.pool.table import IndexTable
 from kvdepot.server.shadow import SCALES, ShadowIndex
 from kvdepot.wire.histogram import NUM_BUCKETS, Histogram
 from kvdepot.wire.messages import CacheSpec, GroupShape
 
 CHUNK = 4096
+PLACE = ShardPlace(0, 0, CHUNK, 0)
 SPEC = CacheSpec(1, (GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
 
 
@@ -49,15 +50,13 @@ def found_in(num_chunks: int, prompts: list[bytes]) -> float:
         parent = nodes[0] if hits else NO_NODE
         if hits:
             index.priorities.used(parent)
-        records: list[int] = []
-        for depth in range(hits, len(digests) // 32):
-            key = digests[depth * 32 : depth * 32 + 32]
-            record = index.begin_entry(EntryPlace(space, key, parent, depth, 0, 0, CHUNK, 0, 0, Writer()))
-            if record is None:
+        for start in range(hits, len(digests) // 32, MOST_EVICTED):
+            run = NewRun(space, digests[start * 32 : (start + MOST_EVICTED) * 32], start, parent)
+            reserved = index.reserve(run, [(chunk, PLACE) for chunk in range(len(run.digests) // 32)])
+            nodes = index.seal([each.record for each in reserved.begun])
+            if reserved.num_declined:
                 break
-            records.append(record)
-            parent = space.nodes[key]
-        index.seal(records)
+            parent = nodes[-1]
     return found / asked
 
 

@@ -59,6 +59,11 @@ def digest_at(digests: bytes, chunk: int) -> bytes:
     return digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
 
 
+def split_digests(digests: bytes) -> list[bytes]:
+    """Return every digest of packed ones."""
+    return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+
+
 def first_digests(digests: bytes, num_chunks: int) -> bytes:
     """Return the first digests of packed ones."""
     return digests[: num_chunks * DIGEST_BYTES]

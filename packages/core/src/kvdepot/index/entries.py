@@ -5,9 +5,9 @@ extent) or lingering (removed while a tier copies it).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
@@ -22,20 +22,52 @@ _NO_LABEL: Final = 1 << 32  # more than a record can have
 
 
 @dataclass(frozen=True, slots=True)
-class EntryPlace:
-    """Everything about a new entry but its extent."""
+class ShardPlace:
+    """One shard of one layer group of one model: the place of its entries, and their form."""
 
-    space: Space
-    key: bytes
-    parent: int  # node, NO_NODE for a first chunk
-    depth: int
     group: int
     shard: int
     num_bytes: int
-    layout: int
-    label: int  # number of the tenant and model that it belongs to
-    writer: Writer
+    layout: int  # 64 bits of a digest of the page sizes: another layout is a miss
+
+
+Wanted: TypeAlias = tuple[int, ShardPlace]  # an entry: its chunk within a run, and its place
+
+
+@dataclass(frozen=True, slots=True)
+class NewRun:
+    """Consecutive chunks of which one process is about to write entries."""
+
+    space: Space
+    digests: bytes  # packed, `(num_chunks, 32)`
+    first_chunk: int = 0
+    parent: int = NO_NODE  # node of the chunk before the first
+    label: int = 0  # number of the tenant and model that they belong to
+    writer: Writer = Writer()  # noqa: RUF009 - it is frozen
     owner: bytes = bytes(OWNER_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An entry that is being written."""
+
+    chunk: int  # within its run
+    place: ShardPlace
+    extent: tuple[int, int, int, int]  # record, header once sealed, offset and payload bytes
+
+    @property
+    def record(self) -> int:
+        """Its record."""
+        return self.extent[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The wanted entries of a run: begun, here or being written, and those without room."""
+
+    begun: list[Begun]
+    num_present: int
+    num_declined: int
 
 
 def pack_extent(chunk: int, group: int, extent: tuple[int, int, int, int]) -> bytes:
@@ -98,9 +130,27 @@ class Entries:
             record = self._next[record]
         return None
 
-    def has(self, node: int, group: int, shard: int) -> bool:
-        """Whether an entry is here or being written."""
-        return self.find(node, group, shard) is not None
+    def missing(self, space: Space, nodes: Sequence[int], wanted: Sequence[Wanted]) -> tuple[list[Wanted], int]:
+        """Return the wanted entries of a run that can be begun, and how many others are here or being written.
+
+        They end before an entry whose chunk has no node in `nodes`, or that no lookup could reach: with full attention,
+        each chunk needs the one before it.
+        """
+        missing: list[Wanted] = []
+        num_present, last = 0, -1
+        for each in wanted:
+            chunk, place = each
+            if chunk >= len(nodes):
+                break
+            if nodes[chunk] != NO_NODE:
+                if self.find(nodes[chunk], place.group, place.shard) is not None:
+                    num_present += 1
+                    continue
+            elif chunk and space.full_mask and nodes[chunk - 1] == NO_NODE and last < chunk - 1:
+                break
+            last = chunk
+            missing.append(each)
+        return missing, num_present
 
     def extent_of(self, node: int, group: int, shard: int, layout: int) -> tuple[int, int, int, int] | None:
         """Return record, header, offset and bytes of a sealed entry with this layout; None without such an entry."""
@@ -127,65 +177,81 @@ class Entries:
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def add_node(self, node: int) -> None:
-        """Begin a node without entries."""
-        self._first[node] = NO_RECORD
+    def add_nodes(self, nodes: Iterable[int]) -> None:
+        """Begin nodes without entries."""
+        for node in nodes:
+            self._first[node] = NO_RECORD
 
-    def take_record(self) -> int | None:
-        """Return a free record, None if all are taken."""
-        record = self._free
-        if record != NO_RECORD:
-            self._free = self._next[record]
-            return record
-        if self.num_known == self._table.num_records:
-            return None
-        self.num_known += 1
-        return self.num_known - 1
+    def take_records(self, count: int) -> list[int]:
+        """Return free records, at most `count`."""
+        records: list[int] = []
+        while len(records) < count:
+            if self._free != NO_RECORD:
+                records.append(self._free)
+                self._free = self._next[self._free]
+            elif self.num_known < self._table.num_records:
+                records.append(self.num_known)
+                self.num_known += 1
+            else:
+                break
+        return records
 
     def give_back(self, record: int) -> None:
         """Make a record free for the next entry."""
         self._next[record], self._free = self._free, record
 
-    def begin(self, place: EntryPlace, node: int, record: int, offset: int) -> None:
-        """Fill a record for an entry that is being written."""
-        parent_key = self._nodes.tree.keys[place.parent] if place.parent != NO_NODE else None
-        self._table.write(
-            record,
-            space=place.space.number,
-            group=place.group,
-            shard=place.shard,
-            offset=offset,
-            num_bytes=place.num_bytes,
-            key=place.key,
-            parent=(parent_key or b"")[:PARENT_BYTES],
-            depth=place.depth,
-            layout=place.layout,
-            label=place.label,
-            writer=place.writer,
-            owner=place.owner,
-        )
-        size = extent_size(place.num_bytes)
-        share = self._nodes.tree.share[node]
-        self._link(record, node)
-        self._begin_writing(record, share, size)
-        self._quotas.account(self._nodes.label[node], share, size)
+    def begin(
+        self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], records: Sequence[int], offsets: list[int]
+    ) -> list[Begun]:
+        """Fill a record for each wanted entry of a run, whose chunks have nodes."""
+        tree, labels, begun = self._nodes.tree, self._nodes.label, list[Begun]()
+        used = Counter[tuple[int, int]]()  # bytes by label and share, which are those of a chunk's first entry
+        for (chunk, place), record, offset in zip(wanted, records, offsets, strict=True):
+            node, num_bytes = nodes[chunk], place.num_bytes
+            key, parent, share, size = tree.keys[node], tree.parent[node], tree.share[node], extent_size(num_bytes)
+            assert key is not None
+            header = self._table.write(
+                record,
+                space=run.space.number,
+                group=place.group,
+                shard=place.shard,
+                offset=offset,
+                num_bytes=num_bytes,
+                key=key,
+                parent=(tree.keys[parent] or b"")[:PARENT_BYTES] if parent != NO_NODE else b"",
+                depth=run.first_chunk + chunk,
+                layout=place.layout,
+                label=run.label,
+                writer=run.writer,
+                owner=run.owner,
+            )
+            self._link(record, node)
+            self._begin_writing(record, share, size)
+            used[labels[node], share] += size
+            begun.append(Begun(chunk, place, (record, header, offset, num_bytes)))
+        for (label, share), num_bytes in used.items():
+            self._quotas.account(label, share, num_bytes)
+        return begun
 
-    def seal(self, record: int, now: int, checksum: bytes) -> tuple[int, bool, int]:
-        """Say that the bytes are in place.
+    def seal(self, records: Sequence[int], now: int, checksums: bytes) -> list[tuple[int, bool, int]]:
+        """Seal entries: their bytes are in place.
 
         Returns:
-            the node, whether this is its first sealed entry, and the bit of the record's group if that is whole now.
+            of each its node, whether it is the first sealed entry there, and the bit of its group if that is whole.
         """
-        node = self._node_of[record]
-        is_alone = self._first[node] == record and self._next[record] == NO_RECORD  # as most are
-        is_first = is_alone or not self.has_sealed(node)
-        self._table.seal(record, now, checksum or bytes(OWNER_BYTES))
-        self.num_sealed += 1
-        (group, _), (_, num_bytes) = self._table.place_of(record), self._table.extent(record)
-        share, self._writing_share[record] = self._writing_share[record], 0
-        if share:
-            self._quotas.writing_bytes[share - 1] -= extent_size(num_bytes)
-        return node, is_first, self._whole_bit(node, group)
+        table, sealed = self._table, list[tuple[int, bool, int]]()
+        for place, record in enumerate(records):
+            node = self._node_of[record]
+            is_alone = self._first[node] == record and self._next[record] == NO_RECORD  # the common case
+            is_first = is_alone or not self.has_sealed(node)
+            table.seal(record, now, checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES] or bytes(OWNER_BYTES))
+            (group, _), (_, num_bytes) = table.place_of(record), table.extent(record)
+            share, self._writing_share[record] = self._writing_share[record], 0
+            if share:
+                self._quotas.writing_bytes[share - 1] -= extent_size(num_bytes)
+            sealed.append((node, is_first, self._whole_bit(node, group)))
+        self.num_sealed += len(records)
+        return sealed
 
     def restore(self, record: Record, node: int) -> None:
         """Take over a sealed entry of an earlier server, whose extent is taken already."""

@@ -8,7 +8,7 @@ else is asked of one part: `index.nodes`, `index.visibility`, `index.entries`, `
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from kvdepot.index.entries import Entries, EntryPlace
+from kvdepot.index.entries import Entries, NewRun, Reserved, Wanted
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
 from kvdepot.index.evictor import Evictor
 from kvdepot.index.priorities import Priorities
@@ -16,8 +16,9 @@ from kvdepot.index.quotas import QuotaTable, Shares
 from kvdepot.index.space import Space, digest_of
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes
 from kvdepot.index.visibility import Visibility
+from kvdepot.keys import split_digests
 from kvdepot.pool.extents import ExtentAllocator, extent_size
-from kvdepot.pool.table import OWNER_BYTES, IndexTable
+from kvdepot.pool.table import IndexTable
 from kvdepot.wire.messages import CacheSpec
 
 MOST_EVICTED: Final = 80  # chunks, to make room for one request: two milliseconds, with ARC four
@@ -27,7 +28,7 @@ _SPARE_NODES: Final = 1024  # beyond twice the records, for ghosts
 class ChunkIndex:
     """Nodes, entries, space and eviction.
 
-    A store is `begin_entry` (or `discard_entry`, `abandon_entry`), then `seal`. A read is `match`, `pin`, `release`.
+    A store is `reserve`, then `seal` (or `discard_entry`, `abandon_entry`). A read is `match`, `pin`, `release`.
     """
 
     def __init__(
@@ -88,71 +89,60 @@ class ChunkIndex:
         """Undo one `pin` of nodes. Those that nothing else needs may leave from now on."""
         self.evictor.unpin(nodes)
 
-    def begin_entry(self, place: EntryPlace, most_evicted: int = MOST_EVICTED) -> int | None:
-        """Make an entry that is being written, evicting chunks for it.
+    def reserve(self, run: NewRun, wanted: Sequence[Wanted]) -> Reserved:
+        """Begin the wanted entries of a run that are not here, evicting chunks for them.
 
-        The chunk before it must have a node, and the chunk no such entry. The new entry holds its chunk until `seal`,
-        `discard_entry` or `abandon_entry`. A policy that raises leaves everything as it was.
-
-        Returns:
-            its record. None without room if nothing more can be evicted, or if its share has as many unfinished
-            bytes as it may. Also None if `most_evicted` chunks did not make room, as small chunks that leave are
-            rarely neighbours: the next attempt continues from there.
+        They are begun in the order of `wanted`, that of the chunks, up to the first one without room: nothing more can
+        leave, its share has as many unfinished bytes as it may, or `MOST_EVICTED` chunks left in vain, as small chunks
+        are rarely neighbours. The next run continues from there. Each begun entry holds its chunk until `seal`,
+        `discard_entry` or `abandon_entry`. If a policy raises, nothing is begun.
         """
-        share, is_owed = 0, False
-        if len(self.quotas.quota_bytes) > 1:  # otherwise all tenants share the pool, and nobody owes anybody room
-            share, size = self.quotas.share_of(place.label), extent_size(place.num_bytes)
-            if not self.quotas.may_write(share, size):
-                self.num_over_share += 1
-                return None
-            is_owed = self.quotas.is_owed(share, size)
-        node = place.space.nodes.get(place.key)
-        if node is None:
-            node = self._make_node(place, share)
-            if node is None:
-                return None
-        self.nodes.tree.holds[node] += 1  # neither it nor a chunk before it leaves to make room for it
-        offset = record = None
+        keys = split_digests(run.digests)
+        nodes = self.nodes.find_run(run.space, keys, run.first_chunk)
+        missing, num_present = self.entries.missing(run.space, nodes, wanted)
+        tree, held = self.nodes.tree, [node for node in (run.parent, *nodes) if node != NO_NODE]
+        for node in held:  # none of them, nor a chunk before them, leaves to make room
+            tree.holds[node] += 1
         try:
-            offset = self._allocate(place.num_bytes, share, is_owed, most_evicted)
-            if offset is not None:
-                record = self._take_record(share, is_owed)
+            records, offsets = self._take_room(run, nodes, missing)
+            missing = missing[: len(records)]
+            self._add_nodes(run, keys, nodes, (chunk for chunk, _ in missing))
+            for chunk, _ in missing:
+                tree.holds[nodes[chunk]] += 1
+            begun = self.entries.begin(run, nodes, missing, records, offsets)
         finally:
-            if offset is not None and record is None:
-                self.extents.free(offset, place.num_bytes)
-            if record is None:
-                self.evictor.release(node)
-        if offset is None or record is None:
-            return None
-        self.entries.begin(place, node, record, offset)
-        return record
+            for node in held:
+                tree.holds[node] -= 1
+            for node in held:
+                if tree.evictable(node):
+                    self.evictor.settle(node)
+        return Reserved(begun, num_present, len(wanted) - num_present - len(begun))
 
-    def seal(self, records: Sequence[int], now: int = 0, checksums: bytes = b"") -> None:
+    def seal(self, records: Sequence[int], now: int = 0, checksums: bytes = b"") -> list[int]:
         """Seal entries that are being written: their bytes are in place, and lookups find them.
 
         Args:
-            records: those of `begin_entry`, neither discarded nor abandoned since.
+            records: those of `reserve`, neither discarded nor abandoned since.
             now: seconds of the depot's clock.
             checksums: 16 bytes each, concatenated; empty if they are unknown.
+
+        Returns:
+            the node of each.
         """
-        tree, entries, visibility = self.nodes.tree, self.entries, self.visibility
-        nodes: list[int] = []
-        fresh: list[int] = []
-        for place, record in enumerate(records):
-            checksum = checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES]
-            node, is_first, groups = entries.seal(record, now, checksum)
-            nodes.append(node)
-            if is_first:
-                fresh.append(node)
-            self.nodes.last_use[node] = now
+        tree, last_use, visibility = self.nodes.tree, self.nodes.last_use, self.visibility
+        sealed = self.entries.seal(records, now, checksums)
+        nodes = [node for node, _, _ in sealed]
+        for node, _, groups in sealed:
+            last_use[node] = now
             visibility.sealed_groups[node] |= groups
             tree.holds[node] -= 1
-        for node in reversed(fresh):  # deepest first: the chunk that leaves first is added first
-            self.shares.policy_of(node).added(node)
+        # Deepest first: the chunk that leaves first is added first.
+        self.shares.added([node for node, is_first, _ in reversed(sealed) if is_first])
+        visibility.reveal(nodes)
         for node in nodes:
-            visibility.reveal(node)
-            if tree.evictable(node):
+            if not tree.num_children[node] and not tree.holds[node]:
                 self.shares.policy_of(node).unpinned(node)
+        return nodes
 
     def evict(self, node: int) -> bool:
         """Remove a chunk and its entries. Return False, and change nothing, if it is needed or `is_restoring`."""
@@ -224,49 +214,71 @@ class ChunkIndex:
     def add_node(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
         """Make a node without entries. A free number must be left."""
         node = self.nodes.add(space, key, parent, depth, label)
-        self.shares.add_node(node)
-        self.entries.add_node(node)
-        self.priorities.add_node(node)
+        self._start_nodes([node], label)
         return node
 
-    def _make_node(self, place: EntryPlace, share: int) -> int | None:
-        """Make a node, evicting others if there are too many ghosts; None if nothing can leave."""
-        nodes = self.nodes
-        if not nodes.is_full:
-            return self._add_node_of(place)
-        if place.parent != NO_NODE:
-            nodes.tree.holds[place.parent] += 1
+    def _start_nodes(self, nodes: Sequence[int], label: int) -> None:
+        self.shares.add_nodes(nodes, label)
+        self.entries.add_nodes(nodes)
+        self.priorities.add_nodes(nodes)
+
+    def _add_nodes(self, run: NewRun, keys: Sequence[bytes], nodes: list[int], chunks: Iterable[int]) -> None:
+        """Make the nodes that chunks of a run lack, each below the one before it."""
+        added: list[int] = []
+        for chunk in chunks:
+            if nodes[chunk] == NO_NODE:
+                parent = nodes[chunk - 1] if chunk else run.parent
+                nodes[chunk] = self.nodes.add(run.space, keys[chunk], parent, run.first_chunk + chunk, run.label)
+                added.append(nodes[chunk])
+        self._start_nodes(added, run.label)
+
+    def _take_room(self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted]) -> tuple[list[int], list[int]]:
+        """Take records and extents for as many entries of a run as possible, in order. Their chunks find nodes."""
+        share, sizes = self.quotas.share_of(run.label), [extent_size(place.num_bytes) for _, place in wanted]
+        num_writable = self.quotas.num_writable(share, sizes)
+        if num_writable < len(sizes):
+            self.num_over_share += 1
+            del sizes[num_writable:]
+        offsets, records = self.extents.allocate_all(sizes), self.entries.take_records(len(sizes))
+        new = list(dict.fromkeys(chunk for chunk, _ in wanted[: len(sizes)] if nodes[chunk] == NO_NODE))
+        count = 0
         try:
-            while nodes.is_full and self.evictor.evict_one(share):
-                pass
-            return None if nodes.is_full else self._add_node_of(place)
+            if min(len(offsets), len(records)) < len(sizes) or len(new) > self.nodes.num_left:
+                self._make_room(run.label, sizes, len(new), offsets, records)
+            count = min(len(offsets), len(records))
+            if len(new) > self.nodes.num_left:  # ghosts have the others
+                count = min(count, [chunk for chunk, _ in wanted].index(new[self.nodes.num_left]))
         finally:
-            if place.parent != NO_NODE:
-                self.evictor.release(place.parent)
+            for offset, size in zip(offsets[count:], sizes[count:], strict=False):
+                self.extents.free(offset, size)
+            for record in records[count:]:
+                self.entries.give_back(record)
+        return records[:count], offsets[:count]
 
-    def _add_node_of(self, place: EntryPlace) -> int:
-        return self.add_node(place.space, place.key, place.parent, place.depth, place.label)
-
-    def _allocate(self, num_bytes: int, share: int, is_owed: bool, most_evicted: int) -> int | None:
-        offset = self.extents.allocate(num_bytes)
-        if offset is not None:
-            return offset
-        if self.extents.is_growing:
-            self.num_not_ready += 1  # its space comes soon: nothing needs to leave for it
-            return None
-        if extent_size(num_bytes) > self.extents.ready_bytes:
-            return None
-        for _ in range(most_evicted):
-            if offset is not None or not self.evictor.evict_one(share, is_owed=is_owed):
-                break
-            offset = self.extents.allocate(num_bytes)
-        return offset
-
-    def _take_record(self, share: int, is_owed: bool) -> int | None:
-        record = self.entries.take_record()
-        while record is None and self.evictor.evict_one(share, is_owed=is_owed):
-            record = self.entries.take_record()
-        return record
+    def _make_room(self, label: int, sizes: list[int], num_new: int, offsets: list[int], records: list[int]) -> None:
+        """Evict chunks until extents of some sizes, as many records, and new nodes are there; append them."""
+        extents, quotas, evictor = self.extents, self.quotas, self.evictor
+        share, most_steps = quotas.share_of(label), evictor.num_steps + MOST_EVICTED
+        counted = sum(sizes[: len(offsets)])
+        quotas.account(label, share, counted)  # what was taken decides whose chunks leave
+        try:
+            while evictor.num_steps < most_steps:
+                place = len(offsets)
+                if place < len(sizes) and (extents.is_growing or sizes[place] > extents.ready_bytes):
+                    self.num_not_ready += extents.is_growing  # its space comes soon: nothing needs to leave for it
+                    del sizes[place:]
+                if place == len(sizes) <= len(records) and num_new <= self.nodes.num_left:
+                    break
+                size = sizes[place] if place < len(sizes) else 0
+                if not evictor.evict_one(share, is_owed=quotas.is_owed(share, size)):
+                    break
+                offsets += extents.allocate_all(sizes[place:])
+                records += self.entries.take_records(len(sizes) - len(records))
+                more = sum(sizes[place : len(offsets)])
+                quotas.account(label, share, more)
+                counted += more
+        finally:
+            quotas.account(label, share, -counted)
 
     @property
     def is_restoring(self) -> bool:

@@ -1,6 +1,6 @@
 """Priorities, with which clients hint that prefixes leave before or after others, and the ends of sessions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Final
@@ -26,9 +26,10 @@ class Priorities:
         self._deadlines: dict[int, int] = {}  # seconds, by the last node of a session
         self.by_deadline: list[tuple[int, int]] = []  # heap; an entry missing from `_deadlines` is stale
 
-    def add_node(self, node: int) -> None:
-        """Start with an unused node."""
-        self._used_at[node] = 0
+    def add_nodes(self, nodes: Iterable[int]) -> None:
+        """Start with unused nodes."""
+        for node in nodes:
+            self._used_at[node] = 0
 
     def used(self, node: int) -> Iterator[int] | None:
         """Tell the policy that a prefix ending here was used. This revokes an end of its session.

@@ -6,11 +6,12 @@ share evicts its own chunks. Therefore no tenant can evict chunks that another k
 that both exceed theirs evict only their own. Tenants without a quota share the rest.
 
 The guarantee holds whatever others hold: leases and pins of a share above its quota yield to a share within its own
-(`ChunkIndex.evict_one`). Unfinished entries cannot yield, because a living process may be writing to them. A share has
+(`Evictor.evict_one`). Unfinished entries cannot yield, because a living process may be writing to them. A share has
 at most its quota of those. The tenants without a quota may have a sixteenth of the pool, even if the quotas leave less.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice
 from typing import Final, Protocol
 
 from kvdepot.config import format_size
@@ -95,14 +96,20 @@ class QuotaTable:
         used, quota = self.used_bytes[share], self.quota_bytes[share]
         return used / max(1, quota) if used > quota else 0.0
 
-    def may_write(self, share: int, num_bytes: int) -> bool:
-        """Whether a share may have that many more bytes of unfinished entries."""
+    def num_writable(self, share: int, sizes: Sequence[int]) -> int:
+        """Return how many of these extents, in order, a share may add to its unfinished ones.
+
+        All, if the tenants share the whole pool.
+        """
+        if self.num_shares == 1:
+            return len(sizes)
         most = self.quota_bytes[share] if share else max(self.quota_bytes[0], self._least_writing_bytes)
-        return self.writing_bytes[share] + num_bytes <= most
+        used = accumulate(sizes, initial=self.writing_bytes[share])
+        return sum(1 for num_bytes in islice(used, 1, None) if num_bytes <= most)
 
     def is_owed(self, share: int, num_bytes: int) -> bool:
         """Whether a share with that many more bytes is within its quota, so that others must make room for them."""
-        return self.used_bytes[share] + num_bytes <= self.quota_bytes[share]
+        return self.num_shares > 1 and self.used_bytes[share] + num_bytes <= self.quota_bytes[share]
 
     def is_above(self, share: int) -> bool:
         """Whether a share uses more than its quota."""
@@ -232,10 +239,17 @@ class Shares:
         self._policies: list[dict[int, EvictionPolicy]] = []  # the lowest priority first
         self._need(quotas.num_shares - 1, NORMAL)
 
-    def add_node(self, node: int) -> None:
-        """Start a node with the share of its label and without a hint."""
-        self._nodes.tree.share[node] = self.quotas.share_of(self._nodes.label[node])
-        self._nodes.tree.priority[node] = NORMAL
+    def add_nodes(self, nodes: Sequence[int], label: int) -> None:
+        """Start nodes with the share of their label and without a hint."""
+        tree, share = self._nodes.tree, self.quotas.share_of(label)
+        for node in nodes:
+            tree.share[node], tree.priority[node] = share, NORMAL
+
+    def added(self, nodes: Iterable[int]) -> None:
+        """Tell the policies of nodes that they have their first sealed entry."""
+        tree, policies = self._nodes.tree, self._policies
+        for node in nodes:
+            policies[tree.share[node]][tree.priority[node]].added(node)
 
     def policy_of(self, node: int) -> EvictionPolicy:
         """Return the policy that orders a node."""

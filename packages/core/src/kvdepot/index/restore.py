@@ -63,7 +63,7 @@ def _restore(index: ChunkIndex, num_labels: int) -> Iterator[int | None]:
 
 def _reveal(index: ChunkIndex, node: int) -> None:
     try:
-        index.visibility.reveal(node)
+        index.visibility.reveal([node])
     except Exception:
         if not index.num_restore_errors:
             logger.exception("an entry of an earlier server may never be found")
@@ -172,7 +172,7 @@ class Restoring:
             nodes.last_use[node] = 0
             self.nodes.append(node)
             level[name] = node
-        elif nodes.depth[node] != record.depth or entries.has(node, record.group, record.shard):
+        elif nodes.depth[node] != record.depth or entries.find(node, record.group, record.shard) is not None:
             return False
         entries.restore(record, node)
         nodes.last_use[node] = max(nodes.last_use[node], record.last_use)

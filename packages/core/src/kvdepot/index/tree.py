@@ -4,6 +4,7 @@ A node number is reused once its chunk was evicted and has no holds.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,9 +57,9 @@ class Nodes:
         return len(self.tree.keys) - self._num_free
 
     @property
-    def is_full(self) -> bool:
-        """Whether no number is left."""
-        return self._free == NO_NODE and len(self.tree.keys) == self.tree.capacity
+    def num_left(self) -> int:
+        """The number of nodes that can be added."""
+        return self.tree.capacity - len(self)
 
     def add(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
         """Make a node without holds and children. A free number must be left. The caller sets share and priority."""
@@ -112,6 +113,19 @@ class Nodes:
         """Return the node of a chunk, visible or not."""
         node = space.nodes.get(key)
         return node if node is not None and self.depth[node] == depth else None
+
+    def find_run(self, space: Space, keys: Sequence[bytes], depth: int) -> list[int]:
+        """Return the nodes of consecutive chunks, `NO_NODE` for one without.
+
+        The list ends before a key that is at another depth, as only in a forged chain.
+        """
+        found: list[int] = []
+        for place, key in enumerate(keys):
+            node = space.nodes.get(key, NO_NODE)
+            if node != NO_NODE and self.depth[node] != depth + place:
+                break
+            found.append(node)
+        return found
 
     def key_of(self, node: int) -> bytes:
         """Return the key of a node in use."""

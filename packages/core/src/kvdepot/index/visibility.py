@@ -6,7 +6,7 @@ chunks of 512. The exception is a chunk that was removed from the middle because
 chunks after it stay marked, and a lookup ends at it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
@@ -42,16 +42,17 @@ class Visibility:
         sealed = self.sealed_groups[node]
         return bool(sealed) and sealed & full_mask == full_mask
 
-    def reveal(self, node: int) -> None:
-        """Make a node visible if it is ready, then the nodes that waited for it."""
-        parents, spaces = self._nodes.tree.parent, self._nodes
-        pending = [node]
+    def reveal(self, nodes: Sequence[int]) -> None:
+        """Make nodes visible as far as they are ready, each followed by the nodes that waited for it."""
+        parents, spaces, space_number = self._nodes.tree.parent, self._nodes.spaces, self._nodes.space_number
+        pending = [*reversed(nodes)]
         while pending:
             node = pending.pop()
-            if self.is_visible[node] or not self.is_complete(node):
+            full_mask, sealed = spaces[space_number[node]].full_mask, self.sealed_groups[node]
+            if self.is_visible[node] or not sealed or sealed & full_mask != full_mask:
                 continue
             parent = parents[node]
-            if parent != NO_NODE and not self.is_visible[parent] and spaces.space_of(node).full_mask:
+            if parent != NO_NODE and not self.is_visible[parent] and full_mask:
                 self._waiting.setdefault(parent, set()).add(node)
                 continue
             self.is_visible[node] = 1

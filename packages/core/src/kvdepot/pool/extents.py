@@ -86,6 +86,16 @@ class ExtentAllocator:
         self.region_bytes[start // self._region_bytes] += size
         return start
 
+    def allocate_all(self, sizes: Iterable[int]) -> list[int]:
+        """Return the offsets of extents for sizes in bytes, in order, up to the first one that finds none."""
+        offsets: list[int] = []
+        for num_bytes in sizes:
+            offset = self.allocate(num_bytes)
+            if offset is None:
+                break
+            offsets.append(offset)
+        return offsets
+
     def free(self, offset: int, num_bytes: int) -> None:
         """Take back the extent that `allocate` gave for `num_bytes`."""
         size = extent_size(num_bytes)

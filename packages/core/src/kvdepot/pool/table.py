@@ -298,10 +298,6 @@ class IndexTable:
         header = self._words[record * (RECORD_BYTES // 8)]
         return (record, header, *self.extent(record)) if header & _STATE_MASK == SEALED else None
 
-    def unsealed_entry(self, record: int) -> tuple[int, int, int, int]:
-        """Return record, header once sealed, offset and payload bytes of an entry that is being written."""
-        return (record, self._words[record * (RECORD_BYTES // 8)] - WRITING + SEALED, *self.extent(record))
-
     def sealed_record(self, number: int, header: int) -> Record | None:
         """Read back a sealed record that has this header; None if there is no such record (any more)."""
         is_same = 0 <= number < self.num_records and self.header(number) == header

@@ -8,12 +8,12 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
+from kvdepot.index.entries import ShardPlace, Wanted
 from kvdepot.index.space import Space, digest_of
 from kvdepot.pool.table import OWNER_BYTES, Writer
-from kvdepot.server.registration import GroupOnWorker, check_spec, check_version, check_worker
+from kvdepot.server.registration import check_spec, check_version, check_worker
 from kvdepot.server.replies import Refused
 from kvdepot.server.state import DepotState
-from kvdepot.tiers.tiering import ShardPlace
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 
@@ -38,7 +38,7 @@ class Context:
     model: str
     space: Space
     registration: m.RegisterKVCache | None = None  # None: a scheduler
-    groups: tuple[GroupOnWorker, ...] = ()
+    groups: tuple[ShardPlace, ...] = ()  # of a worker: the place of its entries in each layer group
     token_seconds: float = 0.0  # to compute a token, as a scheduler said last
     writing_bytes: int = 0  # of its stores that it has not ended
     blend: str = ""  # of a scheduler: whether its engine blends
@@ -81,11 +81,10 @@ class Workers:
     def add(self, context: Context) -> None:
         """Add a worker that has registered."""
         self.by_instance.setdefault(context.instance, {})[context.number] = context
-        for number, group in enumerate(context.groups):
-            self._counts[number, group.shard] += 1
-            if (number, group.shard) not in self.place_of:
-                place = ShardPlace(number, group.shard, group.chunk_size_bytes, group.layout)
-                self.place_of[number, group.shard] = place
+        for place in context.groups:
+            self._counts[place.group, place.shard] += 1
+            if (place.group, place.shard) not in self.place_of:
+                self.place_of[place.group, place.shard] = place
                 self._places = None
 
     def remove(self, context: Context) -> None:
@@ -94,10 +93,10 @@ class Workers:
         del mates[context.number]
         if not mates:
             del self.by_instance[context.instance]
-        for number, group in enumerate(context.groups):
-            self._counts[number, group.shard] -= 1
-            if not self._counts[number, group.shard]:
-                del self._counts[number, group.shard], self.place_of[number, group.shard]
+        for place in context.groups:
+            self._counts[place.group, place.shard] -= 1
+            if not self._counts[place.group, place.shard]:
+                del self._counts[place.group, place.shard], self.place_of[place.group, place.shard]
                 self._places = None
 
     def places(self) -> list[ShardPlace]:
@@ -112,20 +111,20 @@ class Workers:
         mates = self.by_instance.get(instance) or next(iter(self.by_instance.values()))
         return next(iter(mates.values()))
 
-    def check(self, groups: tuple[GroupOnWorker, ...]) -> None:
+    def check(self, groups: tuple[ShardPlace, ...]) -> None:
         """Refuse a worker that would write other bytes than another one for the same shard.
 
         Raises:
             Refused: with the other one.
         """
-        for number, mine in enumerate(groups):
-            theirs = self.place_of.get((number, mine.shard))
+        for mine in groups:
+            theirs = self.place_of.get((mine.group, mine.shard))
             if theirs is None or theirs.layout == mine.layout:
                 continue
-            other = next(each for each in self if each.groups[number].shard == mine.shard)
+            other = next(each for each in self if each.groups[mine.group].shard == mine.shard)
             raise Refused(
                 ErrorCode.BAD_LAYOUT,
-                f"group {number}, shard {mine.shard}: {mine.chunk_size_bytes} bytes a chunk, but"
+                f"group {mine.group}, shard {mine.shard}: {mine.num_bytes} bytes a chunk, but"
                 f" {other.instance} registered {theirs.num_bytes} with other pages under the same spec:"
                 " tell the two apart by CacheSpec.format",
             )
@@ -155,7 +154,7 @@ class ContextTable:
         workers = self._workers.setdefault(space.number, Workers(space))
         workers.check(groups)
         self.chunk_bytes[space.number] = sum(
-            group.chunk_size_bytes * shape.num_shards for group, shape in zip(groups, request.spec.groups, strict=True)
+            group.num_bytes * shape.num_shards for group, shape in zip(groups, request.spec.groups, strict=True)
         )
         number = next(self._state.numbers)
         context = Context(number, session, writer, request.instance, request.model, space, request, groups)
@@ -266,3 +265,13 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
             ErrorCode.OUT_OF_RANGE,
             f"{sum(covered)} entries at once: ask for at most {most_entries}, in several requests",
         )
+
+
+def wanted_of(groups: tuple[ShardPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
+    """Return the entries of a run that a worker stores: the last `covered[g]` chunks of group `g`, chunk by chunk."""
+    return [
+        (chunk, place)
+        for chunk in range(num_chunks - max(covered, default=0), num_chunks)
+        for place, count in zip(groups, covered, strict=True)
+        if num_chunks - chunk <= count
+    ]

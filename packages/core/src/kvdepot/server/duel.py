@@ -68,7 +68,7 @@ class Duel:
 
     def _insert(self, key: bytes, num_bytes: int) -> None:
         """Add a chunk, after the others that leave for it. One that is larger than the pool does not come in."""
-        while self._num_bytes + num_bytes > self.limit_bytes or self._nodes.is_full:
+        while self._num_bytes + num_bytes > self.limit_bytes or not self._nodes.num_left:
             victim = self._arc.victim()
             if victim is None:
                 return

@@ -1,9 +1,9 @@
 """Checks the caches that workers and schedulers describe when they register."""
 
 import logging
-from dataclasses import dataclass
 
 from kvdepot.errors import ErrorCode
+from kvdepot.index.entries import ShardPlace
 from kvdepot.index.space import digest_of
 from kvdepot.layout import GroupKind
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES
@@ -11,15 +11,6 @@ from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupOnWorker:
-    """One layer group of one worker."""
-
-    shard: int
-    chunk_size_bytes: int
-    layout: int  # 64 bits of a digest of its page sizes: entries written under another one are not for it
 
 
 def check_version(version: int) -> None:
@@ -50,8 +41,8 @@ def check_spec(spec: m.CacheSpec) -> None:
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: {group.kind} with a window of {group.window_tokens}")
 
 
-def check_worker(request: m.RegisterKVCache) -> tuple[GroupOnWorker, ...]:
-    """Return the layer groups of a worker.
+def check_worker(request: m.RegisterKVCache) -> tuple[ShardPlace, ...]:
+    """Return the place of a worker's entries in each layer group.
 
     Raises:
         Refused: version, spec, details, rank or offer do not fit.
@@ -65,11 +56,11 @@ def check_worker(request: m.RegisterKVCache) -> tuple[GroupOnWorker, ...]:
     return groups
 
 
-def _groups_of(request: m.RegisterKVCache) -> tuple[GroupOnWorker, ...]:
+def _groups_of(request: m.RegisterKVCache) -> tuple[ShardPlace, ...]:
     spec = request.spec
     if len(request.details) != len(spec.groups):
         raise Refused(ErrorCode.BAD_LAYOUT, f"{len(request.details)} details for {len(spec.groups)} layer groups")
-    groups: list[GroupOnWorker] = []
+    groups: list[ShardPlace] = []
     for number, (shape, detail) in enumerate(zip(spec.groups, request.details, strict=True)):
         if detail.shard >= shape.num_shards:
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: shard {detail.shard} of {shape.num_shards}")
@@ -78,7 +69,7 @@ def _groups_of(request: m.RegisterKVCache) -> tuple[GroupOnWorker, ...]:
         if size > MAXIMUM_ENTRY_BYTES:
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: a chunk has {size} bytes")
         layout = int.from_bytes(digest_of((blocks, detail.page_sizes_bytes))[:8], "little")
-        groups.append(GroupOnWorker(detail.shard, size, layout))
+        groups.append(ShardPlace(number, detail.shard, size, layout))
     return tuple(groups)
 
 

@@ -8,13 +8,11 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
-from kvdepot.index.entries import EntryPlace, pack_extent
+from kvdepot.index.entries import NewRun, pack_extent
 from kvdepot.index.eviction import NO_NODE
-from kvdepot.index.index import MOST_EVICTED
-from kvdepot.keys import digest_at, num_digests
 from kvdepot.pool.table import Writer
 from kvdepot.server.background import Task
-from kvdepot.server.contexts import Context, ContextTable, Fence, check_covered
+from kvdepot.server.contexts import Context, ContextTable, Fence, check_covered, wanted_of
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.replies import Refused, count_digests
@@ -53,17 +51,6 @@ class Ticket:
     extents: bytes = b""  # packed, if a mover writes them
     is_moving: bool = False  # the mover is writing them now
     is_aborted: bool = False  # and nobody wants them any more
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A store in the making."""
-
-    records: list[int]
-    extents: list[bytes]
-    num_bytes: int = 0
-    num_present: int = 0
-    num_declined: int = 0
 
 
 class Stores:
@@ -112,33 +99,36 @@ class Stores:
                 # No lookup could ever find these chunks.
                 return self._decline(request, "the chunk before it was evicted")
             parent = NO_NODE if above is None else above
-        num_steps, plan = index.evictor.num_steps, self._begin_entries(context, request, writer, parent)
+        label, num_steps = state.labels.number_of(request.tenant, context.model), index.evictor.num_steps
+        run = NewRun(space, request.digests, request.first_chunk, parent, label, writer, context.owner)
+        reserved = index.reserve(run, wanted_of(context.groups, request.covered, num_chunks))
+        begun, num_present, num_declined = reserved.begun, reserved.num_present, reserved.num_declined
         logger.debug(
             "store of %s: %d entries begun, %d are here, %d declined for lack of room; %d chunks evicted for it",
             request.request_id,
-            len(plan.records),
-            plan.num_present,
-            plan.num_declined,
+            len(begun),
+            num_present,
+            num_declined,
             index.evictor.num_steps - num_steps,
         )
-        counters[_STORE_ENTRIES_PRESENT] += plan.num_present
-        counters[_STORE_ENTRIES_DECLINED] += plan.num_declined
-        if not plan.records:
-            return m.StorePlan(state.epoch, 0, b"", plan.num_present, plan.num_declined)
+        counters[_STORE_ENTRIES_PRESENT] += num_present
+        counters[_STORE_ENTRIES_DECLINED] += num_declined
+        if not begun:
+            return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
         state.usage.shadow.stored(request.digests, self._contexts.chunk_bytes[space.number])
-        packed = b"".join(plan.extents)
+        packed = b"".join([pack_extent(each.chunk, each.place.group, each.extent) for each in begun])
         ticket = Ticket(
             next(state.numbers),
             context.number,
             request.request_id,
-            plan.records,
-            plan.num_bytes,
+            [each.record for each in begun],
+            sum(each.place.num_bytes for each in begun),
             state.clock(),
             packed if context.has_mover else b"",
         )
         self.tickets[ticket.number] = ticket
-        context.writing_bytes += plan.num_bytes
-        return m.StorePlan(state.epoch, ticket.number, packed, plan.num_present, plan.num_declined)
+        context.writing_bytes += ticket.num_bytes
+        return m.StorePlan(state.epoch, ticket.number, packed, num_present, num_declined)
 
     def _writer_of(self, context: Context) -> Writer | None:
         """Return the process that will write: the context's own, or its mover if that is ready."""
@@ -151,60 +141,6 @@ class Stores:
         logger.debug("store of %s: all %d entries declined: %s", request.request_id, num_declined, why)
         self._counters[_STORE_ENTRIES_DECLINED] += num_declined
         return m.StorePlan(self._state.epoch, 0, b"", 0, num_declined)
-
-    def _begin_entries(self, context: Context, request: m.PrepareStore, writer: Writer, parent: int) -> _Plan:
-        plan = _Plan([], [])
-        try:
-            self._fill(plan, context, request, writer, parent)
-        except Exception:
-            for record in plan.records:  # nothing writes to them: without a reply the store has no ticket
-                self._index.discard_entry(record)
-            raise
-        return plan
-
-    def _fill(self, plan: _Plan, context: Context, request: m.PrepareStore, writer: Writer, parent: int) -> None:
-        space, index, covered = context.space, self._index, request.covered
-        label, owner = self._state.labels.number_of(request.tenant, context.model), context.owner
-        num_chunks = num_digests(request.digests)
-        is_full, most_steps = False, index.evictor.num_steps + MOST_EVICTED
-        for chunk in range(num_chunks):
-            key = digest_at(request.digests, chunk)
-            depth = request.first_chunk + chunk
-            node = index.nodes.find(space, key, depth)
-            for number, group in enumerate(context.groups):
-                if num_chunks - chunk > covered[number]:
-                    continue
-                if node is not None and index.entries.has(node, number, group.shard):
-                    plan.num_present += 1
-                    continue
-                if node is None and key in space.nodes:
-                    is_full = True  # the same digest at another depth: only a forged chain comes here
-                place = EntryPlace(
-                    space,
-                    key,
-                    parent,
-                    depth,
-                    number,
-                    group.shard,
-                    group.chunk_size_bytes,
-                    group.layout,
-                    label,
-                    writer,
-                    owner,
-                )
-                record = None if is_full else index.begin_entry(place, most_steps - index.evictor.num_steps)
-                if record is None:
-                    is_full = True
-                    plan.num_declined += 1
-                    continue
-                plan.records.append(record)
-                plan.num_bytes += group.chunk_size_bytes
-                plan.extents.append(pack_extent(chunk, number, index.table.unsealed_entry(record)))
-                node = space.nodes[key]
-            if node is None and space.full_mask:
-                plan.num_declined += sum(min(count, num_chunks - chunk - 1) for count in covered)
-                break
-            parent = NO_NODE if node is None else node
 
     def commit(self, context: Context, request: m.CommitStore) -> frames.Reply:
         """Seal the entries of a ticket: from now on they are found."""
@@ -222,7 +158,7 @@ class Stores:
                 ErrorCode.MALFORMED, f"checksums of {len(request.checksums)} bytes for {len(ticket.records)} entries"
             )
         self._drop(ticket)
-        self._index.seal(ticket.records, int(now), request.checksums)
+        nodes = self._index.seal(ticket.records, int(now), request.checksums)
         self._counters[_ENTRIES_STORED] += len(ticket.records)
         state.usage.store_seconds.add(now - ticket.began)
         state.usage.bytes_of(context.device)[0] += ticket.num_bytes
@@ -230,7 +166,7 @@ class Stores:
             is_first = (context.instance, ticket.request_id) in self._contexts.handing_over
             state.tiering.stored(ticket.records, is_first=is_first)
         if self._flights:
-            self._flights.arrived(map(self._index.entries.node_of, ticket.records))
+            self._flights.arrived(nodes)
         return m.Done(state.epoch, len(ticket.records))
 
     def abort(self, context: Context, request: m.AbortStore) -> frames.Reply:

@@ -1,21 +1,11 @@
 """The keys of the pool's entries in tiers. Parts that many keys share are computed once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from kvdepot.index.entries import ShardPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.tiers.keys import label_of, place_of, tier_key
-
-
-@dataclass(frozen=True, slots=True)
-class ShardPlace:
-    """One shard of one layer group of one model: the place of its entries."""
-
-    group: int
-    shard: int
-    num_bytes: int
-    layout: int
 
 
 class EntryKeys:

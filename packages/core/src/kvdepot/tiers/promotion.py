@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.counting import depot_counter
+from kvdepot.index.entries import ShardPlace, Wanted
 from kvdepot.index.prefix import usable_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.names import ShardPlace
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.reading import QUESTIONS_A_STEP, Entry, IsOver, Pause, Prefix, PromotionContext, Reading
+from kvdepot.tiers.reading import QUESTIONS_A_STEP, IsOver, Pause, Prefix, PromotionContext, Reading
 from kvdepot.tiers.tier_state import TierState
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class Promotion:
     def _log(self, tier: TierState, decision: str) -> None:
         logger.debug("promotion for %s from tier %s: %s", self.prefix.request_id or "-", tier.queue.name, decision)
 
-    def _ask(self, tier: TierState, entries: Sequence[Entry]) -> Generator[Pause, IsOver, list[bool] | None]:
+    def _ask(self, tier: TierState, entries: Sequence[Wanted]) -> Generator[Pause, IsOver, list[bool] | None]:
         """Return which entries the tier claims to have; None if it is suspended or late."""
         prefix, there = self.prefix, [False] * len(entries)
         if not entries:
@@ -181,7 +181,7 @@ class Promotion:
 
     # --- the choice -----------------------------------------------------------------------------------------------
 
-    def _missing_of(self, chunk: int) -> list[Entry]:
+    def _missing_of(self, chunk: int) -> list[Wanted]:
         """Return the entries of a chunk that the pool lacks and that a longer prefix may need."""
         index, space = self._index, self.prefix.space
         node = index.nodes.find(space, self.prefix.digest(chunk), chunk)
@@ -193,11 +193,11 @@ class Promotion:
             and (node is None or index.entries.find(node, place.group, place.shard) is None)
         ]
 
-    def _missing_before(self, limit: int) -> Generator[Pause, IsOver, list[Entry]]:
+    def _missing_before(self, limit: int) -> Generator[Pause, IsOver, list[Wanted]]:
         windows = max((chunks for _, chunks in self.prefix.space.windows), default=0)
         first = max(0, self._found + 1 - windows) if windows else self._found
         chunks_a_step = max(1, QUESTIONS_A_STEP // len(self.prefix.places))
-        entries: list[Entry] = []
+        entries: list[Wanted] = []
         for start in range(first, limit, chunks_a_step):
             yield Pause.STEP
             for chunk in range(start, min(start + chunks_a_step, limit)):
@@ -205,7 +205,7 @@ class Promotion:
         return entries
 
     def _usable_prefix(
-        self, limit: int, entries: Sequence[Entry], there: Sequence[bool]
+        self, limit: int, entries: Sequence[Wanted], there: Sequence[bool]
     ) -> Generator[Pause, IsOver, int]:
         """Return how many leading chunks are usable once all entries in the tier or on their way are in the pool."""
         index, prefix, space = self._index, self.prefix, self.prefix.space
@@ -240,21 +240,21 @@ class Promotion:
             yield Pause.STEP
         return usable_prefix(length, has, windows=windows, start=self._found)
 
-    def _wanted(self, length: int) -> Generator[Pause, IsOver, tuple[deque[Entry], int]]:
+    def _wanted(self, length: int) -> Generator[Pause, IsOver, tuple[deque[Wanted], int]]:
         """Return the entries that a prefix of this length needs and the pool lacks, and their payload bytes."""
         space, places = self.prefix.space, self.prefix.places
         first_of = [
             self._found if group.kind is GroupKind.FULL_ATTENTION else max(0, length - chunks)
             for group, chunks in zip(space.spec.groups, space.chunks_needed, strict=True)
         ]
-        wanted: deque[Entry] = deque()
+        wanted: deque[Wanted] = deque()
         for chunk in range(min(first_of), length):
             if chunk % QUESTIONS_A_STEP == 0:
                 yield Pause.STEP
             wanted.extend((chunk, place) for place in places if chunk >= first_of[place.group])
         return wanted, sum((length - first_of[place.group]) * place.num_bytes for place in places)
 
-    def _read(self, tier: TierState, wanted: deque[Entry]) -> Generator[Pause, IsOver, None]:
+    def _read(self, tier: TierState, wanted: deque[Wanted]) -> Generator[Pause, IsOver, None]:
         """Read entries, then note how far the pool's prefix reaches and how fast the tier was."""
         context, waiter, began = self._context, self.waiter, self._context.clock()
         self._reading = reading = Reading(context, self.prefix, tier, wanted, lambda: self._wake(self))

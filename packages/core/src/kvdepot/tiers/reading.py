@@ -17,15 +17,15 @@ from typing import Final, TypeAlias
 
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.columns import make_column
-from kvdepot.index.entries import EntryPlace
+from kvdepot.index.entries import NewRun, ShardPlace, Wanted
 from kvdepot.index.eviction import NO_NODE
-from kvdepot.index.index import MOST_EVICTED, ChunkIndex
+from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
-from kvdepot.keys import digest_at, num_digests
+from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.pool.table import Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.names import EntryKeys, ShardPlace
+from kvdepot.tiers.names import EntryKeys
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tier_state import TierState
 
@@ -44,7 +44,6 @@ _ENTRIES_A_STEP: Final = 24  # begun, or sealed
 _LEAST_ENTRIES: Final = 8  # begun even if time is up, as tiers take several at a time
 
 IsOver: TypeAlias = Callable[[], bool]
-Entry: TypeAlias = tuple[int, ShardPlace]  # chunk and place
 
 
 class Pause(Enum):
@@ -98,6 +97,10 @@ class Prefix:
     def digest(self, chunk: int) -> bytes:
         """Return the key of one chunk."""
         return digest_at(self.digests, chunk)
+
+    def slice(self, start: int, stop: int) -> bytes:
+        """Return the packed keys of chunks `start` to `stop`."""
+        return self.digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
 
 
 @dataclass(slots=True)
@@ -165,7 +168,7 @@ class Reading:
         context: PromotionContext,
         prefix: Prefix,
         tier: TierState,
-        wanted: deque[Entry],
+        wanted: deque[Wanted],
         wake: Callable[[], object],
     ) -> None:
         self.wake = wake
@@ -232,45 +235,42 @@ class Reading:
             context.counters[_PROMOTIONS_WITHOUT_DESCRIPTOR] += 1
             wanted.clear()
             return flights
-        most_steps = index.evictor.num_steps + MOST_EVICTED
+        batch: list[Wanted] = []
         for _ in range(QUESTIONS_A_STEP):
-            if not wanted or len(flights) == _ENTRIES_A_STEP or (len(flights) >= _LEAST_ENTRIES and is_over()):
+            if not wanted or len(batch) == _ENTRIES_A_STEP or (len(batch) >= _LEAST_ENTRIES and is_over()):
                 break
             chunk, place = wanted.popleft()
-            digest = prefix.digest(chunk)
-            node = index.nodes.find(space, digest, chunk)
+            node = index.nodes.find(space, prefix.digest(chunk), chunk)
             record = None if node is None else index.entries.find(node, place.group, place.shard)
-            if record is not None:
-                if context.is_coming[record]:
-                    context.awaited.setdefault(record, []).append(self)
-                    self.num_awaited += 1
-                elif not context.is_sealed(record):
-                    wanted.clear()  # an engine is writing it, or a tier that hangs
-                continue
-            parent = index.nodes.find(space, prefix.digest(chunk - 1), chunk - 1) if chunk else None
-            if (chunk and parent is None and space.full_mask) or (node is None and digest in space.nodes):
-                wanted.clear()
-                break
-            record = index.begin_entry(
-                EntryPlace(
-                    space,
-                    digest,
-                    NO_NODE if parent is None else parent,
-                    chunk,
-                    place.group,
-                    place.shard,
-                    place.num_bytes,
-                    place.layout,
-                    prefix.owner,
-                    writer,
-                ),
-                most_steps - index.evictor.num_steps,
-            )
             if record is None:
-                context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
-                wanted.clear()
-                break
-            flights.append((_Flight(record), context.keys.key(prefix.owner, space, place, digest)))
+                batch.append((chunk, place))
+            elif context.is_coming[record]:
+                context.awaited.setdefault(record, []).append(self)
+                self.num_awaited += 1
+            elif not context.is_sealed(record):
+                wanted.clear()  # an engine is writing it, or a tier that hangs
+        if not batch:
+            return flights
+        first, last = batch[0][0], batch[-1][0]
+        parent = index.nodes.find(space, prefix.digest(first - 1), first - 1) if first else None
+        if first and parent is None and space.full_mask:
+            wanted.clear()
+            return flights
+        run = NewRun(
+            space,
+            prefix.slice(first, last + 1),
+            first,
+            NO_NODE if parent is None else parent,
+            prefix.owner,
+            writer,
+        )
+        reserved = index.reserve(run, [(chunk - first, place) for chunk, place in batch])
+        if len(reserved.begun) < len(batch):
+            context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
+            wanted.clear()
+        for each in reserved.begun:
+            key = context.keys.key(prefix.owner, space, each.place, prefix.digest(first + each.chunk))
+            flights.append((_Flight(each.record), key))
         return flights
 
     def _submit(self, begun: Sequence[tuple[_Flight, bytes]]) -> None:

@@ -17,12 +17,13 @@ from typing import Final, TypeVar
 
 from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
+from kvdepot.index.entries import ShardPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import num_digests
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.names import EntryKeys, ShardPlace, labels_to_match
+from kvdepot.tiers.names import EntryKeys, labels_to_match
 from kvdepot.tiers.promotion import Promotions, Waiter
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import Prefix, PromotionContext
@@ -40,7 +41,7 @@ _PROMOTIONS_REFUSED: Final = depot_counter(
 _PROMOTIONS: Final = depot_counter("promotions", "Lookups that asked the tiers")
 _TIER_JOBS_LATE: Final = depot_counter("tier_jobs_late", "Jobs of tiers that passed their deadline")
 
-__all__ = ["ShardPlace", "Tiering", "TieringSettings"]
+__all__ = ["Tiering", "TieringSettings"]
 
 T = TypeVar("T")
 
