@@ -11,10 +11,21 @@ from kvdepot.config import format_size
 _WIDTH: Final = 720
 _HEIGHT: Final = 400
 _LEFT: Final = 60
-_RIGHT: Final = 150  # names of the curves
 _TOP: Final = 40
 _BOTTOM: Final = 60
-_COLORS: Final = ("#1b6fb5", "#c4572c", "#2e8b57", "#8e5ea2", "#777777")
+_LETTER: Final = 7  # width of a wide one
+_COLORS: Final = (
+    "#1b6fb5",
+    "#c4572c",
+    "#2e8b57",
+    "#8e5ea2",
+    "#777777",
+    "#c9a227",
+    "#17a2b8",
+    "#d46a9f",
+    "#5b4636",
+    "#a3b18a",
+)
 
 
 def curves_as_svg(
@@ -36,11 +47,12 @@ def curves_as_svg(
     sizes = sorted({size for _, points in curves for size, _ in points})
     most = max((rate for _, points in curves for _, rate in points), default=0.0)
     top = max(0.05, math.ceil(most * 20) / 20)  # the next 5 %
+    right = 40 + _LETTER * max(len(name) for name, _ in curves)
     low = scale(sizes[0])
     span = scale(sizes[-1]) - low or 1.0
 
     def x(size: float) -> float:
-        return _LEFT + (scale(size) - low) / span * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + (scale(size) - low) / span * (_WIDTH - _LEFT - right)
 
     def y(rate: float) -> float:
         return _HEIGHT - _BOTTOM - rate / top * (_HEIGHT - _TOP - _BOTTOM)
@@ -54,7 +66,7 @@ def curves_as_svg(
     for step in range(6):
         rate = top * step / 5
         parts.append(
-            f'<path d="M{_LEFT} {y(rate):.1f}H{_WIDTH - _RIGHT}" stroke="#ddd"/>'
+            f'<path d="M{_LEFT} {y(rate):.1f}H{_WIDTH - right}" stroke="#ddd"/>'
             f'<text x="{_LEFT - 8}" y="{y(rate) + 4:.1f}" text-anchor="end">{rate:.0%}</text>'
         )
     for size in sizes:
@@ -63,7 +75,7 @@ def curves_as_svg(
             f'<text x="{x(size):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{text(size)}</text>'
         )
     parts.append(
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2:.0f}" y="{_HEIGHT - 16}" text-anchor="middle">{escape(label)}</text>'
+        f'<text x="{(_LEFT + _WIDTH - right) / 2:.0f}" y="{_HEIGHT - 16}" text-anchor="middle">{escape(label)}</text>'
     )
     for number, (name, points) in enumerate(curves):
         color = _COLORS[number % len(_COLORS)]
@@ -71,8 +83,8 @@ def curves_as_svg(
         parts.append(f'<polyline points="{places}" fill="none" stroke="{color}" stroke-width="2"/>')
         parts += [f'<circle cx="{x(size):.1f}" cy="{y(rate):.1f}" r="3" fill="{color}"/>' for size, rate in points]
         parts.append(
-            f'<path d="M{_WIDTH - _RIGHT + 12} {_TOP + 8 + 18 * number}h16" stroke="{color}" stroke-width="2"/>'
-            f'<text x="{_WIDTH - _RIGHT + 34}" y="{_TOP + 12 + 18 * number}">{escape(name)}</text>'
+            f'<path d="M{_WIDTH - right + 12} {_TOP + 8 + 18 * number}h16" stroke="{color}" stroke-width="2"/>'
+            f'<text x="{_WIDTH - right + 34}" y="{_TOP + 12 + 18 * number}">{escape(name)}</text>'
         )
     return "\n".join([*parts, "</svg>", ""])
 
@@ -90,7 +102,7 @@ class Bar:
 
 def bars_as_svg(title: str, bars: Sequence[Bar]) -> str:
     """Return a picture of bars from zero, one below the other; those with a depot have another colour."""
-    left, right, top, row = 20 + 7 * max(len(bar.label) for bar in bars), 90, 40, 30  # 7: a wide letter
+    left, right, top, row = 20 + _LETTER * max(len(bar.label) for bar in bars), 90, 40, 30
     floor = top + row * len(bars)
     longest = max(max(bar.value, *bar.points) if bar.points else bar.value for bar in bars)
     step = next(size * 10**power for power in range(-3, 7) for size in (1, 2, 5) if longest / (size * 10**power) <= 6)

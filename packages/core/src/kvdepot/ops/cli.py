@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
@@ -22,6 +22,10 @@ from kvdepot.ops.serve import add_serve, run_serve
 from kvdepot.ops.settings import add_settings, count_argument, number_argument, size_argument
 from kvdepot.ops.status import add_status
 from kvdepot.processes.logs import set_up_logs
+
+if TYPE_CHECKING:
+    from kvdepot.lab.cluster import ClusterTable
+    from kvdepot.lab.simulate import SimulationTable
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +153,37 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         metavar="SIZE",
         help="with --simulate: size of one token (default 128KiB: an 8B model in bf16)",
     )
+    cluster = replay.add_argument_group("several nodes, with --simulate")
+    cluster.add_argument(
+        "--nodes", type=count_argument, metavar="N", help="compare routers and shared tiers on N nodes, with LRU pools"
+    )
+    cluster.add_argument(
+        "--engines", type=count_argument, default=1, metavar="N", help="engines on each node, on one pool (default 1)"
+    )
+    cluster.add_argument(
+        "--routing",
+        metavar="LIST",
+        help="random, least-loaded, sticky (by conversation), engine-aware (by what each engine stored), kv-aware (by"
+        " what each node holds); default: all",
+    )
+    cluster.add_argument(
+        "--shared",
+        metavar="LIST",
+        help="sizes of a tier that all nodes share, e.g. 0,4TiB,unlimited (default 0: none)",
+    )
+    cluster.add_argument(
+        "--copies",
+        type=count_argument,
+        default=1,
+        metavar="N",
+        help="replay the traffic N times at once, each with other prompts behind the common first block (default 1)",
+    )
+    cluster.add_argument(
+        "--prefill-rate",
+        type=number_argument,
+        metavar="N",
+        help="tokens that an engine computes in a second (default 10000: an 8B model on an H100)",
+    )
 
     doctor = commands.add_parser(
         "doctor",
@@ -232,23 +267,13 @@ def _demo(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     from kvdepot.lab.trace import read_trace
 
-    if options.plot and not options.simulate:
-        raise ConfigError("--plot needs --simulate")
+    for option in ("plot", "nodes", "shared", "routing"):
+        if getattr(options, option) and not options.simulate:
+            raise ConfigError(f"--{option} needs --simulate")
     if options.simulate:
         if options.plot and not os.access(options.plot.absolute().parent, os.W_OK):  # before minutes of work
             raise ConfigError(f"--plot {options.plot}: its folder does not exist or cannot be written")
-        from kvdepot.lab.simulate import parse_pool_sizes, simulate
-
-        table = simulate(
-            read_trace(options.trace, options.requests),
-            parse_pool_sizes(options.pool_size) if options.pool_size else (),
-            (options.policy,) if options.policy else tuple(POLICIES),
-            options.bytes_per_token,
-            options.session_ends,
-            on_row=lambda row: print(
-                f"{row.policy} {format_size(row.pool_bytes)}: {row.hit_rate:.1%}", file=sys.stderr
-            ),
-        )
+        table = _simulate_nodes(options) if options.nodes else _simulate_pool(options)
         print(json.dumps(table.as_dict(), indent=2) if options.json else table.describe())
         if options.plot:
             options.plot.write_text(table.plot())
@@ -265,6 +290,46 @@ def _replay(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(summary, indent=2))
     return 1 if summary["wrong_bytes"] else 0
+
+
+def _simulate_pool(options: argparse.Namespace) -> "SimulationTable":
+    from kvdepot.lab.simulate import parse_pool_sizes, simulate
+    from kvdepot.lab.trace import read_trace
+
+    for option in ("shared", "routing"):
+        if getattr(options, option):
+            raise ConfigError(f"--{option} needs --nodes")
+    return simulate(
+        read_trace(options.trace, options.requests),
+        parse_pool_sizes(options.pool_size) if options.pool_size else (),
+        (options.policy,) if options.policy else tuple(POLICIES),
+        options.bytes_per_token,
+        options.session_ends,
+        on_row=lambda row: print(f"{row.policy} {format_size(row.pool_bytes)}: {row.hit_rate:.1%}", file=sys.stderr),
+    )
+
+
+def _simulate_nodes(options: argparse.Namespace) -> "ClusterTable":
+    from kvdepot.lab import cluster
+    from kvdepot.lab.simulate import parse_pool_sizes
+    from kvdepot.lab.trace import read_trace
+
+    if options.policy or options.session_ends:
+        raise ConfigError("--nodes simulates LRU without hints: leave --policy and --session-ends out")
+    return cluster.simulate_cluster(
+        read_trace(options.trace, options.requests),
+        cluster.Fleet(
+            options.nodes,
+            options.engines,
+            options.copies,
+            options.bytes_per_token,
+            options.prefill_rate or cluster.PREFILL_TOKENS_PER_SECOND,
+        ),
+        parse_pool_sizes(options.pool_size) if options.pool_size else (),
+        cluster.parse_routings(options.routing) if options.routing else cluster.ROUTINGS,
+        cluster.parse_shared_sizes(options.shared or "0"),
+        on_row=lambda row: print(f"{row.name}: {row.hit_rate:.1%}", file=sys.stderr),
+    )
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -1,0 +1,396 @@
+"""Hit rates and times to first token of a trace on several nodes, by the router before them and the shared tier behind.
+
+The engines of a node share its pool. Each request goes to one engine, waits for the requests before it, loads what its
+node holds, loads more from the shared tier, and computes the rest. Pools and tier evict the least recently used chunk,
+a prefix from its end. No bytes move, and decoding takes no time: the figures compare arrangements and predict no
+latency.
+"""
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Final
+
+from msgspec import structs
+
+from kvdepot.config import format_size, parse_size
+from kvdepot.errors import ConfigError, TraceError
+from kvdepot.lab.plot import curves_as_svg
+from kvdepot.lab.simulate import BYTES_PER_TOKEN, LADDER, Workload
+from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
+from kvdepot.pool.extents import extent_size
+
+# What a router knows when it chooses an engine:
+RANDOM: Final = "random"  # nothing
+LEAST_LOADED: Final = "least-loaded"  # which engine of a few is free first
+STICKY: Final = "sticky"  # the conversation, by the prompt's second block: the first is often a common system prompt
+ENGINE_AWARE: Final = "engine-aware"  # what each engine stored by itself; never that a chunk left
+KV_AWARE: Final = "kv-aware"  # what each node and the shared tier hold now: a depot's events say it
+ROUTINGS: Final = (RANDOM, LEAST_LOADED, STICKY, ENGINE_AWARE, KV_AWARE)
+
+UNLIMITED: Final = 1 << 62  # bytes of a shared tier that forgets nothing
+PREFILL_TOKENS_PER_SECOND: Final = 10_000.0  # an 8B model on one H100, rounded
+_POOL_BYTES_PER_SECOND: Final = 52e9  # from host memory to one GPU over PCIe 5 x16
+_TIER_BYTES_PER_SECOND: Final = 10e9  # a network of 100 Gbit/s
+_WARM_UP: Final = 0.2  # share of the requests that fill the pools and are not counted
+_SAMPLE: Final = 4  # engines that are compared by load alone: enough to avoid the busiest
+_SPREAD_MS: Final = 600_000.0  # copies of a trace begin within ten minutes, or their requests would coincide
+_SEED: Final = 7  # any, but the same in each run: tables can be compared
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The nodes and their traffic."""
+
+    num_nodes: int
+    engines_per_node: int = 1
+    copies: int = 1  # how often the trace is replayed, each time with other content behind the common first block
+    bytes_per_token: float = BYTES_PER_TOKEN
+    prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND
+
+    def __post_init__(self) -> None:
+        for number, what in (
+            (self.num_nodes, "nodes"),
+            (self.engines_per_node, "engines a node"),
+            (self.copies, "copies of the trace"),
+            (self.bytes_per_token, "bytes a token"),
+            (self.prefill_tokens_per_second, "tokens a second"),
+        ):
+            if number <= 0:
+                raise ConfigError(f"{number} {what}: give a number above 0")
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of all nodes."""
+        return self.num_nodes * self.engines_per_node
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that one block of the trace takes in a pool."""
+        return extent_size(max(1, round(BLOCK_TOKENS * self.bytes_per_token)))
+
+    def seconds(self, num_tokens: int, pool_tokens: int, tier_tokens: int) -> float:
+        """Return the time of a prompt of which the pool holds the first tokens and the tier more behind them."""
+        return (
+            (num_tokens - pool_tokens - tier_tokens) / self.prefill_tokens_per_second
+            + pool_tokens * self.bytes_per_token / _POOL_BYTES_PER_SECOND
+            + tier_tokens * self.bytes_per_token / _TIER_BYTES_PER_SECOND
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRow:
+    """One routing with one size of the pools and of the shared tier."""
+
+    routing: str
+    pool_bytes: int  # of one node
+    shared_bytes: int  # of the tier that all nodes share; 0: there is none
+    hit_rate: float  # share of the prompt tokens, from pool and tier
+    tier_hit_rate: float  # share of the prompt tokens, from the tier
+    mean_seconds: float  # to the first token, with the wait for an engine
+    p99_seconds: float
+
+    @property
+    def name(self) -> str:
+        """Routing and sizes in a few words."""
+        return f"{self.routing}, pools of {format_size(self.pool_bytes)}, shared tier {_shared_name(self.shared_bytes)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row for machines."""
+        return {
+            "routing": self.routing,
+            "pool_bytes": self.pool_bytes,
+            "shared_bytes": self.shared_bytes,
+            "hit_rate": round(self.hit_rate, 5),
+            "tier_hit_rate": round(self.tier_hit_rate, 5),
+            "mean_seconds": round(self.mean_seconds, 3),
+            "p99_seconds": round(self.p99_seconds, 3),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTable:
+    """What routing and a shared tier are worth: with it a user plans N nodes."""
+
+    fleet: Fleet
+    num_requests: int
+    rows: tuple[ClusterRow, ...]
+
+    def row(self, routing: str, pool_bytes: int, shared_bytes: int = 0) -> ClusterRow:
+        """Return one row; raise KeyError without it."""
+        for row in self.rows:
+            if (row.routing, row.pool_bytes, row.shared_bytes) == (routing, pool_bytes, shared_bytes):
+                return row
+        raise KeyError((routing, pool_bytes, shared_bytes))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the table for machines."""
+        return {
+            "num_requests": self.num_requests,
+            "num_nodes": self.fleet.num_nodes,
+            "engines_per_node": self.fleet.engines_per_node,
+            "rows": [row.as_dict() for row in self.rows],
+        }
+
+    def describe(self) -> str:
+        """Return the table for people."""
+        head = ("routing", "pool a node", "shared tier", "hits", "of the tier", "mean", "p99")
+        cells = [head] + [
+            (
+                row.routing,
+                format_size(row.pool_bytes),
+                _shared_name(row.shared_bytes),
+                f"{row.hit_rate:.1%}",
+                f"{row.tier_hit_rate:.1%}",
+                f"{row.mean_seconds:.2f} s",
+                f"{row.p99_seconds:.2f} s",
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
+        lines = [
+            "  ".join(
+                [
+                    line[0].ljust(widths[0]),
+                    *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+                ]
+            )
+            for line in cells
+        ]
+        return (
+            f"{self.num_requests:,} requests on {self.fleet.num_nodes} nodes with"
+            f" {self.fleet.num_engines:,} engines, the first {_WARM_UP:.0%} not counted\n"
+            "hits: share of the prompt tokens; mean and p99: time to the first token at"
+            f" {self.fleet.prefill_tokens_per_second:,.0f} computed tokens a second\n\n" + "\n".join(lines)
+        )
+
+    def plot(self) -> str:
+        """Return an SVG of hit rate against the pool of a node."""
+        kinds = dict.fromkeys((row.routing, row.shared_bytes) for row in self.rows)
+        curves = [
+            (
+                routing if not shared else f"{routing} + {_shared_name(shared)}",
+                sorted(
+                    (row.pool_bytes, row.hit_rate)
+                    for row in self.rows
+                    if (row.routing, row.shared_bytes) == (routing, shared)
+                ),
+            )
+            for routing, shared in kinds
+        ]
+        title = f"{self.num_requests:,} requests on {self.fleet.num_nodes} nodes: share of the prompt tokens found"
+        return curves_as_svg(title, curves, "pool of one node")
+
+
+def parse_routings(text: str) -> tuple[str, ...]:
+    """Return the routings in a list like "sticky,kv-aware".
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    routings = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [routing for routing in routings if routing not in ROUTINGS]:
+        raise ConfigError(f"no routing {unknown[0]!r}: there are {', '.join(ROUTINGS)}")
+    return routings
+
+
+def parse_shared_sizes(text: str) -> tuple[int, ...]:
+    """Return the sizes of shared tiers in a list like "0,4TiB,unlimited"; 0 is no tier.
+
+    Raises:
+        ConfigError: one of them is not a size.
+    """
+    return tuple(dict.fromkeys(UNLIMITED if part == "unlimited" else parse_size(part) for part in text.split(",")))
+
+
+def simulate_cluster(
+    requests: Iterable[TraceRequest],
+    fleet: Fleet,
+    pool_sizes: Sequence[int] = (),
+    routings: Sequence[str] = ROUTINGS,
+    shared_sizes: Sequence[int] = (0,),
+    on_row: Callable[[ClusterRow], None] | None = None,
+) -> ClusterTable:
+    """Replay a trace on a fleet with each routing, pool size and shared tier.
+
+    Takes about 10 microseconds for each chunk and row.
+
+    Args:
+        requests: the trace, with the traffic of all nodes together unless `fleet.copies` says otherwise.
+        fleet: the nodes.
+        pool_sizes: of one node, in bytes; none: `LADDER`, as shares of all the trace's chunks, over all nodes.
+        routings: some of `ROUTINGS`.
+        shared_sizes: bytes of the tier that all nodes share; 0 is none.
+        on_row: is called with each row when it is ready.
+
+    Raises:
+        ConfigError: a pool has no room for one chunk.
+        TraceError: there is nothing to replay, or `requests` raised it.
+    """
+    arrivals = _copied(list(requests), fleet.copies)
+    workload = Workload.of(arrivals)
+    if not workload.digests:
+        raise TraceError("the trace has no requests with blocks")
+    times = [request.timestamp_ms / 1000 for request in arrivals]
+    chunk_bytes = fleet.chunk_bytes
+    unique = len(workload.digests)
+    sizes = sorted(set(pool_sizes)) or [max(1, int(share * unique / fleet.num_nodes)) * chunk_bytes for share in LADDER]
+    if sizes[0] < chunk_bytes:
+        raise ConfigError(f"a pool of {sizes[0]} bytes: one chunk takes {format_size(chunk_bytes)}")
+    rows: list[ClusterRow] = []
+    for routing in routings:
+        for shared in shared_sizes:
+            for size in sizes:
+                cluster = _Cluster(fleet, workload, size // chunk_bytes, shared // chunk_bytes, routing)
+                rows.append(cluster.replay(times, size, shared))
+                if on_row is not None:
+                    on_row(rows[-1])
+    return ClusterTable(fleet, len(times), tuple(rows))
+
+
+def _copied(requests: list[TraceRequest], copies: int) -> list[TraceRequest]:
+    """Return the trace `copies` times over, by time. All share the block that begins most prompts, and nothing else."""
+    draw = random.Random(_SEED)
+    arrivals = list(requests)
+    first_blocks = Counter(request.hash_ids[0] for request in requests if request.hash_ids)
+    common = first_blocks.most_common(1)[0][0] if first_blocks else 0
+    stride = 1 + max((hash_id for request in requests for hash_id in request.hash_ids), default=0)
+    for copy in range(1, copies):
+        later = draw.uniform(0, _SPREAD_MS)
+        arrivals += [
+            structs.replace(
+                request,
+                timestamp_ms=request.timestamp_ms + later,
+                hash_ids=tuple(
+                    hash_id if hash_id == common else hash_id + copy * stride for hash_id in request.hash_ids
+                ),
+            )
+            for request in requests
+        ]
+    return sorted(arrivals, key=attrgetter("timestamp_ms"))
+
+
+class _Cluster:
+    """Nodes, their router and the shared tier during one replay."""
+
+    def __init__(self, fleet: Fleet, workload: Workload, pool_chunks: int, tier_chunks: int, routing: str) -> None:
+        self._fleet = fleet
+        self._workload = workload
+        self._routing = routing
+        self._draw = random.Random(_SEED)
+        self._free_at = [0.0] * fleet.num_engines  # seconds
+        self._pools = [_Chunks(pool_chunks) for _ in range(fleet.num_nodes)]
+        self._tier = _Chunks(tier_chunks)
+        # By chunk: the nodes that hold it or, for a router that hears from engines, the engines that stored it.
+        self._holders: list[set[int]] = [set() for _ in workload.digests]
+
+    def replay(self, times: Sequence[float], pool_bytes: int, shared_bytes: int) -> ClusterRow:
+        """Serve all requests, which arrive at `times`, in seconds; return what the cluster found."""
+        fleet, holders, is_engine_aware = self._fleet, self._holders, self._routing == ENGINE_AWARE
+        num_cold = int(len(times) * _WARM_UP)
+        num_tokens = pool_tokens = tier_tokens = 0
+        waits: list[float] = []
+        for number, (now, length, path) in enumerate(
+            zip(times, self._workload.lengths, self._workload.paths, strict=True)
+        ):
+            most = (length - 1) // BLOCK_TOKENS  # an engine computes at least the last token
+            engine = self._choose(now, length, path, most)
+            node = engine // fleet.engines_per_node
+            from_pool = min(self._pools[node].num_leading(path), most)
+            from_tier = min(self._tier.num_leading(path), most) - from_pool if self._tier.capacity else 0
+            found = from_pool * BLOCK_TOKENS, max(0, from_tier) * BLOCK_TOKENS
+            self._free_at[engine] = max(now, self._free_at[engine]) + fleet.seconds(length, *found)
+            if number >= num_cold:
+                num_tokens += length
+                pool_tokens += found[0]
+                tier_tokens += found[1]
+                waits.append(self._free_at[engine] - now)
+            stored, evicted = self._pools[node].use(path)
+            for chunk in stored:
+                holders[chunk].add(engine if is_engine_aware else node)
+            if not is_engine_aware:
+                for chunk in evicted:
+                    holders[chunk].discard(node)
+            if self._tier.capacity:
+                self._tier.use(path)
+        waits.sort()
+        return ClusterRow(
+            self._routing,
+            pool_bytes,
+            shared_bytes,
+            (pool_tokens + tier_tokens) / num_tokens if num_tokens else 0.0,
+            tier_tokens / num_tokens if num_tokens else 0.0,
+            sum(waits) / len(waits) if waits else 0.0,
+            waits[int(len(waits) * 0.99)] if waits else 0.0,
+        )
+
+    def _choose(self, now: float, length: int, path: Sequence[int], most: int) -> int:
+        """Return the engine that the router gives a prompt to."""
+        num_engines = self._fleet.num_engines
+        if self._routing == RANDOM:
+            return self._draw.randrange(num_engines)
+        if self._routing == STICKY:
+            return random.Random(path[min(1, len(path) - 1)] if path else 0).randrange(num_engines)
+        some = self._draw.sample(range(num_engines), min(num_engines, _SAMPLE))
+        if self._routing == LEAST_LOADED:
+            return min(some, key=self._free_at.__getitem__)
+        held = {**dict.fromkeys(some, 0), **self._held(path)}
+        in_tier = min(self._tier.num_leading(path), most) if self._routing == KV_AWARE else 0
+
+        def done_at(engine: int) -> float:
+            in_pool = min(held[engine], most)
+            found = in_pool * BLOCK_TOKENS, max(0, in_tier - in_pool) * BLOCK_TOKENS
+            return max(now, self._free_at[engine]) + self._fleet.seconds(length, *found)
+
+        return min(held, key=done_at)
+
+    def _held(self, path: Sequence[int]) -> dict[int, int]:
+        """Return how many of a prompt's first chunks the router believes at each engine, if any."""
+        holders: set[int] | None = None
+        depths: dict[int, int] = {}
+        for depth, chunk in enumerate(path, 1):
+            holders = self._holders[chunk] if holders is None else holders & self._holders[chunk]
+            if not holders:
+                break
+            depths.update(dict.fromkeys(holders, depth))
+        if self._routing == ENGINE_AWARE:
+            return depths
+        width = self._fleet.engines_per_node
+        return {engine: depth for node, depth in depths.items() for engine in range(node * width, (node + 1) * width)}
+
+
+class _Chunks:
+    """The chunks of a pool or a tier, the least recently used first. A use touches a prefix from end to root."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._chunks: OrderedDict[int, None] = OrderedDict()
+
+    def num_leading(self, path: Sequence[int]) -> int:
+        """Return how many of the first chunks are here."""
+        count = 0
+        for chunk in path:
+            if chunk not in self._chunks:
+                break
+            count += 1
+        return count
+
+    def use(self, path: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Use or store all chunks of a prompt; return those that are new and those that had to leave."""
+        chunks = self._chunks
+        stored: list[int] = []
+        for chunk in reversed(path):
+            if chunk in chunks:
+                chunks.move_to_end(chunk)
+            else:
+                chunks[chunk] = None
+                stored.append(chunk)
+        return stored, [chunks.popitem(last=False)[0] for _ in range(len(chunks) - self.capacity)]
+
+
+def _shared_name(num_bytes: int) -> str:
+    if num_bytes == 0:
+        return "none"
+    return "unlimited" if num_bytes == UNLIMITED else format_size(num_bytes)
