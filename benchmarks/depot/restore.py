@@ -9,7 +9,7 @@ import hashlib
 import statistics
 import time
 
-from kvdepot.index.entries import NewRun, ShardPlace
+from kvdepot.index.entries import NewRun, PartPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.layout import GroupKind
@@ -27,7 +27,7 @@ def fill(table: IndexTable, num_entries: int) -> None:
     """Store prompts until the table has the given number of entries."""
     index = ChunkIndex(ExtentAllocator(num_entries * _ENTRY_BYTES), table)
     space = index.space(_SPEC)
-    place = ShardPlace(0, 0, _ENTRY_BYTES, 1)
+    place = PartPlace(0, 0, _ENTRY_BYTES, 1)
     for start in range(0, num_entries, _PROMPT_CHUNKS):
         numbers = range(start, min(start + _PROMPT_CHUNKS, num_entries))
         keys = (hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest() for number in numbers)

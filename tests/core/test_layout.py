@@ -13,8 +13,12 @@ from kvdepot.layout import (
     GroupKind,
     LayerGroup,
     PageLayout,
+    Part,
+    Plane,
     check_block_ids,
     default_chunk_tokens,
+    heads_of_both,
+    mask_of,
     window_chunks,
 )
 
@@ -59,13 +63,73 @@ def test_a_page_layout_that_cannot_be_is_refused(values: tuple[int, int, int, in
         (FULL, 16, (PAGE, PageLayout(0, 9, 64, 64))),
         (FULL, 16, (PAGE,), 5),
         (GroupKind.SLIDING_WINDOW, 16, (PAGE,)),
-        (FULL, 16, (PAGE,), 0, 1, 1),
-        (FULL, 16, (PAGE,), 0, -1, 1),
+        (FULL, 16, (PAGE,), 0, Part(1), Plane(1)),
+        (FULL, 16, (PAGE,), 0, Part(-1), Plane(1)),
+        (FULL, 16, (PAGE,), 0, Part(0, 1, 0, 0), Plane(1, 4)),
+        (FULL, 16, (PAGE,), 0, Part(0, 1, 1, 4), Plane(1, 4)),
+        (FULL, 16, (PAGE,), 0, Part(0, 1, 0, 3), Plane(1, 4)),
+        (FULL, 16, (PAGE,), 0, Part(0, 1, 0, 4), Plane(1, 4), 32),
+        (FULL, 16, (PAGE,), 0, Part(0, 2), Plane(2)),
     ],
 )
 def test_a_group_that_does_not_add_up_is_refused(values: tuple[object, ...]) -> None:
     with pytest.raises(LayoutError):
         LayerGroup(*values)  # type: ignore[arg-type]
+
+
+@st.composite
+def parts_of(draw: st.DrawFn, plane: Plane) -> Part:
+    first_layer, first_head = draw(st.integers(0, plane.layers - 1)), draw(st.integers(0, plane.heads - 1))
+    num_layers = draw(st.integers(1, plane.layers - first_layer))
+    return Part(first_layer, num_layers, first_head, draw(st.integers(1, plane.heads - first_head)))
+
+
+planes = st.one_of(
+    st.builds(Plane, st.integers(1, 40), st.integers(1, 256)),
+    st.builds(Plane, st.integers(1, 65_536), st.just(1)),
+)
+
+
+def cells_of(part: Part) -> set[tuple[int, int]]:
+    layers = range(part.first_layer, part.first_layer + part.num_layers)
+    return set(itertools.product(layers, range(part.first_head, part.first_head + part.num_heads)))
+
+
+@given(st.data(), planes)
+def test_a_part_is_known_by_its_number_of_48_bits(data: st.DataObject, plane: Plane) -> None:
+    part = data.draw(parts_of(plane))
+    assert part.is_in(plane)
+    assert 0 <= part.number < 1 << 48
+    assert Part.of(part.number) == part
+
+
+def test_a_part_of_one_cell_has_the_number_of_its_rank() -> None:
+    assert Part().number == 0
+    assert [Part(rank).number for rank in (1, 65_535)] == [1 << 16, 65_535 << 16]
+
+
+@given(st.data(), st.builds(Plane, st.integers(1, 9), st.integers(1, 9)))
+def test_masks_of_parts_have_a_bit_for_each_cell(data: st.DataObject, plane: Plane) -> None:
+    mine, other = data.draw(parts_of(plane)), data.draw(parts_of(plane))
+    mask = mask_of(mine.number, plane.heads)
+    assert mask.bit_count() == mine.num_cells == len(cells_of(mine))
+    assert (mask & mask_of(other.number, plane.heads)).bit_count() == len(cells_of(mine) & cells_of(other))
+    assert mask | mask_of(Part(0, plane.layers, 0, plane.heads).number, plane.heads) == (1 << math.prod(plane)) - 1
+
+
+@given(st.data(), st.integers(1, 16), st.integers(1, 4))
+def test_another_part_can_be_read_if_it_has_heads_of_this_worker(
+    data: st.DataObject, heads: int, num_tensors: int
+) -> None:
+    plane = Plane(2, heads)
+    mine, other = data.draw(parts_of(plane)), data.draw(parts_of(plane))
+    page = PageLayout(0, 8, 64 * mine.num_heads, 64 * mine.num_heads)
+    group = LayerGroup(FULL, 16, (page,) * num_tensors * mine.num_layers, 0, mine, plane)
+    is_beside = (mine.first_layer, mine.num_layers) == (other.first_layer, other.num_layers)
+    both = cells_of(mine) & cells_of(other) if is_beside else set[tuple[int, int]]()
+    assert {head for _, head in both} == (set(heads_of_both(mine, other)) if both else set())
+    expected = 4 * num_tensors * mine.num_layers * 64 * other.num_heads if both else 0
+    assert group.readable_bytes(other, 64) == expected
 
 
 def test_chunks_are_whole_blocks_of_every_group() -> None:

@@ -31,9 +31,9 @@ MOVE_SECONDS = float("inf")
 FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
 SPECS = (
     m.CacheSpec(1, (m.GroupShape(FULL, 1),), "plain"),
-    m.CacheSpec(1, (m.GroupShape(FULL, 1, num_shards=2),), "two shards"),
+    m.CacheSpec(1, (m.GroupShape(FULL, 1, layers=2),), "two shards"),
     m.CacheSpec(1, (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, 3), m.GroupShape(STATE, 1)), "hybrid"),
-    m.CacheSpec(1, (m.GroupShape(WINDOW, 1, 3, num_shards=2),), "only a window"),
+    m.CacheSpec(1, (m.GroupShape(WINDOW, 1, 3, layers=2),), "only a window"),
 )
 PROMPTS = tuple(
     hash_prefix(Namespace("model", tenant=f"tenant-{n % 2}"), 1, [n // 2 * (i > 2) + i for i in range(8)])
@@ -213,7 +213,7 @@ class Life:
         spec, shard = SPECS[choice & 3], choice >> 2 & 1
         page = PAGE * (1 + (choice >> 3 & 1)) + (choice >> 4 & 1)
         version, world_size = (m.PROTOCOL_VERSION, 2) if choice < 0xF0 else (choice & 3, 1)
-        details = tuple(m.GroupDetail((page,), 8, shard=shard % group.num_shards) for group in spec.groups)
+        details = tuple(m.GroupDetail((page,), 8, part=shard % group.layers << 16) for group in spec.groups)
         name = f"engine-{choice >> 5 & 1}"
         request = m.RegisterKVCache(version, name, shard, world_size, "none", "none", "model", spec, details)
         self.ask(self.completed(request, choice), who)

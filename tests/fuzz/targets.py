@@ -22,6 +22,7 @@ from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live
 from fuzz.movers import OFFER, REGISTRATION, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
 from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
+from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, _requests
@@ -123,7 +124,7 @@ def _reply_seeds() -> list[bytes]:
         role="worker",
         instance="e",
         model="m",
-        groups=[o.GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3, num_shards=1)],
+        groups=[o.GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3)],
     )
     status = msgspec.structs.replace(
         EMPTY_STATUS, contexts=[context], tenants={"default": {"used_bytes": 1}}, counters={"stores": 1}
@@ -230,8 +231,8 @@ def records(data: bytes) -> None:
             continue
         node = index.nodes.find(index.spaces[record.space], record.key, record.depth)
         assert node is not None
-        assert index.entries.has(node, record.group, record.shard)
-        found = index.entries.extent_of(node, record.group, record.shard, record.layout)
+        assert index.entries.has(node, record.group, record.part)
+        found = index.entries.extent_of(node, PartPlace(record.group, record.part, record.num_bytes, record.check))
         assert (found is not None) == (record.state == SEALED)
     depot.status.fields()
     for record in unfinished:

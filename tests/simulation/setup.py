@@ -19,7 +19,7 @@ _FULL: Final = m.GroupShape(FULL, CHUNK_TOKENS)
 _WINDOW: Final = m.GroupShape(WINDOW, CHUNK_TOKENS, 3 * CHUNK_TOKENS)
 SPECS: Final = (
     m.CacheSpec(CHUNK_TOKENS, (_FULL,), "plain"),
-    m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, num_shards=2),), "two shards"),
+    m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, layers=2),), "two ranks"),
     m.CacheSpec(CHUNK_TOKENS, (_FULL, _WINDOW, m.GroupShape(STATE, CHUNK_TOKENS)), "hybrid"),
     m.CacheSpec(CHUNK_TOKENS, (_WINDOW,), "only a window"),
 )

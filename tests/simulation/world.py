@@ -201,9 +201,9 @@ class World:
                 key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
                 for group, shape in enumerate(self.setup.spec.groups):
                     num_bytes = self.setup.entry_bytes[group]
-                    layout = int.from_bytes(digest_of((1, (num_bytes,)))[:8], "little")
-                    for shard in range(shape.num_shards):
-                        place = place_of(spec, group, shard, layout, num_bytes)
+                    layout = int.from_bytes(digest_of((1, 1, (num_bytes,)))[:4], "little")
+                    for shard in range(shape.layers):
+                        place = place_of(spec, group, shard << 16, layout, num_bytes)
                         self.storage.entries[tier_key(label_of(run.tenant), model, place, key)] = [
                             (key, group, shard, number) for number in range(num_pages(num_bytes))
                         ]
@@ -413,13 +413,13 @@ class World:
             target,
             space=found.space,
             group=found.group,
-            shard=found.shard,
+            part=found.part,
             offset=start * PAGE,
             num_bytes=found.num_bytes,
             key=found.key,
             parent=found.parent,
             depth=found.depth,
-            layout=found.layout,
+            check=found.check,
             label=found.label,
             writer=found.writer,
             owner=found.owner,
@@ -472,9 +472,9 @@ class World:
         assert self.server is not None
         worker.session, worker.epoch, worker.leases = self._number(), self.server.writer.pid, []
         spec = self.setup.spec
-        worker.shards = tuple(worker.rank if group.num_shards > 1 else 0 for group in spec.groups)
+        worker.shards = tuple(worker.rank if group.layers > 1 else 0 for group in spec.groups)
         details = tuple(
-            m.GroupDetail((self.setup.entry_bytes[number],), 8, shard=shard)
+            m.GroupDetail((self.setup.entry_bytes[number],), 8, part=shard << 16)
             for number, shard in enumerate(worker.shards)
         )
         reply = self._ask(
@@ -665,8 +665,8 @@ class World:
             for chunk in range(max(0, found - chunks) if chunks else first, found):
                 key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
                 node = index.nodes.find(space, key, chunk)
-                for shard in range(group.num_shards):
-                    record = None if node is None else index.entries.find(node, number, shard)
+                for shard in range(group.layers):
+                    record = None if node is None else index.entries.find(node, number, shard << 16)
                     if record is None or not index.table.is_sealed(record):
                         raise Violation(f"chunk {NAMES[key]} is found and is not there")
                     self.memory.check_content((key, number, shard), *index.table.extent(record), "what is found")

@@ -24,7 +24,7 @@ PAGE = 4096
 LEASE_SECONDS = 10.0
 FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
 PLAIN = (m.GroupShape(FULL, 1),)
-SHARDED = (m.GroupShape(FULL, 1, num_shards=2),)
+SHARDED = (m.GroupShape(FULL, 1, layers=2),)
 ONLY_WINDOW = (m.GroupShape(WINDOW, 1, window_tokens=3),)
 HYBRID = (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1))
 
@@ -115,8 +115,8 @@ class Bench:
     def worker(self, shard: int = 0, *, writer: Writer | None = None, page: int = PAGE, name: str = "") -> Worker:
         self.sessions += 1
         writer = writer or Writer(1000 + self.sessions, 1)
-        shards = [shard if group.num_shards > 1 else 0 for group in self.groups]
-        details = tuple(m.GroupDetail((page,), 8, shard=own) for own in shards)
+        shards = [shard if group.layers > 1 else 0 for group in self.groups]
+        details = tuple(m.GroupDetail((page,), 8, part=own << 16) for own in shards)
         name = name or f"engine-{self.sessions}"
         request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, shard, 2, "none", "none", "model", self.spec, details)
         reply = self.depot.handle(self.sessions, writer, request)

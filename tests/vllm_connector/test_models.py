@@ -114,10 +114,10 @@ def test_states_that_are_not_cacheable_are_refused_with_the_way_out(depot: Depot
         assert "--mamba-cache-mode align" in engine.log()
 
 
-@pytest.mark.parametrize(("name", "num_shards"), [("gqa", 2), ("mla", 1)])
+@pytest.mark.parametrize(("name", "num_parts"), [("gqa", 2), ("mla", 1)])
 @pytest.mark.promise(33)
 def test_two_ranks_store_their_shards_or_what_both_hold_once(
-    name: str, num_shards: int, depot: DepotProcess, model: MakeModel
+    name: str, num_parts: int, depot: DepotProcess, model: MakeModel
 ) -> None:
     options: dict[str, Any] = {
         "tensor_parallel_size": 2,
@@ -133,8 +133,10 @@ def test_two_ranks_store_their_shards_or_what_both_hold_once(
         reuse = 1499 // chunk_tokens_of(depot) * chunk_tokens_of(depot)
         num_chunks = 2 * reuse // chunk_tokens_of(depot)
         cold, status = generate_until_stored(engine, PROMPTS[:2], depot, before.num_chunks + num_chunks)
-        assert sorted(worker.groups[0].shard for worker in workers) == list(range(num_shards)) * (2 // num_shards)
-        assert status.num_entries - before.num_entries == num_shards * (status.num_chunks - before.num_chunks)
+        assert sorted(worker.groups[0].part for worker in workers) == sorted(
+            f"rank {rank % num_parts} of 2" if num_parts > 1 else "" for rank in range(2)
+        )
+        assert status.num_entries - before.num_entries == num_parts * (status.num_chunks - before.num_chunks)
         engine.reset()
         warm = engine.generate(PROMPTS[:2])
         assert cached(warm) == [reuse, reuse]

@@ -200,7 +200,7 @@ def test_prefill_in_steps_leaves_the_same_entries(groups: tuple[m.GroupShape, ..
         for start in range(0, 6, 6 // num_steps):
             worker.store(prompt(6).slice(start, start + 6 // num_steps))
         assert worker.lookup(prompt(6)).num_chunks == 6
-        return {(r.key, r.group, r.shard, r.num_bytes) for r in bench.index.table.records() if r.state == SEALED}
+        return {(r.key, r.group, r.part, r.num_bytes) for r in bench.index.table.records() if r.state == SEALED}
 
     assert entries(steps) == entries(1)
 

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError, TraceError
-from kvdepot.index.entries import NewRun, ShardPlace
+from kvdepot.index.entries import NewRun, PartPlace
 from kvdepot.index.eviction import NO_NODE, POLICIES
 from kvdepot.index.index import ChunkIndex
 from kvdepot.lab.simulate import (
@@ -36,7 +36,7 @@ from kvdepot.wire.messages import CacheSpec, GroupShape
 BYTES = 8  # a token: one chunk is one extent
 CHUNK = BLOCK_TOKENS * BYTES
 PAGE = 4096
-PLACE = ShardPlace(0, 0, PAGE, 0)
+PLACE = PartPlace(0, 0, PAGE, 0)
 
 Prompts = list[list[int]]
 # Many requests for few chunks, or nothing would come again after something else had to leave.

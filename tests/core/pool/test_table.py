@@ -29,13 +29,13 @@ fields = st.fixed_dictionaries(
     {
         "space": st.integers(0, 2**32 - 1),
         "group": st.integers(0, 63),
-        "shard": st.integers(0, 4095),
+        "part": st.integers(0, 2**48 - 1),
         "offset": st.integers(0, 2**32 - 1).map(lambda page: page * 4096),
         "num_bytes": st.integers(1, 2**32 - 1),
         "key": st.binary(min_size=32, max_size=32),
         "parent": st.binary(min_size=16, max_size=16),
         "depth": st.integers(0, 2**32 - 1),
-        "layout": st.integers(0, 2**64 - 1),
+        "check": st.integers(0, 2**32 - 1),
         "label": st.integers(0, 2**32 - 1),
         "owner": st.binary(min_size=16, max_size=16),
         "writer": st.builds(Writer, st.integers(0, 2**22), st.integers(0, 2**63)),
@@ -44,13 +44,13 @@ fields = st.fixed_dictionaries(
 SOME: dict[str, Any] = {
     "space": 1,
     "group": 2,
-    "shard": 3,
+    "part": 3,
     "offset": 4096,
     "num_bytes": 5000,
     "key": bytes(range(32)),
     "parent": bytes(16),
     "depth": 8,
-    "layout": 9,
+    "check": 9,
     "label": 10,
     "owner": bytes(16),
     "writer": Writer(11, 12),
@@ -69,10 +69,10 @@ def test_a_record_is_read_back_as_it_was_written(values: dict[str, Any], sealed:
     assert record.state == (SEALED if sealed else WRITING)
     assert {name: getattr(record, name) for name in values} == values
     assert table.extent(2) == (values["offset"], values["num_bytes"])
-    assert table.place_of(2) == (values["group"], values["shard"])
+    assert table.place_of(2) == (values["group"], values["part"])
     assert table.writer_of(2) == values["writer"]
     assert table.owner_of(2) == values["owner"]
-    assert table.layout_of(2) == values["layout"]
+    assert table.check_of(2) == values["check"]
 
 
 def test_each_use_of_a_record_has_a_generation_of_its_own() -> None:
@@ -185,13 +185,13 @@ def test_a_client_that_is_given_another_chunk_s_record_has_a_miss() -> None:
             number,
             space=0,
             group=0,
-            shard=0,
+            part=0,
             offset=4096 * number,
             num_bytes=4096,
             key=key,
             parent=b"",
             depth=number,
-            layout=0,
+            check=0,
             label=0,
             writer=Writer(),
             owner=bytes(16),

@@ -169,10 +169,10 @@ def test_a_thousand_workers_of_one_cache() -> None:
     spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1, 0, num_workers),) * num_groups, "bytes")
     space = bench.index.space(spec)
 
-    def register(shard: int, page: int = PAGE) -> m.RegisterKVCache:
-        details = (m.GroupDetail((page,), 8, shard),) * num_groups
+    def register(shard: int, page: int = PAGE, name: str = "engine") -> m.RegisterKVCache:
+        details = (m.GroupDetail((page,), 8, shard << 16),) * num_groups
         return m.RegisterKVCache(
-            m.PROTOCOL_VERSION, f"engine {shard}", 0, 1, "none", "none", f"model {shard}", spec, details
+            m.PROTOCOL_VERSION, name, shard, num_workers, "none", "none", f"{name}'s model", spec, details
         )
 
     for shard in range(num_workers):
@@ -180,15 +180,18 @@ def test_a_thousand_workers_of_one_cache() -> None:
         bench.ask(register(shard), 2 + shard)
     contexts = bench.depot.status.fields()["contexts"]
     assert [len(context.groups) for context in contexts[1:]] == [num_groups] * num_workers
-    places, model = bench.depot.contexts.places(space, "engine 5")
-    assert [(place.group, place.shard) for place in places] == [
-        (group, shard) for group in range(num_groups) for shard in range(num_workers)
+    places, model = bench.depot.contexts.places(space, "engine")
+    assert [(place.group, place.part) for place in places] == [
+        (group, shard << 16) for group in range(num_groups) for shard in range(num_workers)
     ]
-    assert bench.depot.contexts.places(space, "nobody") == (places, "model 0")
-    assert model == "model 5"
-    with pytest.raises(Refused, match=f"group 0, shard 7: 1 bytes a chunk, but engine 7 registered {PAGE}"):
+    assert model == "engine's model"
+    assert bench.depot.contexts.places(space, "nobody") == (places, model)
+    last = max(bench.depot.contexts.by_number)
+    bench.ask(register(5, name="other"), 1)
+    assert bench.depot.contexts.places(space, "other") == (places, "other's model")
+    with pytest.raises(Refused, match=rf"group 0, Part\(first_layer=7, .*: 1 bytes a chunk, but engine regi.* {PAGE}"):
         bench.ask(register(7, 1))
-    bench.ask(m.Unregister(max(bench.depot.contexts.by_number)), 1 + num_workers)
+    bench.ask(m.Unregister(last), 1 + num_workers)
     assert bench.depot.contexts.places(space) == ([], "")
     assert bench.ask(register(num_workers - 1, 1)).context
 

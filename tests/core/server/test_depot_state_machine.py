@@ -32,7 +32,7 @@ FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupK
 
 SPECS = {
     "plain": (m.GroupShape(FULL, 1),),
-    "two shards": (m.GroupShape(FULL, 1, num_shards=2),),
+    "two ranks": (m.GroupShape(FULL, 1, layers=2),),
     "hybrid": (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1)),
     "only a window": (m.GroupShape(WINDOW, 1, window_tokens=3),),
 }
@@ -43,7 +43,7 @@ PROMPTS = [
 ]
 
 
-Entry = tuple[bytes, int, int]  # digest, group, shard
+Entry = tuple[bytes, int, int]  # digest, group, number of the part
 
 
 @dataclass
@@ -60,14 +60,14 @@ class Worker:
     session: int
     writer: Writer
     context: int
-    shards: tuple[int, ...]
+    parts: tuple[int, ...]
     tickets: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
     late: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
     leases: dict[int, tuple[str, float]] = field(default_factory=dict[int, tuple[str, float]])
 
 
 class DepotMachine(RuleBasedStateMachine):
-    """Entries are named (digest, group, shard)."""
+    """Entries are named (digest, group, part)."""
 
     @initialize(
         name=st.sampled_from(sorted(SPECS)),
@@ -97,14 +97,14 @@ class DepotMachine(RuleBasedStateMachine):
         self.sessions += 1
         writer = Writer(1000 + self.sessions, 1)
         rank = self.sessions % 2
-        shards = tuple(rank if group.num_shards > 1 else 0 for group in self.groups)
-        details = tuple(m.GroupDetail((PAGE * (2 if g else 1),), 8, shard=s) for g, s in enumerate(shards))
+        parts = tuple(rank << 16 if group.layers > 1 else 0 for group in self.groups)
+        details = tuple(m.GroupDetail((PAGE * (2 if g else 1),), 8, part=s) for g, s in enumerate(parts))
         request = m.RegisterKVCache(
             m.PROTOCOL_VERSION, f"engine-{self.sessions}", rank, 2, "none", "none", "model", self.spec, details
         )
         reply = self.depot.handle(self.sessions, writer, request)
         assert isinstance(reply, m.Registered)
-        self.workers.append(Worker(self.sessions, writer, reply.context, shards))
+        self.workers.append(Worker(self.sessions, writer, reply.context, parts))
 
     def ask(self, worker: Worker, request: frames.Request) -> Any:
         return self.depot.handle(worker.session, worker.writer, request)
@@ -119,7 +119,7 @@ class DepotMachine(RuleBasedStateMachine):
 
     def whole(self, run: KeyRun, chunk: int, group: int) -> bool:
         digest = self.digest(run, chunk)
-        return all((digest, group, shard) in self.sealed for shard in range(self.groups[group].num_shards))
+        return all((digest, group, shard << 16) in self.sealed for shard in range(self.groups[group].layers))
 
     def usable(self, run: KeyRun, length: int) -> bool:
         """Whether a prefix of that many chunks has everything that comes after it needs."""
@@ -133,7 +133,7 @@ class DepotMachine(RuleBasedStateMachine):
         return next(length for length in range(run.num_chunks, -1, -1) if self.usable(run, length))
 
     def in_table(self, state: int) -> set[Entry]:
-        return {(r.key, r.group, r.shard) for r in self.index.table.records() if r.state == state}
+        return {(r.key, r.group, r.part) for r in self.index.table.records() if r.state == state}
 
     def learn_late(self) -> None:
         """Take the depot's word for which stores are over before their workers ended them: no chunk is theirs then."""
@@ -214,7 +214,7 @@ class DepotMachine(RuleBasedStateMachine):
         self.learn_evictions()
         self.learn_late()
         entries: list[Entry] = [
-            (self.digest(run, chunk), group, worker.shards[group])
+            (self.digest(run, chunk), group, worker.parts[group])
             for chunk, group, _, _, _, _, _, _ in m.EXTENT.iter_unpack(plan.extents)
         ]
         assert not set(entries) & (self.sealed | self.writing), "an entry was given to two writers"
@@ -273,7 +273,7 @@ class DepotMachine(RuleBasedStateMachine):
         covered = tuple(min(run.num_chunks, WINDOWS[group.kind]) for group in self.groups)
         plan = self.ask(worker, m.PrepareRetrieve(worker.context, "r", run.digests, run.first_chunk, covered))
         for chunk, group, _, record, _, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
-            assert (self.digest(run, chunk), group, worker.shards[group]) in self.sealed
+            assert (self.digest(run, chunk), group, worker.parts[group]) in self.sealed
             assert self.index.table.header(record) == header
             assert self.index.table.extent(record) == (offset, num_bytes)
         if plan.lease:

@@ -138,7 +138,7 @@ def test_a_handler_that_raises_gives_an_error_reply(depot: DepotProcess, raw: Ra
         registration(m.CacheSpec(64, (m.GroupShape(GroupKind.SLIDING_WINDOW, 16),), "bytes")),
         registration(m.CacheSpec(64, (m.GroupShape(FULL, 16, 128),), "bytes")),
         registration(details=(DETAIL, DETAIL)),
-        registration(details=(m.GroupDetail((64,), 8, shard=1),)),
+        registration(details=(m.GroupDetail((64,), 8, part=1 << 16),)),
         registration(rank=3, world_size=2),
     ],
 )
@@ -155,7 +155,7 @@ def test_other_pages_under_the_same_spec_are_refused(peer: Peer, bystander: Peer
 
 @pytest.mark.promise(7)
 def test_another_protocol_version_is_refused_in_one_line_that_names_both(peer: Peer, depot: DepotProcess) -> None:
-    with pytest.raises(RemoteError, match=r"protocol 99, this depot 3") as caught:
+    with pytest.raises(RemoteError, match=r"protocol 99, this depot 4") as caught:
         peer.ask(registration(version=99))
     assert caught.value.code is ErrorCode.VERSION_MISMATCH
     for version in (m.PROTOCOL_VERSION - 1, 99):
@@ -166,7 +166,7 @@ def test_another_protocol_version_is_refused_in_one_line_that_names_both(peer: P
             reply = frames.decode_session_reply(connection.recv(4096)[4:])
         assert isinstance(reply, m.ErrorReply)
         assert reply.code is ErrorCode.VERSION_MISMATCH
-        assert f"protocol {version}, this depot 3" in reply.message
+        assert f"protocol {version}, this depot 4" in reply.message
 
 
 def test_what_was_not_prepared_cannot_be_committed(peer: Peer, bystander: Peer) -> None:

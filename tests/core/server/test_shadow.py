@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from blake3 import blake3
 
-from kvdepot.index.entries import NewRun, ShardPlace
+from kvdepot.index.entries import NewRun, PartPlace
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import MOST_EVICTED, ChunkIndex
 from kvdepot.layout import GroupKind
@@ -17,7 +17,7 @@ from kvdepot.wire.histogram import NUM_BUCKETS, Histogram
 from kvdepot.wire.messages import CacheSpec, GroupShape
 
 CHUNK = 4096
-PLACE = ShardPlace(0, 0, CHUNK, 0)
+PLACE = PartPlace(0, 0, CHUNK, 0)
 SPEC = CacheSpec(1, (GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
 
 

@@ -38,7 +38,7 @@ PAGE = 4096
 NUM_RECORDS = 256
 FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
 PLAIN = (m.GroupShape(FULL, 1),)
-SHARDED = (m.GroupShape(FULL, 1, num_shards=2),)
+SHARDED = (m.GroupShape(FULL, 1, layers=2),)
 WINDOWS = (m.GroupShape(WINDOW, 1, window_tokens=3),)
 HYBRID = (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1))
 
@@ -94,7 +94,7 @@ class Bench:
 
     def register(self, shard: int, session: int = 1, model: str = "model") -> int:
         details = tuple(
-            m.GroupDetail((PAGE,), 8, shard=shard if group.num_shards > 1 else 0) for group in self.spec.groups
+            m.GroupDetail((PAGE,), 8, part=shard << 16 if group.layers > 1 else 0) for group in self.spec.groups
         )
         request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", shard, 2, "none", "none", model, self.spec, details)
         return self.ask(request, session).context
@@ -131,7 +131,7 @@ class Bench:
 
     def shard(self, group: int, rank: int) -> int:
         shapes: tuple[m.GroupShape, ...] = self.spec.groups
-        return rank if shapes[group].num_shards > 1 else 0
+        return rank if shapes[group].layers > 1 else 0
 
     def settle(self) -> None:
         """Let everything that was demoted arrive."""

@@ -43,7 +43,14 @@ def cache_group(plan: GroupPlan, pages: list[Any]) -> CacheGroup:
     is_paired = plan.kind is not STATE and sizes[::2] == sizes[1::2]
     tensors = [TensorTuple(pages[place : place + 2]) for place in range(0, len(pages), 2)] if is_paired else pages
     return CacheGroup(
-        tensors, plan.block_tokens, plan.kind, plan.window_tokens, plan.shard, plan.num_shards, is_mla=not is_paired
+        tensors,
+        plan.block_tokens,
+        plan.kind,
+        plan.window_tokens,
+        plan.part,
+        plan.plane,
+        plan.rows,
+        is_mla=not is_paired,
     )
 
 

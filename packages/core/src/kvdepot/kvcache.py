@@ -5,7 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, default_chunk_tokens
+from kvdepot.layout import (
+    ONE_CELL,
+    THAT_CELL,
+    CacheLayout,
+    GroupKind,
+    LayerGroup,
+    PageLayout,
+    Part,
+    Plane,
+    default_chunk_tokens,
+)
 from kvdepot.pool.files import PoolMemory
 from kvdepot.wire.messages import PROTOCOL_VERSION, GroupDetail, RegisterKVCache, spec_of
 
@@ -77,14 +87,18 @@ class CacheGroup:
     `__array_interface__`. Blocks may be padded or interleaved with those of other layers, but the bytes of one block of
     one tensor are contiguous. If they are not in the order of the tensor's dimensions, `KVCache.format` names the
     order. The other fields describe the group to the depot and its operator.
+
+    A tensor's block is `(rows, heads of the part, bytes)`. Workers whose parts share heads read each other's entries.
+    Give a plane of several heads only if a head's bytes in a row are the same whatever other heads lie beside it.
     """
 
     tensors: Sequence[Any]
     block_tokens: int
     kind: GroupKind = GroupKind.FULL_ATTENTION
     window_tokens: int = 0
-    shard: int = 0
-    num_shards: int = 1
+    part: Part = THAT_CELL  # of the plane: what this worker holds
+    plane: Plane = ONE_CELL
+    rows: int = 1
     num_layers: int = 0  # 0: one a tensor
     physical_block_tokens: int = 0  # 0: the same as the logical block
     compress_ratio: int = 1
@@ -128,8 +142,9 @@ class KVCache:
                 group.block_tokens,
                 tuple(map(pages_of, group.tensors)),
                 group.window_tokens,
-                group.shard,
-                group.num_shards,
+                group.part,
+                group.plane,
+                group.rows,
             )
             for group in self.groups
         )
@@ -161,7 +176,8 @@ class KVCache:
         return GroupDetail(
             page_sizes_bytes=tuple(page.page_size_bytes for page in layer_group.pages),
             num_blocks=layer_group.num_blocks,
-            shard=group.shard,
+            part=group.part.number,
+            rows=group.rows,
             physical_block_tokens=group.physical_block_tokens,
             compress_ratio=group.compress_ratio,
             num_layers=group.num_layers or len(group.tensors),

@@ -4,16 +4,23 @@ An engine keeps KV in **blocks** of tokens. Each layer has one **page** of opaqu
 block table form a **layer group**. A **chunk** has `chunk_tokens` tokens: `blocks_per_chunk` whole blocks in each
 group. In the pool, the bytes of a chunk and group are ordered by layer, then by block:
 `(num_pages, blocks_per_chunk, page_size_bytes)`.
+
+The layers and heads of a group over the whole model are its **plane**. A worker holds a **part** of it, a rectangle.
+Workers of engines with other ranks hold other parts; the cells that two parts share are the same bytes.
 """
 
 import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 from kvdepot.errors import LayoutError
 
 MINIMUM_CHUNK_TOKENS = 64
+MAXIMUM_HEADS = 256  # of a plane: a part's number has 8 bits for its first head
+MAXIMUM_CELLS = 65_536  # of a plane
 
 
 class GroupKind(enum.StrEnum):
@@ -22,6 +29,59 @@ class GroupKind(enum.StrEnum):
     FULL_ATTENTION = "full_attention"  # every chunk
     SLIDING_WINDOW = "sliding_window"  # the chunks that the window reaches back to
     RECURRENT = "recurrent"  # the state at the end: one block per chunk
+
+
+class Plane(NamedTuple):
+    """Layers and heads of one group over the whole model.
+
+    Pages that cannot be cut are **opaque**: their plane has a layer for each rank, and one head.
+    """
+
+    layers: int = 1
+    heads: int = 1
+
+
+class Part(NamedTuple):
+    """The rectangle of a plane that one worker holds. Messages, records and keys of tiers carry its number."""
+
+    first_layer: int = 0
+    num_layers: int = 1
+    first_head: int = 0
+    num_heads: int = 1
+
+    @classmethod
+    def of(cls, number: int) -> "Part":
+        """Return the part with this number."""
+        return cls(number >> 16 & 0xFFFF, (number >> 32) + 1, number & 0xFF, (number >> 8 & 0xFF) + 1)
+
+    @property
+    def number(self) -> int:
+        """48 bits: the first head, the heads less one, the first layer, the layers less one."""
+        return self.first_head | (self.num_heads - 1) << 8 | self.first_layer << 16 | (self.num_layers - 1) << 32
+
+    @property
+    def num_cells(self) -> int:
+        """Layers times heads."""
+        return self.num_layers * self.num_heads
+
+    def is_in(self, plane: Plane) -> bool:
+        """Whether all cells of the part are in a plane."""
+        return (
+            0 <= self.first_layer < self.first_layer + self.num_layers <= plane.layers
+            and 0 <= self.first_head < self.first_head + self.num_heads <= plane.heads
+        )
+
+
+ONE_CELL: Final = Plane()
+THAT_CELL: Final = Part()
+
+
+@lru_cache(4096)
+def mask_of(number: int, heads: int) -> int:
+    """Return a bit for each cell of a part, in a plane of `heads`: bit `layer * heads + head`."""
+    part = Part.of(number)
+    row = (1 << part.num_heads) - 1 << part.first_head
+    return sum(row << layer * heads for layer in range(part.first_layer, part.first_layer + part.num_layers))
 
 
 def default_chunk_tokens(block_tokens: Iterable[int], minimum: int = MINIMUM_CHUNK_TOKENS) -> int:
@@ -80,15 +140,19 @@ class LayerGroup:
     """Layers of one worker that share a block table.
 
     `pages` has one layout per layer, in the order of a chunk; a layer with separate keys and values has two. This
-    worker holds `shard` of `num_shards`. Ranks with the same bytes (MLA) have the same shard.
+    worker holds `part` of the `plane`. Ranks with the same bytes (MLA, replicas) have the same part.
+
+    A page is `(rows, heads of the part, bytes)`: one row if heads are outermost in it, one for each token if tokens
+    are.
     """
 
     kind: GroupKind
     block_tokens: int
     pages: tuple[PageLayout, ...]
     window_tokens: int = 0  # sliding window only
-    shard: int = 0
-    num_shards: int = 1
+    part: Part = THAT_CELL
+    plane: Plane = ONE_CELL
+    rows: int = 1
 
     def __post_init__(self) -> None:
         if self.block_tokens <= 0:
@@ -97,8 +161,15 @@ class LayerGroup:
             raise LayoutError("a layer group without layers")
         if len({page.num_blocks for page in self.pages}) != 1:
             raise LayoutError(f"layers of one group have {sorted({page.num_blocks for page in self.pages})} blocks")
-        if not 0 <= self.shard < self.num_shards:
-            raise LayoutError(f"shard {self.shard} of {self.num_shards}")
+        if not self.part.is_in(self.plane):
+            raise LayoutError(f"{self.part} of {self.plane}")
+        if len(self.pages) % self.part.num_layers or any(
+            page.page_size_bytes % (self.rows * self.part.num_heads) for page in self.pages
+        ):
+            raise LayoutError(
+                f"{len(self.pages)} pages of {sorted({page.page_size_bytes for page in self.pages})} bytes are not"
+                f" {self.rows} rows of each cell of {self.part}"
+            )
         if (self.kind is GroupKind.SLIDING_WINDOW) != (self.window_tokens > 0):
             raise LayoutError(f"a {self.kind} group with a window of {self.window_tokens} tokens")
 
@@ -119,6 +190,14 @@ class LayerGroup:
     def chunk_size_bytes(self, chunk_tokens: int) -> int:
         """Return the bytes of one chunk of this group on this worker."""
         return self.block_size_bytes * self.blocks_per_chunk(chunk_tokens)
+
+    def readable_bytes(self, part: Part, chunk_tokens: int) -> int:
+        """Return the bytes of a chunk that a worker with another part stored; 0 if this worker cannot use them."""
+        mine = self.part
+        is_beside = (part.first_layer, part.num_layers) == (mine.first_layer, mine.num_layers)
+        if not is_beside or not part.is_in(self.plane) or not heads_of_both(mine, part):
+            return 0
+        return self.chunk_size_bytes(chunk_tokens) // mine.num_heads * part.num_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +237,12 @@ class CacheLayout:
             for group in self.groups
             if group.kind is not GroupKind.RECURRENT
         )
+
+
+def heads_of_both(mine: Part, other: Part) -> range:
+    """Return the heads that two parts have in common."""
+    first = max(mine.first_head, other.first_head)
+    return range(first, min(mine.first_head + mine.num_heads, other.first_head + other.num_heads))
 
 
 def window_chunks(window_tokens: int, chunk_tokens: int) -> int:

@@ -1,6 +1,6 @@
 """A worker's KV cache, named so that a mover can open it: which allocations, and where the pages lie in them."""
 
-from kvdepot.layout import CacheLayout, LayerGroup, PageLayout
+from kvdepot.layout import CacheLayout, LayerGroup, PageLayout, Part, Plane
 from kvdepot.wire.messages import MAXIMUM_ALLOCATIONS, MoverOffer, PagePlace, RegisterKVCache
 from kvdepot_cuda.driver import Driver, DriverError
 
@@ -49,8 +49,9 @@ def layout_of(registration: RegisterKVCache, bases: list[int]) -> CacheLayout:
                 for place, size in zip(places, detail.page_sizes_bytes, strict=True)
             ),
             shape.window_tokens,
-            detail.shard,
-            shape.num_shards,
+            Part.of(detail.part),
+            Plane(shape.layers, shape.heads),
+            detail.rows,
         )
         for shape, detail, places in zip(spec.groups, registration.details, offer.pages, strict=True)
     )

@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from kvdepot.backends import CacheGroup
 from kvdepot.errors import LayoutError
-from kvdepot.layout import GroupKind, default_chunk_tokens
+from kvdepot.layout import GroupKind, Part, Plane, default_chunk_tokens
 from kvdepot.wire.messages import CacheSpec, GroupShape
 from kvdepot_vllm.settings import ASK_VLLM, LEAVE_IT_TO_VLLM
 
@@ -273,8 +273,8 @@ def worker_groups(
                 group.block_tokens,
                 group.kind,
                 group.window_tokens,
-                shard,
-                cache.num_shards,
+                Part(shard),
+                Plane(cache.num_shards),
                 num_layers=len(group.layer_names) if len(layers) == len(tensors) else len(layers),
                 physical_block_tokens=group.block_tokens // ratio,
                 hidden_dims=tuple(int(size) for size in tensors[0].shape[1:])[:8],

@@ -20,7 +20,7 @@ from kvdepot.client.jobs import TransferJob
 from kvdepot.client.verify import Verifier
 from kvdepot.errors import DepotTimeout, DepotUnavailable, KVDepotError, LayoutError
 from kvdepot.keys import KeyRun
-from kvdepot.layout import CacheLayout, GroupKind
+from kvdepot.layout import CacheLayout, GroupKind, Part
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -70,6 +70,13 @@ class Exchange:
             max(1, min(most // len(layout.groups), batch_bytes // sum(layout.chunk_sizes_bytes)))
             for most in (m.MAXIMUM_STORE_ENTRIES, m.MAXIMUM_RETRIEVE_ENTRIES)
         )
+        # Bytes of an entry, by group, heads and layers of its part as in an extent: the worker's own parts, and others
+        # as they come.
+        self._entry_sizes = {
+            (number, group.part.number & 0xFFFF, group.part.number >> 16): size
+            for number, (group, size) in enumerate(zip(layout.groups, layout.chunk_sizes_bytes, strict=True))
+        }
+        self._own = frozenset(self._entry_sizes)
         self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
         self._copy_locks = (threading.RLock(), threading.RLock())  # by direction: held once for each copy under way
 
@@ -108,7 +115,7 @@ class Exchange:
                             return False
                         self._carrier.store(channel, copies)
                     undo.pop_all()
-                job.transfer.num_bytes += _num_bytes(plan.extents)
+                job.transfer.num_bytes += self._num_bytes(plan.extents)
                 checksums = self._verifier.checksums(channel.link, plan.extents)
                 commit = m.CommitStore(channel.link.context, plan.ticket, checksums)
                 commits.append((channel.submit(commit), batch.start))
@@ -173,7 +180,7 @@ class Exchange:
         with retrieval.lease:
             retrieval.copying.close()
             if plan.lease:
-                job.transfer.num_bytes += _num_bytes(plan.extents)
+                job.transfer.num_bytes += self._num_bytes(plan.extents)
                 valid = self._verifier.valid_chunks(channel, plan, retrieval.batch.key.digests)
             else:
                 valid = num_chunks if plan.num_chunks >= num_chunks else 0
@@ -262,24 +269,45 @@ class Exchange:
             num_chunks,
             self._blocks_per_chunk,
         )
-        self._check(copies)
+        self._check(copies, is_store=isinstance(plan, m.StorePlan))
         return copies
 
-    def _check(self, batch: CopyBatch) -> None:
-        """Refuse a plan that names anything but whole entries of this batch."""
-        sizes = self._layout.chunk_sizes_bytes
-        for chunk, group, _, _, _, _, offset, num_bytes in m.EXTENT.iter_unpack(batch.extents):
+    def _check(self, batch: CopyBatch, *, is_store: bool) -> None:
+        """Refuse a plan that names anything but whole entries of this batch; a store fills its own parts only."""
+        sizes = self._entry_sizes
+        for chunk, group, heads, _, layers, _, offset, num_bytes in m.EXTENT.iter_unpack(batch.extents):
+            place = group, heads, layers
             if (
-                group >= len(sizes)
-                or num_bytes != sizes[group]
+                (place not in sizes and not self._learn(place))
+                or (is_store and place not in self._own)
+                or num_bytes != sizes[place]
                 or not batch.first_covered[group] <= chunk < batch.num_chunks
                 or offset + num_bytes > batch.mapping.size_bytes
             ):
                 raise LayoutError(f"the depot named {num_bytes} bytes at {offset} for chunk {chunk} of group {group}")
 
+    def _learn(self, place: tuple[int, int, int]) -> bool:
+        """Note the size of entries of another part; False if this worker cannot read them."""
+        number, heads, layers = place
+        if number >= len(self._layout.groups):
+            return False
+        part = Part.of(layers << 16 | heads)
+        size = self._layout.groups[number].readable_bytes(part, self._layout.chunk_tokens)
+        if size:
+            self._entry_sizes[place] = size
+        return size > 0
 
-def _num_bytes(extents: bytes) -> int:
-    return sum(record[7] for record in m.EXTENT.iter_unpack(extents))
+    def _num_bytes(self, extents: bytes) -> int:
+        """Return the bytes of this worker that a plan covers; several extents may have one chunk of a group."""
+        sizes = self._layout.chunk_sizes_bytes
+        total, last = 0, (-1, -1)
+        chunk: int
+        group: int
+        for chunk, group, _, _, _, _, _, _ in m.EXTENT.iter_unpack(extents):
+            if (chunk, group) != last:
+                total += sizes[group]
+                last = chunk, group
+        return total
 
 
 def _abort(channel: Channel, reply: frames.Reply) -> None:

@@ -69,7 +69,7 @@ class Verifier:
         if wrong:
             logger.error("%d entries of the pool do not have their checksum: misses, and reported", len(wrong))
             with contextlib.suppress(DepotUnavailable):
-                channel.post(m.ReportCorrupt(link.context, tuple(wrong)))
+                channel.post(m.ReportCorrupt(link.context, tuple(wrong[: m.MAXIMUM_RETRIEVE_ENTRIES])))
         return intact
 
 

@@ -6,7 +6,7 @@ the end of a device allocation: a driver may refuse that even if another allocat
 where a registered piece of the pool ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.kvcache import CopyBatch
-from kvdepot.layout import CacheLayout, PageLayout
+from kvdepot.layout import CacheLayout, LayerGroup, PageLayout, Part, heads_of_both
 from kvdepot.wire.messages import EXTENT
 
 Addresses = npt.NDArray[np.uint64]
@@ -22,9 +22,9 @@ EXTENT_DTYPE: Final = np.dtype(
     [
         ("chunk", "<u4"),
         ("group", "<u2"),
-        ("zero", "<u2"),
+        ("heads", "<u2"),
         ("record", "<u4"),
-        ("zero2", "<u4"),
+        ("layers", "<u4"),
         ("header", "<u8"),
         ("offset", "<u8"),
         ("num_bytes", "<u8"),
@@ -58,17 +58,20 @@ class BatchRuns:
 
     def __init__(self, layout: CacheLayout) -> None:
         self.starts = _starts_of([page for group in layout.groups for page in group.pages])
+        self._layout = layout
         self._groups = [
             _GroupAddresses.of(group.pages, group.blocks_per_chunk(layout.chunk_tokens)) for group in layout.groups
         ]
 
     def of(self, batch: CopyBatch) -> Runs:
-        """Return a run for every page of the batch, in the order of its extents."""
+        """Return a run for every page of the batch, in the order of its extents.
+
+        An extent of another part has a run for every row of a page: the heads that both parts have.
+        """
         records = np.frombuffer(batch.extents, EXTENT_DTYPE)
         parts: list[Runs] = []
-        for number, group in enumerate(self._groups):
-            mine = records[records["group"] == number]
-            if len(mine):
+        for number in range(len(self._groups)):
+            for group, mine in self._by_part(number, records[records["group"] == number]):
                 chunks = mine["chunk"].astype(np.int64)
                 places = np.arange(group.blocks_per_chunk)
                 rows = (chunks - batch.first_covered[number])[:, None] * group.blocks_per_chunk
@@ -82,6 +85,19 @@ class BatchRuns:
             np.concatenate([empty, *(part.offsets for part in parts)]),
             np.concatenate([empty, *(part.sizes for part in parts)]),
         )
+
+    def _by_part(self, number: int, records: npt.NDArray[Any]) -> "Iterator[tuple[_GroupAddresses, npt.NDArray[Any]]]":
+        """Yield the records of a group by their part, with the pages cut for it."""
+        group, own = self._layout.groups[number], self._groups[number]
+        heads = records["heads"]
+        is_own = heads == group.part.number & 0xFFFF
+        if is_own.all():
+            if len(records):
+                yield own, records
+            return
+        for each in np.unique(heads).tolist():
+            part = Part.of(group.part.number >> 16 << 16 | each)
+            yield own if part == group.part else own.cut(group, part), records[heads == each]
 
 
 def merge(runs: Runs, starts: Addresses | None = None) -> Runs:
@@ -139,6 +155,7 @@ class _GroupAddresses:
     strides: Addresses
     page_sizes: Addresses
     run_offsets: Addresses  # of each page's bytes within an extent
+    steps: Addresses  # within an extent, from a page of one block to that of the next
 
     @classmethod
     def of(cls, pages: Sequence[PageLayout], blocks_per_chunk: int) -> "_GroupAddresses":
@@ -149,10 +166,32 @@ class _GroupAddresses:
             np.array([page.stride_bytes for page in pages], np.uint64),
             sizes,
             (np.cumsum(sizes) - sizes) * np.uint64(blocks_per_chunk),
+            sizes,
+        )
+
+    def cut(self, group: LayerGroup, part: Part) -> "_GroupAddresses":
+        """Return the rows of these pages instead, each cut to the heads that are also in another part of the layers.
+
+        An extent of that part has the same pages and rows, with its heads.
+        """
+        mine, rows, both = group.part, group.rows, heads_of_both(group.part, part)
+        page = np.repeat(np.arange(len(self.page_sizes)), rows)
+        row = np.tile(np.arange(rows, dtype=np.uint64), len(self.page_sizes))
+        of_head = self.page_sizes[page] // np.uint64(rows * mine.num_heads)
+        of_page = of_head * np.uint64(rows * part.num_heads)
+        before_page = self.run_offsets[page] // np.uint64(mine.num_heads) * np.uint64(part.num_heads)
+        return _GroupAddresses(
+            self.blocks_per_chunk,
+            self.addresses[page]
+            + (row * np.uint64(mine.num_heads) + np.uint64(both.start - mine.first_head)) * of_head,
+            self.strides[page],
+            of_head * np.uint64(len(both)),
+            before_page + (row * np.uint64(part.num_heads) + np.uint64(both.start - part.first_head)) * of_head,
+            of_page,
         )
 
     def runs(self, ids: Addresses, extents: Addresses, wanted: npt.NDArray[np.bool_]) -> Runs:
-        """Return one run a page.
+        """Return one run a page or a row.
 
         Args:
             ids: block ids, `(num_chunks, blocks_per_chunk)`.
@@ -161,7 +200,7 @@ class _GroupAddresses:
         """
         places = np.arange(self.blocks_per_chunk, dtype=np.uint64)
         blocks = self.addresses[:, None] + ids[:, None, :] * self.strides[:, None]
-        offsets = extents[:, None, None] + self.run_offsets[:, None] + places * self.page_sizes[:, None]
+        offsets = extents[:, None, None] + self.run_offsets[:, None] + places * self.steps[:, None]
         shape: Any = blocks.shape
         chosen = np.broadcast_to(wanted[:, None, :], shape)
         return Runs(blocks[chosen], offsets[chosen], np.broadcast_to(self.page_sizes[:, None], shape)[chosen])

@@ -14,7 +14,7 @@ Modules import only those above them in this list:
 - `leases`, `pins`: prefixes that requests and operators keep.
 """
 
-from kvdepot.index.entries import NewRun, ShardPlace, pack_extent
+from kvdepot.index.entries import NewRun, PartPlace, pack_extent
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.index import MOST_EVICTED, ChunkIndex
 from kvdepot.index.leases import Lease, LeaseTable
@@ -25,6 +25,19 @@ from kvdepot.index.space import Space, digest_of
 from kvdepot.index.tree import NO_NODE
 
 __all__ = [
-    "MOST_EVICTED", "NO_NODE", "POLICIES", "ChunkIndex", "Lease", "LeaseTable", "NewRun", "Pin", "PinTable",
-    "QuotaTable", "ShardPlace", "Space", "digest_of", "pack_extent", "usable_prefix",
+    "MOST_EVICTED",
+    "NO_NODE",
+    "POLICIES",
+    "ChunkIndex",
+    "Lease",
+    "LeaseTable",
+    "NewRun",
+    "PartPlace",
+    "Pin",
+    "PinTable",
+    "QuotaTable",
+    "Space",
+    "digest_of",
+    "pack_extent",
+    "usable_prefix",
 ]  # fmt: skip

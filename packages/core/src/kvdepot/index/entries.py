@@ -1,4 +1,4 @@
-"""Entries: one node x layer group x shard each, with an extent of the pool and a record of the table.
+"""Entries: one node x layer group x part each, with an extent of the pool and a record of the table.
 
 A record is free, being written, sealed, abandoned (its chunk can be stored again, but something may still write to its
 extent) or lingering (removed while a tier copies it).
@@ -14,6 +14,7 @@ from kvdepot.index.columns import make_column
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.space import Space
 from kvdepot.index.tree import NO_NODE, Nodes
+from kvdepot.layout import Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 from kvdepot.wire.messages import EXTENT
@@ -22,16 +23,22 @@ _NO_LABEL: Final = 1 << 32  # more than a record can have
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPlace:
-    """One shard of one layer group of one model: the place of its entries, and their form."""
+class PartPlace:
+    """One part of one layer group of one model: the place of its entries, and their form."""
 
     group: int
-    shard: int
+    part: int  # number of a `Part`
     num_bytes: int
-    layout: int  # 64 bits of a digest of the page sizes: another layout is a miss
+    check: int  # 32 bits of a digest of a cell's page sizes: entries with another one are a miss
+
+    @property
+    def num_cells(self) -> int:
+        """Layers times heads of the part."""
+        return Part.of(self.part).num_cells
 
 
-Wanted: TypeAlias = tuple[int, ShardPlace]  # an entry: its chunk within a run, and its place
+Extent: TypeAlias = tuple[int, int, int, int]  # record, header once sealed, offset and payload bytes of an entry
+Wanted: TypeAlias = tuple[int, PartPlace]  # an entry: its chunk within a run, and its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +59,8 @@ class Begun:
     """An entry that is being written."""
 
     chunk: int  # within its run
-    place: ShardPlace
-    extent: tuple[int, int, int, int]  # record, header once sealed, offset and payload bytes
+    place: PartPlace
+    extent: Extent
 
     @property
     def record(self) -> int:
@@ -70,10 +77,10 @@ class Reserved:
     num_declined: int
 
 
-def pack_extent(chunk: int, group: int, extent: tuple[int, int, int, int]) -> bytes:
-    """Return the packed `EXTENT` of `(record, header, offset, bytes)`."""
+def pack_extent(chunk: int, group: int, part: int, extent: Extent) -> bytes:
+    """Return the packed `EXTENT` of an entry that holds a part."""
     record, header, offset, num_bytes = extent
-    return EXTENT.pack(chunk, group, 0, record, 0, header, offset, num_bytes)
+    return EXTENT.pack(chunk, group, part & 0xFFFF, record, part >> 16, header, offset, num_bytes)
 
 
 class Entries:
@@ -120,15 +127,28 @@ class Entries:
         """Whether a node has a sealed entry, so that its eviction policy knows it."""
         return any(self.is_sealed(record) for record in self.of(node))
 
-    def find(self, node: int, group: int, shard: int) -> int | None:
+    def find(self, node: int, group: int, part: int) -> int | None:
         """Return the record of an entry, sealed or being written; None without such an entry."""
-        place = group, shard
+        place = group, part
         record = self._first[node]
         while record != NO_RECORD:
             if self._table.place_of(record) == place:
                 return record
             record = self._next[record]
         return None
+
+    def has(self, node: int, group: int, part: int) -> bool:
+        """Whether all cells of a part are here or being written, in one entry or in several."""
+        place, heads, here = (group, part), self._nodes.space_of(node).heads[group], 0
+        record = self._first[node]
+        while record != NO_RECORD:
+            other = self._table.place_of(record)
+            if other == place:
+                return True
+            if other[0] == group:
+                here |= mask_of(other[1], heads)
+            record = self._next[record]
+        return here != 0 and not mask_of(part, heads) & ~here
 
     def missing(self, space: Space, nodes: Sequence[int], wanted: Sequence[Wanted]) -> tuple[list[Wanted], int]:
         """Return the wanted entries of a run that can be begun, and how many others are here or being written.
@@ -143,7 +163,7 @@ class Entries:
             if chunk >= len(nodes):
                 break
             if nodes[chunk] != NO_NODE:
-                if self.find(nodes[chunk], place.group, place.shard) is not None:
+                if self.has(nodes[chunk], place.group, place.part):
                     num_present += 1
                     continue
             elif chunk and space.full_mask and nodes[chunk - 1] == NO_NODE and last < chunk - 1:
@@ -152,28 +172,56 @@ class Entries:
             missing.append(each)
         return missing, num_present
 
-    def extent_of(self, node: int, group: int, shard: int, layout: int) -> tuple[int, int, int, int] | None:
-        """Return record, header, offset and bytes of a sealed entry with this layout; None without such an entry."""
-        record = self.find(node, group, shard)
-        if record is None or self._table.layout_of(record) != layout:
+    def extent_of(self, node: int, place: PartPlace) -> Extent | None:
+        """Return a sealed entry of this place; None without such an entry."""
+        record = self.find(node, place.group, place.part)
+        if record is None or self._table.check_of(record) != place.check:
             return None
         return self._table.sealed_entry(record)
+
+    def cover(self, node: int, place: PartPlace) -> list[tuple[int, Extent]]:
+        """Return sealed entries, with their parts, that have all cells of a part together; nothing if some lack.
+
+        Each adds as many cells as any other could, so they are few.
+        """
+        heads = self._nodes.space_of(node).heads[place.group]
+        missing, left = mask_of(place.part, heads), list[tuple[int, int]]()
+        for record in self.of(node):
+            group, part = self._table.place_of(record)
+            if group == place.group and self.is_sealed(record) and self._table.check_of(record) == place.check:
+                left.append((part, record))
+        found: list[tuple[int, Extent]] = []
+        while missing and left:
+            part, record = max(left, key=lambda each: (mask_of(each[0], heads) & missing).bit_count())
+            if not mask_of(part, heads) & missing:
+                return []
+            left.remove((part, record))
+            missing &= ~mask_of(part, heads)
+            found.append((part, (record, self._table.header(record), *self._table.extent(record))))
+        return [] if missing else found
 
     def node_of(self, record: int) -> int:
         """Return the node of a record in use, `NO_NODE` if it was abandoned."""
         return self._node_of[record]
 
     def is_whole(self, record: int) -> int:
-        """Return the bit of the record's group if all shards of that are sealed, else 0."""
-        return self._whole_bit(self._node_of[record], self._table.place_of(record)[0])
+        """Return the bit of the record's group if all cells of that are sealed, else 0."""
+        group, part = self._table.place_of(record)
+        return self.whole_bit(self._node_of[record], group, part)
 
-    def _whole_bit(self, node: int, group: int) -> int:
-        num_shards = self._nodes.space_of(node).spec.groups[group].num_shards
-        if num_shards > 1:
-            here = sum(self.is_sealed(other) and self._table.place_of(other)[0] == group for other in self.of(node))
-            if here < num_shards:
-                return 0
-        return 1 << group
+    def whole_bit(self, node: int, group: int, sealed: int | None = None) -> int:
+        """Return the bit of a group if all cells of its plane are sealed, else 0. The part `sealed` is."""
+        space = self._nodes.space_of(node)
+        missing, heads = space.cells[group], space.heads[group]
+        if sealed is not None:
+            missing &= ~mask_of(sealed, heads)
+        record = self._first[node]
+        while missing and record != NO_RECORD:
+            number, part = self._table.place_of(record)
+            if number == group and self._table.is_sealed(record):
+                missing &= ~mask_of(part, heads)
+            record = self._next[record]
+        return 0 if missing else 1 << group
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -214,13 +262,13 @@ class Entries:
                 record,
                 space=run.space.number,
                 group=place.group,
-                shard=place.shard,
+                part=place.part,
                 offset=offset,
                 num_bytes=num_bytes,
                 key=key,
                 parent=(tree.keys[parent] or b"")[:PARENT_BYTES] if parent != NO_NODE else b"",
                 depth=run.first_chunk + chunk,
-                layout=place.layout,
+                check=place.check,
                 label=run.label,
                 writer=run.writer,
                 owner=run.owner,
@@ -245,11 +293,11 @@ class Entries:
             is_alone = self._first[node] == record and self._next[record] == NO_RECORD  # the common case
             is_first = is_alone or not self.has_sealed(node)
             table.seal(record, now, checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES] or bytes(OWNER_BYTES))
-            (group, _), (_, num_bytes) = table.place_of(record), table.extent(record)
+            (group, part), (_, num_bytes) = table.place_of(record), table.extent(record)
             share, self._writing_share[record] = self._writing_share[record], 0
             if share:
                 self._quotas.writing_bytes[share - 1] -= extent_size(num_bytes)
-            sealed.append((node, is_first, self._whole_bit(node, group)))
+            sealed.append((node, is_first, self.whole_bit(node, group, part)))
         self.num_sealed += len(records)
         return sealed
 
@@ -395,9 +443,8 @@ class Entries:
         places = [self._table.place_of(record) for record in own]
         require(len(places) == len(set(places)), f"node {node} has an entry twice")
         whole = 0
-        for number, group in enumerate(space.spec.groups):
-            here = sum(self.is_sealed(r) and place[0] == number for r, place in zip(own, places, strict=True))
-            whole |= (here == group.num_shards) << number
+        for number in range(len(space.spec.groups)):
+            whole |= self.whole_bit(node, number)
         require(whole == sealed_groups, f"node {node} has other groups than it says")
         num_writing = sum(not self.is_sealed(record) for record in own)
         require(tree.holds[node] >= num_writing, f"node {node} is not held for {num_writing} unfinished entries")

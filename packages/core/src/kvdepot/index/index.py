@@ -179,7 +179,8 @@ class ChunkIndex:
         node = self.entries.node_of(record)
         group, _ = self.table.place_of(record)
         self.entries.remove(record)
-        self.visibility.lose(node, group)
+        if not self.entries.whole_bit(node, group):
+            self.visibility.lose(node, group)
         if not self.entries.is_ghost(node):
             return
         if self.nodes.tree.evictable(node):

@@ -13,6 +13,7 @@ from typing import Final
 from kvdepot.index.columns import make_column
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE
+from kvdepot.layout import Part, Plane
 from kvdepot.pool.extents import sorted_runs
 from kvdepot.pool.table import FREE, PARENT_BYTES, SEALED, WRITING, Record
 from kvdepot.wire.messages import CacheSpec
@@ -158,7 +159,10 @@ class Restoring:
         space = nodes.spaces[record.space]
         suffix = space.number.to_bytes(4, "little")
         name = record.key[:PARENT_BYTES] + suffix
-        if record.group >= len(space.spec.groups) or record.shard >= space.spec.groups[record.group].num_shards:
+        if record.group >= len(space.spec.groups):
+            return False
+        shape = space.spec.groups[record.group]
+        if not Part.of(record.part).is_in(Plane(shape.layers, shape.heads)):
             return False
         parent = above.get(record.parent + suffix, NO_NODE)
         if space.full_mask and record.depth and parent == NO_NODE:
@@ -172,7 +176,7 @@ class Restoring:
             nodes.last_use[node] = 0
             self.nodes.append(node)
             level[name] = node
-        elif nodes.depth[node] != record.depth or entries.find(node, record.group, record.shard) is not None:
+        elif nodes.depth[node] != record.depth or entries.find(node, record.group, record.part) is not None:
             return False
         entries.restore(record, node)
         nodes.last_use[node] = max(nodes.last_use[node], record.last_use)

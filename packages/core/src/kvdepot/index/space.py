@@ -28,10 +28,14 @@ class Space:
     # (bit, chunks needed before a boundary), the smallest first
     windows: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     chunks_needed: list[int] = field(default_factory=list[int])  # by group: before a boundary; 0: all of them
+    heads: list[int] = field(default_factory=list[int])  # by group, as the next one: of its plane
+    cells: list[int] = field(default_factory=list[int])  # a bit for each cell of its plane (`mask_of`)
 
     def __post_init__(self) -> None:
         self.digest = digest_of(self.spec)
         for number, group in enumerate(self.spec.groups):
+            self.heads.append(group.heads)
+            self.cells.append((1 << group.layers * group.heads) - 1)
             if group.kind is GroupKind.FULL_ATTENTION:
                 self.full_mask |= 1 << number
                 self.chunks_needed.append(0)

@@ -1,9 +1,9 @@
 """Visibility: the chunks that a lookup finds.
 
-A chunk is complete when every shard of every full-attention group of it is sealed. It is visible when it is complete
-and the chunks before it are visible. Visible chunks are prefix-closed with full attention, so a lookup probes about ten
-chunks of 512. The exception is a chunk that was removed from the middle because its bytes are wrong: it is broken, the
-chunks after it stay marked, and a lookup ends at it.
+A chunk is complete when sealed entries have every cell of every full-attention group of it. It is visible when it is
+complete and the chunks before it are visible. Visible chunks are prefix-closed with full attention, so a lookup probes
+about ten chunks of 512. The exception is a chunk that was removed from the middle because its bytes are wrong: it is
+broken, the chunks after it stay marked, and a lookup ends at it.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Visibility:
         self._on_shown = on_shown
         self._on_hidden = on_hidden
         self.is_visible = make_column("B", nodes.tree.capacity)
-        self.sealed_groups = make_column("Q", nodes.tree.capacity)  # bit g: all shards of group g are sealed
+        self.sealed_groups = make_column("Q", nodes.tree.capacity)  # bit g: all cells of group g are sealed
         self.broken: set[int] = set()  # nodes that were visible; those after them may still be marked
         self._waiting: dict[int, set[int]] = {}  # complete nodes, by their invisible parent
 
@@ -62,7 +62,7 @@ class Visibility:
                 pending += self._waiting.pop(node, ())
 
     def lose(self, node: int, group: int) -> None:
-        """Note that a group of a node lost an entry."""
+        """Note that a group of a node is not whole any more."""
         self.sealed_groups[node] &= ~(1 << group)
         if self.is_visible[node] and not self.is_complete(node):
             self._hide(node)

@@ -158,8 +158,8 @@ def _describe_sizes(context: o.ContextStatus, pool_bytes: int) -> str:
     text = f"{format_size(context.bytes_per_token)} a token"
     if states:
         text += f", {format_size(sum(group.block_size_bytes for group in states))} a state"
-    prompt = sum(group.num_shards * group.bytes_per_token * _PROMPT_TOKENS for group in context.groups)
-    prompt += sum(group.num_shards * group.block_size_bytes for group in states)
+    prompt = sum(group.num_parts * group.bytes_per_token * _PROMPT_TOKENS for group in context.groups)
+    prompt += sum(group.num_parts * group.block_size_bytes for group in states)
     if not prompt:
         return text
     return f"{text}; the pool holds about {counted(int(pool_bytes // prompt), 'prompt')} of {_PROMPT_TOKENS:,} tokens"
@@ -194,8 +194,8 @@ def _describe_group(number: int, group: o.GroupStatus) -> str:
         parts.append(f"physical blocks of {group.physical_block_tokens}")
     if group.window_tokens:
         parts.append(f"window {group.window_tokens}")
-    if group.num_shards > 1:
-        parts.append(f"shard {group.shard} of {group.num_shards}")
+    if group.part:
+        parts.append(group.part)
     if group.is_mla:
         parts.append("MLA")
     if group.compress_ratio > 1:

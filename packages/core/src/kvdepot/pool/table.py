@@ -22,7 +22,7 @@ from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
 
 RECORD_BYTES: Final = 128
 HEADER_PAGE_BYTES: Final = 4096
-TABLE_VERSION: Final = 3
+TABLE_VERSION: Final = 4
 NO_RECORD: Final = 0xFFFFFFFF
 PARENT_BYTES: Final = 16  # of the parent's key: enough to find it among the chunks of one depth
 OWNER_BYTES: Final = 16
@@ -38,15 +38,17 @@ MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
 _GENERATION: Final = 8  # the word of the header page that ties the table to its pool
 _HOLDER_OFFSET: Final = 128  # in the header page: bytes of the text, and the text
-# space, group, shard, offset in pages, bytes, key, start of the parent's key, depth, label, layout, owner (16 bytes
-# that name the worker within its process; once sealed, the payload's checksum), writer start, writer pid, crc, last use
-_BODY: Final = struct.Struct("<IHHII32s16sIIQ16sQIIQ")
+# space, group and part (16 and 48 bits), offset in pages, bytes, key, start of the parent's key, depth, label, check of
+# the page sizes, owner (16 bytes that name the worker within its process; once sealed, the payload's checksum), writer
+# start, writer pid, crc, last use
+_BODY: Final = struct.Struct("<IQII32s16sIII16sQIIQ")
 _CHECKED_BYTES: Final = 108  # of the body: all but crc and last use
 _CRC: Final = 116  # within a record, as the next ones
 _LAST_USE: Final = 120
-_EXTENT_OFFSET: Final = 16
-_KEY_OFFSET: Final = 24
-_LAYOUT_OFFSET: Final = 80
+_PLACE_OFFSET: Final = 12
+_EXTENT_OFFSET: Final = 20
+_KEY_OFFSET: Final = 28
+_CHECK_OFFSET: Final = 84
 _CHECKSUM_OFFSET: Final = 88  # until it is sealed: the worker's name
 _WRITER_OFFSET: Final = 104
 _EXTENT: Final = struct.Struct("<II")
@@ -81,13 +83,13 @@ class Record:
     state: int
     space: int
     group: int
-    shard: int
+    part: int
     offset: int
     num_bytes: int
     key: bytes
     parent: bytes  # the first 16 bytes of the parent's key, zeros without one
     depth: int
-    layout: int
+    check: int  # 32 bits that tell page sizes apart
     label: int  # number of the tenant and model that it belongs to
     writer: Writer
     owner: bytes
@@ -220,13 +222,13 @@ class IndexTable:
         *,
         space: int,
         group: int,
-        shard: int,
+        part: int,
         offset: int,
         num_bytes: int,
         key: bytes,
         parent: bytes,
         depth: int,
-        layout: int,
+        check: int,
         label: int,
         writer: Writer,
         owner: bytes,
@@ -239,15 +241,14 @@ class IndexTable:
             _BODY,
             base,
             space,
-            group,
-            shard,
+            group | part << 16,
             offset // EXTENT_ALIGNMENT_BYTES,
             num_bytes,
             key,
             parent,
             depth,
             label,
-            layout,
+            check,
             owner,
             writer.start_time,
             writer.pid,
@@ -309,9 +310,9 @@ class IndexTable:
         page, num_bytes = _EXTENT.unpack_from(self._view, base + _EXTENT_OFFSET)
         return page * EXTENT_ALIGNMENT_BYTES, num_bytes
 
-    def layout_of(self, record: int) -> int:
-        """Return the layout hash under which the bytes were written."""
-        return _U64.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _LAYOUT_OFFSET)[0]
+    def check_of(self, record: int) -> int:
+        """Return the check of the page sizes with which the bytes were written."""
+        return _U32.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECK_OFFSET)[0]
 
     def key_of(self, record: int) -> bytes:
         """Return the chunk's key of a record in use."""
@@ -330,8 +331,8 @@ class IndexTable:
         return bytes(self._view[base : base + OWNER_BYTES])
 
     def place_of(self, record: int) -> tuple[int, int]:
-        """Return group and shard of a record in use."""
-        fields = _U32.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + 12)[0]
+        """Return the group of a record in use, and the number of its part."""
+        fields = _U64.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _PLACE_OFFSET)[0]
         return fields & 0xFFFF, fields >> 16
 
     def record(self, number: int) -> Record | None:
@@ -349,23 +350,21 @@ class IndexTable:
     def _read(self, number: int, header: int) -> Record | None:
         base = HEADER_PAGE_BYTES + number * RECORD_BYTES + 8
         fields = _BODY.unpack_from(self._view, base)
-        space, group, shard, page, num_bytes, key, parent, depth, label, layout, owner, start, pid, crc, last_use = (
-            fields
-        )
+        space, place, page, num_bytes, key, parent, depth, label, check, owner, start, pid, crc, last_use = fields
         if crc != self.crc_of(base, header):
             return None
         return Record(
             number,
             header & _STATE_MASK,
             space,
-            group,
-            shard,
+            place & 0xFFFF,
+            place >> 16,
             page * EXTENT_ALIGNMENT_BYTES,
             num_bytes,
             key,
             parent,
             depth,
-            layout,
+            check,
             label,
             Writer(pid, start),
             owner,

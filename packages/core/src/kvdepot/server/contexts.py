@@ -8,8 +8,9 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
-from kvdepot.index.entries import ShardPlace, Wanted
+from kvdepot.index.entries import PartPlace, Wanted
 from kvdepot.index.space import Space, digest_of
+from kvdepot.layout import Part, mask_of
 from kvdepot.pool.table import OWNER_BYTES, Writer
 from kvdepot.server.registration import check_spec, check_version, check_worker
 from kvdepot.server.replies import Refused
@@ -38,7 +39,7 @@ class Context:
     model: str
     space: Space
     registration: m.RegisterKVCache | None = None  # None: a scheduler
-    groups: tuple[ShardPlace, ...] = ()  # of a worker: the place of its entries in each layer group
+    groups: tuple[PartPlace, ...] = ()  # of a worker: the place of its entries in each layer group
     token_seconds: float = 0.0  # to compute a token, as a scheduler said last
     writing_bytes: int = 0  # of its stores that it has not ended
     blend: str = ""  # of a scheduler: whether its engine blends
@@ -66,14 +67,14 @@ class Context:
 
 
 class Workers:
-    """The workers of one space. Workers with the same shard must write the same bytes, or they are refused."""
+    """The workers of one space. Workers of one group and its layers have the same page sizes, or they are refused."""
 
     def __init__(self, space: Space) -> None:
         self.by_instance: dict[str, dict[int, Context]] = {}
-        self.place_of: dict[tuple[int, int], ShardPlace] = {}  # by group and shard
-        self._counts: Counter[tuple[int, int]] = Counter()
-        self._num_places = sum(group.num_shards for group in space.spec.groups)
-        self._places: list[ShardPlace] | None = None
+        self._space = space
+        # By group and layers of the part: the workers with these.
+        self._alike: dict[tuple[int, int], dict[int, Context]] = {}
+        self._places: dict[str, list[PartPlace]] = {}  # by instance, as far as they were asked for
 
     def __iter__(self) -> Iterator[Context]:
         return (worker for mates in self.by_instance.values() for worker in mates.values())
@@ -82,10 +83,8 @@ class Workers:
         """Add a worker that has registered."""
         self.by_instance.setdefault(context.instance, {})[context.number] = context
         for place in context.groups:
-            self._counts[place.group, place.shard] += 1
-            if (place.group, place.shard) not in self.place_of:
-                self.place_of[place.group, place.shard] = place
-                self._places = None
+            self._alike.setdefault((place.group, place.part >> 16), {})[context.number] = context
+        self._places.clear()
 
     def remove(self, context: Context) -> None:
         """Remove a worker."""
@@ -94,40 +93,56 @@ class Workers:
         if not mates:
             del self.by_instance[context.instance]
         for place in context.groups:
-            self._counts[place.group, place.shard] -= 1
-            if not self._counts[place.group, place.shard]:
-                del self._counts[place.group, place.shard], self.place_of[place.group, place.shard]
-                self._places = None
+            alike = self._alike[place.group, place.part >> 16]
+            del alike[context.number]
+            if not alike:
+                del self._alike[place.group, place.part >> 16]
+        self._places.clear()
 
-    def places(self) -> list[ShardPlace]:
-        """Return where every shard goes; nothing while one has no worker."""
-        if self._places is None:
-            is_whole = len(self.place_of) == self._num_places
-            self._places = [self.place_of[place] for place in sorted(self.place_of)] if is_whole else []
-        return self._places
+    def places(self, instance: str) -> list[PartPlace]:
+        """Return the parts of an engine, or those of another one if its workers lack a cell; nothing if all do."""
+        instance = instance if instance in self.by_instance else ""
+        if instance not in self._places:
+            places: list[PartPlace] = []
+            for name in (instance, *self.by_instance):
+                places = places or self._places_of(self.by_instance.get(name, {}))
+            self._places[instance] = places
+        return self._places[instance]
+
+    def _places_of(self, mates: dict[int, Context]) -> list[PartPlace]:
+        """Return the parts of an engine; nothing if its workers lack a cell."""
+        found = {(place.group, place.part): place for mate in mates.values() for place in mate.groups}
+        missing = self._space.cells.copy()
+        if sum(place.num_cells for place in found.values()) < sum(map(int.bit_length, missing)):
+            return []
+        for group, part in found:
+            missing[group] &= ~mask_of(part, self._space.heads[group])
+        return [] if any(missing) else [place for _, place in sorted(found.items())]
 
     def first_of(self, instance: str) -> Context:
         """Return a worker of this instance, of another if it has none."""
         mates = self.by_instance.get(instance) or next(iter(self.by_instance.values()))
         return next(iter(mates.values()))
 
-    def check(self, groups: tuple[ShardPlace, ...]) -> None:
-        """Refuse a worker that would write other bytes than another one for the same shard.
+    def check(self, groups: tuple[PartPlace, ...]) -> None:
+        """Refuse a worker that would write other bytes than another one for the same cells.
 
         Raises:
             Refused: with the other one.
         """
         for mine in groups:
-            theirs = self.place_of.get((mine.group, mine.shard))
-            if theirs is None or theirs.layout == mine.layout:
+            alike = self._alike.get((mine.group, mine.part >> 16))
+            if not alike:
                 continue
-            other = next(each for each in self if each.groups[mine.group].shard == mine.shard)
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"group {mine.group}, shard {mine.shard}: {mine.num_bytes} bytes a chunk, but"
-                f" {other.instance} registered {theirs.num_bytes} with other pages under the same spec:"
-                " tell the two apart by CacheSpec.format",
-            )
+            other = next(iter(alike.values()))
+            theirs = other.groups[mine.group]
+            if theirs.check != mine.check:
+                raise Refused(
+                    ErrorCode.BAD_LAYOUT,
+                    f"group {mine.group}, {Part.of(mine.part)}: {mine.num_bytes} bytes a chunk, but {other.instance}"
+                    f" registered {theirs.num_bytes} with other pages under the same spec: tell the two apart by"
+                    " CacheSpec.format",
+                )
 
 
 class ContextTable:
@@ -135,7 +150,7 @@ class ContextTable:
 
     def __init__(self, state: DepotState) -> None:
         self.by_number: dict[int, Context] = {}
-        self.chunk_bytes: dict[int, int] = {}  # of all shards and groups, by space
+        self.chunk_bytes: dict[int, int] = {}  # of all cells and groups, by space
         self.token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
         self.handing_over: set[tuple[str, str]] = set()  # instances and requests whose chunks another engine waits for
         self._state = state
@@ -154,7 +169,8 @@ class ContextTable:
         workers = self._workers.setdefault(space.number, Workers(space))
         workers.check(groups)
         self.chunk_bytes[space.number] = sum(
-            group.num_bytes * shape.num_shards for group, shape in zip(groups, request.spec.groups, strict=True)
+            place.num_bytes // place.num_cells * shape.layers * shape.heads
+            for place, shape in zip(groups, request.spec.groups, strict=True)
         )
         number = next(self._state.numbers)
         context = Context(number, session, writer, request.instance, request.model, space, request, groups)
@@ -229,13 +245,13 @@ class ContextTable:
         """Return every context of a session."""
         return [context for context in self.by_number.values() if context.session == session]
 
-    def places(self, space: Space, instance: str = "") -> tuple[list[ShardPlace], str]:
-        """Return where every shard of the caches of a space goes, as their workers registered it, and their model.
+    def places(self, space: Space, instance: str = "") -> tuple[list[PartPlace], str]:
+        """Return the parts of the caches of a space that tiers have entries of, and the model.
 
-        The model is that of a worker of `instance`, if there is one. Nothing while a shard has no worker.
+        They are those of `instance`, or of another engine. Nothing while no engine has a worker for each cell.
         """
         workers = self._workers.get(space.number)
-        places = [] if workers is None else workers.places()
+        places = [] if workers is None else workers.places(instance)
         return (places, workers.first_of(instance).model) if workers is not None and places else ([], "")
 
     def has_worker(self, space: Space, instance: str) -> bool:
@@ -267,7 +283,7 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
         )
 
 
-def wanted_of(groups: tuple[ShardPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
+def wanted_of(groups: tuple[PartPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
     """Return the entries of a run that a worker stores: the last `covered[g]` chunks of group `g`, chunk by chunk."""
     return [
         (chunk, place)

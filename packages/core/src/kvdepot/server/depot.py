@@ -14,6 +14,7 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
 from kvdepot.index.pins import PinTable
+from kvdepot.layout import Part
 from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused
 from kvdepot.pool.table import Writer
@@ -173,10 +174,10 @@ class Depot:
             return False
         tenant = self.labels.names[record.label][0]
         logger.error(
-            "the bytes of chunk %s (group %d, shard %d, tenant %s) do not have their checksum: removed",
+            "the bytes of chunk %s (group %d, %s, tenant %s) do not have their checksum: removed",
             record.key.hex(),
             record.group,
-            record.shard,
+            Part.of(record.part),
             tenant,
         )
         self.index.remove_entry(number)

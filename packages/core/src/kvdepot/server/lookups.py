@@ -239,7 +239,7 @@ class Lookups:
         if not state.accepts_stores:
             return "the pool lacks the next one, and the tiers are not asked while stores are declined"
         if not self._contexts.places(query.context.space, query.context.instance)[0]:
-            return "the pool lacks the next one, and the tiers are not asked without a worker for each shard"
+            return "the pool lacks the next one, and the tiers are not asked without a worker for each layer and head"
         if all(queue.is_suspended for queue in tiering.queues):
             return "the pool lacks the next one, and every tier is suspended"
         return "the pool lacks the next one, and the tiers are not asked for so few tokens or by so many lookups"
@@ -344,12 +344,16 @@ class Lookups:
                 continue
             here: list[bytes] = []
             for number in needed:
-                extent = index.entries.extent_of(node, number, groups[number].shard, groups[number].layout)
+                place = groups[number]
+                extent = index.entries.extent_of(node, place)
                 if extent is not None:
-                    here.append(pack_extent(chunk, number, extent))
-                    num_bytes += extent[3]
-            if len(here) < len(needed):
-                break
+                    here.append(pack_extent(chunk, number, place.part, extent))
+                else:
+                    parts = index.entries.cover(node, place)
+                    if not parts or len(extents) + len(here) + len(parts) > m.MAXIMUM_RETRIEVE_EXTENTS:
+                        return extents, nodes, found, num_bytes
+                    here += [pack_extent(chunk, number, *each) for each in parts]
+                num_bytes += place.num_bytes
             extents += here
             nodes.append(node)
             found = chunk + 1

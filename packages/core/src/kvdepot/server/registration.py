@@ -3,9 +3,9 @@
 import logging
 
 from kvdepot.errors import ErrorCode
-from kvdepot.index.entries import ShardPlace
+from kvdepot.index.entries import PartPlace
 from kvdepot.index.space import digest_of
-from kvdepot.layout import GroupKind
+from kvdepot.layout import MAXIMUM_CELLS, GroupKind, Part, Plane
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
@@ -37,11 +37,13 @@ def check_spec(spec: m.CacheSpec) -> None:
                 ErrorCode.BAD_LAYOUT,
                 f"group {number}: chunks of {spec.chunk_tokens} tokens are not whole blocks of {group.block_tokens}",
             )
+        if group.layers * group.heads > MAXIMUM_CELLS:
+            raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: {group.layers} layers of {group.heads} heads")
         if (group.kind is GroupKind.SLIDING_WINDOW) != (group.window_tokens > 0):
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: {group.kind} with a window of {group.window_tokens}")
 
 
-def check_worker(request: m.RegisterKVCache) -> tuple[ShardPlace, ...]:
+def check_worker(request: m.RegisterKVCache) -> tuple[PartPlace, ...]:
     """Return the place of a worker's entries in each layer group.
 
     Raises:
@@ -56,21 +58,35 @@ def check_worker(request: m.RegisterKVCache) -> tuple[ShardPlace, ...]:
     return groups
 
 
-def _groups_of(request: m.RegisterKVCache) -> tuple[ShardPlace, ...]:
+def _groups_of(request: m.RegisterKVCache) -> tuple[PartPlace, ...]:
     spec = request.spec
     if len(request.details) != len(spec.groups):
         raise Refused(ErrorCode.BAD_LAYOUT, f"{len(request.details)} details for {len(spec.groups)} layer groups")
-    groups: list[ShardPlace] = []
+    groups: list[PartPlace] = []
     for number, (shape, detail) in enumerate(zip(spec.groups, request.details, strict=True)):
-        if detail.shard >= shape.num_shards:
-            raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: shard {detail.shard} of {shape.num_shards}")
+        part, plane = Part.of(detail.part), Plane(shape.layers, shape.heads)
+        if not part.is_in(plane):
+            raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: {part} of {plane}")
         blocks = 1 if shape.kind is GroupKind.RECURRENT else spec.chunk_tokens // shape.block_tokens
         size = blocks * sum(detail.page_sizes_bytes)
         if size > MAXIMUM_ENTRY_BYTES:
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: a chunk has {size} bytes")
-        layout = int.from_bytes(digest_of((blocks, detail.page_sizes_bytes))[:8], "little")
-        groups.append(ShardPlace(number, detail.shard, size, layout))
+        check = int.from_bytes(digest_of((blocks, detail.rows, _sizes_of_cell(number, part, detail)))[:4], "little")
+        groups.append(PartPlace(number, detail.part, size, check))
     return tuple(groups)
+
+
+def _sizes_of_cell(number: int, part: Part, detail: m.GroupDetail) -> tuple[int, ...]:
+    """Return what each page has of one cell. Without it nobody knows where a cell lies in an entry of another part."""
+    sizes = detail.page_sizes_bytes
+    of_layer = sizes[: len(sizes) // part.num_layers]
+    if of_layer * part.num_layers != sizes or any(size % (part.num_heads * detail.rows) for size in of_layer):
+        raise Refused(
+            ErrorCode.BAD_LAYOUT,
+            f"group {number}: {len(sizes)} pages of {sorted(set(sizes))[:9]} bytes are not {detail.rows} rows of each"
+            f" cell of {part}",
+        )
+    return tuple(size // part.num_heads for size in of_layer)
 
 
 def _check_offer(request: m.RegisterKVCache) -> None:

@@ -8,7 +8,7 @@ import msgspec.structs
 from kvdepot.counting import depot_counter, tier_counter
 from kvdepot.index.contents import ContentIndex
 from kvdepot.index.pins import PinTable
-from kvdepot.layout import GroupKind
+from kvdepot.layout import GroupKind, Part
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.quarantine import QuarantineTable
@@ -171,16 +171,15 @@ def _registered_status(context: Context) -> o.ContextStatus:
 
 
 def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> o.GroupStatus:
-    common = o.GroupStatus(
-        kind=shape.kind, block_tokens=shape.block_tokens, window_tokens=shape.window_tokens, num_shards=shape.num_shards
-    )
+    common = o.GroupStatus(kind=shape.kind, block_tokens=shape.block_tokens, window_tokens=shape.window_tokens)
     if detail is None:
         return common
     block_size_bytes = sum(detail.page_sizes_bytes)
     recurrent = shape.kind is GroupKind.RECURRENT
     return msgspec.structs.replace(
         common,
-        shard=detail.shard,
+        num_parts=shape.layers * shape.heads // Part.of(detail.part).num_cells,
+        part=_describe_part(shape, Part.of(detail.part)),
         num_layers=detail.num_layers or len(detail.page_sizes_bytes),
         num_blocks=detail.num_blocks,
         physical_block_tokens=detail.physical_block_tokens or shape.block_tokens,
@@ -193,3 +192,17 @@ def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> o.GroupS
         block_size_bytes=block_size_bytes,
         bytes_per_token=0.0 if recurrent else block_size_bytes / shape.block_tokens,
     )
+
+
+def _describe_part(shape: m.GroupShape, part: Part) -> str:
+    """Return what a worker holds of the plane of a group, "" if that is all."""
+    texts: list[str] = []
+    for name, first, count, total in (
+        ("layers" if shape.heads > 1 else "ranks", part.first_layer, part.num_layers, shape.layers),
+        ("heads", part.first_head, part.num_heads, shape.heads),
+    ):
+        if count < total:
+            texts.append(
+                f"{name} {first} to {first + count - 1} of {total}" if count > 1 else f"{name[:-1]} {first} of {total}"
+            )
+    return ", ".join(texts)

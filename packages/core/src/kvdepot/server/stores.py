@@ -116,7 +116,7 @@ class Stores:
         if not begun:
             return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
         state.usage.shadow.stored(request.digests, self._contexts.chunk_bytes[space.number])
-        packed = b"".join([pack_extent(each.chunk, each.place.group, each.extent) for each in begun])
+        packed = b"".join([pack_extent(each.chunk, each.place.group, each.place.part, each.extent) for each in begun])
         ticket = Ticket(
             next(state.numbers),
             context.number,

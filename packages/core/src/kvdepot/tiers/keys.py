@@ -1,8 +1,8 @@
 """Names of entries in tiers, the same for every kind of storage.
 
 A key contains everything that decides whether bytes may be used: the chunk (and with it model, weights, adapter and
-salt), the layer group, the shard and the layout. It begins with labels of tenant and model, so that their entries can
-be found without an index.
+salt), the layer group, the part and the page sizes. It begins with labels of tenant and model, so that their entries
+can be found without an index.
 """
 
 from typing import Final
@@ -22,17 +22,17 @@ def label_of(name: str) -> bytes:
     return blake3(name.encode()).digest(LABEL_BYTES)
 
 
-def place_of(space: bytes, group: int, shard: int, layout: int, num_bytes: int) -> bytes:
-    """Return the part of a key that all entries of one shard of one layer group share.
+def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int) -> bytes:
+    """Return the part of a key that all entries of one part of one layer group share.
 
     Args:
         space: digest of the `CacheSpec`.
         group: layer group.
-        shard: part of the group.
-        layout: hash of the page sizes with which the bytes were written.
+        part: its number.
+        check: of the page sizes with which the bytes were written.
         num_bytes: size of a payload.
     """
-    return blake3(msgspec.msgpack.encode((space, group, shard, layout, num_bytes))).digest(PLACE_BYTES)
+    return blake3(msgspec.msgpack.encode((space, group, part, check, num_bytes))).digest(PLACE_BYTES)
 
 
 def tier_key(tenant: bytes, model: bytes, place: bytes, chunk: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kvdepot.index.entries import ShardPlace
+from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.tiers.keys import label_of, place_of, tier_key
@@ -30,13 +30,13 @@ class EntryKeys:
             labels = self._labels[owner] = label_of(tenant), label_of(model)
         return labels
 
-    def key(self, owner: int, space: Space, place: ShardPlace, digest: bytes) -> bytes:
+    def key(self, owner: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
         """Return the key of an entry, whether the pool has it or not."""
-        number = space.number, place.group, place.shard, place.layout, place.num_bytes
+        number = space.number, place.group, place.part, place.check, place.num_bytes
         packed = self._places.get(number)
         if packed is None:
             packed = self._places[number] = place_of(
-                space.digest, place.group, place.shard, place.layout, place.num_bytes
+                space.digest, place.group, place.part, place.check, place.num_bytes
             )
         return tier_key(*self.labels(owner), packed, digest)
 
@@ -44,8 +44,8 @@ class EntryKeys:
         """Return the key of an entry in the pool."""
         index, table = self._index, self._index.table
         node = index.entries.node_of(record)
-        group, shard = table.place_of(record)
-        place = ShardPlace(group, shard, table.extent(record)[1], table.layout_of(record))
+        group, part = table.place_of(record)
+        place = PartPlace(group, part, table.extent(record)[1], table.check_of(record))
         return self.key(index.nodes.label_of(node), index.nodes.space_of(node), place, table.key_of(record))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.counting import depot_counter
-from kvdepot.index.entries import ShardPlace, Wanted
+from kvdepot.index.entries import PartPlace, Wanted
 from kvdepot.index.prefix import usable_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, Operation, Part
@@ -189,8 +189,7 @@ class Promotion:
         return [
             (chunk, place)
             for place in self.prefix.places
-            if not known & 1 << place.group
-            and (node is None or index.entries.find(node, place.group, place.shard) is None)
+            if not known & 1 << place.group and (node is None or not index.entries.has(node, place.group, place.part))
         ]
 
     def _missing_before(self, limit: int) -> Generator[Pause, IsOver, list[Wanted]]:
@@ -214,18 +213,21 @@ class Promotion:
             if number % QUESTIONS_A_STEP == 0:
                 yield Pause.STEP
             if is_there:
-                in_tier.add((chunk, place.group, place.shard))
-        by_group: dict[int, list[ShardPlace]] = {}
+                in_tier.add((chunk, place.group, place.part))
+        by_group: dict[int, list[PartPlace]] = {}
         for place in prefix.places:
             by_group.setdefault(place.group, []).append(place)
 
         def has(chunk: int, group: int) -> bool:
             node = index.nodes.find(space, prefix.digest(chunk), chunk)
             for place in by_group[group]:
-                if (chunk, group, place.shard) in in_tier:
+                if (chunk, group, place.part) in in_tier:
                     continue
-                record = None if node is None else index.entries.find(node, group, place.shard)
-                if record is None or not (self._context.is_sealed(record) or self._context.is_coming[record]):
+                record = None if node is None else index.entries.find(node, group, place.part)
+                if record is None:
+                    if node is None or not index.entries.cover(node, place):
+                        return False
+                elif not (self._context.is_sealed(record) or self._context.is_coming[record]):
                     return False
             return True
 

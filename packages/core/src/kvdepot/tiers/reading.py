@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.columns import make_column
-from kvdepot.index.entries import NewRun, ShardPlace, Wanted
+from kvdepot.index.entries import NewRun, PartPlace, Wanted
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
@@ -76,7 +76,7 @@ class Prefix:
     Attributes:
         space: of the chunks.
         digests: packed `(num_chunks, 32)`, from chunk 0 on.
-        places: of every shard of every group of the model's cache.
+        places: parts that have every cell of every group of the model's cache.
         owner: number of tenant and model.
         token_seconds: the engine's time per computed token, 0 for unknown.
         request_id: of the lookup; empty if there is none.
@@ -84,7 +84,7 @@ class Prefix:
 
     space: Space
     digests: bytes
-    places: Sequence[ShardPlace]
+    places: Sequence[PartPlace]
     owner: int
     token_seconds: float = 0.0
     request_id: str = ""
@@ -241,9 +241,12 @@ class Reading:
                 break
             chunk, place = wanted.popleft()
             node = index.nodes.find(space, prefix.digest(chunk), chunk)
-            record = None if node is None else index.entries.find(node, place.group, place.shard)
+            record = None if node is None else index.entries.find(node, place.group, place.part)
             if record is None:
-                batch.append((chunk, place))
+                if node is None or not index.entries.has(node, place.group, place.part):
+                    batch.append((chunk, place))
+                elif not index.entries.cover(node, place):
+                    wanted.clear()  # engines with other parts are writing it
             elif context.is_coming[record]:
                 context.awaited.setdefault(record, []).append(self)
                 self.num_awaited += 1

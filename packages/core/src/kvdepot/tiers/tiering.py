@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
-from kvdepot.index.entries import ShardPlace
+from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import num_digests
@@ -203,7 +203,7 @@ class Tiering:
         self,
         space: Space,
         digests: bytes,
-        places: Sequence[ShardPlace],
+        places: Sequence[PartPlace],
         label: int,
         *,
         found: int,
@@ -218,7 +218,7 @@ class Tiering:
         Args:
             space: of the chunks.
             digests: packed `(num_chunks, 32)`, from chunk 0 on.
-            places: of every shard of every group of the model's cache.
+            places: parts that have every cell of every group of the model's cache.
             label: number of tenant and model.
             found: leading chunks that the pool has.
             pins: their nodes, kept until the end.

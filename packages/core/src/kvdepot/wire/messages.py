@@ -14,20 +14,22 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 from kvdepot.errors import ErrorCode
-from kvdepot.layout import CacheLayout, GroupKind
+from kvdepot.layout import MAXIMUM_CELLS, MAXIMUM_HEADS, CacheLayout, GroupKind
 from kvdepot.wire.operation import Operation
 
-PROTOCOL_VERSION: Final = 3  # engines and depot speak the same one
+PROTOCOL_VERSION: Final = 4  # engines and depot speak the same one
 MAXIMUM_CHUNKS: Final = 65_536  # per lookup: 4 million tokens in chunks of 64
 # Entries per request, all groups together; one chunk may have more. Each bound takes the server about half a
 # millisecond.
 MAXIMUM_STORE_ENTRIES: Final = 32  # if each evicts another
 MAXIMUM_RETRIEVE_ENTRIES: Final = 128
+MAXIMUM_RETRIEVE_EXTENTS: Final = 4096  # in a reply: a chunk may have one for each head of other workers
 MAXIMUM_ALLOCATIONS: Final = 4096  # of a worker's device memory
 
 EXTENT: Final = struct.Struct("<IHHIIQQQ")
-"""One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, 0 u16, record u32, 0 u32, header u64 (the
-record's generation and state while the extent is valid), offset in the pool u64, payload bytes u64."""
+"""One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, heads of the part u16, record u32, layers
+of the part u32, header u64 (the record's generation and state while the extent is valid), offset in the pool u64,
+payload bytes u64. `kvdepot.layout.Part` has heads and layers in the lower 16 and upper 32 bits of its number."""
 
 MAXIMUM_SEGMENTS: Final = 8192  # per request, of about 24 tokens each
 MAXIMUM_SEGMENT_TOKENS: Final = 1024
@@ -72,7 +74,8 @@ class GroupShape(Struct, array_like=True, frozen=True):
     kind: GroupKind
     block_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     window_tokens: Count = 0
-    num_shards: Annotated[int, Meta(ge=1, le=4096)] = 1
+    layers: Annotated[int, Meta(ge=1, le=MAXIMUM_CELLS)] = 1  # of the plane (`kvdepot.layout.Plane`)
+    heads: Annotated[int, Meta(ge=1, le=MAXIMUM_HEADS)] = 1
 
 
 class CacheSpec(Struct, array_like=True, frozen=True):
@@ -86,7 +89,7 @@ class CacheSpec(Struct, array_like=True, frozen=True):
 
 def spec_of(layout: CacheLayout) -> CacheSpec:
     """Return the shared part of a worker's layout."""
-    groups = tuple(GroupShape(g.kind, g.block_tokens, g.window_tokens, g.num_shards) for g in layout.groups)
+    groups = tuple(GroupShape(g.kind, g.block_tokens, g.window_tokens, *g.plane) for g in layout.groups)
     return CacheSpec(layout.chunk_tokens, groups, layout.dtype, layout.format)
 
 
@@ -95,7 +98,7 @@ class GroupDetail(Struct, array_like=True, frozen=True):
 
     page_sizes_bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 40)], ...], Meta(min_length=1, max_length=4096)]
     num_blocks: Annotated[int, Meta(ge=1, le=_U32)]
-    shard: Annotated[int, Meta(ge=0, le=4095)] = 0
+    part: Annotated[int, Meta(ge=0, lt=1 << 48)] = 0  # number of a `kvdepot.layout.Part`
     physical_block_tokens: Count = 0  # 0: the same as the logical block
     compress_ratio: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     num_layers: Count = 0
@@ -104,6 +107,7 @@ class GroupDetail(Struct, array_like=True, frozen=True):
     is_mla: bool = False
     shape: Annotated[tuple[Count, ...], Meta(max_length=8)] = ()  # of one layer's tensor
     attention_backend: Name = ""
+    rows: Annotated[int, Meta(ge=1, le=_U32)] = 1  # of a page, each with all heads of the part
 
 
 class PagePlace(Struct, array_like=True, frozen=True):

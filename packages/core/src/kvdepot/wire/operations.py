@@ -38,8 +38,8 @@ class GroupStatus(Struct, frozen=True, kw_only=True):
     kind: GroupKind
     block_tokens: int  # logical: the unit of the engine's block table
     window_tokens: int
-    num_shards: int
-    shard: int = 0
+    num_parts: int = 1  # of the size that this worker has, in the whole model
+    part: str = ""  # in words, if it is not all of the group
     num_layers: int = 0
     num_blocks: int = 0
     physical_block_tokens: int = 0

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.copying.runs import EXTENT_DTYPE
+from kvdepot.errors import LayoutError
 from kvdepot.kvcache import CopyBatch
 from kvdepot.layout import LayerGroup
 
@@ -67,6 +68,7 @@ class PageRun:
 class GroupShape:
     """The facts about a layer group that a move needs."""
 
+    heads: int  # of the worker's part, as in extents
     page_sizes_bytes: tuple[int, ...]
     page_runs: tuple[PageRun, ...]
     blocks_per_chunk: int
@@ -89,7 +91,9 @@ class GroupShape:
             start += size
         buckets = bucket_sizes(start, staging_bytes, max_blocks) if in_buckets else ()
         largest = buckets[-1] if buckets else max(1, min(max_blocks, staging_bytes // start))
-        return cls(sizes, tuple(runs), group.blocks_per_chunk(chunk_tokens), largest, buckets)
+        return cls(
+            group.part.number & 0xFFFF, sizes, tuple(runs), group.blocks_per_chunk(chunk_tokens), largest, buckets
+        )
 
     @property
     def block_size_bytes(self) -> int:
@@ -142,12 +146,18 @@ class Move:
 
 
 def moves(batch: CopyBatch, shapes: Sequence[GroupShape]) -> Iterator[Move]:
-    """Yield the blocks to move, group by group, each once; skip unwanted ones."""
+    """Yield the blocks to move, group by group, each once; skip unwanted ones.
+
+    Raises:
+        LayoutError: an extent of another part, which staged copies cannot cut.
+    """
     records = np.frombuffer(batch.extents, EXTENT_DTYPE)
     for number, shape in enumerate(shapes):
         mine = records[records["group"] == number]
         if not len(mine):
             continue
+        if (mine["heads"] != shape.heads).any():
+            raise LayoutError(f"extents of group {number} that have other heads than this worker")
         per_chunk = shape.blocks_per_chunk
         chunks = mine["chunk"].astype(np.int64)
         rows = (chunks - batch.first_covered[number])[:, None] * per_chunk

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvdepot.backends import CacheGroup, KVCache, TransferContext
 from kvdepot.keys import KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.pattern import PagePattern
-from kvdepot.layout import GroupKind
+from kvdepot.layout import ONE_CELL, THAT_CELL, GroupKind, Part, Plane
 from kvdepot.wire.messages import CacheSpec
 
 FULL: Final = GroupKind.FULL_ATTENTION
@@ -34,8 +34,9 @@ class GroupPlan:
     page_sizes_bytes: tuple[int, ...] = (1024,) * 4  # one tensor each
     padding_bytes: int = 0  # behind each block
     window_tokens: int = 0
-    shard: int = 0
-    num_shards: int = 1
+    part: Part = THAT_CELL
+    plane: Plane = ONE_CELL
+    rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class WorkerPlan:
     def cache(self, tensors: Sequence[Sequence[Any]], dtype: str = "bytes") -> KVCache:
         """Return the cache that has these tensors, one list a group."""
         groups = [
-            CacheGroup(each, g.block_tokens, g.kind, g.window_tokens, g.shard, g.num_shards)
+            CacheGroup(each, g.block_tokens, g.kind, g.window_tokens, g.part, g.plane, g.rows)
             for g, each in zip(self.groups, tensors, strict=True)
         ]
         return KVCache(
@@ -188,7 +189,9 @@ class Cache:
             first = run.num_chunks - len(block_ids[group]) // step
             for chunk in range(first, run.num_chunks):
                 key = digest_at(run.digests, chunk)
-                seeds = self._pattern.seeds(key, len(plan.page_sizes_bytes), step, tag=group * 64 + plan.shard)
+                seeds = self._pattern.seeds(
+                    key, len(plan.page_sizes_bytes), step, tag=group * 64 + plan.part.first_layer
+                )
                 for page, size in enumerate(plan.page_sizes_bytes):
                     for place in range(step):
                         words: npt.NDArray[Any] = np.empty((1, size // 8), np.uint64)

@@ -26,6 +26,7 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import LayoutError
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.layout import Part, Plane
 from kvdepot.pool.folder import POOL_FILE
 from kvdepot.testing.backend.plan import FILL, PLANS, WAIT_SECONDS, Cache, GroupPlan, Worker, WorkerPlan, prompt
 
@@ -192,9 +193,11 @@ class BackendSuite:
         ):
             assert cache(replace(other, instance=f"other-{number}")).retrieve(prompt(3)) == 0
 
-    def test_shards_are_found_together_or_not_at_all(self, cache: MakeCache, depot: DepotProcess) -> None:
+    def test_parts_are_found_together_or_not_at_all(self, cache: MakeCache, depot: DepotProcess) -> None:
         """A chunk is sealed when every rank has stored its part."""
-        plans = [WorkerPlan((GroupPlan(shard=rank, num_shards=2),), rank=rank, world_size=2) for rank in range(2)]
+        plans = [
+            WorkerPlan((GroupPlan(part=Part(rank), plane=Plane(2)),), rank=rank, world_size=2) for rank in range(2)
+        ]
         ranks = [cache(plan) for plan in plans]
         with SchedulerClient(ranks[0].worker.spec, "engine", url=depot.url) as scheduler:
             scheduler.wait_until_connected(WAIT_SECONDS)
@@ -206,7 +209,7 @@ class BackendSuite:
 
     @pytest.mark.promise(33)
     def test_what_ranks_hold_alike_is_stored_once_and_read_by_all(self, cache: MakeCache, depot: DepotProcess) -> None:
-        """Replicated caches (MLA) have one shard."""
+        """Replicated caches (MLA) have one part."""
         ranks = [cache(WorkerPlan(rank=rank, world_size=2)) for rank in range(2)]
         assert all(rank.store(prompt(3)) for rank in ranks)
         assert depot.status().num_entries == 3

@@ -1,0 +1,110 @@
+"""Runs of entries that workers with other heads stored, byte for byte beside a transposition of the model's heads."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdepot.copying.runs import BatchRuns
+from kvdepot.kvcache import NO_BLOCK, CopyBatch
+from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, Part, Plane, heads_of_both
+from kvdepot.wire.messages import EXTENT
+
+Bytes = npt.NDArray[np.uint8]
+
+BLOCK_TOKENS: Final = 4
+NUM_CHUNKS: Final = 3
+
+
+def split(heads: int, num_ranks: int) -> list[Part]:
+    """Return the parts of the ranks of an engine; ranks beyond the heads have replicas."""
+    firsts = [rank * heads // num_ranks for rank in range(num_ranks + 1)]
+    return [Part(0, 1, first, max(1, end - first)) for first, end in itertools.pairwise(firsts)]
+
+
+class Model:
+    """Bytes of every token, head and tensor; K and V may have different sizes."""
+
+    def __init__(self, heads: int, sizes: tuple[int, ...], blocks_per_chunk: int, *, heads_first: bool) -> None:
+        rng = np.random.default_rng(heads)
+        self.plane, self.sizes, self.per_chunk = Plane(1, heads), sizes, blocks_per_chunk
+        self.rows = 1 if heads_first else BLOCK_TOKENS
+        shape = NUM_CHUNKS, blocks_per_chunk, BLOCK_TOKENS, heads
+        self._bytes: list[Bytes] = [rng.integers(0, 256, (*shape, size), np.uint8) for size in sizes]
+
+    def pages(self, part: Part) -> list[Bytes]:
+        """Return what a worker with this part has, `(chunks, blocks, bytes of a page)` for each tensor."""
+        stop = part.first_head + part.num_heads
+        cut = [each[:, :, :, part.first_head : stop] for each in self._bytes]
+        ordered = [each.transpose(0, 1, 3, 2, 4) if self.rows == 1 else each for each in cut]
+        return [each.reshape(NUM_CHUNKS, self.per_chunk, -1) for each in ordered]
+
+    def entry(self, part: Part, chunk: int) -> Bytes:
+        """Return what a worker with this part stores."""
+        return np.concatenate([page[chunk].ravel() for page in self.pages(part)])
+
+
+class Reader:
+    """A worker's memory with this part, and runs into it."""
+
+    def __init__(self, model: Model, part: Part) -> None:
+        num_blocks = NUM_CHUNKS * model.per_chunk + 2
+        sizes = [BLOCK_TOKENS * part.num_heads * size for size in model.sizes]
+        self.memory = [np.zeros((num_blocks, size + 8), np.uint8) for size in sizes]  # blocks are padded
+        pages = tuple(
+            PageLayout(each.ctypes.data, num_blocks, size, size + 8)
+            for each, size in zip(self.memory, sizes, strict=True)
+        )
+        group = LayerGroup(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, pages, 0, part, model.plane, model.rows)
+        self._runs = BatchRuns(CacheLayout((group,), BLOCK_TOKENS * model.per_chunk, "bytes"))
+        self._model = model
+
+    def retrieve(self, entries: list[tuple[int, Part]], blocks: list[int], skip: int) -> None:
+        """Copy entries of chunks and parts as a backend does, run by run."""
+        pool: Bytes = np.empty(0, np.uint8)
+        extents = b""
+        for chunk, part in entries:
+            entry = self._model.entry(part, chunk)
+            heads, layers = part.number & 0xFFFF, part.number >> 16
+            extents += EXTENT.pack(chunk, 0, heads, 0, layers, 0, len(pool), len(entry))
+            pool = np.concatenate([pool, entry])
+        mapping: Any = SimpleNamespace(address=0)
+        runs = self._runs.of(CopyBatch(mapping, extents, [blocks], (0,), (skip,)))
+        for address, offset, size in zip(runs.blocks.tolist(), runs.offsets.tolist(), runs.sizes.tolist(), strict=True):
+            inside = [each for each in self.memory if 0 <= address - each.ctypes.data < each.nbytes]
+            start = address - inside[0].ctypes.data
+            inside[0].reshape(-1)[start : start + size] = pool[offset : offset + size]
+
+
+@given(
+    st.data(),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from([(16,), (16, 16), (24, 8), (5, 16, 5, 16)]),
+    st.booleans(),
+)
+def test_a_reader_finds_its_heads_in_the_entries_of_any_other_split(
+    data: st.DataObject, heads: int, sizes: tuple[int, ...], heads_first: bool
+) -> None:
+    model = Model(heads, sizes, data.draw(st.sampled_from([1, 2])), heads_first=heads_first)
+    writers = split(heads, data.draw(st.sampled_from([1, 2, 4, 8, 16])))
+    mine = data.draw(st.sampled_from(split(heads, data.draw(st.sampled_from([1, 2, 4, 8, 16])))))
+    reader = Reader(model, mine)
+    order = data.draw(st.permutations(range(NUM_CHUNKS * model.per_chunk + 2)))[: NUM_CHUNKS * model.per_chunk]
+    skip = data.draw(st.integers(0, model.per_chunk))
+    left_out = data.draw(st.sets(st.integers(0, len(order) - 1), max_size=2))
+    blocks = [NO_BLOCK if place in left_out else block for place, block in enumerate(order)]
+    needed = [part for part in dict.fromkeys(writers) if heads_of_both(mine, part)]
+    entries = [(chunk, part) for chunk in range(NUM_CHUNKS) for part in needed]
+    reader.retrieve(entries, blocks, skip)
+    for expected, memory in zip(model.pages(mine), reader.memory, strict=True):
+        rest = np.ones(len(memory), bool)
+        for place, block in enumerate(blocks):
+            if block != NO_BLOCK and place >= skip:
+                assert np.array_equal(memory[block, :-8], expected.reshape(len(blocks), -1)[place])
+                assert not memory[block, -8:].any()
+                rest[block] = False
+        assert not memory[rest].any(), "blocks that nobody named were written"
