@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from kvdepot.ops.cli import make_parser
 from kvdepot.ops.http_app import create_app
 from kvdepot.ops.http_process import HttpSettings
 from kvdepot.ops.serve import read_configs
+from kvdepot.tiers.url import TierUrl
 from support.http import status_of_app
 from support.tools import needs_tool
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORKFLOWS = sorted((DEPLOY.parent / ".github" / "workflows").glob("*.yml"))
-MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+KUBERNETES = DEPLOY / "kubernetes"
+OVERLAYS = ("base", "mooncake", "two-sockets", "monitoring")  # those that a user applies
+needs_kubectl = needs_tool(shutil.which("kubectl"), "needs kubectl 1.22 or later (Debian: kubernetes-client)")
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
@@ -39,12 +43,25 @@ def run(*command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def workloads() -> dict[str, dict[str, Any]]:
+@cache
+def rendered(overlay: str) -> str:
+    """Return what `kubectl apply -k` would send."""
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(KUBERNETES / overlay)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def documents(overlay: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(rendered(overlay)))
+
+
+def workloads(overlay: str = "base") -> dict[str, dict[str, Any]]:
     """Return the pods of daemon sets and deployments, by name."""
-    documents = [document for path in MANIFESTS for document in yaml.safe_load_all(path.read_text())]
     return {
         document["metadata"]["name"]: document["spec"]["template"]["spec"]
-        for document in documents
+        for document in documents(overlay)
         if document["kind"] in ("DaemonSet", "Deployment")
     }
 
@@ -54,9 +71,73 @@ def test_hadolint_has_nothing_to_say(path: Path) -> None:
     run("hadolint", str(path))
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_kubernetes_knows_every_field(path: Path) -> None:
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kubernetes_knows_every_field(overlay: str, tmp_path: Path) -> None:
+    path = tmp_path / "rendered.yaml"
+    path.write_text(rendered(overlay))
     run("kubernetes-validate", "--strict", str(path))
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_policies_budgets_services_and_monitors_select_pods_that_are_there(overlay: str) -> None:
+    pods = [
+        document["spec"]["template"]
+        for each in {overlay, "base"}
+        for document in documents(each)
+        if document["kind"] in ("DaemonSet", "Deployment")
+    ]
+    selectors: list[tuple[str, dict[str, str]]] = []
+    for document in documents(overlay):
+        spec = document.get("spec", {})
+        if document["kind"] == "Service":
+            selectors.append((document["kind"], spec["selector"]))
+        elif document["kind"] in ("PodDisruptionBudget", "PodMonitor"):
+            selectors.append((document["kind"], spec["selector"]["matchLabels"]))
+        elif document["kind"] == "NetworkPolicy":
+            peers = [peer for rule in spec["ingress"] for peer in rule["from"] if "podSelector" in peer]
+            selectors += [(document["kind"], each["podSelector"]["matchLabels"]) for each in (spec, *peers)]
+    assert selectors
+    for kind, labels in selectors:
+        found = [pod for pod in pods if labels.items() <= pod["metadata"]["labels"].items()]
+        assert found, (kind, labels)
+        if kind == "PodMonitor":
+            (port,) = (each["port"] for each in documents(overlay)[0]["spec"]["podMetricsEndpoints"])
+            assert port in {each["name"] for pod in found for each in pod["spec"]["containers"][0]["ports"]}
+
+
+@needs_kubectl
+def test_a_tier_of_mooncake_keeps_its_memory_outside_the_depot() -> None:
+    """`tests/tiers/test_mooncake.py` starts the same programs with the same flags."""
+    pods = workloads("mooncake")
+    (url,) = (each for each in pods["kvdepot"]["containers"][0]["args"] if each.startswith("--tier="))
+    tier = TierUrl.parse(url.removeprefix("--tier="))
+    assert tier.location == "mooncake://mooncake-master:50051"
+    assert tier.options["segment"] == "0"
+    flags = dict(each.split("=", 1) for each in pods["mooncake-client"]["containers"][0]["args"])
+    assert flags["--master_server_address"] == tier.location.removeprefix("mooncake://")
+    assert int(flags["--global_segment_size"]) == 64 << 30
+
+
+@needs_kubectl
+def test_each_socket_has_a_depot_and_its_engines_find_it() -> None:
+    pods = workloads("two-sockets")
+    for socket in (0, 1):
+        pod = pods[f"kvdepot-socket-{socket}"]
+        arguments = pod["containers"][0]["args"]
+        assert pod["containers"][0]["command"] == ["numactl"]
+        assert arguments[:2] == [f"--cpunodebind={socket}", f"--preferred={socket}"]
+        assert arguments[2] == "kvdepot"
+        make_parser().parse_args(arguments[3:])
+        assert {"path": f"/run/kvdepot/socket-{socket}", "type": "DirectoryOrCreate"} in [
+            volume.get("hostPath") for volume in pod["volumes"]
+        ]
+    (script,) = pods["vllm"]["containers"][0]["args"]
+    configuration = re.search(r"--kv-transfer-config '(.*)'$", script, flags=re.DOTALL)
+    assert configuration is not None
+    settings = json.loads(configuration[1].replace("""'"$socket"'""", "1"))
+    assert settings["kv_connector_extra_config"]["kvdepot.url"] == "/run/kvdepot/socket-1"
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -83,6 +164,7 @@ def command_of_the_unit() -> list[str]:
     return start.split()
 
 
+@needs_kubectl
 def test_the_depot_is_started_with_flags_that_it_has() -> None:
     (image,) = re.findall(r"^CMD (.*)$", (DEPLOY / "docker" / "Dockerfile").read_text(), flags=re.MULTILINE)
     (health,) = re.findall(r'CMD (\["kvdepot".*)$', (DEPLOY / "docker" / "Dockerfile").read_text(), flags=re.MULTILINE)
@@ -92,11 +174,14 @@ def test_the_depot_is_started_with_flags_that_it_has() -> None:
         json.loads(health)[1:],
         COMPOSE["services"]["depot"]["command"],
         workloads()["kvdepot"]["containers"][0]["args"],
+        workloads("mooncake")["kvdepot"]["containers"][0]["args"],
+        workloads()["kvdepot"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1:],
     ]
     for each in arguments:
         make_parser().parse_args(each)
 
 
+@needs_kubectl
 def test_probes_and_prometheus_ask_what_a_depot_answers_them(depot: DepotProcess, tmp_path: Path) -> None:
     """Each unit's HTTP, with its own way to a token; kubelets and Prometheus ask by address."""
     pod = workloads()["kvdepot"]["containers"][0]
@@ -121,6 +206,7 @@ def test_probes_and_prometheus_ask_what_a_depot_answers_them(depot: DepotProcess
     assert job["authorization"] == {"credentials_file": "/etc/kvdepot/token"}
 
 
+@needs_kubectl
 def test_engines_find_the_depot_s_folder_and_need_nothing_else_of_the_host() -> None:
     pods = workloads()
     for pod in pods.values():

@@ -41,7 +41,7 @@ from kvdepot.tiers.mooncake.tier import MooncakeTier, open_tier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.url import open_tier as open_any_tier
-from support.tiers.mooncake_cluster import Master, Node
+from support.tiers.mooncake_cluster import Client, Master, Node
 from support.tiers.mooncake_node import make_shared_pool
 from support.tools import tool_is_missing
 
@@ -436,6 +436,18 @@ def test_what_an_engine_stored_serves_engines_of_other_nodes_and_a_killed_depot_
         wait_until(lambda: is_dead(child_pid), what="the end of the child")
         assert two.ask("lookup 2 16") == "0", "it died with its node"
         assert two.ask("lookup 1 16") == "16", "it was promoted"
+
+
+@needs_sdk
+def test_entries_outlive_their_depot_in_the_memory_of_mooncakes_own_client(master: Master) -> None:
+    """As `deploy/kubernetes/mooncake` has it: the client beside the depot, with flags of the same names."""
+    with contextlib.closing(Client(master, 256 << 20)):
+        with contextlib.closing(DepotOfCluster(master, "segment=0")) as one:
+            assert one.ask("store 1 16") == "16"
+            one.settle()
+        with contextlib.closing(DepotOfCluster(master, "segment=0")) as two:  # its pool is empty
+            assert two.ask("lookup 1 16") == "16"
+            assert two.ask("retrieve 1 16") == "16"
 
 
 @needs_sdk

@@ -7,12 +7,21 @@ import os
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.lab.processes import wait_until
 
 NODE: Final = Path(__file__).with_name("mooncake_node.py")
+
+
+def program(name: str) -> str:
+    """Return the path of a program that comes with the SDK."""
+    spec = importlib.util.find_spec("mooncake")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return str(Path(spec.submodule_search_locations[0]) / name)
 
 
 class Master:
@@ -33,11 +42,8 @@ class Master:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> bool:
-        spec = importlib.util.find_spec("mooncake")
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
         command = [
-            str(Path(spec.submodule_search_locations[0]) / "mooncake_master"),
+            program("mooncake_master"),
             "--rpc_address=127.0.0.1",
             f"--rpc_port={self.port}",
             "--rpc_thread_num=2",
@@ -67,7 +73,41 @@ class Master:
                     return True
         return False
 
+    def has_room(self) -> bool:
+        """Whether some node has given memory."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return any(line.startswith("master_total_capacity_bytes ") and float(line.split()[1]) > 0 for line in lines)
+
     def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Client:
+    """Mooncake's own client: memory of the cluster that belongs to no depot."""
+
+    def __init__(self, master: Master, segment_bytes: int) -> None:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+        self._process = subprocess.Popen(
+            [
+                program("mooncake_client"),
+                f"--master_server_address={master.address}",
+                f"--global_segment_size={segment_bytes}",
+                "--host=127.0.0.1",
+                f"--port={port}",
+                "--metadata_server=P2PHANDSHAKE",
+                "--protocol=tcp",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_until(lambda: self._process.poll() is not None or master.has_room(), what="room in the cluster")
+        assert self._process.poll() is None
+
+    def close(self) -> None:
         self._process.kill()
         self._process.wait()
 
