@@ -38,6 +38,10 @@ class Storage:
         self._check()
         return [key in self.entries for key in keys]
 
+    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
+        del sizes
+        return self.contains(keys)
+
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         self._check()
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
@@ -140,7 +144,7 @@ class Threads:
         """Begin the next call, as `Workers` would choose it."""
         is_clearing = any(call.operation is Operation.CLEAR and not call.is_late for call in self.begun)
         is_writing = any(call.operation is Operation.WRITE and not call.is_late for call in self.begun)
-        for operation in (Operation.CONTAINS, Operation.READ, Operation.CLEAR, Operation.WRITE):
+        for operation in (Operation.CONTAINS, Operation.READ, Operation.TOUCH, Operation.CLEAR, Operation.WRITE):
             is_blocked = operation in (Operation.CLEAR, Operation.WRITE) and (is_clearing or is_writing)
             if self.waiting[operation] and not is_blocked:
                 call = self.waiting[operation].popleft()

@@ -76,6 +76,15 @@ class Peer:
         self.connection.close()
 
 
+def find(peer: Peer, run: KeyRun) -> int:
+    """Return how many chunks a lookup finds that waits for tiers."""
+    reply = peer.ask(m.Lookup(peer.context, "r", run.digests, run.tenant, 5.0))
+    assert isinstance(reply, m.LookupReply)
+    if reply.lease:
+        peer.ask(m.Release(peer.context, (reply.lease,)))
+    return reply.num_chunks
+
+
 class RawSocket:
     """A connection to the control socket that says what it likes; an operator's, unless it has a session's token."""
 

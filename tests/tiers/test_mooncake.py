@@ -41,6 +41,7 @@ from kvdepot.tiers.mooncake.tier import MooncakeTier, open_tier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.url import open_tier as open_any_tier
+from support.peer import Peer, find, prompt
 from support.tiers.mooncake_cluster import Client, Master, Node
 from support.tiers.mooncake_node import make_shared_pool
 from support.tools import tool_is_missing
@@ -262,6 +263,30 @@ def test_calls_of_a_child_that_stands_still_end_when_it_is_dead(
         )
         wait_until(lambda: is_back(tier))
         assert tier.writer_pid not in (0, pid)
+
+
+@needs_sdk
+@pytest.mark.slow
+@pytest.mark.promise(78)
+def test_what_a_node_took_with_it_is_back_after_the_next_use_at_a_depot_that_has_it(master: Master) -> None:
+    url, runs = f"mooncake://{master.address}", [prompt(64, f"{number}") for number in range(4)]
+    with (
+        DepotProcess("--tier", f"{url}?segment=64MiB") as one,
+        DepotProcess("--tier", f"{url}?segment=0") as two,
+        contextlib.closing(Peer(one)) as first,
+        contextlib.closing(Peer(two)) as second,
+    ):
+        with contextlib.closing(Node(f"{url}?segment=64MiB")):
+            for run in runs:
+                for chunk in range(0, 64, 32):
+                    assert first.store(run.slice(chunk, chunk + 32)) == 32
+            wait_until(lambda: not one.status().tiers[0].queued_write_bytes, what="the end of writes")
+        with contextlib.closing(Node(f"{url}?segment=64MiB")):
+            began = time.monotonic()
+            while (found := [find(second, run) for run in runs]) != [64] * 4:
+                assert [find(first, run) for run in runs] == [64] * 4, "from its pool"
+                assert time.monotonic() < began + 2.0 + 5.0, found  # two seconds until the master forgets the node
+        assert one.status().tiers[0].counters["written_entries"] > 4 * 64
 
 
 @needs_sdk

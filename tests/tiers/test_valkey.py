@@ -1,7 +1,9 @@
 """The tier in Valkey passes the suite against a real server, and copes with one that is away, full, or strange."""
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.lab.processes import wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import (
     Damage,
     TierSuite,
@@ -30,6 +32,7 @@ from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.tiers.valkey.connections import Connection, Server
 from kvdepot.tiers.valkey.resp import Reply, ReplyError
 from kvdepot.tiers.valkey.tier import PART_BYTES, ValkeyTier, head_name, part_name
+from support.peer import Peer, find, prompt
 from support.tiers.kept import KEPT_KEY, KEPT_SEAL
 from support.tiers.servers import ValkeyServer, listening, make_certificate, tls_in_front_of, valkey_program
 from support.tools import needs_tool
@@ -410,3 +413,26 @@ def test_a_refusal_in_a_pipeline_does_not_move_the_replies_behind_it(server: Val
     assert replies[2:] == [b"1", None]
     connection.close()
     assert len(head_name(make_key(1))) == len(b"kvdepot:") + 2 * 17 + 2 * (16 + DIGEST_BYTES)
+
+
+def settle(depot: DepotProcess) -> None:
+    wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, what="the end of writes")
+
+
+@pytest.mark.promise(78)
+def test_a_server_that_came_back_empty_gets_again_what_a_pool_is_asked_for(own_server: ValkeyServer) -> None:
+    with (
+        DepotProcess("--tier", own_server.url()) as one,
+        DepotProcess("--tier", own_server.url()) as two,
+        contextlib.closing(Peer(one)) as first,
+        contextlib.closing(Peer(two)) as second,
+    ):
+        run = prompt(16)
+        first.store(run)
+        settle(one)
+        own_server.kill()
+        own_server.start()
+        began = time.monotonic()
+        while find(second, run) < 16:
+            assert find(first, run) == 16, "from its pool; it asks the tier a second after it wrote"
+            assert time.monotonic() < began + 2.0

@@ -27,6 +27,7 @@ from kvdepot.tiers import promotion, reading, sealed
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Operation, Part
 from kvdepot.tiers.memory import MemoryTier
+from kvdepot.tiers.names import EntryKeys
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.seal import checksum_of
 from kvdepot.tiers.tiering import Tiering, TieringSettings
@@ -138,7 +139,8 @@ class Bench:
 
         def is_quiet() -> bool:
             self.tiering.turn()
-            return all(not queue.queued_write_bytes for queue in self.tiering.queues)
+            is_writing = any(queue.queued_write_bytes for queue in self.tiering.queues)
+            return not is_writing and not self.tiering.num_refreshing
 
         wait_until(is_quiet, what="the end of demotions")
 
@@ -275,7 +277,7 @@ def test_a_shorter_and_a_longer_prompt_get_what_they_share(groups: tuple[m.Group
 
 
 @pytest.mark.promise(50)
-def test_a_pool_hit_asks_no_tier(make: Maker) -> None:
+def test_a_pool_hit_waits_for_no_tier(make: Maker) -> None:
     bench = make()
     bench.store(prompt(4))
     bench.settle()
@@ -1204,6 +1206,124 @@ def test_a_read_that_reports_too_little_costs_what_it_did_not_report(verify: boo
     assert bench.index.extents.used_bytes == 7 * PAGE
 
 
+def lose(bench: Bench, run: KeyRun, chunks: Sequence[int]) -> None:
+    """Take chunks out of the first tier, which says nothing of it."""
+    keys, table = EntryKeys(bench.index, bench.depot.labels.names.__getitem__), bench.index.table
+    digests = {run.slice(chunk, chunk + 1).digests for chunk in chunks}
+    records = [record.number for record in table.records() if record.state == SEALED and record.key in digests]
+    bench.tiers[0].inner.remove([keys.key_of(record) for record in records])
+
+
+@pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
+@pytest.mark.parametrize("lost", [range(40), [0], [3, 4, 20], [39]], ids=["all", "root", "some", "last"])
+@pytest.mark.parametrize("demotion", [Demotion.STORE, Demotion.REUSE])
+@pytest.mark.promise(78)
+def test_what_a_tier_lost_is_written_again_when_it_is_used(
+    demotion: Demotion, lost: Sequence[int], groups: tuple[m.GroupShape, ...], make: Maker
+) -> None:
+    bench = make(groups, pages=160, demotion=demotion)
+    bench.store_long(prompt(40))
+    assert bench.lookup(prompt(40)) == 40
+    bench.settle()
+    lose(bench, prompt(40), lost)
+    num_written = bench.tiering.queues[0].counters["written_entries"]
+    bench.clock.now += 1.0
+    assert bench.lookup(prompt(40)) == 40, "from the pool"
+    bench.settle()
+    num_again = bench.tiering.queues[0].counters["written_entries"] - num_written
+    assert num_again == len(lost) * len(groups) * len(bench.contexts), "these alone"
+    bench.forget()
+    assert bench.lookup(prompt(40)) == 40
+
+
+def test_a_used_prefix_is_asked_for_once_a_second_with_one_question(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(pages=256)
+    bench.store_long(prompt(120))
+    bench.settle()
+    storage = bench.tiers[0].inner
+    touch = Mock(side_effect=storage.touch)
+    monkeypatch.setattr(storage, "touch", touch)
+    for seconds, num_questions in ((0.5, 0), (0.5, 1), (0.0, 1), (0.5, 1), (0.5, 2)):
+        bench.clock.now += seconds
+        assert bench.lookup(prompt(120)) == 120
+        bench.settle()
+        assert touch.call_count == num_questions
+    assert [len(call.args[0]) for call in touch.call_args_list] == [120, 120]
+    assert bench.lookup(prompt(90)) == 90
+    bench.settle()
+    assert touch.call_count == 2, "a prefix of what was asked for is fresh, too"
+
+
+def test_a_tier_that_does_not_answer_gets_nothing_again(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make()
+    bench.store(prompt(4))
+    bench.settle()
+    monkeypatch.setattr(bench.tiers[0].inner, "touch", Mock(side_effect=OSError("away")))
+    for _ in range(2):
+        bench.clock.now += 1.0
+        assert bench.lookup(prompt(4)) == 4
+        bench.settle()
+    assert bench.tiering.queues[0].counters["written_entries"] == 4
+    assert bench.tiering.queues[0].counters["errors"] == 2
+
+
+def test_a_question_that_hangs_is_given_up_and_the_prefix_asked_for_again(make: Maker) -> None:
+    bench = make()
+    bench.store(prompt(4))
+    bench.settle()
+    lose(bench, prompt(4), range(4))
+    bench.clock.now += 1.0
+    bench.tiers[0].hang = True
+    assert bench.lookup(prompt(4)) == 4
+    bench.tiering.turn()
+    assert bench.tiering.num_refreshing == 1
+    wait_until(lambda: bench.tiers[0].num_calls == 2, what="a write and a touch")
+    bench.clock.now += 100.0
+    bench.tiering.turn()
+    assert (bench.tiering.num_refreshing, bench.tiering.queues[0].is_suspended) == (0, True)
+    bench.tiers[0].hang = False
+    bench.clock.now += 100.0
+    wait_until(lambda: (bench.tiering.turn(), not bench.tiering.queues[0].is_suspended)[1])
+    assert bench.lookup(prompt(4)) == 4
+    bench.forget()
+    assert bench.lookup(prompt(4)) == 4
+
+
+def test_what_engines_use_stays_in_a_tier_that_evicts_by_use(make: Maker) -> None:
+    bench = make(pages=64, tier_pages=16)
+    bench.store(prompt(4))
+    for name in range(1, 9):
+        bench.store(prompt(4, name=name))
+        bench.settle()
+        bench.clock.now += 1.0
+        assert bench.lookup(prompt(4)) == 4
+        bench.settle()
+    assert bench.tiering.queues[0].counters["written_entries"] == 36, "each once"
+    bench.forget()
+    assert bench.lookup(prompt(4)) == 4
+
+
+def test_with_evict_what_a_tier_lost_is_written_when_it_leaves(make: Maker) -> None:
+    bench = make(pages=24, demotion=Demotion.EVICT)
+    bench.store(prompt(4))
+    for name in range(1, 7):  # the first one leaves
+        bench.store(prompt(4, name=name))
+        bench.settle()
+    assert bench.lookup(prompt(4)) == 4, "from the tier"
+    lose(bench, prompt(4), range(4))
+    bench.clock.now += 1.0
+    assert bench.lookup(prompt(4)) == 4
+    bench.settle()
+    bench.ask(m.Hint(bench.contexts[0], "default", prompt(4).digests, session_ended=True))
+    for name in range(7, 14):
+        bench.store(prompt(4, name=name))
+        bench.settle()
+    bench.forget()
+    assert bench.lookup(prompt(4)) == 4
+
+
 def test_what_is_hot_in_the_pool_and_evicted_below_is_written_again(make: Maker) -> None:
     """Regression: nobody noticed a tier's own eviction, and it evicted the chunks of the pool first."""
     bench = make(pages=16, tier_pages=16)
@@ -1354,6 +1474,7 @@ def test_a_tier_whose_queue_fails_costs_no_store(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench.tiering.queues[0], "submit", submit)
     bench.store(prompt(2))
     assert bench.lookup(prompt(2)) == 2
+    bench.tiering.turn()
     assert bench.tiering.counters["demotions_failed"] == 2, "the store, and the use of what was stored"
 
 

@@ -37,6 +37,8 @@ class TierUsage:
 class Tier(Protocol):
     """Storage below the pool. Derive from this class and write eight plain calls, which may wait for the storage.
 
+    A ninth, `touch`, is for storage that evicts what is not used.
+
     A key of `kvdepot.tiers.keys.KEY_BYTES` bytes names an entry: a payload, and a seal of 120 bytes. Payloads move
     straight between the pool's extents and the storage. The tier keeps each seal beside its payload and gives it back.
     The depot makes and verifies the seals, removes entries that do not match, and counts them. So a tier may always
@@ -62,6 +64,19 @@ class Tier(Protocol):
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Return which keys are probably here; a hint."""
         ...
+
+    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bool]:
+        """Return which entries are here, and note a use of each: the pool has them, and engines ask for them.
+
+        The depot asks about a used prefix once a second, its first chunk first, and writes the missing entries again.
+        So this should find out whether all of an entry is here, if that is cheap.
+
+        Args:
+            keys: of entries.
+            sizes: bytes of their payloads.
+        """
+        del sizes
+        return self.contains(keys)
 
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
         """Store entries; return True for each that is here afterwards, which it may have been before."""

@@ -35,9 +35,10 @@ _LATE_TO_SUSPEND: Final = 3  # lookups in a row that got nothing in time
 # The operations that a success in time proves to work. A store may answer questions while its reads hang.
 _SHOWS: Final = {
     Operation.CLEAR: {Operation.CLEAR},
-    Operation.CONTAINS: {Operation.CLEAR, Operation.CONTAINS, Operation.WRITE},
+    Operation.CONTAINS: {Operation.CLEAR, Operation.CONTAINS, Operation.WRITE, Operation.TOUCH},
     Operation.READ: {*Operation},
-    Operation.WRITE: {Operation.WRITE},
+    Operation.WRITE: {Operation.WRITE, Operation.TOUCH},
+    Operation.TOUCH: {Operation.TOUCH},
 }
 
 

@@ -6,7 +6,7 @@ the rule, and none of them is dropped before the queue is full.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -17,6 +17,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.names import EntryKeys
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.refreshing import Refresher
 from kvdepot.tiers.tier_state import TierState
 
 _DEMOTIONS_DROPPED: Final = depot_counter(
@@ -24,7 +25,6 @@ _DEMOTIONS_DROPPED: Final = depot_counter(
 )
 
 _CHUNKS_A_STEP: Final = 32  # of one prefix
-_MOST_PREFIXES: Final = 256  # walked in steps at the same time
 _LEAST_VICTIMS: Final = 2  # per turn, each with the chunks before it, to keep up with stores
 _PRESSURE_BEGINS: Final = 0.5  # of the bytes that may wait to be written
 _RESERVE_SHARE: Final = 0.05  # of the pool, kept free with `--demote evict`
@@ -41,6 +41,7 @@ class Demotions:
         least_tokens: shorter prefixes are not written.
         counters: those of tiering.
         on_corrupt: called with record and header of an entry whose bytes do not match their checksum.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Demotions:
         least_tokens: int,
         counters: Counts,
         on_corrupt: Callable[[int, int], object],
+        clock: Callable[[], float],
     ) -> None:
         self._index = index
         self._tiers = tiers
@@ -60,12 +62,8 @@ class Demotions:
         self._least_tokens = least_tokens
         self._counters = counters
         self._on_corrupt = on_corrupt
-        self._prefixes: dict[int, Iterator[None]] = {}  # steps of long ones, by their last node
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `turn` has work now."""
-        return bool(self._prefixes)
+        self._clock = clock
+        self.refresher = Refresher(index, keys, self._write_lost, clock, writes_unknown=rule is not Demotion.EVICT)
 
     def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
         """Write newly sealed entries, in the order of their chunks, if they go first or the rule says so."""
@@ -77,61 +75,25 @@ class Demotions:
         before = index.nodes.parent_of(index.entries.node_of(records[0]))
         if before != NO_NODE and self._is_missing(before):
             # A tier cannot use them without the chunks before them.
-            self._begin(index.entries.node_of(records[-1]), is_first=is_first)
+            self._refresh(index.entries.node_of(records[-1]), is_first=is_first)
         else:
             self._write(records, is_first=is_first)
 
     def used(self, node: int) -> None:
-        """Write the prefix that ends with this chunk and was found, if the rule says so."""
-        if self._rule is not Demotion.EVICT and self._is_long(node):
-            self._begin(node)
+        """Ask the tiers for the prefix that ends with this chunk and was found, and write what they lack."""
+        if self._is_long(node):
+            self._refresh(node)
 
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do at least one step of each kind of pending work, then continue until `is_over`."""
-        while self._prefixes:
-            node = next(iter(self._prefixes))
-            steps = self._prefixes.pop(node)
-            if next(steps, False) is None:
-                self._prefixes[node] = steps
-            if is_over():
-                break
+        self.refresher.turn(is_over)
         if self._rule is Demotion.EVICT:
             self._make_reserve(is_over)
 
-    def _begin(self, node: int, *, is_first: bool = False) -> None:
-        """Write the end of a prefix that tiers lack: a short one now, the rest of a long one in steps."""
-        if node not in self._prefixes and len(self._prefixes) < _MOST_PREFIXES:
-            steps = self._missing_end(node, is_first=is_first)
-            if next(steps, False) is None:
-                self._prefixes[node] = steps
-
-    def _missing_end(self, node: int, *, is_first: bool) -> Iterator[None]:
-        """Walk from a chunk towards the root as far as tiers lack chunks, then write them from the first one on.
-
-        Stop once a tier drops an entry: the entries behind it would be unusable. The next use tries again.
-        """
-        index, path = self._index, list[tuple[int, bytes]]()
-        nodes = index.nodes.space_of(node).nodes
-        while node != NO_NODE and self._is_missing(node):
-            if path and len(path) % _CHUNKS_A_STEP == 0:
-                key = index.nodes.key_of(node)
-                yield
-                if nodes.get(key) != node:
-                    return  # it was evicted, after the chunks behind it
-            path.append((node, index.nodes.key_of(node)))
-            node = index.nodes.parent_of(node)
-        num_dropped = self._counters[_DEMOTIONS_DROPPED]
-        while path:
-            here = [node for node, key in path[: -_CHUNKS_A_STEP - 1 : -1] if nodes.get(key) == node]
-            del path[-_CHUNKS_A_STEP:]
-            records = [record for node in here for record in index.entries.sealed(node) if not self._is_written(record)]
-            if records:
-                self._write(records, asks_first=True, is_first=is_first)
-            if self._counters[_DEMOTIONS_DROPPED] != num_dropped:
-                return
-            if path:
-                yield
-                num_dropped = self._counters[_DEMOTIONS_DROPPED]
+    def _refresh(self, node: int, *, is_first: bool = False) -> None:
+        """Write the entries of a prefix that tiers lack, after asking them."""
+        for tier in self._tiers:
+            self.refresher.begin(tier, node, is_first=is_first)
 
     def _is_missing(self, node: int) -> bool:
         return any(not self._is_written(record) for record in self._index.entries.sealed(node))
@@ -142,21 +104,18 @@ class Demotions:
 
     def _is_written(self, record: int) -> bool:
         header = self._index.table.header(record)
-        return all(tier.queue.is_suspended or tier.headers[record] == header for tier in self._tiers)
+        return all(tier.queue.is_suspended or tier.has(record, header) for tier in self._tiers)
 
-    def _write(
-        self, records: Sequence[int], *, evicts: bool = False, asks_first: bool = False, is_first: bool = False
-    ) -> bool:
+    def _write(self, records: Sequence[int], *, evicts: bool = False, is_first: bool = False) -> bool:
         """Write entries to every tier that lacks them, in their order. Return False if no tier takes any.
 
-        With `asks_first`, ask the tier before: it may have them from an earlier server, and writing may be slow. With
-        `evicts`, evict them afterwards. With `is_first`, write them before those that wait.
+        With `evicts`, evict them afterwards. With `is_first`, write them before those that wait.
         """
         index, table, is_taken = self._index, self._index.table, False
         for tier in self._tiers:
             if tier.queue.is_suspended:
                 continue
-            missing = [record for record in records if tier.headers[record] != table.header(record)]
+            missing = [record for record in records if not tier.has(record, table.header(record))]
             num_kept = len(missing) if is_first else _num_taken(tier.queue, len(missing))
             self._counters[_DEMOTIONS_DROPPED] += len(missing) - num_kept
             missing = missing[:num_kept]
@@ -167,7 +126,6 @@ class Demotions:
                 [self._keys.key_of(record) for record in missing],
                 [table.extent(record) for record in missing],
                 [table.owner_of(record) for record in missing],
-                asks_first=asks_first,
                 is_first=is_first,
             )
             if not tier.queue.submit(job):
@@ -177,14 +135,23 @@ class Demotions:
             job.on_part = partial(self._wrote, tier, entries, evicts)
             is_taken = True
             for record, header, _ in entries:
-                tier.headers[record] = header
+                tier.expect(record, header)
         return is_taken
+
+    def _write_lost(self, records: Sequence[int], is_first: bool) -> bool:
+        """Write entries; return False if one was dropped."""
+        num_dropped = self._counters[_DEMOTIONS_DROPPED]
+        self._write(records, is_first=is_first)
+        return self._counters[_DEMOTIONS_DROPPED] == num_dropped
 
     def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], evicts: bool, part: Part) -> None:
         """Handle the outcomes of some entries of a job. `entries` has record, header and node of each."""
+        now = self._clock()
         for (record, header, node), ok in zip(entries[part.first :], part.outcomes, strict=False):
-            if not ok and tier.headers[record] == header:
-                tier.headers[record] = 0
+            if not ok:
+                tier.unmark(record, header)
+            elif tier.has(record, header):
+                tier.mark(record, header, now)
             self._index.end_reading(record, node)
             if evicts:
                 self._index.evict(node)

@@ -14,6 +14,7 @@ class Operation(IntEnum):
     CONTAINS = 1
     READ = 2
     WRITE = 3
+    TOUCH = 4
 
 
 def _ignore(*_: object) -> None:
@@ -22,20 +23,20 @@ def _ignore(*_: object) -> None:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One operation on keys, for reads and writes with their places in the pool. The submitter owns it."""
+    """One operation on keys, but for questions with the places in the pool of their entries. The submitter owns it."""
 
     operation: Operation
     keys: Sequence[bytes] = ()
     extents: Extents = ()
     checksums: Sequence[bytes] = ()  # of payloads to write, empty or zeros if unknown; others are not written
     labels: tuple[bytes | None, bytes | None] = (None, None)  # to clear
-    asks_first: bool = False  # write only entries that the tier lacks
     is_first: bool = False  # written before others: an engine of another node waits for it
     on_part: "Callable[[Part], object]" = _ignore  # the queue's owner calls it with each part
     on_late: Callable[[], object] = _ignore  # likewise, once, for a late call; parts may follow
     num_left: int = 0  # keys without an outcome
     num_cleared: int | None = None  # None: it failed
     is_late: bool = False  # one of its calls overran its deadline
+    has_failed: bool = False  # one of its calls raised, or was dropped
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +69,6 @@ class Call:
     outcomes: Sequence[bool] | None = None  # None: it failed
     corrupt: Sequence[int] = ()
     checksums: Sequence[bytes] = ()
-    was_here: Sequence[bool] = ()
 
     @property
     def keys(self) -> Sequence[bytes]:

@@ -26,6 +26,13 @@ class MemoryTier(Tier):
         """See `Tier`."""
         return [key in self._entries for key in keys]
 
+    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
+        """See `Tier`."""
+        with self._lock:
+            for key in reversed(keys):  # the first chunk is used last
+                self._sizes.use(key)
+        return self.contains(keys)
+
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
         for key, seal, (offset, num_bytes) in zip(keys, seals, extents, strict=True):

@@ -97,6 +97,10 @@ class ObjectTier:
         """See `Tier`."""
         return self._run(lambda: self._contains(keys))
 
+    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
+        """See `Tier`."""
+        return self.contains(keys)
+
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. Raises only if nothing was written."""
         return [bool(ok) for ok in self._run(lambda: self._each(map(self._put, keys, seals, self._payloads(extents))))]

@@ -6,7 +6,6 @@ entries. Each call has a deadline from its start. A call that overruns it is rep
 until it returns, because the storage may still touch them. Another thread replaces its thread.
 """
 
-import itertools
 import logging
 import sys
 import threading
@@ -117,7 +116,7 @@ class TierQueue:
         if self.is_suspended or self._closing or (num_bytes and self.queued_write_bytes + num_bytes > self.write_bytes):
             return False
         step = max(1, self.tier.batch_entries)
-        if job.operation is Operation.CONTAINS:
+        if job.operation in (Operation.CONTAINS, Operation.TOUCH):
             step = max(step, _QUESTIONS_A_CALL)
         self.queued_write_bytes += num_bytes
         job.num_left = len(job.keys)
@@ -244,10 +243,10 @@ class TierQueue:
             self._dismiss()
         job, num_keys = call.job, call.last - call.first
         outcomes = call.outcomes or [False] * num_keys
+        job.has_failed |= call.outcomes is None
         job.num_left -= num_keys
         sizes = [size for _, size in call.extents]
-        was_here = call.was_here or itertools.repeat(False)
-        moved = [size for size, ok, here in zip(sizes, outcomes, was_here, strict=False) if ok and not here]
+        moved = [size for size, ok in zip(sizes, outcomes, strict=False) if ok]
         if job.operation is Operation.WRITE:
             self.queued_write_bytes -= sum(sizes)
             self.counters[_WRITTEN_BYTES] += sum(moved)
@@ -289,6 +288,8 @@ class TierQueue:
                     self._sealed.read(call)
                 case Operation.WRITE:
                     self._sealed.write(call)
+                case Operation.TOUCH:
+                    call.outcomes = self._sealed.touch(call.keys, [num_bytes for _, num_bytes in call.extents])
         except Exception as error:
             level = logging.WARNING if self.breaker.num_errors < ERRORS_TO_SUSPEND else logging.DEBUG
             logger.log(level, "tier %s: a %s failed: %r", self.name, call.operation.name.lower(), error)

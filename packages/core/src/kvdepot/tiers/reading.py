@@ -318,5 +318,5 @@ class Reading:
         context.counters[_ENTRIES_PROMOTED] += len(flights)
         for flight in flights:
             self.num_bytes += table.extent(flight.record)[1]
-            self._tier.headers[flight.record] = table.header(flight.record)
+            self._tier.mark(flight.record, table.header(flight.record), context.clock())
             context.arrived(flight.record)

@@ -36,19 +36,19 @@ class SealedTier:
         """Return one answer for each key."""
         return _whole(self._tier.contains(keys), len(keys), False)
 
+    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
+        """Return one answer for each key, and have the tier note their use."""
+        return _whole(self._tier.touch(keys, sizes), len(keys), False)
+
     def write(self, call: Call) -> None:
-        """Write the entries of a call that are not in the tier, and note the outcomes in it.
+        """Write the entries of a call, and note the outcomes in it.
 
         An entry whose bytes no longer match the job's checksum is corrupt and is not written.
         """
         keys, extents, checksums = call.keys, call.extents, call.job.checksums[call.first : call.last]
-        if call.job.asks_first:
-            call.was_here = self.contains(keys)
-        outcomes = list(call.was_here) or [False] * len(keys)
+        outcomes = [False] * len(keys)
         places, seals, corrupt = list[int](), list[bytes](), list[int]()
         for place, (key, (offset, num_bytes)) in enumerate(zip(keys, extents, strict=True)):
-            if outcomes[place]:
-                continue
             checksum = checksum_of(self._pool.view[offset : offset + num_bytes])
             if checksums and any(checksums[place]) and checksums[place] != checksum:
                 corrupt.append(call.first + place)

@@ -5,13 +5,14 @@ from statistics import median
 from typing import Final
 
 from kvdepot.index.columns import make_column
-from kvdepot.tiers.base import EVICTED
 from kvdepot.tiers.queue import TierQueue
 
 _PACES: Final = 15  # promotions; their median is the pace of a tier
 _LEAST_PACES: Final = 3
 _TRY_ANYWAY: Final = 16  # one promotion in this many reads from a slow tier anyway, to notice that it has become faster
-_TURNED_OVER: Final = 0.25  # share of its entries; after evicting so many, a tier may lack those of the pool
+_TICKS: Final = 8  # a second
+_FRESH_TICKS: Final = 8
+_IN_FLIGHT: Final = 0xFFFFFFFF
 
 
 class TierState:
@@ -27,26 +28,39 @@ class TierState:
 
     def __init__(self, queue: TierQueue, num_records: int) -> None:
         self.queue = queue
-        # By record: the header of an entry that is in the tier or on its way there; 0 for unknown.
-        self.headers = make_column("Q", num_records)
+        # By record: the header of an entry that is in the tier or on its way there, 0 for unknown; and when the tier
+        # got it or was asked for it last.
+        self._headers = make_column("Q", num_records)
+        self._asked_at = make_column("I", num_records)
         self._paces = deque[float](maxlen=_PACES)  # seconds per byte
         self._num_skipped = 0
-        self._num_evicted = 0  # entries that the tier had evicted when `headers` was last forgotten
+
+    def has(self, record: int, header: int) -> bool:
+        """Whether the tier is known to have an entry, or it is on its way there."""
+        return self._headers[record] == header
+
+    def expect(self, record: int, header: int) -> None:
+        """Note that an entry is on its way to the tier."""
+        self._headers[record] = header
+        self._asked_at[record] = _IN_FLIGHT
+
+    def mark(self, record: int, header: int, now: float) -> None:
+        """Note that the tier has an entry."""
+        self._headers[record] = header
+        self._asked_at[record] = int(now * _TICKS)
+
+    def unmark(self, record: int, header: int) -> None:
+        """Note that the tier lacks an entry, unless the record has another one by now."""
+        if self._headers[record] == header:
+            self._headers[record] = 0
+
+    def is_stale(self, record: int, now: float) -> bool:
+        """Whether the tier has not been asked for an entry for a second, nor got it in this time."""
+        return int(now * _TICKS) - self._asked_at[record] >= _FRESH_TICKS
 
     def forget_entries(self) -> None:
         """Forget which entries the tier holds."""
-        self.headers = make_column("Q", len(self.headers))
-
-    def forget_evicted(self) -> None:
-        """Forget which entries the tier holds once it has evicted a good part of them.
-
-        No lookup asks a tier for entries that the pool has, so they are the coldest there however hot they are.
-        """
-        usage = self.queue.usage()
-        num_evicted = usage.counters.get(EVICTED, 0)
-        if num_evicted - self._num_evicted > _TURNED_OVER * usage.num_entries:
-            self._num_evicted = num_evicted
-            self.forget_entries()
+        self._headers = make_column("Q", len(self._headers))
 
     def was_read(self, num_bytes: int, seconds: float) -> None:
         """Note how long a promotion took."""

@@ -45,7 +45,6 @@ __all__ = ["Tiering", "TieringSettings"]
 
 T = TypeVar("T")
 
-_LOOK_SECONDS: Final = 1.0
 _IDLE_SECONDS: Final = 0.5  # the longest time between two turns
 
 
@@ -104,12 +103,11 @@ class Tiering:
         self._tiers = [TierState(queue, index.table.num_records) for queue in queues]
         self._keys = EntryKeys(index, names_of)
         self._demotions = Demotions(
-            index, self._tiers, self._keys, settings.demotion, settings.least_tokens, self.counters, on_corrupt
+            index, self._tiers, self._keys, settings.demotion, settings.least_tokens, self.counters, on_corrupt, clock
         )
         self.promotion_context = PromotionContext(index, self._keys, self.counters, clock, settings.promotion_seconds)
         self.promotions = Promotions(self.promotion_context, self._tiers)
         self.due = 0.0  # `turn` must be called by then, in seconds of the clock
-        self._next_look = 0.0
 
     @property
     def queues(self) -> list[TierQueue]:
@@ -120,6 +118,11 @@ class Tiering:
     def num_used(self) -> int:
         """The number of tiers without removed ones."""
         return sum(not queue.is_retired for queue in self.queues)
+
+    @property
+    def num_refreshing(self) -> int:
+        """The number of used prefixes that a tier is being asked for."""
+        return len(self._demotions.refresher)
 
     def status(self) -> list[TierStatus]:
         """Return the state of each tier for operators."""
@@ -188,13 +191,13 @@ class Tiering:
     def used(self, node: int) -> None:
         """Note that a lookup found a prefix that ends with this chunk."""
         self._demote(self._demotions.used, node)
-        if self._demotions.has_work:
+        if self._demotions.refresher.has_work:
             self.due = 0.0
 
-    def _demote(self, begin: Callable[[T], None], subject: T) -> None:
-        """Begin to write entries. A failure is logged: the store or lookup that came before has succeeded."""
+    def _demote(self, write: Callable[[T], None], subject: T) -> None:
+        """Write entries. A failure is logged: the store or lookup that came before has succeeded."""
         try:
-            begin(subject)
+            write(subject)
         except Exception:
             logger.exception("entries are not written to the tiers")
             self.counters[_DEMOTIONS_FAILED] += 1
@@ -252,10 +255,6 @@ class Tiering:
         """
         now = self._clock()
         self.due = now + _IDLE_SECONDS  # even if this turn fails
-        if now >= self._next_look:
-            self._next_look = now + _LOOK_SECONDS
-            for tier in self._tiers:
-                tier.forget_evicted()
         for queue in self.queues:
             for job in queue.expire():
                 self.counters[_TIER_JOBS_LATE] += 1
@@ -266,12 +265,12 @@ class Tiering:
                 if is_over():
                     break
         self.promotions.turn(is_over)
-        self._demotions.turn(is_over)
+        self._demote(self._demotions.turn, is_over)
         self.due = self._next_deadline()
 
     def _next_deadline(self) -> float:
         now, queues = self._clock(), self.queues
-        if self._demotions.has_work or any(queue.has_results for queue in queues):
+        if self._demotions.refresher.has_work or any(queue.has_results for queue in queues):
             return now
         # A call of a thread has no deadline before it begins, and nothing tells the loop that it has begun.
         times = itertools.chain([self.promotions.next_deadline()], (queue.next_deadline() for queue in queues))

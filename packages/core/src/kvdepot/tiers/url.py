@@ -151,6 +151,7 @@ def check_shape(tier: object, name: str) -> None:
     calls = ("contains", "write", "read", "remove", "clear", "probe", "usage", "close")
     inherited = [each for each in calls if getattr(type(tier), each, None) is getattr(Tier, each)]  # empty bodies
     missing = [f"{each}()" for each in calls if each in inherited or not callable(getattr(tier, each, None))]
+    missing += [] if callable(getattr(tier, "touch", None)) else ["touch()"]
     missing += [each for each in ("batch_entries", "writer_pid") if not isinstance(getattr(tier, each, None), int)]
     if missing:
         raise ConfigError(

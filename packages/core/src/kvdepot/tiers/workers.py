@@ -1,6 +1,6 @@
-"""Threads that make a tier's calls, in the order contains, read, clear, first writes, other writes.
+"""Threads that make a tier's calls, in the order contains, read, touch, clear, first writes, other writes.
 
-At least one thread never takes writes.
+At least one thread never takes writes. One touch runs at a time, as nobody waits for it.
 
 A clear waits for running writes, and writes wait for it. The depot's loop hands calls in. It shares one lock with the
 threads, which hold it only for a few operations on deques. One call wakes one thread: after waking all of them, the
@@ -149,6 +149,8 @@ class Workers:
         for operation in (Operation.CONTAINS, Operation.READ):
             if self._waiting[operation]:
                 return operation
+        if self._waiting[Operation.TOUCH] and not any(call.operation is Operation.TOUCH for call in self._running):
+            return Operation.TOUCH
         is_clearing = any(call.operation is Operation.CLEAR and not call.is_late for call in self._running)
         if self._waiting[Operation.CLEAR]:
             return None if is_clearing or self._num_writing else Operation.CLEAR

@@ -83,6 +83,11 @@ class FaultyTier:
         self._suffer()
         return self._cut([True] * len(keys) if self.lie else self.inner.contains(keys))
 
+    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bool]:
+        """See `Tier`."""
+        self._suffer()
+        return self._cut([True] * len(keys) if self.lie else self.inner.touch(keys, sizes))
+
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
         """See `Tier`."""
         self._suffer()

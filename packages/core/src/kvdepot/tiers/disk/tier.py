@@ -78,6 +78,12 @@ class DiskTier:
         """See `Tier`."""
         return [key in self._entries for key in keys]
 
+    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
+        """See `Tier`."""
+        for key in reversed(keys):  # the first chunk is used last
+            self._entries.use(key)
+        return self.contains(keys)
+
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
         return [self._write(key, seal, *extent) for key, seal, extent in zip(keys, seals, extents, strict=True)]

@@ -63,6 +63,10 @@ class MooncakeTier:
             outcomes += self._ask(m.Contains(list(keys[first : first + m.KEYS_A_MESSAGE]))).values
         return [outcome is m.Outcome.HERE for outcome in outcomes]
 
+    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
+        """See `Tier`."""
+        return self.contains(keys)
+
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. An entry that finds no room, or whose node does not answer, is not written."""
         reply = self._ask(m.Write(list(keys), list(seals), list(extents)))

@@ -75,6 +75,15 @@ class ValkeyTier:
         """See `Tier`."""
         return [reply == 1 for reply in self._call([[b"EXISTS", head_name(key)] for key in keys])]
 
+    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
+        """See `Tier`. An entry is here if all of its parts are."""
+        names = [
+            [head_name(key), *(part_name(key, part) for part in range(-(-size // PART_BYTES)))]
+            for key, size in zip(keys, sizes, strict=True)
+        ]
+        replies = self._call([[b"TOUCH", *each] for each in names])
+        return [reply == len(each) for reply, each in zip(replies, names, strict=True)]
+
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
         commands: list[Command] = []

@@ -1,0 +1,177 @@
+"""Asks tiers for the entries of prefixes that engines use, and writes those that are not there.
+
+Tiers forget without saying so: a server restarts, a node leaves its cluster, a server that is full evicts what nobody
+asks it for, above all the prefixes that pools answer. So the depot's knowledge ages. The use of a prefix asks about the
+entries that were neither written nor asked for within the last second, with one question of up to 512 keys, which
+counts as a use of them where the tier evicts by use. The missing ones are written again, from the first one on.
+
+The walk from the prefix's end stops at the first chunk that is fresh: whoever asked for that chunk asked for those
+before it.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Final, TypeAlias
+
+from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.index import ChunkIndex
+from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.names import EntryKeys
+from kvdepot.tiers.reading import Pause
+from kvdepot.tiers.tier_state import TierState
+
+_CHUNKS_A_STEP: Final = 32  # of one prefix
+_KEYS_A_QUESTION: Final = 512
+_MOST_PREFIXES: Final = 256  # at the same time
+
+Steps: TypeAlias = Generator[Pause, None, None]
+Write: TypeAlias = Callable[[Sequence[int], bool], bool]
+_Asked: TypeAlias = tuple[int, int, bool]  # record, header, and whether the tier was thought to have it
+
+
+class Refresher:
+    """The prefixes that are being refreshed, each in one tier.
+
+    Args:
+        index: of the pool.
+        keys: of entries.
+        write: writes entries in their order to the tiers that lack them, before others if the second argument is true;
+            returns False if one was dropped, as those behind it are of no use then.
+        writes_unknown: whether to ask for entries that a tier is not known to have, and to write those that it lacks.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        keys: EntryKeys,
+        write: Write,
+        clock: Callable[[], float],
+        *,
+        writes_unknown: bool,
+    ) -> None:
+        self._index = index
+        self._keys = keys
+        self._write = write
+        self._clock = clock
+        self._writes_unknown = writes_unknown
+        self._ready: dict[tuple[TierState, int], Steps] = {}  # by tier and last node, the next one first
+        self._asking: dict[tuple[TierState, int], Steps] = {}  # those that wait for a tier
+
+    def __len__(self) -> int:
+        return len(self._ready) + len(self._asking)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` has work now."""
+        return bool(self._ready)
+
+    def begin(self, tier: TierState, node: int, *, is_first: bool = False) -> None:
+        """Refresh the prefix that ends with this chunk, unless it is fresh or very many others wait."""
+        key = tier, node
+        if tier.queue.is_suspended or len(self) >= _MOST_PREFIXES or key in self._ready or key in self._asking:
+            return
+        if self._is_stale(tier, node, is_first=is_first):
+            self._ready[key] = self._refresh(key, is_first=is_first)
+
+    def turn(self, is_over: Callable[[], bool]) -> None:
+        """Do one step, then more until `is_over`."""
+        while self._ready:
+            key = next(iter(self._ready))
+            steps = self._ready.pop(key)
+            pause = next(steps, None)
+            if pause is Pause.STEP:
+                self._ready[key] = steps
+            elif pause is Pause.WAIT:
+                self._asking[key] = steps
+            if is_over():
+                break
+
+    def _wake(self, key: tuple[TierState, int]) -> None:
+        steps = self._asking.pop(key, None)
+        if steps is not None:
+            self._ready[key] = steps
+
+    def _is_stale(self, tier: TierState, node: int, *, is_first: bool) -> bool:
+        return any(self._is_asked_for(tier, record, is_first=is_first) for record in self._index.entries.sealed(node))
+
+    def _is_asked_for(self, tier: TierState, record: int, *, is_first: bool) -> bool:
+        if tier.has(record, self._index.table.header(record)):
+            return tier.is_stale(record, self._clock())
+        return self._writes_unknown or is_first
+
+    def _refresh(self, key: tuple[TierState, int], *, is_first: bool) -> Steps:
+        tier, node = key
+        index, path = self._index, list[tuple[int, bytes]]()
+        nodes = index.nodes.space_of(node).nodes
+        while node != NO_NODE and self._is_stale(tier, node, is_first=is_first):
+            if path and len(path) % _CHUNKS_A_STEP == 0:
+                digest = index.nodes.key_of(node)
+                yield Pause.STEP
+                if nodes.get(digest) != node:
+                    return  # it was evicted, after the chunks behind it
+            path.append((node, index.nodes.key_of(node)))
+            node = index.nodes.parent_of(node)
+        path.reverse()
+        asked = list[_Asked]()
+        for start in range(0, len(path), _CHUNKS_A_STEP):
+            yield Pause.STEP
+            here = [node for node, digest in path[start : start + _CHUNKS_A_STEP] if nodes.get(digest) == node]
+            records = [record for node in here for record in index.entries.sealed(node)]
+            asked += (
+                (record, index.table.header(record), tier.has(record, index.table.header(record)))
+                for record in records
+                if self._is_asked_for(tier, record, is_first=is_first)
+            )
+            if len(asked) >= _KEYS_A_QUESTION or start + _CHUNKS_A_STEP >= len(path):
+                lost = yield from self._ask(key, asked)
+                if lost is None or not (yield from self._write_again(lost, is_first=is_first)):
+                    return
+                asked.clear()
+
+    def _ask(self, key: tuple[TierState, int], asked: Sequence[_Asked]) -> Generator[Pause, None, list[_Asked] | None]:
+        """Ask a tier for entries; return those that it lacks, None if it does not answer."""
+        tier, table = key[0], self._index.table
+        if not asked:
+            return []
+        there = [False] * len(asked)
+
+        def on_part(part: Part) -> None:
+            there[part.first : part.first + len(part.outcomes)] = part.outcomes
+            if part.is_last:
+                self._wake(key)
+
+        job = Job(
+            Operation.TOUCH,
+            [self._keys.key_of(record) for record, _, _ in asked],
+            [table.extent(record) for record, _, _ in asked],
+            on_part=on_part,
+            on_late=lambda: self._wake(key),
+        )
+        if not tier.queue.submit(job):
+            return None
+        while job.num_left and not job.is_late:
+            yield Pause.WAIT
+        if job.is_late or job.has_failed:
+            return None
+        lost, now = list[_Asked](), self._clock()
+        for each, is_there in zip(asked, there, strict=True):
+            record, header, was_marked = each
+            if table.header(record) != header or tier.has(record, header) != was_marked:
+                continue  # it left, or was written meanwhile
+            if is_there:
+                tier.mark(record, header, now)
+            else:
+                tier.unmark(record, header)
+                lost.append(each)
+        return lost
+
+    def _write_again(self, lost: Sequence[_Asked], *, is_first: bool) -> Generator[Pause, None, bool]:
+        """Write entries in steps. Return False once a tier drops one: those behind it would be unusable."""
+        table = self._index.table
+        for start in range(0, len(lost) if self._writes_unknown or is_first else 0, _CHUNKS_A_STEP):
+            some = lost[start : start + _CHUNKS_A_STEP]
+            records = [record for record, header, _ in some if table.header(record) == header]
+            if records and not self._write(records, is_first):
+                return False
+            yield Pause.STEP
+        return True
