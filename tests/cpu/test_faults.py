@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvdepot.backends import CacheGroup, CopyBatch, KVCache
+from kvdepot.client.transfers import BATCH_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import WorkerPlan, prompt
 from kvdepot.testing.engine import EngineProcess
@@ -112,11 +113,12 @@ class Gate:
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., CpuTransferContext]]:
     made: list[CpuTransferContext] = []
 
-    def make(depot: DepotProcess, instance: str = "engine", fill: int = 0) -> CpuTransferContext:
+    def make(
+        depot: DepotProcess, instance: str = "engine", fill: int = 0, batch_bytes: int = BATCH_BYTES
+    ) -> CpuTransferContext:
         cache = np.full((1, 64, 65536), fill, np.uint8)
-        made.append(
-            CpuTransferContext(KVCache([CacheGroup(list(cache), 16)], instance, "bytes"), CpuOptions(url=depot.url))
-        )
+        options = CpuOptions(url=depot.url, batch_bytes=batch_bytes)
+        made.append(CpuTransferContext(KVCache([CacheGroup(list(cache), 16)], instance, "bytes"), options))
         made[-1].cache = cache  # type: ignore[attr-defined]
         made[-1].wait_until_connected(10)
         return made[-1]
@@ -146,11 +148,26 @@ def test_what_is_evicted_during_a_retrieve_is_a_miss_and_what_stayed_counts(
         assert (reader.cache[0, : 4 * num_left] == 1).all()  # type: ignore[attr-defined]
 
 
+def test_a_store_asks_for_the_next_batch_before_it_copies_one(
+    depot: DepotProcess, make: Callable[..., CpuTransferContext]
+) -> None:
+    context = make(depot, batch_bytes=1)  # a chunk
+    gate = Gate(context, "store")
+    future = context.submit_store("r", prompt(4), [list(range(16))])
+    assert gate.reached.wait(10)
+    wait_until(lambda: depot.status().num_tickets == 2)
+    gate.opened.set()
+    assert future.result(10)
+    assert depot.status().num_tickets == 0
+    assert context.submit_retrieve("r", prompt(4), [list(range(16, 32))]).result(10)
+
+
+@pytest.mark.parametrize("batch_bytes", [BATCH_BYTES, 1])
 @pytest.mark.promise(9)
 def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
-    depot: DepotProcess, make: Callable[..., CpuTransferContext], monkeypatch: pytest.MonkeyPatch
+    depot: DepotProcess, make: Callable[..., CpuTransferContext], monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ) -> None:
-    context = make(depot)
+    context = make(depot, batch_bytes=batch_bytes)
 
     def fail(_copier: PageCopier, _batch: CopyBatch) -> None:
         raise OSError("the device is on fire")

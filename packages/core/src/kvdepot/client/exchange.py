@@ -1,7 +1,8 @@
 """`Exchange`: the protocol of one store or retrieve with the depot.
 
 A store asks for extents, has them filled and commits them; a retrieve takes a lease, has the extents copied, checks
-that they are still the same and releases the lease. Both work through the run in batches.
+that they are still the same and releases the lease. Both work through the run in batches, and ask for the next batch
+before they copy one.
 """
 
 import collections
@@ -24,7 +25,7 @@ from kvdepot.layout import CacheLayout, GroupKind, Part
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
-_LATE_LEASE_SECONDS: Final = 0.1  # an unwanted lease is waited for so long, then left to a late reply
+_LATE_GRANT_SECONDS: Final = 0.1  # an unwanted ticket or lease is waited for so long, then left to a late reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,37 +93,28 @@ class Exchange:
             self._carrier.copier.wait_for(Direction.STORE, job.ready)
         commits: list[tuple[int, int]] = []
         complete = True
-        for batch in self._batches(Direction.STORE, job, 0):
-            key = batch.key
-            request = m.PrepareStore(
-                channel.link.context,
-                job.request_id,
-                key.tenant,
-                key.digests,
-                key.first_chunk,
-                key.parent,
-                batch.covered,
-            )
-            plan = self._wait(connection, channel, channel.submit(request), _abort)
-            if not isinstance(plan, m.StorePlan):
-                raise DepotUnavailable(f"it answered a store with {type(plan).__name__}")
-            if plan.ticket:
-                with contextlib.ExitStack() as undo:
-                    undo.callback(_abort, channel, plan)
-                    copies = self._copies(channel, job, batch, plan)
-                    with self._copy_locks[Direction.STORE]:
-                        if connection.link is not channel.link:
-                            return False
-                        self._carrier.store(channel, copies)
-                    undo.pop_all()
-                job.transfer.num_bytes += self._num_bytes(plan.extents)
-                checksums = self._verifier.checksums(channel.link, plan.extents)
-                commit = m.CommitStore(channel.link.context, plan.ticket, checksums)
-                commits.append((channel.submit(commit), batch.start))
-            if plan.num_declined:
-                complete = False
-                break
-            job.transfer.num_chunks = batch.start + key.num_chunks
+        with contextlib.ExitStack() as undo:
+            for batch, sequence in self._ask_ahead(Direction.STORE, connection, channel, job, 0, undo):
+                plan = self._wait(connection, channel, sequence, _abort)
+                if not isinstance(plan, m.StorePlan):
+                    raise DepotUnavailable(f"it answered a store with {type(plan).__name__}")
+                if plan.ticket:
+                    with contextlib.ExitStack() as undo_ticket:
+                        undo_ticket.callback(_abort, channel, plan)
+                        copies = self._copies(channel, job, batch, plan)
+                        with self._copy_locks[Direction.STORE]:
+                            if connection.link is not channel.link:
+                                return False
+                            self._carrier.store(channel, copies)
+                        undo_ticket.pop_all()
+                    job.transfer.num_bytes += self._num_bytes(plan.extents)
+                    checksums = self._verifier.checksums(channel.link, plan.extents)
+                    commit = m.CommitStore(channel.link.context, plan.ticket, checksums)
+                    commits.append((channel.submit(commit), batch.start))
+                if plan.num_declined:
+                    complete = False
+                    break
+                job.transfer.num_chunks = batch.start + batch.key.num_chunks
         for sequence, start in commits:
             try:
                 channel.wait(sequence, connection.deadline_seconds)
@@ -142,7 +134,7 @@ class Exchange:
         job.transfer.num_chunks = first
         with contextlib.ExitStack() as undo:
             begun: collections.deque[_Retrieval] = collections.deque()
-            for batch, sequence in self._ask_ahead(connection, channel, job, first, undo):
+            for batch, sequence in self._ask_ahead(Direction.RETRIEVE, connection, channel, job, first, undo):
                 plan = self._wait(connection, channel, sequence, _release)
                 if not isinstance(plan, m.RetrievePlan):
                     raise DepotUnavailable(f"it answered a retrieve with {type(plan).__name__}")
@@ -188,35 +180,38 @@ class Exchange:
         return valid >= num_chunks
 
     def _ask_ahead(
-        self, connection: Connection, channel: Channel, job: TransferJob, first: int, undo: contextlib.ExitStack
+        self,
+        direction: Direction,
+        connection: Connection,
+        channel: Channel,
+        job: TransferJob,
+        first: int,
+        undo: contextlib.ExitStack,
     ) -> Iterator[tuple[_Batch, int]]:
-        """Yield the batches of a retrieve with the sequence of their request, asking for one batch ahead.
+        """Yield the batches of a transfer with the sequence of their request, asking for one batch ahead.
 
-        Leases that are still being asked for when `undo` closes are released.
+        Grants that are still being asked for when `undo` closes are given back.
         """
-        batches = self._batches(Direction.RETRIEVE, job, first)
+        batches = self._batches(direction, job, first)
         pending: list[int] = []
+        give_back = _abort if direction is Direction.STORE else _release
 
         def ask() -> tuple[_Batch, int] | None:
             batch = next(batches, None)
             if batch is None:
                 return None
-            key = batch.key
-            request = m.PrepareRetrieve(
-                channel.link.context, job.request_id, key.digests, key.first_chunk, batch.covered
-            )
-            pending.append(channel.submit(request))
+            pending.append(channel.submit(_request(direction, channel.link.context, job, batch)))
             return batch, pending[-1]
 
-        def release_pending() -> None:
+        def give_back_pending() -> None:
             for sequence in pending:
                 try:
-                    _release(channel, channel.wait(sequence, _LATE_LEASE_SECONDS))
+                    give_back(channel, channel.wait(sequence, _LATE_GRANT_SECONDS))
                 except KVDepotError:
-                    channel.abandon(sequence, lambda reply: _release(channel, reply))
+                    channel.abandon(sequence, lambda reply: give_back(channel, reply))
                     connection.reap_soon()
 
-        undo.callback(release_pending)
+        undo.callback(give_back_pending)
         current = ask()
         while current is not None:
             following = ask()
@@ -308,6 +303,13 @@ class Exchange:
                 total += sizes[group]
                 last = chunk, group
         return total
+
+
+def _request(direction: Direction, context: int, job: TransferJob, batch: _Batch) -> m.PrepareStore | m.PrepareRetrieve:
+    key = batch.key
+    if direction is Direction.RETRIEVE:
+        return m.PrepareRetrieve(context, job.request_id, key.digests, key.first_chunk, batch.covered)
+    return m.PrepareStore(context, job.request_id, key.tenant, key.digests, key.first_chunk, key.parent, batch.covered)
 
 
 def _abort(channel: Channel, reply: frames.Reply) -> None:
