@@ -10,7 +10,7 @@ setup(
     ext_modules=[
         Extension(
             "kvdepot_cpu.kernels._copy_runs",
-            ["src/kvdepot_cpu/kernels/copy_runs.c", "src/kvdepot_cpu/kernels/move_tokens.c"],
+            [f"src/kvdepot_cpu/kernels/{name}.c" for name in ("copy_runs", "copy_summed", "move_tokens")],
             extra_compile_args=["-O3"],
             py_limited_api=True,
             optional=True,

@@ -1,10 +1,14 @@
 """The CPU backend passes the suite of every backend, with the compiled copy and with memcpy."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvdepot.testing.backend import BackendSuite, WorkerPlan
+from kvdepot.client.link import Link
+from kvdepot.client.verify import Verifier
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.testing.backend import BackendSuite, Cache, GroupPlan, WorkerPlan, prompt
 from kvdepot_cpu.kernels import copy as kernels
 from support.cpu.workers import NumpyWorker
 
@@ -29,3 +33,30 @@ class TestWithMemcpy(BackendSuite):
 class TestWithSeveralCopyThreads(BackendSuite):
     def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> NumpyWorker:
         return NumpyWorker(url, plan, copy_threads=3, **options)
+
+
+@pytest.fixture
+def checking_depot() -> Iterator[DepotProcess]:
+    with DepotProcess("--verify", "all") as depot:
+        yield depot
+
+
+@pytest.mark.parametrize("copy_threads", [1, 3])
+def test_checksums_made_on_the_way_are_those_of_the_pool(
+    checking_depot: DepotProcess, monkeypatch: pytest.MonkeyPatch, copy_threads: int
+) -> None:
+    def made_afterwards(_verifier: Verifier, _link: Link, _extents: bytes) -> bytes:
+        raise AssertionError("the copier made no checksums")
+
+    monkeypatch.setattr(Verifier, "checksums", made_afterwards)
+    groups = GroupPlan(page_sizes_bytes=(65536, 3072)), GroupPlan(block_tokens=32, page_sizes_bytes=(131072, 66560))
+    plan = WorkerPlan(groups)
+    worker = NumpyWorker(checking_depot.url, plan, copy_threads=copy_threads)
+    try:
+        worker.wait_until_connected(10)
+        cache = Cache(worker, plan)
+        assert cache.store(prompt(16))
+        assert cache.retrieve(prompt(16)) == 16  # after comparing every checksum with the pool
+    finally:
+        worker.context.close()
+    assert checking_depot.status().counters["entries_corrupt"] == 0

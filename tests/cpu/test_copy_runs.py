@@ -1,9 +1,17 @@
-"""The copy kernel: every byte of every run in its place, and no other byte touched."""
+"""The copy kernels: every byte of every run in its place, no other byte touched, and the right checksums."""
 
 import numpy as np
 import pytest
+import xxhash
 
-from kvdepot_cpu.kernels.copy import CopyRuns, memcpy_runs, native_copy_runs
+from kvdepot_cpu.kernels.copy import (
+    SUMMED_ALIGNMENT_BYTES,
+    SUMMED_BLOCK_BYTES,
+    CopyRuns,
+    memcpy_runs,
+    native_copy_runs,
+    native_copy_summed,
+)
 from support.tools import tool_is_missing
 
 _GAP = 512
@@ -38,3 +46,29 @@ def test_runs_of_any_size_and_alignment_arrive_whole(copy_runs: CopyRuns, seed: 
     )
 
     assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_copy_that_makes_checksums_makes_those_of_xxhash(seed: int) -> None:
+    copy_summed = native_copy_summed()
+    if copy_summed is None:
+        tool_is_missing("the compiled copy was not built, or this processor lacks AVX2")
+    rng = np.random.default_rng(seed)
+    block, gap = SUMMED_BLOCK_BYTES, SUMMED_ALIGNMENT_BYTES
+    runs = [block * rng.choice((1, 2, 3, 63, 64, 65, 200), int(rng.integers(1, 9))) for _ in range(5)]  # by extent
+    sizes, extents = np.concatenate(runs).astype(np.uint64), np.array([each.sum() for each in runs], np.uint64)
+    source = rng.integers(0, 256, int(sizes.sum()) + 1, dtype=np.uint8)
+    target = np.zeros(int(sizes.sum()) + gap * (len(sizes) + 1), np.uint8)
+    reads = np.cumsum(sizes) - sizes + np.uint64(1)  # the blocks of an engine may lie anywhere
+    writes = np.cumsum(sizes) - sizes + np.arange(len(sizes), dtype=np.uint64) * np.uint64(gap)
+    writes += np.uint64(-target.ctypes.data % gap)
+    expected = np.zeros_like(target)
+    for read, write, size in zip(reads.tolist(), writes.tolist(), sizes.tolist(), strict=True):
+        expected[write : write + size] = source[read : read + size]
+
+    digests = copy_summed(reads + np.uint64(source.ctypes.data), writes + np.uint64(target.ctypes.data), sizes, extents)
+
+    assert np.array_equal(target, expected)
+    stops = 1 + np.cumsum(extents.astype(np.int64))
+    payloads = np.split(source[1:], stops[:-1] - 1)
+    assert [each.tobytes() for each in digests] == [xxhash.xxh3_128_digest(each.tobytes()) for each in payloads]

@@ -106,8 +106,12 @@ class Copier(Protocol):
     that submits. A copier that inherits this class overrides only the hooks that its device needs.
     """
 
-    def store(self, batch: CopyBatch) -> None:
-        """Copy blocks into extents. Return or raise only when nothing reads the blocks or writes the extents."""
+    def store(self, batch: CopyBatch) -> bytes | None:
+        """Copy blocks into extents. Return or raise only when nothing reads the blocks or writes the extents.
+
+        A copier that has the bytes in its registers anyway may return the packed XXH3-128 of every extent, if the batch
+        asks for checksums. After None they are made of the pool.
+        """
         ...
 
     def retrieve(self, batch: CopyBatch) -> None:

@@ -206,3 +206,4 @@ class CopyBatch:
     grant_id: int = 0  # id of the ticket or lease
     num_chunks: int = 0
     blocks_per_chunk: tuple[int, ...] = ()
+    with_checksums: bool = False  # a copier that can make them on the way returns them

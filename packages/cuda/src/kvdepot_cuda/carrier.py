@@ -208,12 +208,12 @@ class MoverCarrier(Carrier):
         self._with_mover(lambda: await_mover(channel, wait_seconds, self._deadline_seconds))
         self._ready_link = channel.link
 
-    def store(self, channel: Channel, batch: CopyBatch) -> None:
+    def store(self, channel: Channel, batch: CopyBatch) -> bytes | None:
         """See `Carrier`."""
         if self.copies_here(channel.link):
-            super().store(channel, batch)
-        else:
-            self._move(Direction.STORE, channel, batch)
+            return super().store(channel, batch)
+        self._move(Direction.STORE, channel, batch)
+        return None
 
     def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
         """See `Carrier`. A mover has one retrieve at a time, so with one this returns when the copy has ended."""

@@ -28,10 +28,10 @@ class Carrier:
     def prepare(self, channel: Channel) -> None:
         """Get ready for a transfer, before it asks the depot for anything. An exception makes it a miss."""
 
-    def store(self, channel: Channel, batch: CopyBatch) -> None:
-        """Copy a batch of a store. Return or raise only when nothing moves any more."""
+    def store(self, channel: Channel, batch: CopyBatch) -> bytes | None:
+        """Copy a batch of a store. See `Copier.store`."""
         del channel
-        self.copier.store(batch)
+        return self.copier.store(batch)
 
     def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
         """Begin to copy a batch of a retrieve. See `Copier.begin_retrieve`."""

@@ -105,10 +105,11 @@ class Exchange:
                         with self._copy_locks[Direction.STORE]:
                             if connection.link is not channel.link:
                                 return False
-                            self._carrier.store(channel, copies)
+                            checksums = self._carrier.store(channel, copies)
                         undo_ticket.pop_all()
                     job.transfer.num_bytes += self._num_bytes(plan.extents)
-                    checksums = self._verifier.checksums(channel.link, plan.extents)
+                    if checksums is None:
+                        checksums = self._verifier.checksums(channel.link, plan.extents)
                     commit = m.CommitStore(channel.link.context, plan.ticket, checksums)
                     commits.append((channel.submit(commit), batch.start))
                 if plan.num_declined:
@@ -263,6 +264,7 @@ class Exchange:
             grant_id,
             num_chunks,
             self._blocks_per_chunk,
+            isinstance(plan, m.StorePlan) and self._verifier.makes_checksums(channel.link),
         )
         self._check(copies, is_store=isinstance(plan, m.StorePlan))
         return copies

@@ -30,6 +30,10 @@ class Verifier:
         if link.verify is not m.Verify.OFF and self._checksum is None:
             logger.error("the depot wants checksums and xxhash is not installed: pip install xxhash; none are made")
 
+    def makes_checksums(self, link: Link) -> bool:
+        """Return whether stores of this session carry checksums."""
+        return link.verify is not m.Verify.OFF and self._checksum is not None
+
     def checksums(self, link: Link, extents: bytes) -> bytes:
         """Return the packed checksums of extents that have just been filled, nothing if none are wanted."""
         if link.verify is m.Verify.OFF or self._checksum is None:

@@ -1,8 +1,8 @@
 """One copy per block and layer between a paged cache and extents of the pool.
 
 numpy computes the addresses of a whole batch. `copy_runs.c` moves the bytes: it copies four runs side by side with
-stores that bypass the caches, and releases the GIL for the batch. Where it could not be built, a loop of libc's memcpy
-does the same, slower (`docs/performance.md`).
+stores that bypass the caches, and releases the GIL for the batch. `copy_summed.c` makes the checksums of a store on the
+way. Where they could not be built, a loop of libc's memcpy does the same, slower (`docs/performance.md`).
 """
 
 import ctypes
@@ -13,10 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdepot.backends import Copier, CopyBatch
-from kvdepot.copying.runs import Addresses, BatchRuns
+from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns
 from kvdepot.layout import CacheLayout
+from kvdepot.wire.messages import CHECKSUM_BYTES
 
 _BYTES_WORTH_A_THREAD: Final = 8 << 20
 _BYTES_WORTH_STREAMING: Final = 1 << 20  # smaller copies stay in the caches for the next reader
@@ -24,13 +26,22 @@ _BYTES_WORTH_STREAMING: Final = 1 << 20  # smaller copies stay in the caches for
 CopyRuns = Callable[[Addresses, Addresses, Addresses], None]
 """Copies runs: sources, targets and sizes in bytes, each `(num_runs,)`; no two targets overlap."""
 
+CopySummed = Callable[[Addresses, Addresses, Addresses, Addresses], npt.NDArray[np.uint8]]
+"""Copies runs that fill extents one after the other, and returns the XXH3-128 of each extent, `(num_extents, 16)`.
+
+Args: sources, targets and sizes of the runs, sizes of the extents. Runs are whole blocks of `SUMMED_BLOCK_BYTES`,
+targets aligned to `SUMMED_ALIGNMENT_BYTES`.
+"""
+SUMMED_BLOCK_BYTES: Final = 1024
+SUMMED_ALIGNMENT_BYTES: Final = 32
+
 
 def native_copy_runs() -> CopyRuns | None:
     """Return the compiled copy, None if it was not built here."""
-    spec = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs")
-    if spec is None or spec.origin is None:
+    library = _library()
+    if library is None:
         return None
-    function = ctypes.CDLL(spec.origin).kvdepot_copy_runs
+    function = library.kvdepot_copy_runs
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     function.restype = None
 
@@ -39,6 +50,33 @@ def native_copy_runs() -> CopyRuns | None:
         function(sources.ctypes.data, targets.ctypes.data, sizes.ctypes.data, len(sizes), streamed)
 
     return copy_runs
+
+
+def native_copy_summed() -> CopySummed | None:
+    """Return the compiled copy that makes checksums, None if it was not built here or this processor cannot run it."""
+    library = _library()
+    can_sum = getattr(library, "kvdepot_can_sum", None)  # a checkout may have an older build
+    if library is None or can_sum is None or not can_sum():
+        return None
+    function = library.kvdepot_copy_summed
+    array = ctypes.c_void_p
+    function.argtypes = [array, array, array, ctypes.c_size_t, array, array]
+    function.restype = None
+
+    def copy_summed(
+        sources: Addresses, targets: Addresses, sizes: Addresses, extents: Addresses
+    ) -> npt.NDArray[np.uint8]:
+        digests = np.empty((len(extents), CHECKSUM_BYTES), np.uint8)
+        addresses = [each.ctypes.data for each in (sources, targets, sizes)]
+        function(*addresses, len(sizes), extents.ctypes.data, digests.ctypes.data)
+        return digests
+
+    return copy_summed
+
+
+def _library() -> ctypes.CDLL | None:
+    spec = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs")
+    return None if spec is None or spec.origin is None else ctypes.CDLL(spec.origin)
 
 
 def memcpy_runs() -> CopyRuns:
@@ -70,14 +108,24 @@ class PageCopier(Copier):
     ) -> None:
         self._keep_alive = keep_alive
         self._copy_runs = copy_runs or native_copy_runs() or memcpy_runs()
+        self._copy_summed = native_copy_summed() if copy_runs is None else None
         self._runs = BatchRuns(layout)
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(max(num_threads), "kvdepot-copy") if max(num_threads) > 1 else None
 
-    def store(self, batch: CopyBatch) -> None:
+    def store(self, batch: CopyBatch) -> bytes | None:
         """See `Copier`."""
         runs = self._runs.of(batch)
-        self._copy(runs.blocks, runs.offsets + np.uint64(batch.mapping.address), runs.sizes, self._num_threads[0])
+        targets = runs.offsets + np.uint64(batch.mapping.address)
+        if batch.with_checksums:
+            records = np.frombuffer(batch.extents, EXTENT_DTYPE)
+            order = np.argsort(records["group"], kind="stable")  # that of the runs
+            digests = self._store_summed(runs.blocks, targets, runs.sizes, records["num_bytes"][order])
+            if digests is not None:
+                digests[order] = digests.copy()
+                return digests.tobytes()
+        self._copy(runs.blocks, targets, runs.sizes, self._num_threads[0])
+        return None
 
     def retrieve(self, batch: CopyBatch) -> None:
         """See `Copier`."""
@@ -90,15 +138,44 @@ class PageCopier(Copier):
             self._pool.shutdown()
 
     def _copy(self, sources: Addresses, targets: Addresses, sizes: Addresses, num_threads: int) -> None:
-        parts = min(num_threads, len(sizes), 1 + int(sizes.sum()) // _BYTES_WORTH_A_THREAD)
+        def copy(start: int, stop: int) -> None:
+            self._copy_runs(sources[start:stop], targets[start:stop], sizes[start:stop])
+
+        self._in_parts(copy, len(sizes), int(sizes.sum()), num_threads)
+
+    def _store_summed(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, extents: Addresses
+    ) -> npt.NDArray[np.uint8] | None:
+        """Store and return the digest of each extent. Copy nothing and return None if it cannot be done so."""
+        copy_summed, num_bytes = self._copy_summed, int(sizes.sum())
+        if (
+            copy_summed is None
+            or num_bytes < _BYTES_WORTH_STREAMING
+            or num_bytes != int(extents.sum())
+            or (sizes % SUMMED_BLOCK_BYTES).any()
+            or (targets % SUMMED_ALIGNMENT_BYTES).any()
+        ):
+            return None
+        firsts = np.searchsorted(np.cumsum(sizes), np.cumsum(extents)) + 1  # the run that each extent ends before
+        digests = np.empty((len(extents), CHECKSUM_BYTES), np.uint8)
+
+        def copy(start: int, stop: int) -> None:
+            first, end = int(firsts[start - 1]) if start else 0, int(firsts[stop - 1])
+            digests[start:stop] = copy_summed(
+                sources[first:end], targets[first:end], sizes[first:end], extents[start:stop]
+            )
+
+        self._in_parts(copy, len(extents), num_bytes, self._num_threads[0])
+        return digests
+
+    def _in_parts(self, copy: Callable[[int, int], None], count: int, num_bytes: int, num_threads: int) -> None:
+        """Copy `count` things, each call some of them, on as many threads as their bytes are worth."""
+        parts = min(num_threads, count, 1 + num_bytes // _BYTES_WORTH_A_THREAD)
         if self._pool is None or parts <= 1:
-            self._copy_runs(sources, targets, sizes)
+            copy(0, count)
             return
-        bounds = [len(sizes) * part // parts for part in range(parts + 1)]
-        jobs = [
-            self._pool.submit(self._copy_runs, sources[start:stop], targets[start:stop], sizes[start:stop])
-            for start, stop in itertools.pairwise(bounds)
-        ]
+        bounds = [count * part // parts for part in range(parts + 1)]
+        jobs = [self._pool.submit(copy, start, stop) for start, stop in itertools.pairwise(bounds)]
         for job in jobs:
             job.exception()  # wait for all of them before raising
         for job in jobs:
