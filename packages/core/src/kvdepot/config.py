@@ -339,7 +339,7 @@ class ServerConfig:
         parse=parse_quota,
     )
     verify: Literal["off", "sample", "all"] = setting(
-        "off", "compare checksums of retrieved entries: none, one chunk in 16, or all (default {default})"
+        "sample", "compare checksums of retrieved entries: none, one chunk in 16, or all (default {default})"
     )
     mover_start_seconds: float = setting(
         30.0,
