@@ -18,7 +18,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands, flights
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Deferred, Refused
+from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -74,7 +74,9 @@ class Life:
     sessions: list[int] = field(default_factory=lambda: list(range(1, NUM_SESSIONS + 1)))
     writers: list[Writer] = field(default_factory=lambda: [Writer(100 + n, 1) for n in range(NUM_SESSIONS)])
     next_number: int = NUM_SESSIONS + 1
-    waiting: list[tuple[float, Deferred]] = field(default_factory=list[tuple[float, Deferred]])  # until when, and what
+    waiting: list[tuple[float, PendingReply]] = field(
+        default_factory=list[tuple[float, PendingReply]]
+    )  # until when, and what
 
     def __post_init__(self) -> None:
         setting = self.source.byte()
@@ -141,7 +143,7 @@ class Life:
             assert str(error)
             assert self.state() == before, "a refused request changed something"
             return None
-        if isinstance(reply, Deferred):
+        if isinstance(reply, PendingReply):
             self.depot.background.work()
             if reply.reply is None:
                 assert isinstance(request, m.Move) or (isinstance(request, m.Lookup) and request.joins)

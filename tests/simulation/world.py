@@ -23,9 +23,8 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import MAGIC, Names
 from kvdepot.pool.table import FREE, HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, TableReader, Writer
-from kvdepot.server import commands
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Deferred, Refused
+from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.restoring import take_over
 from kvdepot.tiers.jobs import Operation
 from kvdepot.tiers.keys import label_of, place_of, tier_key
@@ -60,6 +59,7 @@ from simulation.setup import (
 )
 from simulation.tier import SimulatedQueue, Storage, make_queue
 from support.integrity import check_empty
+from support.operate import operate
 
 Event = tuple[str, int, int, int]
 
@@ -187,7 +187,7 @@ class World:
         self.lingering: list[tuple[Writer, Any, list[Claim]]] = []  # calls of dead servers that are still in the kernel
         self.dead: list[Writer] = []  # processes whose end was not yet reported to the server
         self.suspect: set[bytes] = set()  # chunks of which a client reported an entry
-        self.waiting: list[Deferred] = []  # lookups of the present server without an answer
+        self.waiting: list[PendingReply] = []  # lookups of the present server without an answer
         processes = [Process(Writer(self._number(), 1)) for _ in set(PROCESS_OF_WORKER)]
         self.workers = [self._new_worker(number, processes[each]) for number, each in enumerate(PROCESS_OF_WORKER)]
         self._events: dict[str, Callable[[int, int, int], str | None]] = {
@@ -652,7 +652,7 @@ class World:
                     worker.leases.append(Lease(reply.lease, run, reply.num_chunks))
 
         reply = self._ask(worker, request)
-        if isinstance(reply, Deferred):
+        if isinstance(reply, PendingReply):
             reply.on_reply = on_reply
             self.waiting.append(reply)
             return f"{worker.name} looks {self._name(run)} up, which waits for a tier or another engine"
@@ -852,22 +852,22 @@ class World:
         try:
             match a % 5:
                 case 0:
-                    commands.clear(depot, o.Clear(tenant))
+                    operate(depot, o.Clear(tenant))
                     return f"an operator clears {tenant or 'everything'}"
                 case 1:
                     num_bytes = b // 3 % 4 * PAGE
-                    commands.set_quota(depot, o.SetQuota("tenant-1", num_bytes))
+                    operate(depot, o.SetQuota("tenant-1", num_bytes))
                     return f"an operator sets the quota of tenant-1 to {num_bytes} bytes"
                 case 2:
-                    commands.warm(
+                    operate(
                         depot, o.Warm(tenant=PROMPTS[b % 4].tenant, digests=PROMPTS[b % 4].digests, pin_seconds=5.0)
                     )
                     return f"an operator warms and pins {self._name(PROMPTS[b % 4])}"
                 case 3:
-                    commands.unpin(depot, o.Unpin(tenant))
+                    operate(depot, o.Unpin(tenant))
                     return "an operator ends pins"
                 case _:
-                    commands.drain(depot, o.Drain(not b % 4))
+                    operate(depot, o.Drain(not b % 4))
                     return f"an operator {'begins' if not b % 4 else 'ends'} draining"
         except Refused:
             return None
@@ -954,7 +954,7 @@ class World:
         depot = server.depot
         for _ in depot.pins.end(None):
             pass
-        commands.clear(depot, o.Clear())
+        operate(depot, o.Clear())
         for _ in range(10):
             self.do(("turn", 4, 0, 0))
             while self.do(("tier_begin", 0, 0, 0)) or self.do(("tier_end", 0, 0, 0)):

@@ -16,7 +16,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Deferred, Refused
+from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -49,7 +49,7 @@ class Worker:
 
     def ask(self, request: frames.Request) -> Any:
         reply = self.bench.depot.handle(self.session, self.writer, request)
-        if isinstance(reply, Deferred):
+        if isinstance(reply, PendingReply):
             self.bench.depot.background.work()
             assert reply.reply is not None
             return reply.reply

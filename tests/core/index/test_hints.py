@@ -8,7 +8,7 @@ import pytest
 from kvdepot.index.eviction import ENDED, NORMAL, POLICIES
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.server import commands
-from kvdepot.server.replies import Deferred
+from kvdepot.server.replies import PendingReply
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from support.index import PAGE, Bench, Worker, prompt
@@ -192,7 +192,7 @@ def store_long(worker: Worker, run: KeyRun) -> None:
         assert worker.store(run.slice(start, min(run.num_chunks, start + m.MAXIMUM_STORE_ENTRIES))).num_declined == 0
 
 
-def begin_hint(worker: Worker, run: KeyRun, **hints: Any) -> frames.Reply | Deferred:
+def begin_hint(worker: Worker, run: KeyRun, **hints: Any) -> frames.Reply | PendingReply:
     request = m.Hint(worker.context, run.tenant, run.digests, **hints)
     return worker.bench.depot.handle(worker.session, worker.writer, request)
 
@@ -211,7 +211,7 @@ def step(bench: Bench, number: int) -> None:
 def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
     bench, worker = long_bench(pages=300)
     deferred = begin_hint(worker, LONG, session_ended=True)
-    assert isinstance(deferred, Deferred)
+    assert isinstance(deferred, PendingReply)
     sum(commands.clear_pool(bench.depot, None))
     store_long(worker, prompt(300, 2))  # has the places of what has left
     bench.depot.background.work()

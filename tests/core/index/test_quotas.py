@@ -9,13 +9,13 @@ from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
-from kvdepot.server import commands
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.index import LEASE_SECONDS, PAGE, Bench, Worker, prompt
 from support.integrity import empty_by_eviction
+from support.operate import operate
 
 
 def stored(worker: Worker, tenant: str, names: range) -> int:
@@ -136,7 +136,7 @@ def test_what_an_operator_pins_keeps_nobody_from_its_quota() -> None:
     worker = bench.worker()
     worker.store(prompt(4, 1, "b"))
     worker.store(prompt(8, 1, "b"))
-    pinned = commands.warm(bench.depot, o.Warm(tenant="b", digests=prompt(8, 1, "b").digests, pin_seconds=600.0))
+    pinned = operate(bench.depot, o.Warm(tenant="b", digests=prompt(8, 1, "b").digests, pin_seconds=600.0))
     bench.depot.background.work()
     assert pinned.reply == m.Done(1, 8)
     assert fill(worker, "a", range(4)) == 0
@@ -278,7 +278,7 @@ def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> Non
 
 
 def set_quota(bench: Bench, tenant: str, pages: int) -> frames.Reply | None:
-    deferred = commands.set_quota(bench.depot, o.SetQuota(tenant, pages * PAGE))
+    deferred = operate(bench.depot, o.SetQuota(tenant, pages * PAGE))
     bench.depot.background.work()
     return deferred.reply
 
@@ -325,7 +325,7 @@ def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
         tenant = rng.choice("abc")
         worker.store(prompt(rng.randint(1, 5), rng.randrange(40), tenant))
         if number % 7 == 0:
-            commands.set_quota(bench.depot, o.SetQuota(tenant, rng.choice([0, 2, 5, 8, 30]) * PAGE))
+            operate(bench.depot, o.SetQuota(tenant, rng.choice([0, 2, 5, 8, 30]) * PAGE))
         if rng.random() < 0.5:
             bench.depot.background.work(lambda: True)
         if number % 20 == 0:

@@ -28,7 +28,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Deferred, Refused
+from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -96,12 +96,12 @@ class Node:
         assert isinstance(plan, m.StorePlan)
         return plan
 
-    def move(self, context: int, number: int, *, is_store: bool = True, wait_seconds: float = 60.0) -> Deferred:
+    def move(self, context: int, number: int, *, is_store: bool = True, wait_seconds: float = 60.0) -> PendingReply:
         request = m.Move(context, number, is_store, (bytes(16),), (0,), (0,), wait_seconds)
         reply = self.ask(request if number else m.Move(context, 0, wait_seconds=wait_seconds))
-        return reply if isinstance(reply, Deferred) else Deferred(reply)
+        return reply if isinstance(reply, PendingReply) else PendingReply(reply)
 
-    def outcome(self, deferred: Deferred) -> m.MoveOutcome:
+    def outcome(self, deferred: PendingReply) -> m.MoveOutcome:
         self.turn_until(lambda: deferred.reply, "the end of a move")
         assert isinstance(deferred.reply, m.Moved)
         return deferred.reply.outcome

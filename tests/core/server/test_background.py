@@ -12,13 +12,13 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.pool.table import Writer
 from kvdepot.server import commands
-from kvdepot.server.background import Kind
-from kvdepot.server.replies import Deferred, Refused
+from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.full_depot import NUM_CHUNKS, PAGE, PROMPT_CHUNKS, Bench, prepare_all, prompt, put_tier_below
 from support.integrity import ranks_of
+from support.operate import operate
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def bench() -> Bench:
 @pytest.mark.promise(61)
 @pytest.mark.parametrize("tenant", ["a", None])
 def test_clearing(bench: Bench, tenant: str | None) -> None:
-    commands.clear(bench.depot, o.Clear(tenant))
+    operate(bench.depot, o.Clear(tenant))
     bench.depot.background.work()
     assert bench.index.entries.num_sealed == (NUM_CHUNKS // 2 if tenant else 0)
 
@@ -117,7 +117,7 @@ def test_clearing_goes_on_where_there_are_many_holes() -> None:
     space = bench.index.spaces[0]
     for node in [space.nodes[prompt(0).slice(place, place + 1).digests] for place in range(100, PROMPT_CHUNKS - 100)]:
         bench.index.remove_entry(bench.index.entries.sealed(node)[0])
-    commands.clear(bench.depot, o.Clear("a"))
+    operate(bench.depot, o.Clear("a"))
     bench.depot.background.work()
     assert len(bench.index.nodes) == bench.index.entries.num_sealed == 0
 
@@ -126,7 +126,7 @@ def test_clearing_goes_on_where_there_are_many_holes() -> None:
 def test_leases_that_expire_do_not_wait_for_what_takes_long(bench: Bench) -> None:
     for number in range(100):
         bench.ask(m.Lookup(bench.context, f"request {number}", prompt(0).digests, "a"))
-    commands.clear(bench.depot, o.Clear("b"))
+    operate(bench.depot, o.Clear("b"))
     bench.now += 11
     bench.depot.expire()
     for _ in range(101):
@@ -142,8 +142,8 @@ def test_what_fails_between_messages_is_counted_and_the_rest_goes_on(bench: Benc
         yield 0
         raise RuntimeError("a mistake")
 
-    bench.depot.background.add(failing(), Kind.HINT)
-    deferred = commands.clear(bench.depot, o.Clear())
+    bench.depot.background.hints.add(failing())
+    deferred = operate(bench.depot, o.Clear())
     bench.depot.background.work()
     assert bench.depot.counters["chores_failed"] == 1
     assert deferred.reply == m.Done(1, NUM_CHUNKS)
@@ -160,13 +160,13 @@ def test_who_waits_for_what_fails_is_told(what: str, bench: Bench, monkeypatch: 
     monkeypatch.setattr(bench.depot.pins, "end", failing)
     run = prompt(0)
     deferred = {
-        "unpinning": lambda: commands.unpin(bench.depot, o.Unpin()),
-        "clearing": lambda: commands.clear(bench.depot, o.Clear()),
+        "unpinning": lambda: operate(bench.depot, o.Unpin()),
+        "clearing": lambda: operate(bench.depot, o.Clear()),
         "a hint": lambda: bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True)),
     }[what]()
     bench.depot.background.work()
     assert deferred.reply == m.ErrorReply(1, ErrorCode.INTERNAL, "RuntimeError: a mistake")
-    assert bench.depot.counters["chores_failed"] == 1
+    assert bench.depot.counters["requests_failed"] == 1
 
 
 @pytest.mark.promise(61)
@@ -199,11 +199,11 @@ def test_very_many_hints_wait_neither_without_bound_nor_before_operators(bench: 
         for number in range(500)
         for run in runs
     ]
-    waiting = [reply for reply in replies if isinstance(reply, Deferred)]
+    waiting = [reply for reply in replies if isinstance(reply, PendingReply)]
     assert len(waiting) == 1024
     assert {reply.count for reply in replies if isinstance(reply, m.Done)} == {80}
     assert bench.depot.counters["hints_cut"] == len(replies) - len(waiting)
-    deferred = commands.clear(bench.depot, o.Clear())
+    deferred = operate(bench.depot, o.Clear())
     num_steps = 0
     while deferred.reply is None:
         bench.depot.background.work(lambda: True)
@@ -216,24 +216,24 @@ def test_very_many_hints_wait_neither_without_bound_nor_before_operators(bench: 
 
 @pytest.mark.promise(61)
 def test_so_many_requests_of_operators_wait_and_no_more(bench: Bench) -> None:
-    replies = [commands.clear(bench.depot, o.Clear("a")) for _ in range(64)]
+    replies = [operate(bench.depot, o.Clear("a")) for _ in range(64)]
     with pytest.raises(Refused, match="64 requests of operators wait already: ask again"):
-        commands.clear(bench.depot, o.Clear("a"))
+        operate(bench.depot, o.Clear("a"))
     bench.depot.background.work()
     assert all(reply.reply is not None for reply in replies)
-    commands.clear(bench.depot, o.Clear("a"))
+    operate(bench.depot, o.Clear("a"))
 
 
 @pytest.mark.promise(61)
 def test_who_warms_is_answered_however_many_wait_by_the_time_that_tiers_have_answered() -> None:
     bench, run = Bench(filled=False), prompt(0, 8)
     queue = put_tier_below(bench)
-    warmed = commands.warm(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests))
+    warmed = operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests))
     bench.depot.background.work()
     tiering = bench.depot.state.tiering
     assert tiering is not None
     assert len(tiering.promotions) == 1
-    others = [commands.clear(bench.depot, o.Clear("b")) for _ in range(64)]
+    others = [operate(bench.depot, o.Clear("b")) for _ in range(64)]
     wait_until(lambda: tiering.turn() or len(tiering.promotions) == 0)
     bench.turn_until(lambda: all(each.reply is not None for each in [warmed, *others]))
     assert warmed.reply == m.Done(1, 0)
@@ -244,7 +244,7 @@ def test_who_warms_for_a_tenant_too_many_is_told(monkeypatch: pytest.MonkeyPatch
     bench, run = Bench(filled=False), prompt(0, 8)
     queue = put_tier_below(bench)
     monkeypatch.setattr("kvdepot.server.labels.MAXIMUM_LABELS", 0)
-    warmed = commands.warm(bench.depot, o.Warm(tenant="new", digests=run.digests))
+    warmed = operate(bench.depot, o.Warm(tenant="new", digests=run.digests))
     bench.depot.background.work()
     assert isinstance(warmed.reply, m.ErrorReply)
     assert warmed.reply.code is ErrorCode.MALFORMED
@@ -271,7 +271,7 @@ def test_leases_that_expire_do_not_wait_for_sessions_that_end(bench: Bench) -> N
 
 @pytest.mark.promise(61)
 def test_what_must_not_wait_does_not_keep_operators_waiting_for_ever(bench: Bench) -> None:
-    deferred = commands.clear(bench.depot, o.Clear("b"))
+    deferred = operate(bench.depot, o.Clear("b"))
     for _ in range(NUM_CHUNKS // 2 // 25 + 30):
         for request in range(5):
             bench.depot.leases.grant(bench.context, f"{request}", (), bench.now - 20)
@@ -306,7 +306,7 @@ def test_very_many_pins_that_expire() -> None:
 def test_very_many_pins_of_one_tenant_that_are_ended() -> None:
     bench = Bench(filled=False)
     num_pins = pin_very_often(bench)
-    ended = commands.unpin(bench.depot, o.Unpin("a"))
+    ended = operate(bench.depot, o.Unpin("a"))
     bench.depot.background.work()
     assert ended.reply == m.Done(1, num_pins // 2)
     assert len(bench.depot.pins) == num_pins // 2
@@ -325,7 +325,7 @@ def test_a_prefix_is_warmed_in_many_caches_step_by_step() -> None:
     bench.store(run)
     bench.turn_until(lambda: not queue.queued_write_bytes and not queue.has_results)
     sum(commands.clear_pool(bench.depot, None))
-    warmed = commands.warm(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests, pin_seconds=60.0))
+    warmed = operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests, pin_seconds=60.0))
     bench.turn_until(lambda: warmed.reply is not None)
     assert warmed.reply == m.Done(1, run.num_chunks)
     assert bench.depot.state.tiering is not None
@@ -339,8 +339,8 @@ def test_a_prefix_is_looked_for_in_many_caches_step_by_step(bench: Bench) -> Non
     for number in range(1000):
         bench.index.space(m.CacheSpec(64, (m.GroupShape(GroupKind.FULL_ATTENTION, 64),), "bytes", f"{number}"))
     wanted, unwanted = prompt(0).digests, o.Clear(digests=prompt(1).digests)
-    found = commands.find(bench.depot, o.Find(wanted))
-    cleared = commands.clear(bench.depot, unwanted)
+    found = operate(bench.depot, o.Find(wanted))
+    cleared = operate(bench.depot, unwanted)
     bench.depot.background.work()
     assert isinstance(found.reply, o.Found)
     assert [(prefix.num_chunks, prefix.tenant) for prefix in found.reply.prefixes] == [(PROMPT_CHUNKS, "a")]
@@ -362,7 +362,7 @@ def test_of_very_many_caches_those_are_named_that_have_the_most_of_a_prefix(benc
         )
         plan = bench.ask(request, session=number + 2)
         bench.ask(m.CommitStore(bench.context, plan.ticket), session=number + 2)
-    found = commands.find(bench.depot, o.Find(prompt(0, 2).digests))
+    found = operate(bench.depot, o.Find(prompt(0, 2).digests))
     bench.depot.background.work()
     assert isinstance(found.reply, o.Found)
     num_chunks = [prefix.num_chunks for prefix in found.reply.prefixes]

@@ -16,7 +16,7 @@ from kvdepot.index import contents
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.status import describe_status
-from kvdepot.server.replies import Deferred
+from kvdepot.server.replies import PendingReply
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.index import FULL, HYBRID, Bench, Worker
@@ -248,7 +248,7 @@ def test_many_segments_are_noted_in_steps_and_a_flood_of_such_notes_is_cut() -> 
     packed = b"".join(m.SEGMENT.pack(i.to_bytes(16, "little"), 0, 16) for i in range(m.MAXIMUM_SEGMENTS))
     request = m.NoteContents(worker.context, key.digests, packed)
     replies = [depot.handle(worker.session, worker.writer, request) for _ in range(20)]
-    waiting = [reply for reply in replies if isinstance(reply, Deferred)]
+    waiting = [reply for reply in replies if isinstance(reply, PendingReply)]
     assert all(each.reply is None for each in waiting)
     assert depot.counters["blend_notes_dropped"] == 20 - len(waiting) > 0
     depot.background.work()

@@ -20,7 +20,7 @@ from kvdepot.pool.table import Writer
 from kvdepot.server import commands
 from kvdepot.server.app import DepotServer
 from kvdepot.server.labels import MAXIMUM_LABELS
-from kvdepot.server.replies import Deferred, Refused
+from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.tiers import promotion
 from kvdepot.wire import frames
@@ -258,7 +258,7 @@ def test_a_promotion_of_many_chunks(num_prompts: int) -> None:
         bench.store(run)
     bench.turn_until(lambda: not queue.queued_write_bytes and not queue.has_results)
     sum(commands.clear_pool(bench.depot, None))
-    replies: list[Deferred] = []
+    replies: list[PendingReply] = []
     for run in runs:
         replies.append(bench.ask(m.Lookup(bench.context, "r", run.digests, "a", 60.0)))
     bench.turn_until(lambda: all(reply.reply is not None for reply in replies))
@@ -284,7 +284,7 @@ def test_so_many_promotions_are_under_way_and_no_more(monkeypatch: pytest.Monkey
     queue = put_tier_below(bench)
     bench.store(prompt(9, 1))
     replies = [bench.ask(m.Lookup(bench.context, "r", prompt(name, 4).digests, "a", 60.0)) for name in range(5)]
-    assert [isinstance(reply, Deferred) for reply in replies] == [True] * 3 + [False] * 2
+    assert [isinstance(reply, PendingReply) for reply in replies] == [True] * 3 + [False] * 2
     assert [reply.num_chunks for reply in replies[3:]] == [0, 0]
     assert bench.depot.state.tiering is not None
     assert bench.depot.state.tiering.counters["promotions_refused"] == 2

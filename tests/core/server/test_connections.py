@@ -35,7 +35,7 @@ from kvdepot.server.connections import SILENCE_SECONDS, ConnectionTable
 from kvdepot.server.connections import Connection as Served
 from kvdepot.server.contexts import MAXIMUM_CONTEXTS
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Deferred, Refused
+from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, RawSocket, frame, prompt, registration
@@ -428,16 +428,16 @@ def test_a_depot_holds_few_of_the_lookups_that_wait_for_its_tiers(
 ) -> None:
     """Regression: as many as clients sent, gigabytes of them."""
     server = DepotServer(ServerConfig(tmp_path, tmp_path / "pool", pool_size_bytes=1 << 20, ephemeral=True))
-    taken: list[Deferred] = []
+    taken: list[PendingReply] = []
     num_bytes = 0
     handle = server.depot.handle
 
-    def wait_for_ever(session: int, writer: Writer, request: frames.Request) -> frames.Reply | Deferred:
+    def wait_for_ever(session: int, writer: Writer, request: frames.Request) -> frames.Reply | PendingReply:
         nonlocal num_bytes
         if not isinstance(request, m.Lookup):
             return handle(session, writer, request)
         num_bytes += len(request.digests)
-        taken.append(Deferred())
+        taken.append(PendingReply())
         return taken[-1]
 
     monkeypatch.setattr(server.depot, "handle", wait_for_ever)

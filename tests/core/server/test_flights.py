@@ -10,11 +10,12 @@ import pytest
 
 from kvdepot.errors import ErrorCode
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
-from kvdepot.server import commands, flights
-from kvdepot.server.replies import Deferred
+from kvdepot.server import flights
+from kvdepot.server.replies import PendingReply
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.index import HYBRID, ONLY_WINDOW, PLAIN, SHARDED, Bench, Worker, prompt
+from support.operate import operate
 
 WAIT_SECONDS = 1.5
 PACE = 0.01  # seconds a token
@@ -35,7 +36,7 @@ class Asked:
         self.bench, self.asked_at = worker.bench, worker.bench.now
         self.answers: list[m.LookupReply] = []
         reply = worker.bench.depot.handle(worker.session, worker.writer, request)
-        if isinstance(reply, Deferred):
+        if isinstance(reply, PendingReply):
             reply.on_reply = self._take
         else:
             self._take(reply)
@@ -216,7 +217,7 @@ def test_nobody_waits_for_chunks_that_cannot_be_stored(end: str) -> None:
     waiting = Asked(second, prompt(4))
     assert waiting.found is None
     if end == "the depot drains":
-        commands.drain(bench.depot, o.Drain(True))
+        operate(bench.depot, o.Drain(True))
     else:
         first.ask(m.Unregister(first.context))
     assert (waiting.found, waiting.answers[0].num_pending) == (0, 0)

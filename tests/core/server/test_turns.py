@@ -20,12 +20,12 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
-from kvdepot.server import commands
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Deferred
+from kvdepot.server.replies import PendingReply
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from support.operate import operate
 
 NUM_ENTRIES = int(os.environ.get("KVDEPOT_TURN_ENTRIES", "100000"))
 PROMPT_CHUNKS = 2000
@@ -184,10 +184,10 @@ def test_many_leases_that_expire_and_sessions_that_end_at_once(full: FullDepot) 
 def test_a_quota_and_the_status(full: FullDepot) -> None:
     def work(number: int) -> None:
         quota = (number + 1) * PAGE * NUM_ENTRIES // 20
-        deferred = full.turn(lambda: commands.set_quota(full.depot, o.SetQuota("a", quota)))
+        deferred = full.turn(lambda: operate(full.depot, o.SetQuota("a", quota)))
         full.turn(full.depot.status.fields)
         full.drain()
-        assert isinstance(deferred, Deferred)
+        assert isinstance(deferred, PendingReply)
         assert isinstance(deferred.reply, m.Done)
         assert full.depot.index.quotas.usage()["a"][0] == quota
 
@@ -222,9 +222,9 @@ def test_clearing(full: FullDepot) -> None:
             full.drain()
             full.longest = 0.0
         before, tenant = full.depot.index.entries.num_sealed, "ab"[number] if number < 2 else None
-        deferred = full.turn(lambda: commands.clear(full.depot, o.Clear(tenant)))
+        deferred = full.turn(lambda: operate(full.depot, o.Clear(tenant)))
         full.drain()
-        assert isinstance(deferred, Deferred)
+        assert isinstance(deferred, PendingReply)
         assert isinstance(deferred.reply, m.Done)
         assert deferred.reply.count == before - full.depot.index.entries.num_sealed > NUM_ENTRIES // 4
 

@@ -21,7 +21,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands, flights
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Deferred, Refused
+from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.testing.tier import FaultyTier, make_pool
 from kvdepot.tiers import promotion, reading, sealed
 from kvdepot.tiers.base import Extents
@@ -34,6 +34,7 @@ from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from support.operate import operate
 
 PAGE = 4096
 NUM_RECORDS = 256
@@ -155,12 +156,12 @@ class Bench:
 
     def begin_lookup(
         self, run: KeyRun, wait_seconds: float = 5.0, token_seconds: float = 0.0, name: str = "r", **fields: Any
-    ) -> m.LookupReply | Deferred:
+    ) -> m.LookupReply | PendingReply:
         request = m.Lookup(self.contexts[0], name, run.digests, run.tenant, wait_seconds, token_seconds, **fields)
         return self.ask(request)
 
     def wait(self, reply: Any) -> Any:
-        if not isinstance(reply, Deferred):
+        if not isinstance(reply, PendingReply):
             return reply
 
         def is_here() -> bool:
@@ -389,7 +390,7 @@ def test_a_tier_that_is_added_gets_what_is_used_and_one_that_is_removed_is_left_
     bench.store(prompt(2, 1))
     bench.settle()
     assert bench.tiers[0].num_calls == before
-    assert bench.wait(commands.clear(bench.depot, o.Clear())).count >= 6
+    assert bench.wait(operate(bench.depot, o.Clear())).count >= 6
 
 
 def test_a_tier_that_is_removed_is_closed_when_its_calls_have_ended(
@@ -476,7 +477,7 @@ def test_a_lookup_waits_no_longer_than_it_wants_and_what_comes_later_is_kept(mak
     bench.tiers[0].hang = True
     pending = bench.begin_lookup(prompt(8), wait_seconds=0.5)
     bench.tiering.turn()
-    assert isinstance(pending, Deferred)
+    assert isinstance(pending, PendingReply)
     assert pending.reply is None
     bench.clock.now += 0.6
     assert bench.wait(pending).num_chunks == 0
@@ -576,7 +577,7 @@ def test_a_clear_that_hangs_is_answered_at_its_deadline(make: Maker) -> None:
     bench.settle()
     before = bench.tiers[0].num_calls
     bench.tiers[0].hang = True
-    cleared = commands.clear(bench.depot, o.Clear())
+    cleared = operate(bench.depot, o.Clear())
 
     def is_clearing() -> bool:
         bench.depot.background.work()
@@ -602,7 +603,7 @@ def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monk
         monkeypatch.setattr(bench.tiers[0], "clear", Mock(side_effect=OSError("no")))
     else:
         bench.tiering.queues[0].breaker.why_suspended = "it failed"
-    reply = bench.wait(commands.clear(bench.depot, o.Clear()))
+    reply = bench.wait(operate(bench.depot, o.Clear()))
     assert isinstance(reply, m.ErrorReply)
     assert reply.code is ErrorCode.TIER_UNAVAILABLE
     assert "8 entries were removed" in reply.message, "in the pool and in the other tier"
@@ -639,7 +640,7 @@ def test_what_was_on_its_way_up_does_not_come_after_a_clear(make: Maker, monkeyp
     reads = HeldReads(bench.tiering.queues[0], monkeypatch)
     pending: list[Any] = [bench.begin_lookup(prompt(40, tenant=tenant)) for tenant in ("a", "b")]
     wait_until(lambda: bench.tiering.turn() or sum(len(part.outcomes) for part in reads.held) == 80)  # type: ignore[func-returns-value]
-    cleared = commands.clear(bench.depot, o.Clear("a"))
+    cleared = operate(bench.depot, o.Clear("a"))
     bench.depot.background.work()
 
     def are_answered() -> bool:
@@ -822,7 +823,7 @@ def test_a_session_that_ends_while_its_lookup_waits_harms_nobody(make: Maker) ->
     bench.tiers[0].hang = False
     bench.contexts = [bench.register(0, session=2)]
     bench.finish_promotions()
-    assert isinstance(pending, Deferred)
+    assert isinstance(pending, PendingReply)
     assert isinstance(pending.reply, m.ErrorReply)
     assert len(bench.depot.leases) == 0
 
@@ -1015,7 +1016,7 @@ def test_clear_reaches_the_tiers(make: Maker) -> None:
     bench.store(prompt(4, tenant="a"))
     bench.store(prompt(4, tenant="b"))
     bench.settle()
-    reply = bench.wait(commands.clear(bench.depot, o.Clear("a")))
+    reply = bench.wait(operate(bench.depot, o.Clear("a")))
     assert reply.count == 12
     assert bench.lookup(prompt(4, tenant="a")) == 0
     bench.forget()
@@ -1028,7 +1029,7 @@ def test_what_waited_to_be_written_does_not_come_back_after_a_clear(make: Maker)
     bench.tiers[0].hang = True
     bench.store(prompt(16, tenant="a"))
     bench.store(prompt(2, tenant="b"))
-    deferred = commands.clear(bench.depot, o.Clear("a"))
+    deferred = operate(bench.depot, o.Clear("a"))
     for _ in range(3):
         bench.depot.background.work(lambda: True)
         bench.tiering.turn()
@@ -1345,10 +1346,7 @@ def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker)
     bench.store(prompt(8))
     bench.forget()
     run = prompt(8)
-    assert (
-        bench.wait(commands.warm(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests, pin_seconds=60.0))).count
-        == 8
-    )
+    assert bench.wait(operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests, pin_seconds=60.0))).count == 8
     for name in range(1, 6):
         bench.store(prompt(4, name=name))
         bench.settle()
@@ -1370,14 +1368,11 @@ def test_pins_end_when_their_tenant_is_unpinned(make: Maker) -> None:
     for tenant in ("a", "b"):
         bench.store(prompt(2, tenant=tenant))
         run = prompt(2, tenant=tenant)
-        assert (
-            bench.wait(commands.warm(bench.depot, o.Warm(tenant=tenant, digests=run.digests, pin_seconds=60.0))).count
-            == 2
-        )
-    assert bench.wait(commands.unpin(bench.depot, o.Unpin("a"))).count == 1
+        assert bench.wait(operate(bench.depot, o.Warm(tenant=tenant, digests=run.digests, pin_seconds=60.0))).count == 2
+    assert bench.wait(operate(bench.depot, o.Unpin("a"))).count == 1
     assert len(bench.depot.pins) == 1
-    assert bench.wait(commands.unpin(bench.depot, o.Unpin("a"))).count == 0
-    assert bench.wait(commands.unpin(bench.depot, o.Unpin())).count == 1
+    assert bench.wait(operate(bench.depot, o.Unpin("a"))).count == 0
+    assert bench.wait(operate(bench.depot, o.Unpin())).count == 1
     assert len(bench.depot.pins) == 0
 
 
@@ -1390,10 +1385,7 @@ def test_what_any_model_of_a_space_has_in_tiers_is_warmed(make: Maker) -> None:
         bench.store(run)
     bench.forget()
     for run in runs.values():
-        assert (
-            bench.wait(commands.warm(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests))).count
-            == run.num_chunks
-        )
+        assert bench.wait(operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests))).count == run.num_chunks
         bench.check(run)
 
 
@@ -1403,7 +1395,7 @@ def test_a_lookup_whose_context_is_unregistered_while_it_waits_gets_a_reply(make
     bench.forget()
     bench.tiers[0].hang = True
     pending = bench.begin_lookup(prompt(2))
-    assert isinstance(pending, Deferred)
+    assert isinstance(pending, PendingReply)
     assert pending.reply is None
     bench.ask(m.Unregister(bench.contexts[0]))
     bench.tiers[0].hang = False
@@ -1419,7 +1411,7 @@ def test_nothing_is_warmed_without_an_engine(make: Maker) -> None:
     bench.store(prompt(2))
     bench.forget()
     bench.depot.end_session(1)
-    assert bench.wait(commands.warm(bench.depot, o.Warm(digests=prompt(2).digests))).count == 0
+    assert bench.wait(operate(bench.depot, o.Warm(digests=prompt(2).digests))).count == 0
 
 
 @pytest.mark.slow
@@ -1519,9 +1511,9 @@ def awaited(make: Maker, monkeypatch: pytest.MonkeyPatch) -> OtherNode:
     return OtherNode(make(), prompt(8))
 
 
-def awaits(node: OtherNode, num_chunks: int = 8, **fields: Any) -> Deferred:
+def awaits(node: OtherNode, num_chunks: int = 8, **fields: Any) -> PendingReply:
     asked = node.bench.begin_lookup(prompt(8), joins=True, awaits=num_chunks, **fields)
-    assert isinstance(asked, Deferred)
+    assert isinstance(asked, PendingReply)
     assert node.wait(asked, 0.1) is None
     return asked
 
@@ -1570,7 +1562,7 @@ def test_a_tier_is_asked_at_a_bounded_pace_and_only_while_a_lookup_waits(awaited
         assert awaited.wait(each, 1.0) is not None
     num_polls = awaited.num_questions - before - len(asked)
     assert 10 <= num_polls <= 41, "every 20 ms, in 0.8 s"
-    idle = Deferred()
+    idle = PendingReply()
     assert awaited.wait(idle, 1.0) is None
     assert awaited.num_questions - before - len(asked) <= num_polls + 1
 

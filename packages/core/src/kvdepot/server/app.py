@@ -28,7 +28,7 @@ from kvdepot.pool.names import Names
 from kvdepot.pool.room import resolve_pool_size
 from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server.access import Access, make_room, open_lock
-from kvdepot.server.commands import Operators, add_tier, log_level, settings_of
+from kvdepot.server.commands import Operators, Who, add_tier, log_level, settings_of
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.loop import Loop, Sockets
@@ -197,21 +197,21 @@ class DepotServer:
         )
 
     def _operators(self, opener: TierOpener, further_settings: Mapping[str, Any]) -> Operators:
-        depot, epoch = self.depot, self.epoch
+        epoch = self.epoch
 
-        def hello(request: m.Hello) -> m.HelloReply:
+        def hello(_depot: Depot, request: m.Hello, _who: Who) -> m.HelloReply:
             check_version(request.protocol_version)
             return m.HelloReply(epoch, m.PROTOCOL_VERSION, self._version, os.getpid())
 
-        def configuration(_request: o.Configuration) -> o.ConfigurationReply:
+        def configuration(depot: Depot, _request: o.Configuration, _who: Who) -> o.ConfigurationReply:
             return o.ConfigurationReply(epoch, {**further_settings, **settings_of(depot, self.config)})
 
         return Operators(
-            depot,
+            self.depot,
             {
                 m.Hello: hello,
-                o.Status: lambda _request: o.StatusReply(epoch, self._status()),
-                o.AddTier: lambda request: add_tier(depot, opener, self._make_tiering, request),
+                o.Status: lambda _depot, _request, _who: o.StatusReply(epoch, self._status()),
+                o.AddTier: lambda depot, request, _who: add_tier(depot, opener, self._make_tiering, request),
                 o.Configuration: configuration,
             },
         )

@@ -1,127 +1,132 @@
-"""Runs long tasks in steps between messages.
+"""Runs long work in steps between messages.
 
-A task is an iterator; each `next` is a step of some microseconds. Urgent tasks run first, in order. Of the other kinds,
-each is first in, first out, and the kinds take turns, one step at a time.
+A step takes some microseconds. Urgent steps come first, in order. The other queues take turns, one step at a time. A
+handler enters a queue by what it yields (`kvdepot.server.replies`); a chore is an iterator, each `next` of it a step.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from enum import Enum
+from collections.abc import Callable, Generator, Iterator
 from typing import Final
 
 from kvdepot.counting import Counts, depot_counter
-from kvdepot.errors import ErrorCode
-from kvdepot.server.replies import Deferred, Refused
-from kvdepot.wire import frames
-from kvdepot.wire import messages as m
+from kvdepot.server.replies import Wait
 
 logger = logging.getLogger(__name__)
 
 CHORES_FAILED: Final = depot_counter("chores_failed", "Background tasks that failed because of a bug")
 
+MAXIMUM_OPERATIONS: Final = 64  # requests of operators that wait for their turn
+_MOST_HINTS: Final = 1024
+_MOST_NOTES: Final = 16
 _DONE_AT_ONCE: Final = 64  # steps
 
 Task = Iterator[object]
 
 
-class Kind(Enum):
-    """Kinds of tasks that are not urgent."""
+class Turns:
+    """A queue for turns, first in, first out. Work with steps left keeps its place."""
 
-    OPERATOR = "requests of operators"
-    HINT = "long prefixes whose end a request has ranked"
-    ENDING = "prefixes whose time to live has passed"
-    UNPINNING = "pins whose time has passed"
-    SAMPLE = "a very long lookup, counted for the estimates"
-    REPLAY = "events sent again"
-    NOTE = "contents of chunks, for blends"
+    def __init__(self, background: "Background", most: int | None) -> None:
+        self.waiting: deque[Callable[[], None]] = deque()
+        self._background = background
+        self._most = most  # may wait; None: without a bound, as other bounds hold
 
+    def enter(self, resume: Callable[[], None]) -> bool:
+        """Wait for a first turn; False if as many wait as may."""
+        if self._most is not None and len(self.waiting) >= self._most:
+            return False
+        self.waiting.append(resume)
+        self._background.num_waiting += 1
+        return True
 
-MAXIMUM_WAITING: Final = {Kind.OPERATOR: 64, Kind.HINT: 1024, Kind.NOTE: 16}  # one of any other kind
+    def again(self, resume: Callable[[], None]) -> bool:
+        """Wait for a further turn: the next one if the present one is of this queue, else behind all that wait."""
+        if self._background.present is self:
+            self.waiting.appendleft(resume)
+        else:
+            self.waiting.append(resume)
+        self._background.num_waiting += 1
+        return True
+
+    def total(self, steps: Iterator[int]) -> Generator[Wait, bool, int]:
+        """Take the steps of an iterator in a turn each, within a handler; return the sum of their numbers."""
+        total = 0
+        for number in steps:
+            total += number
+            yield self.again
+        return total
+
+    def add(self, task: Task) -> bool:
+        """Run a chore; False if as many wait as may."""
+
+        def step() -> None:
+            if next(task, self) is not self:
+                self.again(step)
+
+        return self.enter(step)
 
 
 class Background:
-    """Every task that has steps left.
+    """All work that has steps left.
 
     Args:
-        epoch: goes into every reply.
-        counters: a task that fails is counted in `chores_failed`, and the others continue.
+        counters: a chore that fails is counted in `chores_failed`, and the others continue.
     """
 
-    def __init__(self, epoch: int, counters: Counts) -> None:
-        self.num_waiting = 0  # tasks that have steps left: `work` has work
-        self._epoch = epoch
+    def __init__(self, counters: Counts) -> None:
+        self.num_waiting = 0  # steps that `work` has to do
+        self.present: Turns | None = None  # the queue whose step runs
+        self.urgent = Turns(self, None)
+        self.operators = Turns(self, MAXIMUM_OPERATIONS)
+        self.hints = Turns(self, _MOST_HINTS)  # long prefixes whose end a request has ranked
+        self.notes = Turns(self, _MOST_NOTES)  # contents of chunks, for blends
+        self.endings = Turns(self, 1)  # prefixes whose time to live has passed
+        self.unpinnings = Turns(self, 1)  # pins whose time has passed
+        self.samples = Turns(self, 1)  # a very long lookup, counted for the estimates
+        self.replays = Turns(self, 1)  # events sent again
         self._counters = counters
-        self._urgent: deque[Task] = deque()
-        self._tasks: dict[Kind, deque[Task]] = {}  # the kind whose turn it is comes first
-
-    def add(self, task: Task, kind: Kind) -> bool:
-        """Run a task later; False if as many of its kind wait as may."""
-        waiting = self._tasks.setdefault(kind, deque())
-        if len(waiting) >= MAXIMUM_WAITING.get(kind, 1):
-            return False
-        waiting.append(task)
-        self.num_waiting += 1
-        return True
+        self._others = deque(
+            [self.operators, self.hints, self.notes, self.endings, self.unpinnings, self.samples, self.replays]
+        )
 
     def add_urgent(self, task: Task, num_steps: int | None = None) -> None:
-        """Run a task before all that are not urgent: at once if it is known to have few steps."""
+        """Run a chore before all that is not urgent: at once if it is known to have few steps."""
         if num_steps is None or num_steps > _DONE_AT_ONCE:
-            self._urgent.append(task)
-            self.num_waiting += 1
+            self.urgent.add(task)
             return
         for _ in task:
             pass
 
-    def answer(self, steps: Iterator[frames.Reply | None], kind: Kind, deferred: Deferred) -> bool:
-        """Run a task that yields None until it yields its reply; False if too many wait.
-
-        An exception becomes an error reply. A task that yields no reply leaves replying to another part.
-        """
-        return self.add(self._answering(steps, deferred), kind)
-
-    def go_on(self, steps: Iterator[frames.Reply | None], kind: Kind, deferred: Deferred) -> None:
-        """Run the second part of a request whose first part was accepted, however many wait."""
-        self._tasks.setdefault(kind, deque()).append(self._answering(steps, deferred))
-        self.num_waiting += 1
-
-    def _answering(self, steps: Iterator[frames.Reply | None], deferred: Deferred) -> Task:
-        try:
-            for reply in steps:
-                if reply is not None:
-                    deferred.send(reply)
-                yield None
-        except Refused as error:
-            deferred.send(m.ErrorReply(self._epoch, error.code, str(error)))
-        except Exception as error:
-            if deferred.reply is None:
-                deferred.send(m.ErrorReply(self._epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
-            raise
-
     def work(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Run tasks until `is_over`, at least one urgent step and one step of another task."""
+        """Work until `is_over`, at least one urgent step and one step of another queue."""
         is_first = True
-        while self._urgent or self._tasks:
-            is_urgent = bool(self._urgent)
+        while self.num_waiting:
+            is_urgent = bool(self.urgent.waiting)
             if is_urgent:
-                self._step(self._urgent)
-            if self._tasks and (is_first or not is_urgent):
-                kind, tasks = next(iter(self._tasks.items()))
-                self._step(tasks)
-                del self._tasks[kind]
-                if tasks:
-                    self._tasks[kind] = tasks  # behind the other kinds
+                self._step(self.urgent)
+            if is_first or not is_urgent:
+                self._step_of_others()
             is_first = False
             if is_over():
                 break
 
-    def _step(self, tasks: deque[Task]) -> None:
+    def _step_of_others(self) -> None:
+        for _ in range(len(self._others)):
+            turns = self._others[0]
+            self._others.rotate(-1)  # behind the other queues
+            if turns.waiting:
+                self._step(turns)
+                return
+
+    def _step(self, turns: Turns) -> None:
+        resume = turns.waiting.popleft()
+        self.num_waiting -= 1
+        self.present = turns
         try:
-            is_done = next(tasks[0], self) is self
+            resume()
         except Exception:
             logger.exception("a background task failed")
             self._counters[CHORES_FAILED] += 1
-            is_done = True
-        if is_done:
-            tasks.popleft()
-            self.num_waiting -= 1
+        finally:
+            self.present = None

@@ -9,9 +9,8 @@ from kvdepot.index.contents import ContentIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import first_digests, num_digests
 from kvdepot.layout import GroupKind
-from kvdepot.server.background import Kind
 from kvdepot.server.contexts import Context
-from kvdepot.server.replies import Deferred, Refused, count_digests
+from kvdepot.server.replies import Refused, Steps, count_digests
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
 
@@ -37,7 +36,7 @@ class BlendLookups:
         self._state = state
         self._index = state.index
 
-    def note(self, context: Context, request: m.NoteContents) -> m.Done | Deferred:
+    def note(self, context: Context, request: m.NoteContents) -> m.Done | Steps:
         """Note what chunks hold; the reply counts segments.
 
         Many segments are noted later, in steps, and not at all if many such requests wait: a prompt that passes again
@@ -52,23 +51,19 @@ class BlendLookups:
         steps = self._noting(context.space, self._index.nodes.label_of(nodes[-1]), digests, request.segments)
         if len(request.segments) <= _NOTED_AT_ONCE * m.SEGMENT.size:
             return m.Done(self._state.epoch, sum(steps))
-        deferred = Deferred()
-        if not self._state.background.answer(self._answering(steps), Kind.NOTE, deferred):
-            self._state.counters[_BLEND_NOTES_DROPPED] += 1
-            return m.Done(self._state.epoch, 0)
-        return deferred
+        return self._note_later(steps)
 
     def _noting(self, space: Space, label: int, digests: bytes, segments: bytes) -> Iterator[int]:
         step = _NOTED_AT_ONCE * m.SEGMENT.size
         for start in range(0, len(segments), step):
             yield self.contents.note(space, label, digests, m.SEGMENT.iter_unpack(segments[start : start + step]))
 
-    def _answering(self, steps: Iterator[int]) -> Iterator[m.Done | None]:
-        total = 0
-        for count in steps:
-            total += count
-            yield None
-        yield m.Done(self._state.epoch, total)
+    def _note_later(self, steps: Iterator[int]) -> Steps:
+        notes, epoch = self._state.background.notes, self._state.epoch
+        if not (yield notes.enter):
+            self._state.counters[_BLEND_NOTES_DROPPED] += 1
+            return m.Done(epoch, 0)
+        return m.Done(epoch, (yield from notes.total(steps)))
 
     def lookup(self, context: Context, request: m.BlendLookup) -> m.BlendReply:
         """Lease the runs that the depot has."""

@@ -1,22 +1,21 @@
 """Answers operations: each of `kvdepot.wire.operations` has one handler here, or in `kvdepot.server.app`.
 
-None of them waits and none needs a session. Long ones run in the background and reply when they are done. Nothing of
-them outlives the server: the next one starts from its flags again.
+None of them needs a session. Long ones take turns in the background, one after the other, and reply when they are done.
+Nothing of them outlives the server: the next one starts from its flags again.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Generator, Iterator, Mapping
 from heapq import heappop, heappush
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from kvdepot.config import ServerConfig, format_size, plain_settings
 from kvdepot.errors import ConfigError, ErrorCode, printable
 from kvdepot.index.pins import Pin
 from kvdepot.index.space import Space
-from kvdepot.server.background import MAXIMUM_WAITING, Kind
+from kvdepot.server.background import MAXIMUM_OPERATIONS
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Deferred, Refused, count_digests
+from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, Wait, count_digests
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
@@ -33,18 +32,18 @@ MAXIMUM_TIERS: Final = 16  # since the start, those that were removed included
 _PATIENT_SECONDS: Final = 60.0  # that a warm request may wait for tiers
 _PACKAGE: Final = logging.getLogger("kvdepot")
 
-Steps = Iterator[frames.Reply | None]
-Answer = frames.Reply | Deferred
+Who: TypeAlias = Callable[[], str]  # names the sender of a request, for the log
+Handler: TypeAlias = Callable[[Depot, Any, Who], frames.Reply | Steps]
 
-_H = TypeVar("_H", bound=Callable[[Depot, Any], Answer])
-_HANDLERS: Final[dict[type, Callable[[Depot, Any], Answer]]] = {}
+_H = TypeVar("_H", bound=Handler)
+HANDLERS: Final[dict[type, Handler]] = {}
 
 
 def answers(operation: type[o.OperatorRequest]) -> Callable[[_H], _H]:
     """Make a function the handler of an operation. It may raise `Refused` if it has changed nothing."""
 
     def register(handler: _H) -> _H:
-        _HANDLERS[operation] = handler
+        HANDLERS[operation] = handler
         return handler
 
     return register
@@ -58,42 +57,35 @@ class Operators:
         of_server: the handlers of operations that need more than a depot.
     """
 
-    def __init__(self, depot: Depot, of_server: Mapping[type, Callable[[Any], Answer]]) -> None:
+    def __init__(self, depot: Depot, of_server: Mapping[type, Handler]) -> None:
         self._depot = depot
-        self._handlers: dict[type, Callable[[Any], Answer]] = {
-            kind: partial(handler, depot) for kind, handler in _HANDLERS.items()
-        } | dict(of_server)
+        self._handlers = {**HANDLERS, **of_server}
         missing = [operation.__name__ for operation in o.OPERATIONS if operation not in self._handlers]
         assert not missing, f"no handler of {missing}"
 
-    def answer(self, request: o.OperatorRequest, who: Callable[[], str]) -> Answer:
-        """Answer a request, now or later; `who` names its sender for the log.
+    def answer(self, request: o.OperatorRequest, who: Who) -> frames.Reply | PendingReply:
+        """Answer a request, now or later.
 
         Raises:
             Refused: with the reason; nothing was changed.
         """
         if request.needs_entries and self._depot.state.is_restoring:
             raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
-        self._depot.state.asker = who
-        return self._handlers[type(request)](request)
+        return self._depot.state.answer(self._handlers[type(request)](self._depot, request, who))
 
 
-def _later(depot: Depot, steps: Steps, deferred: Deferred | None = None) -> Deferred:
-    """Run a command in the background.
+def _first_turn(depot: Depot) -> Generator[Wait, bool, None]:
+    """Wait for the first turn of a command.
 
     Raises:
         Refused: very many commands wait.
     """
-    deferred = deferred or Deferred()
-    if not depot.background.answer(steps, Kind.OPERATOR, deferred):
-        raise Refused(
-            ErrorCode.DRAINING, f"{MAXIMUM_WAITING[Kind.OPERATOR]} requests of operators wait already: ask again"
-        )
-    return deferred
+    if not (yield depot.background.operators.enter):
+        raise Refused(ErrorCode.DRAINING, f"{MAXIMUM_OPERATIONS} requests of operators wait already: ask again")
 
 
 @answers(o.Find)
-def find(depot: Depot, request: o.Find) -> Deferred:
+def find(depot: Depot, request: o.Find, _who: Who) -> Steps:
     """Find a prefix in the pool; the reply names spaces, `MAXIMUM_ROWS` at most, the one with the most chunks first.
 
     Raises:
@@ -101,33 +93,30 @@ def find(depot: Depot, request: o.Find) -> Deferred:
     """
     count_digests(request.digests)
     index = depot.index
-
-    def steps() -> Steps:
-        most: list[tuple[int, int, o.FoundPrefix]] = []  # a heap: the shortest prefix first
-        for space in list(index.spaces):
-            num_chunks, nodes = index.match(space, request.digests)
-            if num_chunks:
-                last = nodes[-1]
-                tenant, model = depot.labels.names[index.nodes.label_of(last)]
-                prefix = o.FoundPrefix(
-                    num_chunks=num_chunks,
-                    num_tokens=num_chunks * space.spec.chunk_tokens,
-                    tenant=tenant,
-                    model=model,
-                    dtype=space.spec.dtype,
-                    format=space.spec.format,
-                    chunk_tokens=space.spec.chunk_tokens,
-                    idle_seconds=index.nodes.idle_seconds(last),
-                    is_held=index.nodes.is_held(last),
-                    num_children=index.nodes.num_children(last),
-                )
-                heappush(most, (num_chunks, -space.number, prefix))
-                if len(most) > MAXIMUM_ROWS:
-                    heappop(most)
-            yield None
-        yield o.Found(depot.state.epoch, [prefix for _, _, prefix in sorted(most, reverse=True)])
-
-    return _later(depot, steps())
+    most: list[tuple[int, int, o.FoundPrefix]] = []  # a heap: the shortest prefix first
+    yield from _first_turn(depot)
+    for space in list(index.spaces):
+        num_chunks, nodes = index.match(space, request.digests)
+        if num_chunks:
+            last = nodes[-1]
+            tenant, model = depot.labels.names[index.nodes.label_of(last)]
+            prefix = o.FoundPrefix(
+                num_chunks=num_chunks,
+                num_tokens=num_chunks * space.spec.chunk_tokens,
+                tenant=tenant,
+                model=model,
+                dtype=space.spec.dtype,
+                format=space.spec.format,
+                chunk_tokens=space.spec.chunk_tokens,
+                idle_seconds=index.nodes.idle_seconds(last),
+                is_held=index.nodes.is_held(last),
+                num_children=index.nodes.num_children(last),
+            )
+            heappush(most, (num_chunks, -space.number, prefix))
+            if len(most) > MAXIMUM_ROWS:
+                heappop(most)
+        yield depot.background.operators.again
+    return o.Found(depot.state.epoch, [prefix for _, _, prefix in sorted(most, reverse=True)])
 
 
 def clear_pool(depot: Depot, tenant: str | None, model: str | None = None) -> Iterator[int]:
@@ -150,7 +139,7 @@ def _note_clear(depot: Depot, selected: str, count: int, who: str) -> None:
 
 
 @answers(o.Clear)
-def clear(depot: Depot, request: o.Clear) -> Deferred:
+def clear(depot: Depot, request: o.Clear, who: Who) -> Steps:
     """Clear the pool, then the tiers, or one prefix; the reply counts entries, and the log says who asked for it.
 
     It is an error if a tier could not be cleared; the pool and the other tiers are.
@@ -158,70 +147,54 @@ def clear(depot: Depot, request: o.Clear) -> Deferred:
     Raises:
         Refused: the bytes are not whole digests, or very many commands wait.
     """
-    who = depot.state.asker()
-    if request.digests:
-        return _clear_prefix(depot, request, who)
-    tenant, model = request.tenant, request.model
-    deferred, epoch = Deferred(), depot.state.epoch
-    removed = 0
-
-    def on_done(in_tiers: int, problems: list[str]) -> None:
-        selected = ", ".join(
-            f"{kind} {name}" for kind, name in (("tenant", tenant), ("model", model)) if name is not None
-        )
-        _note_clear(depot, printable(selected) or "everything", removed + in_tiers, who)
-        if not problems:
-            deferred.send(m.Done(epoch, removed + in_tiers))
-            return
-        text = (
-            f"{removed + in_tiers} entries were removed, but not in every tier: {'; '.join(problems)}."
-            " What is still there is served again: clear again once 'kvdepot status' says that the tier is used"
-        )
-        logger.error("%s", text)
-        deferred.send(m.ErrorReply(epoch, ErrorCode.TIER_UNAVAILABLE, text))
-
-    def steps() -> Steps:
-        nonlocal removed
-        tiering = depot.state.tiering
-        if tiering is not None:
-            for _ in tiering.stop(tenant, model):
-                yield None
-        for count in clear_pool(depot, tenant, model):
-            removed += count
-            yield None
-        tiering = depot.state.tiering
-        if tiering is None:
-            on_done(0, [])
-        else:
-            tiering.clear(tenant, model, on_done)
-
-    return _later(depot, steps(), deferred)
-
-
-def _clear_prefix(depot: Depot, request: o.Clear, who: str) -> Deferred:
-    """Remove a prefix from the pool, in every space, as far as no other prefix needs it."""
     count_digests(request.digests)
+    asker, turns = who(), depot.background.operators  # now, as the sender may have gone when this is done
+    yield from _first_turn(depot)
+    if request.digests:
+        removed = yield from _clear_prefix(depot, request)
+        _note_clear(depot, "a prefix", removed, asker)
+        return m.Done(depot.state.epoch, removed)
+    tenant, model = request.tenant, request.model
+    tiering = depot.state.tiering
+    if tiering is not None:
+        for _ in tiering.stop(tenant, model):
+            yield turns.again
+    removed = yield from turns.total(clear_pool(depot, tenant, model))
+    problems: list[str] = []
+    tiering = depot.state.tiering  # a tier may have been added since
+    if tiering is not None:
+        cleared = Outcome[int, list[str]]()
+        tiering.clear(tenant, model, cleared.set)
+        in_tiers, problems = yield from cleared.wait()
+        removed += in_tiers
+    selected = ", ".join(f"{kind} {name}" for kind, name in (("tenant", tenant), ("model", model)) if name is not None)
+    _note_clear(depot, printable(selected) or "everything", removed, asker)
+    if not problems:
+        return m.Done(depot.state.epoch, removed)
+    text = (
+        f"{removed} entries were removed, but not in every tier: {'; '.join(problems)}."
+        " What is still there is served again: clear again once 'kvdepot status' says that the tier is used"
+    )
+    logger.error("%s", text)
+    return m.ErrorReply(depot.state.epoch, ErrorCode.TIER_UNAVAILABLE, text)
 
-    def steps() -> Steps:
-        count = 0
-        for space in list(depot.index.spaces):
-            yield None
-            num_chunks, nodes = depot.index.match(space, request.digests)
-            if not num_chunks:
-                continue
-            tenant, model = depot.labels.names[depot.index.nodes.label_of(nodes[-1])]
-            if request.tenant in (None, tenant) and request.model in (None, model):
-                for removed in depot.index.evictor.clear_end(nodes[-1]):
-                    count += removed
-                    yield None
-        _note_clear(depot, "a prefix", count, who)
-        yield m.Done(depot.state.epoch, count)
 
-    return _later(depot, steps())
+def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:
+    """Remove a prefix from the pool, in every space, as far as no other prefix needs it; return how many entries."""
+    index, turns, removed = depot.index, depot.background.operators, 0
+    for space in list(index.spaces):
+        yield turns.again
+        num_chunks, nodes = index.match(space, request.digests)
+        if not num_chunks:
+            continue
+        tenant, model = depot.labels.names[index.nodes.label_of(nodes[-1])]
+        if request.tenant in (None, tenant) and request.model in (None, model):
+            removed += yield from turns.total(index.evictor.clear_end(nodes[-1]))
+    return removed
 
 
 @answers(o.Warm)
-def warm(depot: Depot, request: o.Warm) -> Deferred:
+def warm(depot: Depot, request: o.Warm, _who: Who) -> Steps:
     """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
 
     The reply counts the chunks that are in the pool then, of the space that has the most. Tiers are asked where
@@ -231,49 +204,35 @@ def warm(depot: Depot, request: o.Warm) -> Deferred:
         Refused: the bytes are not whole digests, or very many commands wait.
     """
     num_chunks = count_digests(request.digests)
-    deferred = Deferred()
-    num_left = 1  # answers of tiers, and the end of the questions
-
-    def on_answer() -> None:
-        nonlocal num_left
-        num_left -= 1
-        if not num_left:
-            depot.background.go_on(_pin_warmed(depot, request), Kind.OPERATOR, deferred)
-
-    def steps() -> Steps:
-        nonlocal num_left
-        for space in list(depot.index.spaces):
-            yield None
-            for model in depot.contexts.models(space):
-                found, nodes = depot.index.match(space, request.digests)
-                places, _ = depot.contexts.places(space)
-                tiering = depot.state.tiering
-                if tiering is None or not places or found == num_chunks:
-                    break
-                num_left += 1
-                label = depot.labels.number_of(request.tenant, model)
-                if not tiering.promote(
-                    space,
-                    request.digests,
-                    places,
-                    label,
-                    found=found,
-                    pins=nodes,
-                    wait_seconds=_PATIENT_SECONDS,
-                    on_answer=on_answer,
-                ):
-                    num_left -= 1
-                yield None
-        on_answer()
-
-    return _later(depot, steps(), deferred)
-
-
-def _pin_warmed(depot: Depot, request: o.Warm) -> Steps:
-    index = depot.index
+    index, turns = depot.index, depot.background.operators
+    yield from _first_turn(depot)
+    promoted: list[Outcome[()]] = []
+    for space in list(index.spaces):
+        yield turns.again
+        for model in depot.contexts.models(space):
+            found, nodes = index.match(space, request.digests)
+            places, _ = depot.contexts.places(space)
+            tiering = depot.state.tiering
+            if tiering is None or not places or found == num_chunks:
+                break
+            answer = Outcome[()]()
+            if tiering.promote(
+                space,
+                request.digests,
+                places,
+                depot.labels.number_of(request.tenant, model),
+                found=found,
+                pins=nodes,
+                wait_seconds=_PATIENT_SECONDS,
+                on_answer=answer.set,
+            ):
+                promoted.append(answer)
+            yield turns.again
+    for answer in promoted:
+        yield from answer.wait()
     most, best = 0, None
     for space in list(index.spaces):
-        yield None
+        yield turns.again
         found, _ = index.match(space, request.digests)
         if found > most:
             most, best = found, space
@@ -281,47 +240,34 @@ def _pin_warmed(depot: Depot, request: o.Warm) -> Steps:
         most, nodes = index.match(best, request.digests)  # some of it may have left since
         if most and request.pin_seconds:
             depot.pins.add(Pin(request.tenant, nodes), depot.state.clock() + request.pin_seconds)
-    yield m.Done(depot.state.epoch, most)
+    return m.Done(depot.state.epoch, most)
 
 
 @answers(o.Unpin)
-def unpin(depot: Depot, request: o.Unpin) -> Deferred:
+def unpin(depot: Depot, request: o.Unpin, _who: Who) -> Steps:
     """End the pins of a tenant (None: of all); the reply counts them."""
-
-    def steps() -> Steps:
-        count = 0
-        for ended in depot.pins.end(request.tenant):
-            count += ended
-            yield None
-        yield m.Done(depot.state.epoch, count)
-
-    return _later(depot, steps())
+    yield from _first_turn(depot)
+    ended = yield from depot.background.operators.total(depot.pins.end(request.tenant))
+    return m.Done(depot.state.epoch, ended)
 
 
 @answers(o.SetQuota)
-def set_quota(depot: Depot, request: o.SetQuota) -> Deferred:
+def set_quota(depot: Depot, request: o.SetQuota, _who: Who) -> Steps:
     """Change a tenant's quota; the reply counts the chunks that moved to another share of the pool."""
     tenant, quota_bytes = request.tenant, request.quota_bytes
-
-    def steps() -> Steps:
-        moved = 0
-        try:
-            for count in depot.index.evictor.set_quota(tenant, quota_bytes):
-                moved += count
-                yield None
-        except ConfigError as error:
-            yield m.ErrorReply(depot.state.epoch, ErrorCode.OUT_OF_RANGE, str(error))
-            return
-        quota = format_size(quota_bytes) if quota_bytes else "none"
-        _note(depot, f"the quota of tenant {printable(tenant)} is now {quota}")
-        yield m.Done(depot.state.epoch, moved)
-
-    return _later(depot, steps())
+    yield from _first_turn(depot)
+    try:
+        moved = yield from depot.background.operators.total(depot.index.evictor.set_quota(tenant, quota_bytes))
+    except ConfigError as error:
+        raise Refused(ErrorCode.OUT_OF_RANGE, str(error)) from error
+    quota = format_size(quota_bytes) if quota_bytes else "none"
+    _note(depot, f"the quota of tenant {printable(tenant)} is now {quota}")
+    return m.Done(depot.state.epoch, moved)
 
 
 def add_tier(
     depot: Depot, opener: TierOpener, make_tiering: Callable[[list[TierQueue]], Tiering], request: o.AddTier
-) -> Deferred:
+) -> Steps:
     """Open a tier and use it below those that are there; the reply comes when it is in use, and counts tiers.
 
     Raises:
@@ -338,30 +284,24 @@ def add_tier(
         raise Refused(ErrorCode.OUT_OF_RANGE, f"tier {name} is already in use: nothing was changed")
     if len(queues) >= MAXIMUM_TIERS:
         raise Refused(ErrorCode.OUT_OF_RANGE, f"{MAXIMUM_TIERS} tiers since the start: start the depot again")
-    deferred = Deferred()
-
-    def on_opened(result: TierQueue | ConfigError) -> None:
-        if isinstance(result, ConfigError):
-            deferred.send(m.ErrorReply(depot.state.epoch, ErrorCode.OUT_OF_RANGE, str(result)))
-            return
-        try:
-            if depot.state.tiering is None:
-                depot.state.tiering = make_tiering([])
-            depot.state.tiering.add(result)
-        except OSError as error:  # no memory for the table of its entries
-            result.close()
-            text = f"tier {result.name} cannot be used: {error}"
-            deferred.send(m.ErrorReply(depot.state.epoch, ErrorCode.OUT_OF_RANGE, text))
-            return
-        _note(depot, f"tier {result.name} is in use")
-        deferred.send(m.Done(depot.state.epoch, depot.state.tiering.num_used))
-
-    opener.begin(request.url, on_opened)
-    return deferred
+    opened = Outcome[TierQueue | ConfigError]()
+    opener.begin(request.url, opened.set)
+    (result,) = yield from opened.wait()
+    if isinstance(result, ConfigError):
+        raise Refused(ErrorCode.OUT_OF_RANGE, str(result))
+    try:
+        if depot.state.tiering is None:
+            depot.state.tiering = make_tiering([])
+        depot.state.tiering.add(result)
+    except OSError as error:  # no memory for the table of its entries
+        result.close()
+        raise Refused(ErrorCode.OUT_OF_RANGE, f"tier {result.name} cannot be used: {error}") from error
+    _note(depot, f"tier {result.name} is in use")
+    return m.Done(depot.state.epoch, depot.state.tiering.num_used)
 
 
 @answers(o.RemoveTier)
-def remove_tier(depot: Depot, request: o.RemoveTier) -> m.Done:
+def remove_tier(depot: Depot, request: o.RemoveTier, _who: Who) -> m.Done:
     """Stop using a tier; the reply counts those in use.
 
     Raises:
@@ -375,7 +315,7 @@ def remove_tier(depot: Depot, request: o.RemoveTier) -> m.Done:
 
 
 @answers(o.Drain)
-def drain(depot: Depot, request: o.Drain) -> m.Done:
+def drain(depot: Depot, request: o.Drain, _who: Who) -> m.Done:
     """Decline stores, or accept them again; the reply counts the stores under way."""
     is_draining = request.is_draining
     if depot.state.is_draining != is_draining:
@@ -391,7 +331,7 @@ def log_level() -> str:
 
 
 @answers(o.SetLogLevel)
-def set_log_level(depot: Depot, request: o.SetLogLevel) -> m.Done:
+def set_log_level(depot: Depot, request: o.SetLogLevel, _who: Who) -> m.Done:
     """Log this level and above."""
     _PACKAGE.setLevel(request.level.upper())
     return m.Done(depot.state.epoch, 1)

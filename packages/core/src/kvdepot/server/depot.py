@@ -18,14 +18,14 @@ from kvdepot.layout import Part
 from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused
 from kvdepot.pool.table import Writer
-from kvdepot.server.background import Kind, Task
+from kvdepot.server.background import Task
 from kvdepot.server.blend import BlendLookups
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.labels import LabelTable
 from kvdepot.server.lookups import Lookups
 from kvdepot.server.quarantine import QuarantineTable
-from kvdepot.server.replies import Deferred, Refused
+from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps
 from kvdepot.server.state import DepotState, Usage
 from kvdepot.server.status import StatusReport
 from kvdepot.server.stores import Stores
@@ -66,7 +66,7 @@ class Depot:
             self.state, self.contexts, self.stores, self.flights, self.quarantine, self.pins, self.blends.contents
         )
         self._is_expiring = False
-        self._handlers: dict[type, Callable[[Context, Any], frames.Reply | Deferred]] = {
+        self._handlers: dict[type, Callable[[Context, Any], frames.Reply | Steps]] = {
             m.Lookup: lookups.lookup,
             m.Release: lookups.release,
             m.EndRequest: lookups.end_request,
@@ -82,7 +82,7 @@ class Depot:
             m.Unregister: self._unregister,
         }
 
-    def handle(self, session: int, writer: Writer, request: frames.Request) -> frames.Reply | Deferred:
+    def handle(self, session: int, writer: Writer, request: frames.Request) -> frames.Reply | PendingReply:
         """Serve one request of an open session, now or, where tiers are asked, later.
 
         Args:
@@ -100,7 +100,7 @@ class Depot:
             if context is None or context.session != session:
                 text = f"context {of_context.context} is not registered by this session: register again"
                 raise Refused(ErrorCode.UNKNOWN_CONTEXT, text)
-            return handler(context, request)
+            return self.state.answer(handler(context, request))
         if isinstance(request, m.RegisterKVCache):
             return self._register_worker(session, writer, request)
         assert isinstance(request, m.RegisterScheduler)
@@ -122,7 +122,7 @@ class Depot:
         self.stores.end_context(context.number, None if mover is None else (mover, context.owner))
         return m.Done(self.state.epoch, 1)
 
-    def _move(self, context: Context, request: m.Move) -> frames.Reply | Deferred:
+    def _move(self, context: Context, request: m.Move) -> Steps:
         """Have a worker's mover copy the extents of a ticket or a lease."""
         epoch, movers = self.state.epoch, self.state.movers
         if movers is None or not context.has_mover:
@@ -141,20 +141,16 @@ class Depot:
                     raise Refused(ErrorCode.UNKNOWN_TICKET, f"lease {request.number} was not granted to a retrieve")
                 extents = lease.extents
             copy = Copy(0, request.is_store, extents, request.block_ids, request.first_covered, request.skip_blocks)
-        deferred = Deferred()
-
-        def on_end(outcome: m.MoveOutcome, why: str) -> None:
-            if end_ticket is not None:
-                end_ticket()
-            deferred.send(m.Moved(epoch, outcome, why, movers.is_settled(context.number)))
-
+        moved = Outcome[m.MoveOutcome, str]()
         try:
-            movers.move(context.number, copy, request.wait_seconds, on_end)
+            movers.move(context.number, copy, request.wait_seconds, moved.set)
+            outcome, why = yield from moved.wait()
         except MoveRefused as error:
+            raise Refused(ErrorCode.MALFORMED, str(error)) from error
+        finally:
             if end_ticket is not None:
                 end_ticket()
-            raise Refused(ErrorCode.MALFORMED, str(error)) from error
-        return deferred.reply or deferred
+        return m.Moved(epoch, outcome, why, movers.is_settled(context.number))
 
     def _report_corrupt(self, context: Context, request: m.ReportCorrupt) -> m.Done:
         removed = 0
@@ -218,11 +214,11 @@ class Depot:
         self.index.nodes.now = int(now)
         if not self._is_expiring and (self.leases.has_expired(now) or self.stores.has_late(now)):
             self._is_expiring = True
-            background.add_urgent(self._expiring(now))
+            background.urgent.add(self._expiring(now))
         if self.index.priorities.has_ended(now):
-            background.add(self.index.priorities.expire(now), Kind.ENDING)
+            background.endings.add(self.index.priorities.expire(now))
         if self.pins.has_expired(now):
-            background.add(self.pins.expire(now), Kind.UNPINNING)
+            background.unpinnings.add(self.pins.expire(now))
 
     def _expiring(self, now: float) -> Task:
         try:

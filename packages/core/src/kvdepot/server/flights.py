@@ -29,7 +29,6 @@ from typing import Final
 from kvdepot.counting import depot_counter
 from kvdepot.errors import require
 from kvdepot.keys import digest_at, num_digests
-from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.fair import FairBound
 from kvdepot.server.query import Query
@@ -397,7 +396,7 @@ class FlightTable:
         del flight.waiting[waiting]
         self._timers.cancel(waiting.timer)
         self._num_waiting.give_back(waiting.context.writer)
-        self._state.background.add_urgent(_once(waiting.on_end))
+        self._state.background.urgent.enter(waiting.on_end)
 
     def _find(self, query: Query, *, is_remote: bool = False) -> Flight | None:
         if not self._by_chunk:
@@ -439,7 +438,3 @@ def common_chunks(one: bytes, other: bytes, least: int) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _once(call: Callable[[], None]) -> Task:
-    yield call()

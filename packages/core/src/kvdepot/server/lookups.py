@@ -10,11 +10,11 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import pack_extent
 from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
-from kvdepot.server.background import Kind, Task
+from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, check_covered
 from kvdepot.server.flights import Flight, FlightTable
 from kvdepot.server.query import Query
-from kvdepot.server.replies import Deferred, Refused, Steps, count_digests, run
+from kvdepot.server.replies import Refused, Steps, count_digests
 from kvdepot.server.state import HINTS_CUT, DepotState
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -60,7 +60,7 @@ class Lookups:
         self._contexts = contexts
         self._flights = flights
 
-    def lookup(self, context: Context, request: m.Lookup) -> frames.Reply | Deferred:
+    def lookup(self, context: Context, request: m.Lookup) -> frames.Reply | Steps:
         """Lease the prefix that is there; wait for more of it that is being computed, or ask the tiers for more."""
         num_chunks, space = count_digests(request.digests), context.space
         query = Query(context, request, request.digests, *self._index.match(space, request.digests))
@@ -78,7 +78,7 @@ class Lookups:
         tokens[1] += query.found * space.spec.chunk_tokens
         if query.found == num_chunks:
             return self._grant(query)
-        return run(self._complete(query, tokens))
+        return self._complete(query, tokens)
 
     def _complete(self, query: Query, tokens: list[int]) -> Steps:
         """Wait for chunks that another request computes, or for those that the tiers have and what follows them."""
@@ -182,7 +182,7 @@ class Lookups:
             return
         if len(digests) <= _OBSERVED_AT_ONCE * DIGEST_BYTES:
             self._usage.shadow.looked_up(digests, chunk_bytes)
-        elif not self._state.background.add(self._observing(digests, chunk_bytes), Kind.SAMPLE):
+        elif not self._state.background.samples.add(self._observing(digests, chunk_bytes)):
             self._counters[_LOOKUPS_NOT_SAMPLED] += 1
 
     def _observing(self, digests: bytes, chunk_bytes: int) -> Task:
@@ -261,7 +261,7 @@ class Lookups:
         self._state.background.add_urgent(self._leases.end_request(context.number, request.request_id), count)
         return m.Done(self._state.epoch, count)
 
-    def hint(self, context: Context, request: m.Hint) -> frames.Reply | Deferred:
+    def hint(self, context: Context, request: m.Hint) -> frames.Reply | Steps:
         """Change when a prefix is evicted; the reply counts chunks."""
         count_digests(request.digests)
         index, names = self._index, self._state.labels.names
@@ -281,26 +281,18 @@ class Lookups:
             index.priorities.end_session_at(nodes[-1], is_own, self._state.clock() + request.ttl_seconds)
         return self._rank(steps)
 
-    def _rank(self, steps: Iterator[int]) -> frames.Reply | Deferred:
+    def _rank(self, steps: Iterator[int]) -> Steps:
         """Rank the end of a prefix now and the rest of a long one later, unless very many wait."""
-        epoch, count = self._state.epoch, 0
+        epoch, hints, count = self._state.epoch, self._state.background.hints, 0
         for _ in range(_RANKED_AT_ONCE):
             more = next(steps, None)
             if more is None:
                 return m.Done(epoch, count)
             count += more
-
-        def task() -> Iterator[frames.Reply | None]:
-            total = count
-            for each in steps:
-                total += each
-                yield None
-            yield m.Done(epoch, total)
-
-        deferred = Deferred()
-        if self._state.background.answer(task(), Kind.HINT, deferred):
-            return deferred
-        self._counters[HINTS_CUT] += 1
+        if not (yield hints.enter):
+            self._counters[HINTS_CUT] += 1
+            return m.Done(epoch, count)
+        count += yield from hints.total(steps)
         return m.Done(epoch, count)
 
     def prepare_retrieve(self, context: Context, request: m.PrepareRetrieve) -> frames.Reply:

@@ -21,7 +21,7 @@ from kvdepot.movers.table import MoverTable
 from kvdepot.operators.events import EventPublisher
 from kvdepot.operators.zeromq import LOOK_MILLISECONDS, Listeners
 from kvdepot.pool.files import PoolFiles
-from kvdepot.server.background import CHORES_FAILED, Kind
+from kvdepot.server.background import CHORES_FAILED
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.restoring import Restoring
@@ -166,7 +166,7 @@ class Loop:
         if publisher.replay in events:
             replay = publisher.take_replay()
             if replay is not None:
-                self._depot.background.add(replay, Kind.REPLAY)
+                self._depot.background.replays.add(replay)
 
     def _guard(self, work: Callable[[], None], counter: CounterName) -> None:
         """Do a part of the turn whose failure must not end the loop."""

@@ -1,12 +1,32 @@
-"""Replies that refuse a request and replies that come later."""
+"""Handlers that wait: what they yield, who resumes them, and the replies to requests that fail.
 
+A handler returns its reply. If it has to wait, it is a generator instead: it yields each of its waits, and returns its
+reply in the end.
+"""
+
+import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from functools import partial
+from typing import Final, Generic, TypeAlias, TypeVarTuple
 
+from kvdepot.counting import Counts, depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+_REQUESTS_REFUSED: Final = depot_counter("requests_refused", "Requests answered with an error")
+_REQUESTS_FAILED: Final = depot_counter("requests_failed", "Requests that failed because of a bug")
+
+Wait: TypeAlias = Callable[[Callable[[], None]], bool]
+"""Begins to wait and calls the function once, later or at once. Returns False if there is nothing to wait for."""
+
+Steps: TypeAlias = Generator[Wait, bool, frames.Reply]
+"""A handler that yields what it waits for, is sent whether it waited, and returns its reply."""
+
+Ts = TypeVarTuple("Ts")
 
 
 class Refused(Exception):
@@ -18,8 +38,8 @@ class Refused(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Deferred:
-    """A reply that comes later. `reply` may be set before the handler returns."""
+class PendingReply:
+    """The reply of a handler that waits. Only `run` makes one."""
 
     reply: frames.Reply | None = None
     on_reply: Callable[[frames.Reply], None] | None = None
@@ -31,27 +51,63 @@ class Deferred:
             self.on_reply(reply)
 
 
-Wait = Callable[[Callable[[], None]], bool]
-"""Begins to wait and calls the function once, later or at once. Returns False if there is nothing to wait for."""
+class Outcome(Generic[*Ts]):
+    """The end of something that a handler began, and waits for by `yield from`."""
 
-Steps = Generator[Wait, bool, frames.Reply]
-"""A handler that yields what it waits for, is sent whether it waited, and returns its reply."""
+    def __init__(self) -> None:
+        self._values: list[tuple[*Ts]] = []
+        self._resume: Callable[[], None] | None = None
+
+    def set(self, *values: *Ts) -> None:
+        """Give the outcome, and resume the handler if it waits."""
+        self._values.append(values)
+        if self._resume is not None:
+            self._resume()
+
+    def wait(self) -> Generator[Wait, bool, tuple[*Ts]]:
+        """Wait for the outcome and return it."""
+        if not self._values:
+            yield self._begin
+        return self._values[0]
+
+    def _begin(self, resume: Callable[[], None]) -> bool:
+        self._resume = resume
+        return True
 
 
-def run(steps: Steps) -> frames.Reply | Deferred:
-    """Run a handler to its reply, now or later."""
-    deferred = Deferred()
+def run(steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> frames.Reply | PendingReply:
+    """Run a handler to its reply, now or later.
+
+    An exception before its first wait goes to the caller. `on_error` makes the reply of any later one.
+    """
+    pending = PendingReply()
 
     def go_on(has_waited: bool | None) -> None:
         try:
             wait = steps.send(has_waited)  # type: ignore[arg-type]
-            while not wait(partial(go_on, True)):
+            while not wait(resume):
                 wait = steps.send(False)
         except StopIteration as end:
-            deferred.send(end.value)
+            pending.send(end.value)
+
+    def resume() -> None:
+        try:
+            go_on(True)
+        except Exception as error:
+            pending.send(on_error(error))
 
     go_on(None)
-    return deferred.reply or deferred
+    return pending.reply or pending
+
+
+def error_reply(epoch: int, counters: Counts, error: Exception) -> m.ErrorReply:
+    """Return the reply to a request that raised, and count it."""
+    if isinstance(error, (Refused, frames.FrameError)):
+        counters[_REQUESTS_REFUSED] += 1
+        return m.ErrorReply(epoch, error.code, str(error))
+    logger.error("a request failed", exc_info=error)
+    counters[_REQUESTS_FAILED] += 1
+    return m.ErrorReply(epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
 
 def count_digests(digests: bytes) -> int:

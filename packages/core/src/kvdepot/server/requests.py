@@ -3,28 +3,21 @@
 Every exception of a handler becomes a typed error reply.
 """
 
-import logging
 import time
 from typing import Final
 
-from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.server.access import describe_peer
 from kvdepot.server.commands import Operators
 from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Deferred, Refused
+from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.sessions import SessionTable
 from kvdepot.server.watch import SHORTEST_SECONDS
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire.histogram import Histogram
 from kvdepot.wire.operation import Operation
-
-logger = logging.getLogger(__name__)
-
-_REQUESTS_REFUSED: Final = depot_counter("requests_refused", "Requests answered with an error")
-_REQUESTS_FAILED: Final = depot_counter("requests_failed", "Requests that failed because of a bug")
 
 _WHY_NO_SESSION: Final = "no open session: greet the depot with open_session first"
 
@@ -55,24 +48,19 @@ class Requests:
             else:
                 reply = depot.handle(session.number, session.writer, request)
             kind = type(request)
-        except (Refused, frames.FrameError) as error:
-            depot.counters[_REQUESTS_REFUSED] += 1
-            reply = m.ErrorReply(depot.state.epoch, error.code, str(error))
         except Exception as error:
-            logger.exception("a request failed")
-            depot.counters[_REQUESTS_FAILED] += 1
-            reply = m.ErrorReply(depot.state.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
-        if isinstance(reply, Deferred):
-            deferred, num_bytes = reply, len(frame)
+            reply = depot.state.fail(error)
+        if isinstance(reply, PendingReply):
+            pending, num_bytes = reply, len(frame)
             connections.hold(connection, num_bytes)
 
             def send(late: frames.Reply) -> None:
-                deferred.on_reply = None  # one request, one reply
+                pending.on_reply = None  # one request, one reply
                 connections.release(connection, num_bytes)
                 connections.send(connection, frames.encode_frame(sequence, late))
                 self.latencies[kind].add(time.monotonic() - began)
 
-            deferred.on_reply = send
+            pending.on_reply = send
         else:
             connections.send(connection, frames.encode_frame(sequence, reply))
             self.latencies[kind].add(time.monotonic() - began)

@@ -6,15 +6,19 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
+from msgspec import Struct
+
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
 from kvdepot.movers.table import MoverTable
-from kvdepot.server.background import Background, Kind
+from kvdepot.server.background import Background
 from kvdepot.server.labels import LabelTable
+from kvdepot.server.replies import PendingReply, Steps, error_reply, run
 from kvdepot.server.shadow import ShadowIndex
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.timers import Timers
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire.histogram import Histogram
 
@@ -68,15 +72,22 @@ class DepotState:
     accepts_stores: bool = True  # not while restoring, nor while stopping
     is_restoring: bool = False  # an earlier server's table
     is_draining: bool = False  # an operator asked for it
-    asker: Callable[[], str] = lambda: "this process"  # names the sender of the operator's request being handled
 
     def __post_init__(self) -> None:
-        self.background = Background(self.epoch, self.counters)
+        self.background = Background(self.counters)
+
+    def answer(self, handled: frames.Reply | Steps) -> frames.Reply | PendingReply:
+        """Return the reply of a handler, now or later."""
+        return handled if isinstance(handled, Struct) else run(handled, self.fail)
+
+    def fail(self, error: Exception) -> m.ErrorReply:
+        """Return the reply to a request that raised, and count it."""
+        return error_reply(self.epoch, self.counters, error)
 
     def used(self, node: int) -> None:
         """Count a use of the prefix that ends with this chunk."""
         rest = self.index.priorities.used(node)
-        if rest is not None and not self.background.add(rest, Kind.HINT):
+        if rest is not None and not self.background.hints.add(rest):
             self.counters[HINTS_CUT] += 1
 
     def note(self, event: str) -> None:
