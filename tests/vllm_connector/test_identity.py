@@ -81,6 +81,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rope": {"config": {"rope_parameters": {"rope_theta": 1e6}}},
     "random weights": {"load_format": "dummy"},
     "other random weights": {"load_format": "dummy", "seed": 1},
+    "random weights of each rank": {"load_format": "dummy", "ranks": 2},
+    "equal bits wanted": {"is_batch_invariant": True},
+    "equal bits wanted of two ranks": {"is_batch_invariant": True, "ranks": 2},
     "tenant": {"settings": Settings(tenant="other")},
     "tenant's salt": {"settings": Settings(tenant_salt="secret")},
     "namespace": {"settings": Settings(namespace="canary")},
@@ -230,6 +233,10 @@ def test_weights_in_an_object_store_are_known_by_its_address(weights: Path) -> N
         for folder, address in (("/tmp/a", "s3://models/m"), ("/tmp/b", "s3://models/m"), ("/tmp/a", "s3://models/n"))
     )
     assert first == same != other
+
+
+def test_the_number_of_ranks_does_not_count_unless_equal_bits_are_wanted(weights: Path) -> None:
+    assert digest(weights, ranks=2) == digest(weights)
 
 
 @pytest.mark.promise(69)

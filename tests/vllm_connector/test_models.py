@@ -134,7 +134,7 @@ def test_two_ranks_store_their_shards_or_what_both_hold_once(
         num_chunks = 2 * reuse // chunk_tokens_of(depot)
         cold, status = generate_until_stored(engine, PROMPTS[:2], depot, before.num_chunks + num_chunks)
         assert sorted(worker.groups[0].part for worker in workers) == sorted(
-            f"rank {rank % num_parts} of 2" if num_parts > 1 else "" for rank in range(2)
+            f"head {rank % num_parts} of 2" if num_parts > 1 else "" for rank in range(2)
         )
         assert status.num_entries - before.num_entries == num_parts * (status.num_chunks - before.num_chunks)
         engine.reset()

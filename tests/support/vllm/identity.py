@@ -38,13 +38,18 @@ def vllm_config(model: Path | str, **changes: Any) -> Any:
     cache = {"cache_dtype": changes.pop("cache_dtype", "auto"), **changes.pop("cache", {})}
     load = {"load_format": changes.pop("load_format", "auto"), **changes.pop("load", {})}
     speculative = changes.pop("speculative", None)
+    parallel = {"tensor_parallel_size": changes.pop("ranks", 1)}
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**fields, **changes}),
         cache_config=SimpleNamespace(**cache),
         load_config=SimpleNamespace(**load),
         speculative_config=speculative,
+        parallel_config=SimpleNamespace(**parallel),
     )
 
 
-def digest(model: Path | str, settings: Settings | None = None, **changes: Any) -> bytes:
-    return engine_namespace(vllm_config(model, **changes), settings or Settings()).digest(64)
+def digest(
+    model: Path | str, settings: Settings | None = None, is_batch_invariant: bool = False, **changes: Any
+) -> bytes:
+    config, settings = vllm_config(model, **changes), settings or Settings()
+    return engine_namespace(config, settings, is_batch_invariant=is_batch_invariant).digest(64)

@@ -47,6 +47,12 @@ def _configurations() -> dict[str, Any]:
 
     return {
         "gqa": lambda: t.LlamaConfig(intermediate_size=512, num_hidden_layers=4, head_dim=64, **_SMALL),
+        "eight-heads": lambda: t.LlamaConfig(
+            intermediate_size=512,
+            num_hidden_layers=4,
+            head_dim=64,
+            **{**_SMALL, "num_attention_heads": 8, "num_key_value_heads": 8},
+        ),
         # 128 KiB of float32 KV a token and little computation, as a benchmark of a cache needs
         "large-kv": lambda: t.LlamaConfig(
             hidden_size=256,

@@ -232,6 +232,7 @@ class Capability(enum.StrEnum):
     ASYNCHRONOUS = "asynchronous"  # transfers may run beside the caller, on threads of their own
     COMPILED_COPY = "compiled_copy"  # the backend's own copy was built; without it copies are slower
     DEPOT_DRIVEN = "depot_driven"  # a mover of the depot can copy
+    OTHER_PARTS = "other_parts"  # retrieves cut entries of workers with other heads
 
 
 @dataclass(frozen=True, slots=True)

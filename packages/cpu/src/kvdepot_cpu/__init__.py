@@ -24,7 +24,9 @@ class CpuBackend:
     def capabilities(self) -> frozenset[Capability]:
         """See `Backend`; the compiled copy is there if there was a C compiler when the package was installed."""
         is_built = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs") is not None
-        return frozenset({Capability.ASYNCHRONOUS} | ({Capability.COMPILED_COPY} if is_built else set()))
+        return frozenset(
+            {Capability.ASYNCHRONOUS, Capability.OTHER_PARTS} | ({Capability.COMPILED_COPY} if is_built else set())
+        )
 
     def why_unsuited(self, engine: EngineTraits) -> str | None:
         """See `Backend`."""

@@ -11,6 +11,7 @@ from kvdepot.backends import CacheGroup
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind, Part, Plane, default_chunk_tokens
 from kvdepot.wire.messages import CacheSpec, GroupShape
+from kvdepot_vllm.heads import heads_of, lie_apart, rows_of
 from kvdepot_vllm.settings import ASK_VLLM, LEAVE_IT_TO_VLLM
 
 BLOCK_OUTERMOST: Final = "BLNHC"  # in memory: block, layer, token, head, content
@@ -36,6 +37,7 @@ class EngineGroup:
     layer_names: tuple[str, ...]
     is_mla: bool
     states_by_position: bool  # recurrent: whether the block table holds a state for every boundary
+    heads: int = 0  # of the whole model, if the pages of a group can be cut between ranks; 0: they are opaque
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,14 @@ class EngineCache:
     groups: tuple[EngineGroup, ...]
     num_groups: int  # of vLLM
     chunk_tokens: int
-    num_shards: int
+    num_ranks: int  # of a pipeline stage
     dtype: str
     format: str
     volatile_tokens: int = 0  # the last computed tokens, whose KV a draft model may still write again
     state_step: int = 0  # recurrent: vLLM keeps the state at the last multiple of this before the end of a prompt
+    num_stages: int = 1  # of the pipeline
+    layout: str = ""  # vLLM's name for the order of a block's bytes
+    planes: tuple[Plane, ...] = ()  # by group, as the workers register them; only they know which pages can be cut
 
     @property
     def num_recurrent(self) -> int:
@@ -70,8 +75,20 @@ class EngineCache:
     @property
     def spec(self) -> CacheSpec:
         """The cache spec that workers and scheduler register."""
-        shapes = tuple(GroupShape(g.kind, g.block_tokens, g.window_tokens, self.num_shards) for g in self.groups)
+        planes = self.planes or (Plane(self.num_stages * self.num_ranks),) * len(self.groups)
+        shapes = tuple(
+            GroupShape(group.kind, group.block_tokens, group.window_tokens, *plane)
+            for group, plane in zip(self.groups, planes, strict=True)
+        )
         return CacheSpec(self.chunk_tokens, shapes, self.dtype, self.format)
+
+    def part(self, group: EngineGroup, stage: int, rank: int) -> tuple[Part, Plane]:
+        """Return what a rank of a pipeline stage holds of a group, and the group's plane."""
+        if not group.heads:
+            return Part(stage * self.num_ranks + rank), Plane(self.num_stages * self.num_ranks)
+        # Ranks beyond the heads have replicas: equal parts.
+        first, held = rank * group.heads // self.num_ranks, max(1, group.heads // self.num_ranks)
+        return Part(stage, 1, first, held), Plane(self.num_stages, group.heads)
 
 
 def engine_cache(
@@ -94,7 +111,7 @@ def engine_cache(
         if getattr(parallel, name, 1) > 1:
             raise Unsupported(f"{name} is {getattr(parallel, name)}: context parallelism is not supported")
     groups = [
-        _engine_group(number, group, kind_of)
+        _engine_group(vllm_config, number, group, kind_of)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
         if group.enable_kv_transfer
     ]
@@ -106,16 +123,17 @@ def engine_cache(
     chunk_tokens = chunk_tokens or default_chunk_tokens([step], minimum=1)
     if chunk_tokens % step:
         raise Unsupported(f"kvdepot.chunk_tokens is {chunk_tokens}: give a multiple of {step}, or leave it out")
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
     return EngineCache(
         groups=tuple(groups),
         num_groups=len(kv_cache_config.kv_cache_groups),
         chunk_tokens=chunk_tokens,
-        num_shards=parallel.pipeline_parallel_size * (parallel.tensor_parallel_size // replicas),
+        num_ranks=parallel.tensor_parallel_size,
         dtype=_dtype(vllm_config),
         format=_format(vllm_config, kv_cache_config, version),
         volatile_tokens=_volatile_tokens(vllm_config, kv_cache_config),
         state_step=state_step,
+        num_stages=parallel.pipeline_parallel_size,
+        layout=str(kv_cache_config.kv_cache_layout),
     )
 
 
@@ -149,7 +167,7 @@ def _volatile_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     return 1 + int(speculative.num_speculative_tokens)
 
 
-def _engine_group(number: int, group: Any, kind_of: Callable[[Any], str]) -> EngineGroup:
+def _engine_group(vllm_config: Any, number: int, group: Any, kind_of: Callable[[Any], str]) -> EngineGroup:
     spec = group.kv_cache_spec
     name, kind = type(spec).__name__, kind_of(spec)
     window, states_by_position = 0, False
@@ -175,7 +193,14 @@ def _engine_group(number: int, group: Any, kind_of: Callable[[Any], str]) -> Eng
     else:
         raise Unsupported(f"KV cache group {number} is {kind} ({name}), which is not supported")
     return EngineGroup(
-        number, ours, spec.block_size, window, tuple(group.layer_names), "mla" in kind, states_by_position
+        number,
+        ours,
+        spec.block_size,
+        window,
+        tuple(group.layer_names),
+        "mla" in kind,
+        states_by_position,
+        heads_of(vllm_config, group, kind),
     )
 
 
@@ -199,7 +224,6 @@ def _format(vllm_config: Any, kv_cache_config: Any, version: str) -> str:
     parts = [
         "vllm " + ".".join(version.split(".")[:2]),
         str(kv_cache_config.kv_cache_layout),
-        f"tp{parallel.tensor_parallel_size}",
         f"pp{parallel.pipeline_parallel_size}",
     ]
     return " ".join(parts)
@@ -245,7 +269,14 @@ def _packer(group: EngineGroup, name: str, layers: Mapping[str, Any], device: st
 
 
 def worker_groups(
-    cache: EngineCache, kv_caches: Mapping[str, Any], num_blocks: int, shard: int, attention_backend: str = ""
+    cache: EngineCache,
+    kv_caches: Mapping[str, Any],
+    num_blocks: int,
+    rank: int = 0,
+    stage: int = 0,
+    *,
+    can_cut: bool = False,
+    attention_backend: str = "",
 ) -> list[CacheGroup]:
     """Return one worker's KV cache as a backend takes it.
 
@@ -253,7 +284,9 @@ def worker_groups(
         cache: the engine's.
         kv_caches: layer name to tensor, or to a tuple of keys and values, as vLLM registers them.
         num_blocks: blocks of the engine's block table.
-        shard: which part of every layer this worker holds.
+        rank: this worker's, within its pipeline stage.
+        stage: its pipeline stage.
+        can_cut: whether the backend reads entries of workers with other heads.
         attention_backend: for the operator.
 
     Raises:
@@ -267,14 +300,21 @@ def worker_groups(
         if len(physical) != 1 or min(physical) % num_blocks:
             raise Unsupported(f"KV cache group {group.number}: {num_blocks} blocks in tensors of {sorted(physical)}")
         ratio = physical.pop() // num_blocks
+        rows = rows_of(cache.layout, group.block_tokens, ratio)
+        if group.is_mla:
+            rows = 1
+        elif not can_cut or not lie_apart(tensors, rows // ratio, max(1, group.heads // cache.num_ranks)):
+            group = replace(group, heads=0)
+        part, plane = cache.part(group, stage, rank)
         result.append(
             CacheGroup(
                 [_by_logical_block(tensor, ratio) for tensor in tensors],
                 group.block_tokens,
                 group.kind,
                 group.window_tokens,
-                Part(shard),
-                Plane(cache.num_shards),
+                part,
+                plane,
+                rows if group.heads else 1,
                 num_layers=len(group.layer_names) if len(layers) == len(tensors) else len(layers),
                 physical_block_tokens=group.block_tokens // ratio,
                 hidden_dims=tuple(int(size) for size in tensors[0].shape[1:])[:8],

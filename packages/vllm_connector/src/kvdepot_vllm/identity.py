@@ -33,10 +33,12 @@ _LLAMA4_TOKENS: Final = 32768  # with a longer `max_model_len` vLLM tunes the at
 _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})  # do not change the KV
 
 
-def engine_namespace(vllm_config: Any, settings: Settings) -> Namespace:
+def engine_namespace(vllm_config: Any, settings: Settings, *, is_batch_invariant: bool = False) -> Namespace:
     """Return the namespace; two engines share only if theirs are equal.
 
-    It contains the model's name only if the weights have no fingerprint, so equal weights share under two paths.
+    It contains the model's name only if the weights have no fingerprint, so equal weights share under two paths. The
+    number of ranks changes the last bits of KV. It counts if the engine is to compute equal bits
+    (`is_batch_invariant`).
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     name, load_format = _name(model), str(vllm_config.load_config.load_format)
@@ -59,6 +61,8 @@ def engine_namespace(vllm_config: Any, settings: Settings) -> Namespace:
         extra["loader"] = str(getattr(vllm_config.load_config, "model_loader_extra_config", None) or "")
     if load_format == _RANDOM:
         extra["seed"] = str(model.seed)
+    if load_format == _RANDOM or is_batch_invariant:  # each rank makes up weights of its own
+        extra["ranks"] = str(vllm_config.parallel_config.tensor_parallel_size)
     return Namespace(
         model="" if weights else name,
         revision=str(model.revision or ""),

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-from kvdepot.backends import EngineTraits, KVCache, get_backend
+from kvdepot.backends import Capability, EngineTraits, KVCache, get_backend
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
-from kvdepot.layout import GroupKind
+from kvdepot.layout import GroupKind, Plane
 from kvdepot_vllm.device import device_of_bytes, permit_tiles
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, worker_groups
 from kvdepot_vllm.identity import engine_namespace
@@ -54,6 +55,7 @@ class WorkerFormat(KVConnectorHandshakeMetadata):
     format: str
     can_blend: bool = False
     blend: str = ""
+    planes: tuple[Plane, ...] = ()  # by group
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,6 @@ class Start:
 
         parallel = self.vllm_config.parallel_config
         tp_rank, pp_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
-        shards_a_stage = cache.num_shards // parallel.pipeline_parallel_size
-        replicas = parallel.tensor_parallel_size // shards_a_stage
         device = current_platform.device_type
         permit_tiles(device)
         backend = get_backend(device)
@@ -116,9 +116,8 @@ class Start:
             raise Unsupported(reason)
         layers = self.vllm_config.compilation_config.static_forward_context
         cache = on_device(cache, layers, device_of_bytes(cache.dtype))
-        groups = worker_groups(
-            cache, kv_caches, self.kv_cache_config.num_blocks, pp_rank * shards_a_stage + tp_rank // replicas
-        )
+        can_cut = Capability.OTHER_PARTS in backend.capabilities
+        groups = worker_groups(cache, kv_caches, self.kv_cache_config.num_blocks, tp_rank, pp_rank, can_cut=can_cut)
         context = backend.create_context(
             KVCache(
                 groups,
@@ -144,7 +143,7 @@ class Start:
 
             blends, text = start_blending(self.vllm_config, self.kv_cache_config, self.settings, context)
         return WorkerSide(context, cache.chunk_tokens, block_tokens, blends), WorkerFormat(
-            cache.format, blends is not None, text
+            cache.format, blends is not None, text, tuple(group.plane for group in groups)
         )
 
     def open_scheduler(
@@ -163,16 +162,18 @@ class Start:
         Returns:
             None, with a log line, if a worker uses no depot or the workers' formats differ.
         """
-        formats = {each.format for each in told}
-        if "" in formats or len(formats) > 1:
+        formats = {(each.format, each.planes) for each in told}
+        is_missing = any(not each.format for each in told)
+        if is_missing or len(formats) > 1:
             logger.error(
                 "kvdepot is not used by this engine: %s",
-                "a worker cannot use it, see its log" if "" in formats else f"its workers differ: {sorted(formats)}",
+                "a worker cannot use it, see its log" if is_missing else f"its workers differ: {sorted(formats)}",
             )
             return None
-        cache = replace(cache, format=next(iter(formats)))
+        text, planes = next(iter(formats))
+        cache = replace(cache, format=text, planes=planes)
         config, settings = self.vllm_config, self.settings
-        namespace = engine_namespace(config, settings)
+        namespace = engine_namespace(config, settings, is_batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
         client = SchedulerClient(
             cache.spec,
             self.instance,

@@ -1,0 +1,82 @@
+"""Engines of any tensor-parallel size find what the others stored: the same tokens, and every byte in the pool once."""
+
+from typing import Any
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire.operations import DepotStatus
+from support.vllm.engines import (
+    Engine,
+    MakeModel,
+    cached,
+    connector,
+    generate_until_stored,
+    prompts,
+    tokens,
+    wait_until_stored,
+)
+
+pytestmark = pytest.mark.slow
+
+FIRST, SECOND = prompts(3, 1500, seed=70), prompts(2, 1500, seed=71)
+REUSE = 1408  # of 1,500 tokens, in blocks of 128
+
+
+def options_of(num_ranks: int) -> dict[str, Any]:
+    if num_ranks == 1:
+        return {}
+    binding = "|".join(str(rank % 2) for rank in range(num_ranks))
+    return {
+        "tensor_parallel_size": num_ranks,
+        "multiprocessing": True,
+        "environment": {"VLLM_CPU_OMP_THREADS_BIND": binding},
+    }
+
+
+def entries_of(status: DepotStatus, before: DepotStatus) -> tuple[int, int]:
+    return status.num_entries - before.num_entries, status.num_chunks - before.num_chunks
+
+
+@pytest.mark.parametrize("name", ["gqa", "eight-heads", "windows"])
+@pytest.mark.promise(20, 29, 33)
+def test_engines_of_one_two_and_four_ranks_share_every_prompt(name: str, depot: DepotProcess, model: MakeModel) -> None:
+    """One rank stores the first prompts. Two load them and store more, four load all, and so does one again."""
+    chunks = REUSE // 128
+    for number, num_ranks in enumerate((1, 2, 4, 1)):
+        known, new = (FIRST, []) if number == 1 else (FIRST + SECOND, []) if number > 1 else ([], FIRST)
+        new = SECOND if number == 1 else new
+        with Engine(model(name), connector(depot.url), reference=known + new, **options_of(num_ranks)) as engine:
+            wait_until_stored(engine, depot, seed=900 + 50 * number)
+            before = depot.status()
+            if known:
+                outputs = engine.generate(known)
+                assert cached(outputs) == [REUSE] * len(known)
+                assert tokens(outputs) == engine.reference[: len(known)]
+                wait_until(lambda: depot.status().num_tickets == 0)
+                assert depot.status().num_entries == before.num_entries, "what is there is not stored again"
+            if new:
+                outputs, _ = generate_until_stored(engine, new, depot, before.num_chunks + chunks * len(new))
+                assert tokens(outputs) == engine.reference[len(known) :]
+            wait_until(lambda: depot.status().num_leases == 0)
+
+
+def test_ranks_beyond_the_heads_store_each_head_once(depot: DepotProcess, model: MakeModel) -> None:
+    with Engine(model("gqa"), connector(depot.url), reference=FIRST[:1], **options_of(4)) as engine:
+        wait_until_stored(engine, depot, seed=950)
+        before = depot.status()
+        outputs, status = generate_until_stored(engine, FIRST[:1], depot, before.num_chunks + REUSE // 128)
+        num_entries, num_chunks = entries_of(status, before)
+        assert (tokens(outputs), num_entries) == (engine.reference, 2 * num_chunks)
+        assert sorted(c.groups[0].part for c in status.contexts if c.role == "worker") == [
+            "head 0 of 2", "head 0 of 2", "head 1 of 2", "head 1 of 2"
+        ]  # fmt: skip
+
+
+def test_states_of_another_size_are_a_miss(depot: DepotProcess, model: MakeModel) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}
+    with Engine(model("recurrent"), connector(depot.url), **options) as engine:
+        generate_until_stored(engine, FIRST[:1], depot, 1)
+    with Engine(model("recurrent"), connector(depot.url), **options, **options_of(2)) as engine:
+        wait_until_stored(engine, depot, seed=980)
+        assert cached(engine.generate(FIRST[:1])) == [0]
