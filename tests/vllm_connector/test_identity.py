@@ -337,8 +337,8 @@ def request(**changes: Any) -> Any:
     return SimpleNamespace(**{**nothing, **changes})
 
 
-def adapter(path: Path, name: str = "a") -> Any:
-    return SimpleNamespace(lora_name=name, lora_path=str(path), load_inplace=False)
+def adapter(path: Path, name: str = "a", number: int = 1) -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=str(path), lora_int_id=number, load_inplace=False)
 
 
 def item(identifier: str, offset: int, modality: str = "image") -> Any:
@@ -357,12 +357,10 @@ def keys_of(weights: Path, **changes: Any) -> bytes:
 
 @pytest.mark.promise(19)
 def test_requests_that_differ_never_share(weights: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "adapter_model.safetensors").write_bytes(b"weights")
+    make_adapter_files(tmp_path / "other", b"2")
     found: dict[str, bytes] = {
         "plain": keys_of(weights),
         "adapter": keys_of(weights, lora_request=adapter(weights)),
-        "adapter under another name": keys_of(weights, lora_request=adapter(weights, "b")),
         "another adapter": keys_of(weights, lora_request=adapter(tmp_path / "other")),
         "salt": keys_of(weights, cache_salt="a"),
         "another salt": keys_of(weights, cache_salt="b"),
@@ -380,11 +378,44 @@ def test_an_image_matters_from_where_it_begins(weights: Path) -> None:
     assert len({plain[64:96], early[64:96], late[64:96]}) == 3, "the same image, one place further"
 
 
-def test_an_adapter_whose_files_changed_is_another(tmp_path: Path) -> None:
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
-    before = RequestIdentity().extra_keys(request(lora_request=adapter(tmp_path)))
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"others!")
-    assert RequestIdentity().extra_keys(request(lora_request=adapter(tmp_path))) != before
+def make_adapter_files(folder: Path, content: bytes) -> Path:
+    return safetensors(folder / "adapter_model.safetensors", {"lora_A": content * 64}).parent
+
+
+def test_an_adapter_is_known_by_its_content_under_any_name_and_path(tmp_path: Path) -> None:
+    """Two pods with the same adapter share; an adapter that took another's place does not share with it."""
+    first, copy = (make_adapter_files(tmp_path / name, b"1") for name in ("first", "copy"))
+    keys = [
+        RequestIdentity().extra_keys(request(lora_request=each))
+        for each in (adapter(first), adapter(copy), adapter(copy, "b", 7))
+    ]
+    assert keys[0] == keys[1] == keys[2]
+    make_adapter_files(copy, b"2")
+    assert RequestIdentity().extra_keys(request(lora_request=adapter(copy))) != keys[0]
+
+
+def test_an_adapter_that_is_loaded_anew_under_its_old_name_is_read_again(tmp_path: Path) -> None:
+    identity = RequestIdentity()
+    folder = make_adapter_files(tmp_path / "adapter", b"1")
+    before = identity.extra_keys(request(lora_request=adapter(folder)))
+    make_adapter_files(folder, b"2")
+    assert identity.extra_keys(request(lora_request=adapter(folder))) == before, "vLLM still has the old one"
+    assert identity.extra_keys(request(lora_request=adapter(folder, number=2))) != before
+
+
+def test_an_adapter_without_a_fingerprint_is_known_by_its_name_and_path(tmp_path: Path) -> None:
+    """Adapters handed over in memory have a path that is not there."""
+    keys = [
+        RequestIdentity().extra_keys(request(lora_request=each))
+        for each in (
+            adapter(tmp_path / "gone"),
+            adapter(tmp_path / "gone", "b"),
+            adapter(tmp_path / "away"),
+            adapter(tmp_path / "gone"),
+        )
+    ]
+    assert keys[0] == keys[3]
+    assert len({repr(key) for key in keys}) == 3
 
 
 def test_prompt_embeddings_are_told_by_their_content() -> None:
@@ -435,6 +466,13 @@ def test_salts_and_adapters_share_with_nobody_but_themselves(
         for way, wanted in zip(ways, expected, strict=True):
             warm = engine.generate(PROMPTS, **way)
             assert (tokens(warm), cached(warm)) == (wanted, [384, 384]), way
+        # The same content under another name and path is the same adapter; other content in its place is another.
+        one, two = (Path(folder) for _, folder, _ in adapters)
+        copy = engine.generate(PROMPTS, adapter=["copy", str(shutil.copytree(one, one.with_name("copy"))), "3"])
+        assert (tokens(copy), cached(copy)) == (expected[3], [384, 384])
+        shutil.copytree(two, one, dirs_exist_ok=True)
+        replaced = engine.generate(PROMPTS, adapter=["one", str(one), "4"])
+        assert (tokens(replaced), cached(replaced)) == (expected[4], [384, 384])
 
 
 @pytest.mark.promise(19)

@@ -215,7 +215,7 @@ class RequestIdentity:
     """Turns everything besides tokens that decides a request's KV into extra keys of `PrefixHasher`."""
 
     def __init__(self) -> None:
-        self._adapters: dict[tuple[str, str], str] = {}
+        self._adapters: dict[tuple[str, str, int], bytes] = {}  # by name, path, and vLLM's number of this loading
 
     def extra_keys(self, request: EngineRequest) -> list[tuple[int, int, bytes]]:
         """Return `(first token, end, key)` for the adapter, cache salt, multimodal items and prompt embeddings."""
@@ -233,10 +233,14 @@ class RequestIdentity:
         return found
 
     def _adapter(self, adapter: Any) -> bytes:
+        """Return the adapter's key: its content alone if that has a fingerprint, else its name and path."""
         name, path = str(adapter.lora_name), str(adapter.lora_path)
-        if (name, path) not in self._adapters or getattr(adapter, "load_inplace", False):
-            self._adapters[name, path] = _fingerprint_of(Path(path), f"weights of adapter {name}")
-        return msgspec.msgpack.encode(("adapter", name, path, self._adapters[name, path]))
+        loading = (name, path, int(adapter.lora_int_id))
+        if loading not in self._adapters or getattr(adapter, "load_inplace", False):
+            content = _fingerprint_of(Path(path), f"weights of adapter {name}")
+            known = ("adapter content", content) if content else ("adapter", name, path)
+            self._adapters[loading] = msgspec.msgpack.encode(known)
+        return self._adapters[loading]
 
 
 def _tensor_digest(tensor: Any) -> bytes:
