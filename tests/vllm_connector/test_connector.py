@@ -48,7 +48,8 @@ def config(isa="amx"):
     transfer = Space(kv_connector_extra_config={"kvdepot.url": sys.argv[1]}, engine_id="e", kv_role="kv_both",
                      kv_load_failure_policy="recompute")
     return Space(kv_transfer_config=transfer, parallel_config=parallel, kv_events_config=None,
-                 model_config=Space(model="m", served_model_name="m"), cache_config=Space(enable_prefix_caching=True),
+                 model_config=Space(model="m", served_model_name="m"),
+                 cache_config=Space(enable_prefix_caching=True, cache_dtype="auto"),
                  compilation_config=Space(static_forward_context={name: layer(isa) for name in names}))
 
 def make(role, isa="amx"):

@@ -114,13 +114,36 @@ def test_states_that_are_not_cacheable_are_refused_with_the_way_out(depot: Depot
         assert "--mamba-cache-mode align" in engine.log()
 
 
-@pytest.mark.parametrize(("name", "num_parts"), [("gqa", 2), ("mla", 1)])
+@pytest.mark.slow
+@pytest.mark.promise(32)
+def test_a_cache_that_vllm_writes_beyond_its_pages_is_refused(depot: DepotProcess, model: MakeModel) -> None:
+    """On CPU it takes KV quantised per token and head, and its kernels write floats over the int8 pages."""
+    with Engine(model("gqa"), connector(depot.url), kv_cache_dtype="int8_per_token_head") as engine:
+        for _ in range(2):
+            assert cached(engine.generate(PROMPTS[:1])) == [0]
+            engine.reset()
+        assert "over other pages than it describes" in engine.log()
+
+
+PROFILE = """
+from vllm.v1.worker.cpu_worker import CPUWorker
+measure = CPUWorker.determine_available_memory
+CPUWorker.determine_available_memory = lambda worker: worker.model_runner.profile_run() or measure(worker)
+"""
+"""Has vLLM on CPU make the buffers of a pipeline's stages: without compilation it leaves this run out, and fails."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "num_parts"),
+    [("gqa", "tensor_parallel_size", 2), ("mla", "tensor_parallel_size", 1), ("gqa", "pipeline_parallel_size", 2)],
+)
 @pytest.mark.promise(33)
 def test_two_ranks_store_their_shards_or_what_both_hold_once(
-    name: str, num_parts: int, depot: DepotProcess, model: MakeModel
+    name: str, ranks: str, num_parts: int, depot: DepotProcess, model: MakeModel
 ) -> None:
     options: dict[str, Any] = {
-        "tensor_parallel_size": 2,
+        ranks: 2,
+        "first": PROFILE,
         "multiprocessing": True,
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     }

@@ -113,7 +113,17 @@ class Child:
         adapter: list[str] | None = None,
         params: dict[str, Any] | None = None,
         logprobs: int | None = None,
+        images: list[list[int]] | None = None,
+        embeddings: list[int] | None = None,
+        alphabet: list[int] | None = None,
     ) -> Any:
+        """Serve prompts.
+
+        Args:
+            images: seeds of the random images in each prompt.
+            embeddings: seeds of random prompts of embeddings, served too.
+            alphabet: the only tokens to answer with, so that answers repeat themselves.
+        """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -122,10 +132,15 @@ class Child:
             max_tokens=max_tokens,
             ignore_eos=True,
             logprobs=logprobs,
+            allowed_token_ids=alphabet,
             extra_args={"kv_transfer_params": params} if params else None,
         )
         lora = LoRARequest(adapter[0], int(adapter[2]), adapter[1]) if adapter else None
-        inputs = [{"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})} for tokens in prompts]
+        inputs: list[dict[str, Any]] = [{"prompt_token_ids": tokens} for tokens in prompts]
+        for prompt, seeds in zip(inputs, images or (), strict=bool(images)):
+            prompt["multi_modal_data"] = {"image": [_random_image(seed) for seed in seeds]}
+        inputs += [{"prompt_embeds": _random_embeddings(seed, self._hidden_size())} for seed in embeddings or ()]
+        inputs = [{**prompt, **({"cache_salt": salt} if salt else {})} for prompt in inputs]
         batches = [inputs] if together else [[one] for one in inputs]
         started = time.perf_counter()
         outputs = []
@@ -179,6 +194,9 @@ class Child:
             assert time.monotonic() < end, "the engine does not come to rest"
             self.llm.llm_engine.step()
         return {}
+
+    def _hidden_size(self) -> int:
+        return self.llm.llm_engine.vllm_config.model_config.get_hidden_size()
 
     def reset(self, *, connector: bool = False) -> Any:
         return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
@@ -361,6 +379,18 @@ class Child:
         scope: dict[str, Any] = {"child": self, "llm": self.llm, "result": None}
         exec(code, scope)  # noqa: S102
         return {"result": scope["result"]}
+
+
+def _random_image(seed: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(seed).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+
+
+def _random_embeddings(seed: int, width: int) -> Any:
+    import torch
+
+    return torch.randn(400, width, generator=torch.Generator().manual_seed(seed)) * 0.06
 
 
 def main() -> None:

@@ -150,21 +150,57 @@ def _configurations() -> dict[str, Any]:
     }
 
 
+_IMAGE_WORDS = {"<fake_token_around_image>": 3, "<image>": 4, "<global-img>": 5, "<end_of_utterance>": 6}
+IMAGE_TOKEN = 4  # stands for one image in a prompt for the model "images"
+
+
+def make_model_of_images(path: Path, seed: int) -> Path:
+    """Write a model that takes images of 64 x 64 pixels, 16 tokens each and 5 around, with its processor."""
+    import torch
+    import transformers as t
+
+    torch.manual_seed(seed)
+    size = {"longest_edge": 64}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = t.LlamaConfig(intermediate_size=512, num_hidden_layers=2, head_dim=64, **_SMALL)
+    config = t.Idefics3Config(
+        vision_config={**vision, "image_size": 64, "patch_size": 8},
+        text_config=text.to_dict(),
+        image_token_id=IMAGE_TOKEN,
+        scale_factor=2,
+    )
+    _spread(t.Idefics3ForConditionalGeneration(config).float()).save_pretrained(path, safe_serialization=True)
+    images = t.Idefics3ImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
+    t.Idefics3Processor(image_processor=images, tokenizer=_tokenizer(_IMAGE_WORDS), image_seq_len=16).save_pretrained(
+        path
+    )
+    return path
+
+
+def _spread(model: Any) -> Any:
+    """Spread the logits, so that wrong KV shows in the tokens."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and "norm" not in name and "A_log" not in name:
+                parameter.normal_(0, 0.06)
+    return model
+
+
 def make_model(directory: Path, name: str, seed: int = 0) -> Path:
     """Write a model with its tokenizer into `directory/NAME-SEED` unless it is there, and return the path."""
     path = directory / f"{name}-{seed}"
     if (path / "tokenizer.json").exists():
         return path
+    if name == "images":
+        return make_model_of_images(path, seed)
     import torch
     import transformers as t
 
     torch.manual_seed(seed)
     model = t.AutoModelForCausalLM.from_config(_configurations()[name](), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() >= 2 and "norm" not in parameter_name and "A_log" not in parameter_name:
-                parameter.normal_(0, 0.06)  # spreads the logits, so that wrong KV shows in the tokens
-    model.save_pretrained(path, safe_serialization=True)
+    _spread(model).save_pretrained(path, safe_serialization=True)
     _tokenizer().save_pretrained(path)
     return path
 
@@ -206,15 +242,21 @@ def make_adapter(directory: Path, model: Path, seed: int) -> Path:
     return path
 
 
-def _tokenizer() -> Any:
+def _tokenizer(special: dict[str, int] | None = None) -> Any:
     import transformers as t
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     words = {f"t{number}": number for number in range(VOCABULARY - 3)}
     words["<unk>"], words["<s>"], words["</s>"] = VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1
+    for word, number in (special or {}).items():
+        del words[f"t{number}"]
+        words[word] = number
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return t.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special or {}])
+    return t.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
 
 
 if __name__ == "__main__":

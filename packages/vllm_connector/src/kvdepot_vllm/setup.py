@@ -105,6 +105,9 @@ class Start:
         parallel = self.vllm_config.parallel_config
         tp_rank, pp_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
         device = current_platform.device_type
+        cache_dtype = str(self.vllm_config.cache_config.cache_dtype)
+        if device == "cpu" and cache_dtype.endswith("_per_token_head"):
+            raise Unsupported(f"vLLM on CPU writes a {cache_dtype} cache over other pages than it describes")
         permit_tiles(device)
         backend = get_backend(device)
         for name in self.settings.of_other_backends(backend):

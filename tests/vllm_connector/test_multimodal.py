@@ -1,0 +1,52 @@
+"""Prompts that are not only tokens: images and embeddings are shared by their content, and only then."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess
+from support.vllm.engines import Engine, MakeModel, Prompt, cached, connector, prompts, tokens
+from support.vllm.models import IMAGE_TOKEN
+
+TEXT = prompts(1, 400)[0]
+PROMPT: Prompt = [*TEXT[:150], IMAGE_TOKEN, *TEXT[150:250], IMAGE_TOKEN, *TEXT[250:]]
+"""The first image lies in the second block of 128 tokens, the other one in the third."""
+PAIRS = [[1, 2], [1, 3], [3, 2]]
+OPTIONS: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2}, "enable_prompt_embeds": True, "max_model_len": 1024}
+
+
+@pytest.fixture(scope="module")
+def engines(depot: DepotProcess, model: MakeModel) -> Iterator[tuple[Engine, Engine]]:
+    """One with a depot, one without."""
+    path = model("images")
+    with Engine(path, connector(depot.url), **OPTIONS) as engine, Engine(path, None, **OPTIONS) as alone:
+        yield engine, alone
+
+
+@pytest.mark.slow
+@pytest.mark.promise(17, 19)
+def test_images_share_up_to_the_first_that_differs(engines: tuple[Engine, Engine]) -> None:
+    engine, alone = engines
+    expected = [tokens(alone.generate([PROMPT], images=[pair])) for pair in PAIRS]
+    assert len({str(each) for each in expected}) == 3, "the images change nothing: the test shows nothing"
+    for pair, wanted, shared in zip(PAIRS, expected, [0, 256, 128], strict=True):
+        cold = engine.generate([PROMPT], images=[pair])
+        assert (tokens(cold), cached(cold)) == (wanted, [shared]), pair
+        engine.reset()
+    for pair, wanted in zip(PAIRS, expected, strict=True):
+        warm = engine.generate([PROMPT], images=[pair])
+        assert (tokens(warm), cached(warm)) == (wanted, [384]), pair
+        engine.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.promise(17, 19)
+def test_embeddings_share_with_equal_ones(engines: tuple[Engine, Engine]) -> None:
+    engine, alone = engines
+    expected = tokens(alone.generate([], embeddings=[1, 2]))
+    assert expected[0] != expected[1], "the embeddings change nothing: the test shows nothing"
+    for reuse in (0, 384):
+        outputs = engine.generate([], embeddings=[1, 2])
+        assert (tokens(outputs), cached(outputs)) == (expected, [reuse, reuse])
+        engine.reset()

@@ -1,0 +1,41 @@
+"""Speculative decoding: the same tokens and as many accepted drafts after a hit as without the depot."""
+
+from typing import Any
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess
+from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
+
+PROMPTS = prompts(4, 1060, seed=60)
+FEW = {"ngram": [*range(100, 108)], "draft_model": None}  # tokens to answer with: among few, n-grams repeat themselves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.promise(17)
+def test_drafts_are_accepted_after_a_hit_as_without_a_depot(method: str, depot: DepotProcess, model: MakeModel) -> None:
+    """The drafter has the model's own weights. Without its KV in the depot, it would guess wrong after a hit."""
+    path = model("gqa")
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    speculative |= {"model": str(path)} if method == "draft_model" else {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    options: dict[str, Any] = {"speculative_config": speculative, "kv_cache_memory_bytes": 128 << 20, "max_tokens": 48}
+    with Engine(path, connector(depot.url), **options) as engine:
+        private = {"kvdepot": {"load": False, "store": False}}
+        expected = tokens(engine.generate(PROMPTS, together=False, alphabet=FEW[method], params=private))
+        drafted, accepted = drafts(engine)
+        assert accepted >= 40, "hardly any draft was accepted: the test shows nothing"
+        for reuse in (0, 1024):
+            engine.reset()
+            before = drafts(engine)
+            outputs = engine.generate(PROMPTS, together=False, alphabet=FEW[method])
+            assert (tokens(outputs), cached(outputs)) == (expected, [reuse] * 4)
+            now = drafts(engine)
+            assert now[0] - before[0] == pytest.approx(drafted, rel=0.02)
+            assert now[1] - before[1] == pytest.approx(accepted, rel=0.02)
+
+
+def drafts(engine: Engine) -> tuple[int, int]:
+    """Return how many tokens an engine has drafted and accepted."""
+    metrics = engine.ask("metrics")
+    return metrics["vllm:spec_decode_num_draft_tokens"], metrics["vllm:spec_decode_num_accepted_tokens"]
