@@ -6,9 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,48 +14,14 @@ from typing import Any
 import pytest
 
 from kvdepot.config import format_size
+from kvdepot.engines.fingerprint import fingerprint
 from kvdepot.keys import PrefixHasher
 from kvdepot.lab.processes import DepotProcess
-from kvdepot_vllm.fingerprint import fingerprint
 from kvdepot_vllm.identity import RequestIdentity, engine_namespace
 from kvdepot_vllm.settings import Settings
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
 from support.vllm.identity import Config, digest, vllm_config
-
-
-def safetensors(path: Path, tensors: dict[str, bytes], metadata: str = "pt") -> Path:
-    """Write a file of tensors in the order given."""
-    header: dict[str, Any] = {"__metadata__": {"format": metadata}}
-    place = 0
-    for name, data in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [place, place + len(data)]}
-        place += len(data)
-    text = json.dumps(header).encode()
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensors.values()))
-    return path
-
-
-def archive(path: Path, tensors: dict[str, bytes]) -> Path:
-    """Write a file as `torch.save` does: a zip archive with a member for each tensor, nothing compressed."""
-    path.parent.mkdir(exist_ok=True)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
-        file.writestr(zipfile.ZipInfo("archive/data.pkl"), b"names and places")
-        for number, data in enumerate(tensors.values()):
-            file.writestr(zipfile.ZipInfo(f"archive/data/{number}"), data)
-    return path
-
-
-def model_tensors() -> dict[str, bytes]:
-    """Return one layer after the other: large projections of 300 KB with small norms and scales among them."""
-    return dict(_model_tensors())
-
-
-@cache
-def _model_tensors() -> dict[str, bytes]:
-    source = random.Random(5)
-    sizes = {"qkv": 300_000, "o": 300_000, "norm": 1024, "scale": 4, "gate": 300_000, "down": 300_000, "norm2": 1024}
-    return {f"{layer}.{name}": source.randbytes(size) for layer in range(30) for name, size in sizes.items()}
+from support.weights import model_tensors, safetensors
 
 
 @pytest.fixture
@@ -109,32 +73,6 @@ def test_what_does_not_decide_the_kv_does_not_matter(weights: Path) -> None:
     assert digest(weights, config={"transformers_version": "5.1", "_name_or_path": "elsewhere"}) == before
 
 
-@pytest.mark.parametrize("write", [safetensors, archive])
-@pytest.mark.promise(19, 69)
-def test_any_tensor_that_changed_in_place_makes_other_weights(
-    write: Callable[[Path, dict[str, bytes]], Path], tmp_path: Path
-) -> None:
-    # Regression: only 64 places of a file were looked at, and norms that were doubled lay between them.
-    file = write(tmp_path / "model" / ("model.safetensors" if write is safetensors else "model.bin"), model_tensors())
-    size, found = file.stat().st_size, {"": fingerprint(tmp_path / "model").digest}
-    for name in [f"{layer}.{name}" for layer in (0, 7, 29) for name in ("qkv", "norm", "scale", "down", "norm2")]:
-        tensors = model_tensors()
-        tensors[name] = tensors[name].translate(bytes(range(255, -1, -1)))
-        write(file, tensors)
-        assert file.stat().st_size == size
-        found[name] = fingerprint(tmp_path / "model").digest
-    assert len(set(found.values())) == 16
-
-
-def test_half_of_a_large_tensor_that_changed_is_noticed(tmp_path: Path) -> None:
-    fused = random.Random(6).randbytes(8_000_000)
-    found: set[str] = set()
-    for data in (fused, fused[:4_000_000] + bytes(4_000_000), bytes(4_000_000) + fused[4_000_000:]):
-        safetensors(tmp_path / "model" / "model.safetensors", {**model_tensors(), "fused": data})
-        found.add(fingerprint(tmp_path / "model").digest)
-    assert len(found) == 3
-
-
 @pytest.mark.promise(69)
 def test_the_log_says_how_many_bytes_may_change_unnoticed_and_more_are_noticed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -162,21 +100,6 @@ def test_the_log_says_how_many_bytes_may_change_unnoticed_and_more_are_noticed(
     assert "in a row" not in caplog.text
 
 
-def test_samples_are_few_however_large_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    safetensors(tmp_path / "model" / "model.safetensors", model_tensors())
-    read: list[int] = []
-    pread = os.pread
-
-    def counted(place: int, size: int, offset: int) -> bytes:
-        read.append(size)
-        return pread(place, size, offset)
-
-    monkeypatch.setattr(os, "pread", counted)
-    fingerprint(tmp_path / "model")
-    assert len(read) <= 2 + 30 * 7 + 64
-    assert sum(read) < 600_000, "of 36 MB"
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
 @pytest.mark.promise(69)
 def test_files_whose_tensors_cannot_be_told_apart_are_named_in_the_log(
@@ -189,7 +112,7 @@ def test_files_whose_tensors_cannot_be_told_apart_are_named_in_the_log(
     first, second = (digest(folder) for folder in folders)
     assert first != second, "what the samples do not see, the path still tells apart"
     assert f"{folders[0]}: of {name} only even samples are in the fingerprint" in caplog.text
-    assert "kvdepot.weights" in caplog.text
+    assert "setting `weights`" in caplog.text
     (folders[0] / name).write_bytes(bytes(2 << 20))
     assert digest(folders[0]) != first
 

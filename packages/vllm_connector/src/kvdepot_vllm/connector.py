@@ -30,11 +30,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvdepot.engines.logs import log_like
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot_vllm.events import stored_events
 from kvdepot_vllm.groups import EngineCache, wished_layout
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
-from kvdepot_vllm.logs import log_like_vllm
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings, set_failure_policy
 from kvdepot_vllm.setup import Start, WorkerFormat, name_of_engine
@@ -96,7 +96,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        log_like_vllm()
+        log_like("vllm")
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.parse(transfer.kv_connector_extra_config, role=transfer.kv_role)
         self._scheduler: SchedulerSide | None = None

@@ -4,7 +4,6 @@ All of it is computed from content and names without a seed, so equal engines ge
 """
 
 import importlib
-import json
 import logging
 from pathlib import Path
 from typing import Any, Final, cast
@@ -12,10 +11,9 @@ from typing import Any, Final, cast
 import msgspec
 from blake3 import blake3
 
-from kvdepot.config import format_size
+from kvdepot.engines.identity import commit_of, config_digest, config_values, digest_of, weights_in
 from kvdepot.keys import Namespace
 from kvdepot_vllm.engine import EngineRequest
-from kvdepot_vllm.fingerprint import fingerprint
 from kvdepot_vllm.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -30,7 +28,6 @@ _FROM_FILES: Final = frozenset(
 )  # fmt: skip
 """Load formats that take the weights from the model's folder."""
 _LLAMA4_TOKENS: Final = 32768  # with a longer `max_model_len` vLLM tunes the attention's temperature
-_VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})  # do not change the KV
 
 
 def engine_namespace(vllm_config: Any, settings: Settings, *, is_batch_invariant: bool = False) -> Namespace:
@@ -46,12 +43,12 @@ def engine_namespace(vllm_config: Any, settings: Settings, *, is_batch_invariant
     extra = {
         "connector": "vllm",
         "namespace": settings.namespace,
-        "config": _config_digest(model),
+        "config": config_digest(model.hf_config),
         "dtype": str(model.dtype).removeprefix("torch."),
         "cache_dtype": str(cache.cache_dtype),
         "code_revision": str(getattr(model, "code_revision", None) or ""),
         "load_format": load_format,
-        "weights": settings.weights or weights or _commit(model),
+        "weights": settings.weights or weights or commit_of(model.hf_config),
         "length": _decided_by_length(model),
         "states": f"{_setting(cache, 'mamba_cache_dtype')} {_setting(cache, 'mamba_ssm_cache_dtype')}",
         "skipped": " ".join(sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ()))),
@@ -82,32 +79,9 @@ def _name(model: Any) -> str:
     return str(getattr(model, "model_weights", None) or model.model)
 
 
-def _config_digest(model: Any) -> str:
-    """Return a digest of the model's configuration after overrides: rope scaling, windows, heads."""
-    return _digest("model config", _without_volatile(_values(model.hf_config)))
-
-
-def _values(config: Any) -> dict[str, Any]:
-    return config.to_dict() if hasattr(config, "to_dict") else {"config": str(config)}
-
-
-def _digest(what: str, value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return blake3(text.encode(), derive_key_context=f"kvdepot 2026-11 {what}").hexdigest()[:32]
-
-
-def _without_volatile(value: Any) -> Any:
-    if isinstance(value, dict):
-        fields = cast("dict[Any, Any]", value)
-        return {str(key): _without_volatile(inner) for key, inner in fields.items() if key not in _VOLATILE}
-    if isinstance(value, list | tuple):
-        return [_without_volatile(inner) for inner in cast("list[Any]", value)]
-    return value
-
-
 def _decided_by_length(model: Any) -> str:
     """Return how `max_model_len` changes values: LongRoPE's factors, Llama 4's temperature. Else empty."""
-    values = _values(model.hf_config)
+    values = config_values(model.hf_config)
     thresholds: set[int] = set()
     if any(kind in ("longrope", "su") for name in ("rope_type", "type") for kind in _found(values, name)):
         thresholds |= {int(value) for value in _found(values, "original_max_position_embeddings") if value}
@@ -144,14 +118,14 @@ def _drafter(vllm_config: Any, target: str, target_weights: str) -> str:
         speculative.method,
         weights or name,
         model.revision,
-        _commit(model),
-        _config_digest(model),
+        commit_of(model.hf_config),
+        config_digest(model.hf_config),
         model.dtype,
         model.quantization,
         getattr(speculative, "kv_cache_dtype", None),
         loading.load_format,
     ]
-    return _digest("drafter", [str(part) for part in parts])
+    return digest_of("drafter", [str(part) for part in parts])
 
 
 def _weights_fingerprint(model: Any, load_config: Any) -> str:
@@ -161,7 +135,7 @@ def _weights_fingerprint(model: Any, load_config: Any) -> str:
     if load_format == _RANDOM:
         return ""
     if load_format not in _FROM_FILES or not path.exists():
-        commit = _commit(model)
+        commit = commit_of(model.hf_config)
         logger.log(
             logging.INFO if commit else logging.WARNING,
             "weights of %s (load format %s) have no fingerprint: they are known by that name and %s. If they change"
@@ -171,44 +145,7 @@ def _weights_fingerprint(model: Any, load_config: Any) -> str:
             f"the commit {commit}" if commit else "nothing else",
         )
         return ""
-    return _fingerprint_of(path, "weights")
-
-
-def _fingerprint_of(path: Path, what: str) -> str:
-    """Return a text that identifies the weights in a folder; empty, with a log line, without weights.
-
-    It does not depend on the path, unless the fingerprint covers too little of some file.
-    """
-    try:
-        found = fingerprint(path)
-    except OSError as error:
-        logger.warning("%s in %s cannot be read for their fingerprint: %s", what, path, error)
-        return ""
-    if not found.digest:
-        logger.warning("%s in %s have no fingerprint: no file of a known kind is there", what, path)
-    if found.digest and found.coarse:
-        logger.warning(
-            "%s in %s: of %s only even samples are in the fingerprint, as its tensors cannot be told apart. Convert it"
-            " to safetensors, or change kvdepot.weights whenever it changes.",
-            what,
-            path,
-            ", ".join(found.coarse),
-        )
-        return f"{found.digest} {path}"
-    if found.digest and found.unseen_bytes:
-        logger.info(
-            "%s in %s are known by samples of each tensor. A change in place of at most %s in a row, in some rows of an"
-            " embedding for example, may go unnoticed: change kvdepot.weights after it.",
-            what,
-            path,
-            format_size(found.unseen_bytes),
-        )
-    return found.digest
-
-
-def _commit(model: Any) -> str:
-    """Return the commit of the hub's snapshot."""
-    return str(getattr(model.hf_config, "_commit_hash", None) or "")
+    return weights_in(path)
 
 
 class RequestIdentity:
@@ -237,7 +174,7 @@ class RequestIdentity:
         name, path = str(adapter.lora_name), str(adapter.lora_path)
         loading = (name, path, int(adapter.lora_int_id))
         if loading not in self._adapters or getattr(adapter, "load_inplace", False):
-            content = _fingerprint_of(Path(path), f"weights of adapter {name}")
+            content = weights_in(Path(path), f"weights of adapter {name}")
             known = ("adapter content", content) if content else ("adapter", name, path)
             self._adapters[loading] = msgspec.msgpack.encode(known)
         return self._adapters[loading]

@@ -1,26 +1,23 @@
 """The user's settings: `kv_connector_extra_config`, parsed once at start."""
 
 import logging
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Final, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 from kvdepot.backends import Backend, Capability
+from kvdepot.engines.settings import EngineSettings
 from kvdepot.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PREFIX: Final = "kvdepot."
 ASK_VLLM: Final = "auto"
 LEAVE_IT_TO_VLLM: Final = "engine"
-BACKEND_OPTIONS: Final = ("copy_threads", "mode", "batch_runs", "gather_kernel")
-"""Settings that are options of some backends: see `kvdepot.backends.Backend.settings`."""
 BLEND_POLICIES: Final = ("none", "heads", "deviation", "query", "mixkq")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(EngineSettings):
     """Every setting is `kvdepot.NAME` in `kv_connector_extra_config`, and optional.
 
     `store` selects the stored tokens: "all" (prompt and output), "prompt" or "none". `load` switches loads on or off.
@@ -31,13 +28,10 @@ class Settings:
     (vLLM's own choice) or one of vLLM's names.
     """
 
-    url: str | None = None  # None: the depot in the default directory
-    namespace: str = ""  # engines share only within one; for operators who know more than the model's identity says
-    tenant: str = "default"
-    tenant_salt: str = ""
-    weights: str = ""  # names the weights instead of a fingerprint of their files
+    SOURCE: ClassVar[str] = "kv_connector_extra_config"
+    PREFIX: ClassVar[str] = "kvdepot."
+
     chunk_tokens: int | None = None  # None: the engine's own granularity
-    deadline_seconds: float = 2.0
     store: str = "all"
     load: bool = True
     wait_for_others: bool = True
@@ -48,15 +42,11 @@ class Settings:
     blend_step_tokens: int = 1024  # recomputed in one step, beside what vLLM schedules
     max_pinned_share: float = 0.5
     kv_cache_layout: str = ASK_VLLM
-    copy_threads: int | None = None
-    mode: str | None = None  # on CUDA: "direct" or "ipc"; None: the backend's default
-    batch_runs: int | None = None
-    gather_kernel: bool | None = None  # on CUDA: a kernel retrieves small pages
     synchronous: bool | None = None  # transfer on the engine's thread; None: as the backend needs it
     keep_load_failure_policy: bool = False  # True: do not change vLLM's kv_load_failure_policy
-    keep_after_reset: bool = False  # True: a reset of the prefix cache does not begin a new generation of keys
 
     def __post_init__(self) -> None:
+        EngineSettings.__post_init__(self)  # `super()` finds the class before `slots` remade it
         if self.store not in ("all", "prompt", "none"):
             raise ConfigError(f'kvdepot.store is "all", "prompt" or "none", not {self.store!r}')
         if self.blend not in ("off", "request", "always"):
@@ -65,26 +55,9 @@ class Settings:
             raise ConfigError(f"kvdepot.blend_policy is one of {', '.join(BLEND_POLICIES)}, not {self.blend_policy!r}")
         if not 0 <= self.blend_ratio <= 1:
             raise ConfigError(f"kvdepot.blend_ratio is {self.blend_ratio}: give a share from 0 to 1")
-        if self.mode not in (None, "direct", "ipc"):
-            raise ConfigError(f'kvdepot.mode is "direct" or "ipc", not {self.mode!r}')
-        if not (self.deadline_seconds > 0 and math.isfinite(self.deadline_seconds)):
-            raise ConfigError(f"kvdepot.deadline_seconds is {self.deadline_seconds}: give seconds above 0")
         if not 0 < self.max_pinned_share <= 1:
             raise ConfigError(f"kvdepot.max_pinned_share is {self.max_pinned_share}: give a share above 0, at most 1")
-        for name in ("blend_min_tokens", "blend_step_tokens", "chunk_tokens", "copy_threads", "batch_runs"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"kvdepot.{name} is {value}: at least 1")
-
-    def backend_options(self, backend: Backend) -> dict[str, int | str]:
-        """Return the options of this backend that are set."""
-        values = {name: getattr(self, name) for name in BACKEND_OPTIONS if name in backend.settings}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def of_other_backends(self, backend: Backend) -> list[str]:
-        """Return the names of set options that have no effect on this backend."""
-        names = [name for name in BACKEND_OPTIONS if name not in backend.settings]
-        return [PREFIX + name for name in names if getattr(self, name) is not None]
+        self.check_at_least_one("blend_min_tokens", "blend_step_tokens", "chunk_tokens")
 
     def is_synchronous(self, backend: Backend) -> bool:
         """Return whether transfers run on the engine's thread: by default where a backend knows no other way."""
@@ -99,26 +72,7 @@ class Settings:
         Raises:
             ConfigError: an unknown `kvdepot.` key, or a value of the wrong type.
         """
-        types: dict[str, Any] = {field.name: field.type for field in fields(cls)}
-        values: dict[str, Any] = {"store": "prompt"} if role == "kv_producer" else {}
-        for key, value in extra.items():
-            if not key.startswith(PREFIX):
-                continue
-            name = key.removeprefix(PREFIX)
-            if name not in types:
-                known = ", ".join(PREFIX + field for field in types)
-                raise ConfigError(f"kv_connector_extra_config has {key!r}; known are {known}")
-            expected = get_args(types[name]) or (types[name],)
-            if float in expected and type(value) is int:
-                try:
-                    value = float(value)
-                except OverflowError:
-                    raise ConfigError(f"{key} has {len(str(abs(value)))} digits: give a smaller number") from None
-            if type(value) not in expected:
-                names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in expected)
-                raise ConfigError(f"{key} is {value!r}: give {names}")
-            values[name] = value
-        return cls(**values)
+        return cls.read(extra, **({"store": "prompt"} if role == "kv_producer" else {}))
 
 
 def set_failure_policy(transfer: Any, *, keep: bool) -> None:

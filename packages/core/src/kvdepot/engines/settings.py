@@ -1,0 +1,97 @@
+"""The settings that users of every engine have, and the parser of an engine's free-form configuration."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Final, Self, get_args
+
+from kvdepot.backends import Backend
+from kvdepot.errors import ConfigError
+
+_BACKEND_OPTIONS: Final = ("copy_threads", "mode", "batch_runs", "gather_kernel")
+"""Settings that are options of some backends: see `kvdepot.backends.Backend.settings`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The settings that connectors share. A connector extends this class by its own."""
+
+    SOURCE: ClassVar[str]  # the option of the engine that holds the settings
+    PREFIX: ClassVar[str] = ""  # of their keys in it; other keys are ignored
+
+    url: str | None = None  # None: the depot in the default directory
+    namespace: str = ""  # engines share only within one; for operators who know more than the model's identity says
+    tenant: str = "default"
+    tenant_salt: str = ""
+    weights: str = ""  # names the weights instead of a fingerprint of their files
+    deadline_seconds: float = 2.0
+    copy_threads: int | None = None
+    mode: str | None = None  # on CUDA: "direct" or "ipc"; None: the backend's default
+    batch_runs: int | None = None
+    gather_kernel: bool | None = None  # on CUDA: a kernel retrieves small pages
+    keep_after_reset: bool = False  # True: a reset of the engine's cache does not begin a new generation of keys
+
+    def __post_init__(self) -> None:
+        if self.mode not in (None, "direct", "ipc"):
+            raise ConfigError(f'{self.PREFIX}mode is "direct" or "ipc", not {self.mode!r}')
+        self.check_seconds("deadline_seconds")
+        self.check_at_least_one("copy_threads", "batch_runs")
+
+    def check_seconds(self, name: str) -> None:
+        """Check a setting in seconds.
+
+        Raises:
+            ConfigError: it is not above 0 and finite.
+        """
+        value = getattr(self, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{self.PREFIX}{name} is {value}: give seconds above 0")
+
+    def check_at_least_one(self, *names: str) -> None:
+        """Check whole numbers, which may be None.
+
+        Raises:
+            ConfigError: one is below 1.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{self.PREFIX}{name} is {value}: at least 1")
+
+    def backend_options(self, backend: Backend) -> dict[str, int | str]:
+        """Return the options of this backend that are set."""
+        values = {name: getattr(self, name) for name in _BACKEND_OPTIONS if name in backend.settings}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def of_other_backends(self, backend: Backend) -> list[str]:
+        """Return the names of set options that have no effect on this backend."""
+        names = [name for name in _BACKEND_OPTIONS if name not in backend.settings]
+        return [self.PREFIX + name for name in names if getattr(self, name) is not None]
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], **defaults: Any) -> Self:
+        """Return the settings in an engine's configuration. Keys without our prefix are ignored.
+
+        Raises:
+            ConfigError: an unknown key of ours, or a value of the wrong type.
+        """
+        types: dict[str, Any] = {field.name: field.type for field in fields(cls)}
+        values = defaults
+        for key, value in extra.items():
+            if not key.startswith(cls.PREFIX):
+                continue
+            name = key.removeprefix(cls.PREFIX)
+            if name not in types:
+                known = ", ".join(cls.PREFIX + field for field in types)
+                raise ConfigError(f"{cls.SOURCE} has {key!r}; known are {known}")
+            expected = get_args(types[name]) or (types[name],)
+            if float in expected and type(value) is int:
+                try:
+                    value = float(value)
+                except OverflowError:
+                    raise ConfigError(f"{key} has {len(str(abs(value)))} digits: give a smaller number") from None
+            if type(value) not in expected:
+                names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in expected)
+                raise ConfigError(f"{key} is {value!r}: give {names}")
+            values[name] = value
+        return cls(**values)
