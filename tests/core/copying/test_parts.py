@@ -1,4 +1,4 @@
-"""Runs of entries that workers with other heads stored, byte for byte beside a transposition of the model's heads."""
+"""Copies of entries that workers with other heads stored, byte for byte beside a transposition of the model's heads."""
 
 import itertools
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.copying.runs import BatchRuns
+from kvdepot.copying.staged.moves import GroupShape, moves
 from kvdepot.kvcache import NO_BLOCK, CopyBatch
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, Part, Plane, heads_of_both
 from kvdepot.wire.messages import EXTENT
@@ -49,9 +50,9 @@ class Model:
 
 
 class Reader:
-    """A worker's memory with this part, and runs into it."""
+    """A worker's memory with this part, and copies into it: run by run, or staged."""
 
-    def __init__(self, model: Model, part: Part) -> None:
+    def __init__(self, model: Model, part: Part, *, is_staged: bool) -> None:
         num_blocks = NUM_CHUNKS * model.per_chunk + 2
         sizes = [BLOCK_TOKENS * part.num_heads * size for size in model.sizes]
         self.memory = [np.zeros((num_blocks, size + 8), np.uint8) for size in sizes]  # blocks are padded
@@ -60,11 +61,13 @@ class Reader:
             for each, size in zip(self.memory, sizes, strict=True)
         )
         group = LayerGroup(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, pages, 0, part, model.plane, model.rows)
-        self._runs = BatchRuns(CacheLayout((group,), BLOCK_TOKENS * model.per_chunk, "bytes"))
-        self._model = model
+        layout = CacheLayout((group,), BLOCK_TOKENS * model.per_chunk, "bytes")
+        self._runs = BatchRuns(layout)
+        self._shape = GroupShape.of(group, layout.chunk_tokens, 1 << 20, 4, in_buckets=True)
+        self._model, self._is_staged = model, is_staged
 
     def retrieve(self, entries: list[tuple[int, Part]], blocks: list[int], skip: int) -> None:
-        """Copy entries of chunks and parts as a backend does, run by run."""
+        """Copy entries of chunks and parts as a backend does."""
         pool: Bytes = np.empty(0, np.uint8)
         extents = b""
         for chunk, part in entries:
@@ -73,11 +76,25 @@ class Reader:
             extents += EXTENT.pack(chunk, 0, heads, 0, layers, 0, len(pool), len(entry))
             pool = np.concatenate([pool, entry])
         mapping: Any = SimpleNamespace(address=0)
-        runs = self._runs.of(CopyBatch(mapping, extents, [blocks], (0,), (skip,)))
+        batch = CopyBatch(mapping, extents, [blocks], (0,), (skip,))
+        if self._is_staged:
+            self._retrieve_in_moves(batch, pool)
+            return
+        runs = self._runs.of(batch)
         for address, offset, size in zip(runs.blocks.tolist(), runs.offsets.tolist(), runs.sizes.tolist(), strict=True):
             inside = [each for each in self.memory if 0 <= address - each.ctypes.data < each.nbytes]
             start = address - inside[0].ctypes.data
             inside[0].reshape(-1)[start : start + size] = pool[offset : offset + size]
+
+    def _retrieve_in_moves(self, batch: CopyBatch, pool: Bytes) -> None:
+        for move in moves(batch, [self._shape]):
+            staged = np.full(move.bucket * self._shape.block_size_bytes, 0xEE, np.uint8)
+            move.from_pool(self._shape, staged, pool)
+            start = 0
+            for memory, size in zip(self.memory, self._shape.page_sizes_bytes, strict=True):
+                pages = staged[start : start + move.bucket * size].reshape(move.bucket, size)
+                memory[move.block_ids, :size] = pages[: len(move.block_ids)]
+                start += move.bucket * size
 
 
 @given(
@@ -85,14 +102,15 @@ class Reader:
     st.sampled_from([1, 2, 3, 4, 8]),
     st.sampled_from([(16,), (16, 16), (24, 8), (5, 16, 5, 16)]),
     st.booleans(),
+    st.booleans(),
 )
 def test_a_reader_finds_its_heads_in_the_entries_of_any_other_split(
-    data: st.DataObject, heads: int, sizes: tuple[int, ...], heads_first: bool
+    data: st.DataObject, heads: int, sizes: tuple[int, ...], heads_first: bool, is_staged: bool
 ) -> None:
     model = Model(heads, sizes, data.draw(st.sampled_from([1, 2])), heads_first=heads_first)
     writers = split(heads, data.draw(st.sampled_from([1, 2, 4, 8, 16])))
     mine = data.draw(st.sampled_from(split(heads, data.draw(st.sampled_from([1, 2, 4, 8, 16])))))
-    reader = Reader(model, mine)
+    reader = Reader(model, mine, is_staged=is_staged)
     order = data.draw(st.permutations(range(NUM_CHUNKS * model.per_chunk + 2)))[: NUM_CHUNKS * model.per_chunk]
     skip = data.draw(st.integers(0, model.per_chunk))
     left_out = data.draw(st.sets(st.integers(0, len(order) - 1), max_size=2))

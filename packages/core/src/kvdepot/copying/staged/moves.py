@@ -4,6 +4,7 @@ Fixed sizes (buckets) are for devices that compile a graph for each new shape. P
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.copying.runs import EXTENT_DTYPE
-from kvdepot.errors import LayoutError
 from kvdepot.kvcache import CopyBatch
-from kvdepot.layout import LayerGroup
+from kvdepot.layout import LayerGroup, Part, heads_of_both
 
 Ids = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -51,24 +51,37 @@ def cut_exactly(num_blocks: int, largest: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Neighbouring pages of one size: `num_pages` of them, `start` bytes behind the first page of a block."""
+    """Neighbouring pages of one size, `(rows, num_heads, head_bytes)` each, of a worker that has `num_heads`.
+
+    There are `num_pages` of them, `start` bytes behind the first page of a block.
+    """
 
     start: int
     num_pages: int
-    page_size_bytes: int
+    rows: int
+    num_heads: int
+    head_bytes: int
 
-    def of(self, memory: Bytes, num_blocks: int) -> npt.NDArray[np.uint8]:
-        """Return these pages as `(num_pages, num_blocks, page_size_bytes)`, if `memory` has pages of as many blocks."""
+    def of(self, memory: Bytes, num_blocks: int) -> Bytes:
+        """Return these pages in memory that has pages of as many blocks.
+
+        The shape is `(num_pages, num_blocks, rows, num_heads, head_bytes)`.
+        """
         first = self.start * num_blocks
-        size = self.num_pages * num_blocks * self.page_size_bytes
-        return memory[first : first + size].reshape(self.num_pages, num_blocks, self.page_size_bytes)
+        shape = self.num_pages, num_blocks, self.rows, self.num_heads, self.head_bytes
+        return memory[first : first + math.prod(shape)].reshape(shape)
+
+    def with_heads(self, num_heads: int) -> "PageRun":
+        """Return the same pages of a worker that has so many heads."""
+        start = self.start // self.num_heads * num_heads
+        return PageRun(start, self.num_pages, self.rows, num_heads, self.head_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
     """The facts about a layer group that a move needs."""
 
-    heads: int  # of the worker's part, as in extents
+    part: Part
     page_sizes_bytes: tuple[int, ...]
     page_runs: tuple[PageRun, ...]
     blocks_per_chunk: int
@@ -83,17 +96,14 @@ class GroupShape:
         sizes = tuple(page.page_size_bytes for page in group.pages)
         runs: list[PageRun] = []
         start = 0
-        for size in sizes:
-            if runs and runs[-1].page_size_bytes == size:
-                runs[-1] = PageRun(runs[-1].start, runs[-1].num_pages + 1, size)
-            else:
-                runs.append(PageRun(start, 1, size))
-            start += size
+        for size, pages in itertools.groupby(sizes):
+            num_pages = sum(1 for _ in pages)
+            heads = group.part.num_heads
+            runs.append(PageRun(start, num_pages, group.rows, heads, size // (group.rows * heads)))
+            start += num_pages * size
         buckets = bucket_sizes(start, staging_bytes, max_blocks) if in_buckets else ()
         largest = buckets[-1] if buckets else max(1, min(max_blocks, staging_bytes // start))
-        return cls(
-            group.part.number & 0xFFFF, sizes, tuple(runs), group.blocks_per_chunk(chunk_tokens), largest, buckets
-        )
+        return cls(group.part, sizes, tuple(runs), group.blocks_per_chunk(chunk_tokens), largest, buckets)
 
     @property
     def block_size_bytes(self) -> int:
@@ -107,11 +117,12 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Blocks of a move that belong to one chunk."""
+    """Blocks of a move that belong to one extent."""
 
-    offset: int  # of its extent in the pool
+    offset: int  # of the extent in the pool
+    part: Part  # of the extent
     places: Any  # within the chunk: a slice, or an array of indices
-    rows: slice  # within the move
+    blocks: slice  # within the move
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,61 +139,60 @@ class Move:
         for piece in self.pieces:
             for run in shape.page_runs:
                 chunk = run.of(pool[piece.offset :], shape.blocks_per_chunk)
-                chunk[:, piece.places] = run.of(staged, self.bucket)[:, piece.rows]
+                chunk[:, piece.places] = run.of(staged, self.bucket)[:, piece.blocks]
 
     def from_pool(self, shape: GroupShape, staged: Bytes, pool: Bytes) -> None:
-        """Copy extents to a buffer, the other way round."""
+        """Copy extents to a buffer, the other way round; of other parts, the heads that this worker has."""
         for piece in self.pieces:
+            theirs, both = piece.part, heads_of_both(shape.part, piece.part)
+            here, there = (
+                slice(both.start - each, both.stop - each) for each in (shape.part.first_head, theirs.first_head)
+            )
             for run in shape.page_runs:
-                chunk = run.of(pool[piece.offset :], shape.blocks_per_chunk)
-                run.of(staged, self.bucket)[:, piece.rows] = chunk[:, piece.places]
+                chunk = run.with_heads(theirs.num_heads).of(pool[piece.offset :], shape.blocks_per_chunk)
+                run.of(staged, self.bucket)[:, piece.blocks, :, here] = chunk[:, piece.places, :, there]
 
     def pad(self, shape: GroupShape, staged: Bytes) -> None:
         """Repeat the last block up to the bucket: a scatter that names a block twice must write the same bytes."""
         count = len(self.block_ids)
         for run in shape.page_runs if count < self.bucket else ():
-            rows = run.of(staged, self.bucket)
-            rows[:, count:] = rows[:, count - 1 : count]
+            blocks = run.of(staged, self.bucket)
+            blocks[:, count:] = blocks[:, count - 1 : count]
 
 
 def moves(batch: CopyBatch, shapes: Sequence[GroupShape]) -> Iterator[Move]:
-    """Yield the blocks to move, group by group, each once; skip unwanted ones.
-
-    Raises:
-        LayoutError: an extent of another part, which staged copies cannot cut.
-    """
+    """Yield the blocks to move, group by group, each once; skip unwanted ones."""
     records = np.frombuffer(batch.extents, EXTENT_DTYPE)
     for number, shape in enumerate(shapes):
         mine = records[records["group"] == number]
         if not len(mine):
             continue
-        if (mine["heads"] != shape.heads).any():
-            raise LayoutError(f"extents of group {number} that have other heads than this worker")
+        # A chunk has several extents if other workers stored parts of it. Its blocks are moved with all of them.
+        mine = mine[np.argsort(mine["chunk"], kind="stable")]
+        chunks, firsts = np.unique(mine["chunk"].astype(np.int64), return_index=True)
+        extents = np.split(mine, firsts[1:])
         per_chunk = shape.blocks_per_chunk
-        chunks = mine["chunk"].astype(np.int64)
         rows = (chunks - batch.first_covered[number])[:, None] * per_chunk
         ids = np.asarray(batch.block_ids[number], np.int64)[rows + np.arange(per_chunk)]
         wanted = (chunks > 0)[:, None] | (np.arange(per_chunk) >= batch.skip_blocks[number])
         wanted &= ids >= 0  # not NO_BLOCK
-        extents, places = np.nonzero(wanted)
+        owners, places = np.nonzero(wanted)
         block_ids = ids[wanted]
         start = 0
         for count, bucket in shape.cut(len(block_ids)):
             stop = start + count
-            yield Move(
-                number,
-                bucket,
-                block_ids[start:stop],
-                tuple(_pieces(mine["offset"], extents[start:stop], places[start:stop])),
-            )
+            pieces = tuple(_pieces(extents, owners[start:stop], places[start:stop]))
+            yield Move(number, bucket, block_ids[start:stop], pieces)
             start = stop
 
 
-def _pieces(offsets: npt.NDArray[Any], extents: npt.NDArray[Any], places: npt.NDArray[Any]) -> Iterator[Piece]:
-    bounds = [0, *(np.flatnonzero(np.diff(extents)) + 1).tolist(), len(extents)]
+def _pieces(extents: Sequence[Any], owners: npt.NDArray[Any], places: npt.NDArray[Any]) -> Iterator[Piece]:
+    """Yield the pieces of blocks that lie at `places` of the chunks `owners`, which have these extents."""
+    bounds = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
     for start, stop in itertools.pairwise(bounds):
         first, last = int(places[start]), int(places[stop - 1])
         is_run = last - first == stop - 1 - start
-        yield Piece(
-            int(offsets[extents[start]]), slice(first, last + 1) if is_run else places[start:stop], slice(start, stop)
-        )
+        of_chunk = slice(first, last + 1) if is_run else places[start:stop]
+        for extent in extents[owners[start]]:
+            part = Part.of(int(extent["layers"]) << 16 | int(extent["heads"]))
+            yield Piece(int(extent["offset"]), part, of_chunk, slice(start, stop))

@@ -38,6 +38,10 @@ class GroupPlan:
     plane: Plane = ONE_CELL
     rows: int = 1
 
+    def whole_size_bytes(self, page_size_bytes: int) -> int:
+        """Return the bytes of a page with all heads of the plane."""
+        return page_size_bytes // self.part.num_heads * self.plane.heads
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
@@ -124,7 +128,7 @@ class Cache:
         self.worker = worker
         self.plan = plan
         self.context = worker.context
-        self._pattern = PagePattern(max(max(group.page_sizes_bytes) for group in plan.groups))
+        self._pattern = PagePattern(max(group.whole_size_bytes(max(group.page_sizes_bytes)) for group in plan.groups))
 
     def blocks(self, run: KeyRun, *, rotate: int = 0, covered: Sequence[int] | None = None) -> list[list[int]]:
         """Return distinct blocks for a run, one list a group, different for each `rotate`."""
@@ -194,6 +198,8 @@ class Cache:
                 )
                 for page, size in enumerate(plan.page_sizes_bytes):
                     for place in range(step):
-                        words: npt.NDArray[Any] = np.empty((1, size // 8), np.uint64)
+                        words: npt.NDArray[Any] = np.empty((1, plan.whole_size_bytes(size) // 8), np.uint64)
                         self._pattern.write(words, seeds[page, place : place + 1])
-                        yield group, page, block_ids[group][(chunk - first) * step + place], words.tobytes()
+                        whole = words.view(np.uint8).reshape(plan.rows, plan.plane.heads, -1)
+                        mine = whole[:, plan.part.first_head : plan.part.first_head + plan.part.num_heads]
+                        yield group, page, block_ids[group][(chunk - first) * step + place], mine.tobytes()

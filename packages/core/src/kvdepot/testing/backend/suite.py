@@ -26,11 +26,13 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import LayoutError
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.layout import Part, Plane
+from kvdepot.layout import GroupKind, Part, Plane
 from kvdepot.pool.folder import POOL_FILE
 from kvdepot.testing.backend.plan import FILL, PLANS, WAIT_SECONDS, Cache, GroupPlan, Worker, WorkerPlan, prompt
 
 MakeCache = Callable[..., Cache]
+
+_SPLITS = (1, 2, 4, 8)  # ranks of an engine
 
 
 def _flip_a_byte(depot: DepotProcess, offset: int) -> None:
@@ -39,6 +41,15 @@ def _flip_a_byte(depot: DepotProcess, offset: int) -> None:
         (byte,) = pool.read(1)
         pool.seek(offset)
         pool.write(bytes([byte ^ 0x10]))
+
+
+def _plan_of_rank(rank: int, size: int, heads: int, rows: int, head_bytes: tuple[int, ...]) -> WorkerPlan:
+    """Return the plan of one rank of an engine; the ranks beyond the heads hold replicas."""
+    first, mine = rank * heads // size, max(1, heads // size)
+    pages = tuple(16 * mine * each for each in head_bytes)  # of blocks of 16 tokens
+    group = GroupPlan(page_sizes_bytes=pages, part=Part(0, 1, first, mine), plane=Plane(1, heads), rows=rows)
+    window = replace(group, kind=GroupKind.SLIDING_WINDOW, window_tokens=64)
+    return WorkerPlan((group, window), num_blocks=12, instance=f"tp {size}", rank=rank, world_size=size)
 
 
 class BackendSuite:
@@ -214,6 +225,34 @@ class BackendSuite:
         assert all(rank.store(prompt(3)) for rank in ranks)
         assert depot.status().num_entries == 3
         assert [rank.retrieve(prompt(3)) for rank in ranks] == [3, 3]
+
+    @pytest.mark.parametrize("rows", [1, 16], ids=["heads outermost", "tokens outermost"])
+    @pytest.mark.parametrize(
+        ("heads", "head_bytes"), [(8, (8,)), (8, (8, 16)), (1, (24,))], ids=["one tensor", "keys and values", "latent"]
+    )
+    @pytest.mark.slow
+    @pytest.mark.promise(33)
+    def test_every_split_reads_every_other(
+        self, rows: int, heads: int, head_bytes: tuple[int, ...], cache: MakeCache, depot: DepotProcess
+    ) -> None:
+        """Engines of any number of ranks find what any other stored, replicas, windows and skipped blocks included."""
+        splits = {
+            size: [cache(_plan_of_rank(rank, size, heads, rows, head_bytes)) for rank in range(size)]
+            for size in _SPLITS
+        }
+        replicas = [cache(_plan_of_rank(rank, 16, heads, rows, head_bytes)) for rank in (0, 1, 15)]
+        for size, writers in splits.items():
+            run = prompt(2, salt=size)
+            assert all(writer.store(run) for writer in writers)
+            assert depot.status().num_entries == 2 * 2 * sum(min(other, heads) for other in splits if other <= size)
+            for reader in (reader for readers in (*splits.values(), replicas) for reader in readers):
+                assert reader.retrieve(run) == 2
+                reader.wipe()
+                wanted = reader.blocks(run, rotate=2, covered=(2, 1))
+                left_out = [wanted[0], [NO_BLOCK, *wanted[1][1:]]]
+                assert reader.context.submit_retrieve("request", run, left_out, skip_tokens=16).result(WAIT_SECONDS)
+                assert reader.holds(run.slice(1), [wanted[0][4:], []])
+                assert reader.untouched([wanted[0][1:], wanted[1][1:]])
 
     @pytest.mark.promise(29)
     def test_random_traffic_is_right_bytes_or_a_miss(self, cache: MakeCache) -> None:
