@@ -1,113 +1,103 @@
-"""KV events of a depot as vLLM's own decoder reads them."""
+"""KV events of a depot as vLLM's own decoder reads them, and those that engines pass on for it."""
 
-import json
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
-from kvdepot.client.connection import Connection
 from kvdepot.client.operator import ask_depot
-from kvdepot.keys import Namespace, hash_prefix
-from kvdepot.lab.processes import DepotProcess
-from kvdepot.layout import GroupKind
-from kvdepot.wire import messages as m
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
-from support.vllm.engines import RunCode
-
-SPEC = m.CacheSpec(64, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),), "bytes", "test")
-DETAIL = m.GroupDetail(page_sizes_bytes=(64,), num_blocks=8)
-
+from support.events import FLAGS, Context, Router, kept
+from support.vllm.engines import Engine, MakeModel, RunCode, connector, prompts
 
 _DECODE = """
-import json, sys, msgspec
+import msgspec
+from kvdepot.operators import holdings as ours
 from vllm.distributed import kv_events as vllm
 
-class Batch(vllm.EventBatch, array_like=True, omit_defaults=True):
-    events: list[vllm.BlockStored | vllm.BlockRemoved | vllm.AllBlocksCleared]
-
-decoder = msgspec.msgpack.Decoder(Batch)
-print(json.dumps([
-    [
-        type(event).__name__, [key.hex() for key in event.block_hashes], event.medium == vllm.MEDIUM_CPU,
-        getattr(event, "block_size", None), getattr(event, "parent_block_hash", None),
-    ]
-    for payload in json.load(sys.stdin) for event in decoder.decode(bytes.fromhex(payload)).events
-]))
+stored = ours.BlockStored([7, 8], 6, [1, 2, 3, 4], 2, None, ours.POOL, "poet", [["salt"], None], 1, "mla_attention")
+stored.locality, stored.kv_cache_spec_sliding_window = ours.LOCAL, 128
+removed = ours.BlockRemoved([8], ours.POOL, 1, ours.LOCAL)
+events = [ours.AllBlocksCleared(), stored, removed]
+decoder = msgspec.msgpack.Decoder(list[vllm.BlockStored | vllm.BlockRemoved | vllm.AllBlocksCleared])
+for mine, theirs in zip(events, decoder.decode(msgspec.msgpack.encode(events)), strict=True):
+    for name in mine.__struct_fields__:
+        told, read = getattr(mine, name), getattr(theirs, name)
+        assert told == read or [list(e or ()) for e in told] == [list(e or ()) for e in read], name
+assert (vllm.MEDIUM_CPU, vllm.MEDIUM_STORAGE) == (ours.POOL, "STORAGE")
 print(vllm.ZmqEventPublisher.END_SEQ.hex())
 """
 
 
+def test_vllm_s_decoder_reads_a_depot_s_events(run_code: RunCode) -> None:
+    assert run_code(_DECODE).splitlines()[-1] == "ff" * 8
+
+
+class Listener(Router):
+    """A subscriber of an engine that looks at what it says of its depot."""
+
+    def take(self, event: dict[str, Any]) -> None:
+        if event.get("medium") == "CPU":
+            super().take(event)
+
+    def holds(self, depot: Router) -> bool:
+        self.take_all()
+        depot.take_all()
+        return self.reached() == depot.reached() and all(self.tokens[each] == depot.tokens[each] for each in self.found)
+
+    def num_found(self) -> int:
+        self.take_all()
+        return len(self.found)
+
+
 @pytest.fixture
-def depot() -> Iterator[DepotProcess]:
-    flags = ("--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0")
-    with DepotProcess(*flags, pool_size="1MiB", new_session=True) as depot:
-        yield depot
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+    kept.clear()
 
 
-def replayed(endpoint: str) -> tuple[list[bytes], bytes]:
-    """Ask for everything as vLLM's publisher answers it: the batches, and the number that ends them."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    asking = context.socket(zmq.DEALER)
-    asking.connect(endpoint)
-    asking.send_multipart([b"", (0).to_bytes(8, "big")])
-    batches: list[bytes] = []
-    try:
-        while asking.poll(10_000):
-            _, _, number, payload = asking.recv_multipart()
-            if not payload:
-                return batches, number
-            assert int.from_bytes(number, "big") == len(batches)
-            batches.append(payload)
-        raise AssertionError("no end within 10 s")
-    finally:
-        asking.close()
-        context.term()
+def test_each_engine_announces_what_its_depot_holds(model: MakeModel, tmp_path: Path, context: Context) -> None:
+    """Two engines store; the pool is cleared; an engine is restarted and finds the depot as it was."""
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in "ab"]
+    asked = prompts(6, 300, seed=70)
 
+    def start(endpoint: str) -> Engine:
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+        return Engine(model("gqa"), connector(depot.url), kv_events=events)
 
-def test_vllm_s_decoder_reads_a_depot_s_events(depot: DepotProcess, run_code: RunCode) -> None:
-    request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, (DETAIL,))
-    connection = Connection(depot.url, "test", request, maps_pool=False)
-    link = connection.wait_until_open(20)
-    channel = connection.channel(link)
-    run = hash_prefix(Namespace("model"), 64, range(64 * 5))
-    plan = channel.call(m.PrepareStore(link.context, "r", "t", run.digests, 0, run.parent, (5,)), 10)
-    assert isinstance(plan, m.StorePlan)
-    channel.call(m.CommitStore(link.context, plan.ticket), 10)
-    ask_depot(o.Clear(), depot.url, 30)
-    channel.close()
-    connection.close()
-    batches, end = replayed(depot.status().event_endpoints[1])
-    given = json.dumps([payload.hex() for payload in batches])
-    decoded, vllm_s_end = run_code(_DECODE, given=given).splitlines()[-2:]
-    keys = [run.digests[place : place + 32].hex() for place in range(0, 5 * 32, 32)]
-    stored, removed = json.loads(decoded)
-    assert stored == ["BlockStored", keys, True, 64, None]
-    assert removed == ["BlockRemoved", keys[::-1], True, None, None]
-    assert end.hex() == vllm_s_end
+    with DepotProcess(*FLAGS, new_session=True) as depot, contextlib.ExitStack() as others:
+        truth, routers = Router(depot, context), [Listener(endpoint, context) for endpoint in endpoints]
+        first = start(endpoints[0])
+        others.callback(first.close)
+        second = others.enter_context(start(endpoints[1]))
+        per_prompt = 300 // 128
+        for engine, part, total in ((first, asked[:3], 3), (second, asked[3:], 6)):
+            engine.generate(part)
+            wait_until(lambda: len((truth.take_all(), truth.found)[1]) == total * per_prompt)  # noqa: B023
+            for router in routers:
+                wait_until(lambda: router.holds(truth), what="what both have stored")  # noqa: B023
+        told = {truth.tokens[each] for each in truth.found}
+        assert told == {tuple(prompt[start : start + 128]) for prompt in asked for start in (0, 128)}
+        own = second.execute("""
+from vllm.v1.core.kv_cache_utils import BlockHash
+pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+result = [int.from_bytes(b.block_hash[:-4], "big") & (1 << 64) - 1 for b in pool.blocks if b.block_hash is not None]
+""")
+        assert set(own) & truth.found, "the engine's own ids"
 
-
-_STORED = """
-import torch
-from types import SimpleNamespace
-from vllm import SamplingParams
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import Request
-from kvdepot.layout import GroupKind
-from kvdepot_vllm.events import stored_events
-from kvdepot_vllm.groups import EngineCache, EngineGroup
-from kvdepot_vllm.stores import EndedStore
-
-request = Request("r", list(range(40)), SamplingParams(max_tokens=1), None, session_id="a conversation")
-request.block_hashes = [bytes([number]) * 32 for number in range(2)]
-spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-config = SimpleNamespace(hash_block_size=16, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-group = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a",), False, False)
-cache = EngineCache((group,), 1, 16, 1, "bytes", "test", 0)
-(event,) = stored_events(cache, config, EndedStore(request, 0, 2, (2,)))
-print(len(event.token_ids), event.session_id)
-"""
-
-
-def test_an_engine_s_event_names_the_session_of_its_request(run_code: RunCode) -> None:
-    assert run_code(_STORED).splitlines()[-1] == "32 a conversation"
+        ask_depot(o.Clear(), depot.url, 30)
+        for router in routers:
+            wait_until(lambda: not router.num_found(), what="that everything left")  # noqa: B023
+        first.generate(prompts(2, 300, seed=71))
+        wait_until(lambda: routers[1].num_found() == 2 * per_prompt)
+        first.close()
+        late = Listener(endpoints[0], context)
+        others.enter_context(start(endpoints[0]))
+        for router in (late, routers[1]):
+            wait_until(lambda: router.num_found() == 2 * per_prompt, what="a restarted engine")  # noqa: B023

@@ -42,6 +42,11 @@ class Client:
     awaited: list[int] = field(default_factory=list[int])  # chunks that each lookup expects of another engine
     handing_over: list[str] = field(default_factory=list[str])
     waits: list[float | None] = field(default_factory=list["float | None"])
+    described: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # first chunk, chunks
+    wants_tokens: bool = True
+
+    def describe(self, key: KeyRun, _description: Any) -> None:
+        self.described.append((key.first_chunk, key.num_chunks))
 
     def submit_lookup(
         self,
@@ -116,7 +121,6 @@ class Scene:
     client: Client
     pool: Pool
     clock: list[float]
-    stored: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list[tuple[int, int, tuple[int, ...]]])
 
     def request(self, num_tokens: int, name: str = "r", **changes: Any) -> Any:
         fields: dict[str, Any] = {
@@ -180,7 +184,6 @@ def scene() -> Callable[..., Scene]:
     ) -> Scene:
         groups = groups or (FULL,)
         cache = EngineCache(groups, len(groups), chunk_tokens, 1, "bytes", "test", volatile, state_step)
-        stored: list[tuple[int, int, tuple[int, ...]]] = []
         clock = [0.0]
         client, pool = Client(num_chunks), Pool(64)
         side = SchedulerSide(
@@ -189,11 +192,11 @@ def scene() -> Callable[..., Scene]:
             Settings(**settings),
             client,  # type: ignore[arg-type]
             workers,  # type: ignore[arg-type]
-            on_stored=lambda store: stored.append((store.first_chunk, store.num_chunks, store.covered)),
+            describer=SimpleNamespace(describe=lambda _request, _namespace, key: (key, None)),  # type: ignore[arg-type]
             clock=lambda: clock[0],
         )
         side.bind_block_pool(pool)  # type: ignore[arg-type]
-        return Scene(side, client, pool, clock, stored)
+        return Scene(side, client, pool, clock)
 
     return make
 
@@ -320,7 +323,7 @@ def test_chunks_are_stored_as_they_fill_up_and_held_until_every_worker_is_done(s
     assert it.pool.held() == {3, 4, 5, 6}
     it.report(second, num_chunks=1)
     assert (it.pool.held(), it.side.has_pending_stores) == (set(), False)
-    assert it.stored == [(0, 2, (2,)), (2, 1, (1,))]
+    assert it.client.described == [(0, 2), (2, 1)]
 
 
 def test_what_a_draft_model_may_write_again_is_stored_later(scene: Callable[..., Scene]) -> None:
@@ -551,7 +554,7 @@ def test_what_fails_after_a_store_keeps_no_other_store_s_blocks(
     it = scene()
     request = it.request(100)
     plans = [it.step(request, 48, (blocks(1, 7),)), it.step(request, 48, (blocks(1, 7),))]
-    monkeypatch.setattr(it.side, "_on_stored", raising(error))
+    monkeypatch.setattr(it.side, "_describe", raising(error))
     it.side.workers_reported(WorkerReport({job.number: (1, 3) for plan in plans for job in plan.stores}), (), (), set())
     assert (it.pool.held(), it.side.has_pending_stores) == (set(), False)
 
@@ -727,7 +730,7 @@ def test_the_last_incomplete_chunk_of_a_prompt_is_handed_over(scene: Callable[..
     assert told["kvdepot"] == {"num_tokens": 300, "prefix": tail.key.digests.hex()}
     for plan in plans:
         it.report(plan)
-    assert it.stored == [(0, 2, (2,))], "no event names an incomplete block"
+    assert it.client.described == [(0, 2)], "no event names an incomplete block"
     assert it.pool.held() == set()
 
     decode = scene(chunk_tokens=128, num_chunks=2)

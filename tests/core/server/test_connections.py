@@ -24,6 +24,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operators import zeromq
 from kvdepot.operators.events import EventPublisher
+from kvdepot.operators.holdings import Holdings
 from kvdepot.operators.zeromq import Listener, Listeners, MessageReader
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
@@ -500,15 +501,15 @@ def test_a_subscriber_that_asks_in_very_many_frames_is_dropped_in_steps() -> Non
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     index = ChunkIndex(ExtentAllocator(1 << 20), IndexTable.in_memory(16))
     try:
-        publisher = EventPublisher(context, index, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        publisher = EventPublisher(context, Holdings(index), "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
         assert publisher.replay is not None
         asker = context.socket(zmq.DEALER)
         asker.connect(publisher.replay_endpoint)
         asker.send_multipart([b""] * 20_000)
         assert publisher.replay.poll(10_000)
-        assert publisher.take_replay() is None
+        assert publisher.serve() is None
         asker.send_multipart([b"", (0).to_bytes(8, "big")])
-        wait_until(publisher.take_replay)
+        wait_until(publisher.serve)
     finally:
         context.destroy(linger=0)
 

@@ -10,6 +10,7 @@ import hashlib
 import ipaddress
 import math
 import os
+import platform
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from kvdepot.errors import ConfigError
 
 CONTROL_SOCKET: Final = "control.sock"  # Unix stream: requests and replies
 HTTP_TOKEN: Final = "http.token"  # file: the bearer token, if none was given
+
+DEFAULT_TOPIC: Final = "kv@{node}@{model}"  # as llm-d reads it
 
 MAXIMUM_NUMBER: Final = 1e9  # bound for plain numbers, e.g. seconds; larger ones overflow timers
 
@@ -319,10 +322,15 @@ class ServerConfig:
         1.0, "longest time a lookup waits for the tiers (default {default})", "--promote-seconds", "SECONDS", most=60.0
     )
     events: str | None = setting(
-        None, "publish which chunks can be found, in vLLM's format; for example tcp://127.0.0.1:5557", metavar="URL"
+        None,
+        "publish which blocks can be loaded and their tokens, in vLLM's format; for example tcp://127.0.0.1:5557",
+        metavar="URL",
     )
     events_topic: str = setting(
-        "", "topic of the events, for example kv-events (default: the empty one)", metavar="TOPIC"
+        DEFAULT_TOPIC,
+        "topic of the events; {node} is this machine's name, {model} a model's; vllm-router needs '' (default"
+        " {default})",
+        metavar="TOPIC",
     )
     events_replay: str | None = setting(None, "resend past events to subscribers that missed some", metavar="URL")
     policy: Literal["arc", "auto", "lru"] = setting(
@@ -359,8 +367,13 @@ class ServerConfig:
                 raise ConfigError(f"{each.flag} {getattr(self, name):g}: above 0, at most {each.most:,.0f}")
         if self.events_replay and not self.events:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
-        if self.events_topic and not self.events:
+        if self.events_topic != DEFAULT_TOPIC and not self.events:
             raise ConfigError("--events-topic needs --events tcp://HOST:PORT")
+
+    @property
+    def topic(self) -> str:
+        """The topic of events, in which {model} is left."""
+        return self.events_topic.replace("{node}", platform.node())
 
     @property
     def pool_path(self) -> Path:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -32,14 +31,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.engines.logs import log_like
 from kvdepot.errors import DepotUnavailable, KVDepotError
-from kvdepot_vllm.events import stored_events
+from kvdepot_vllm.events import Announcer
 from kvdepot_vllm.groups import EngineCache, wished_layout
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings, set_failure_policy
 from kvdepot_vllm.setup import Start, WorkerFormat, name_of_engine
 from kvdepot_vllm.stats import KVDepotPromMetrics, KVDepotStats
-from kvdepot_vllm.stores import EndedStore
 from kvdepot_vllm.worker import LoadResults, WorkerSide
 
 logger = logging.getLogger(__name__)
@@ -106,7 +104,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_pool: Any = None
         self._plan = StepPlan()
         self._results = LoadResults()
-        self._events: list[BlockStored] = []
+        events = vllm_config.kv_events_config
+        self._announcer: Announcer | None = None  # of the scheduler's side, if the engine publishes events
+        if role is KVConnectorRole.SCHEDULER and events is not None and events.enable_kv_cache_events:
+            self._announcer = Announcer()
+            self._announcer.watch_publisher()
         self._start = Start(vllm_config, kv_cache_config, self._settings, name_of_engine(vllm_config))
         self._cache: EngineCache | None = self._start.find_cache()
         if self._cache is not None and role is KVConnectorRole.SCHEDULER:
@@ -182,10 +184,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._cache is None or self._scheduler is not None or not told:
             return
         cache, self._cache = self._cache, None
-        events = self._vllm_config.kv_events_config
-        self._scheduler = self._start.open_scheduler(
-            cache, told, self._on_stored if events is not None and events.enable_kv_cache_events else None
-        )
+        self._scheduler = self._start.open_scheduler(cache, told, self._announcer)
         if self._scheduler is None:
             return
         self._cache = cache
@@ -290,6 +289,15 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
+    @_never_raises(dict)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Split a load by where it came from: tiers (disk), or the pool (host)."""
+        if self._scheduler is None or not num_external_tokens:
+            return {}
+        promoted = self._scheduler.promoted_tokens(request, num_external_tokens)
+        split = {CacheHitSource.HOST: num_external_tokens - promoted, CacheHitSource.DISK: promoted}
+        return {source: count for source, count in split.items() if count}
+
     @_never_raises(_nothing)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load."""
@@ -370,14 +378,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return KVDepotPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def take_events(self) -> Iterable[Any]:
-        """Return the events of stores that ended since the last call, under vLLM's own block hashes."""
-        events, self._events = self._events, []
-        return events
-
-    @_never_raises(_nothing)
-    def _on_stored(self, store: EndedStore) -> None:
-        assert self._cache is not None
-        self._events += stored_events(self._cache, self._kv_cache_config, store)
+        """Return events of the depot's chunks that vLLM's publisher did not get from the connector."""
+        return self._announcer.take() if self._announcer is not None else ()
 
 
 def _takes_no_part(connector: type[KVConnectorBase_V1]) -> bool:

@@ -1,66 +1,187 @@
 # pyright: basic, reportMissingImports=false
-"""KV cache events for vLLM's own publisher: what this engine stored in the depot, under vLLM's block hashes."""
+"""KV cache events: describes this engine's chunks to the depot, and announces the depot's chunks by vLLM's publisher.
 
-from typing import Any
+A depot that publishes events (`--events`) learns tokens and block hashes from its engines. It tells each engine what
+the pool holds of the engine's own namespace, whoever stored it: so a router that knows nothing of depots sees what
+neighbours stored, what came back from tiers and what left. The news come on a thread of their own, which gives them to
+vLLM's publisher at once, as an idle engine takes no events.
+"""
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    resolve_block_hashes,
-    to_event_extra_keys,
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventPublisherFactory,
+    KVEventBatch,
 )
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, resolve_block_hashes, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from kvdepot.client.description import Description
+from kvdepot.keys import KeyRun
 from kvdepot.layout import GroupKind
-from kvdepot_vllm.groups import EngineCache, EngineGroup
-from kvdepot_vllm.stores import EndedStore
+from kvdepot.wire import messages as m
+from kvdepot_vllm.groups import EngineCache
+
+_ZMQ: Final = "zmq"  # vLLM's only publisher that publishes
+_ID_BITS: Final = (1 << 64) - 1
+_SUBSCRIBE_SECONDS: Final = 1.0  # ZeroMQ tries to connect again ten times a second
+_MOST_BLOCKS: Final = 1024  # of one event that takes back what was announced
 
 
-def stored_events(cache: EngineCache, kv_cache_config: Any, store: EndedStore) -> list[BlockStored]:
-    """Return one event for each KV cache group that a store covers.
+class Describer:
+    """Describes chunks as vLLM's own events would: by its block hashes, as integers of 64 bits.
+
+    Described are the blocks of the groups with full attention and the same block size as the first of these. They
+    decide about a hit together.
 
     Args:
         cache: the engine's cache.
         kv_cache_config: vLLM's `KVCacheConfig`.
-        store: a store that every worker has reported.
     """
-    events: list[BlockStored] = []
-    stop = (store.first_chunk + store.num_chunks) * cache.chunk_tokens
-    for group, count in zip(cache.groups, store.covered, strict=True):
-        start = stop - count * cache.chunk_tokens
-        if group.kind is GroupKind.RECURRENT:
-            start = stop - group.block_tokens if count else stop
-        event = _stored_event(group, kv_cache_config, store.request, start, stop)
-        if event is not None:
-            events.append(event)
-    return events
+
+    def __init__(self, cache: EngineCache, kv_cache_config: Any) -> None:
+        self._chunk_tokens = cache.chunk_tokens
+        self._hash_block_size = kv_cache_config.hash_block_size
+        full = [group for group in cache.groups if group.kind is GroupKind.FULL_ATTENTION] or list(cache.groups[:1])
+        self._block_tokens = full[0].block_tokens
+        self._groups = tuple(
+            _described_group(group.number, kv_cache_config.kv_cache_groups[group.number].kv_cache_spec)
+            for group in full
+            if group.block_tokens == self._block_tokens
+        )
+
+    def describe(self, request: Any, namespace: bytes, key: KeyRun) -> tuple[KeyRun, Description]:
+        """Return the description of the chunks of a run that have block hashes, and the run of these."""
+        size, per_chunk = self._block_tokens, self._chunk_tokens // self._block_tokens
+        hashes = resolve_block_hashes(request.block_hashes, self._hash_block_size, size)
+        first = key.first_chunk * per_chunk
+        num_chunks = max(0, min(key.num_chunks, len(hashes) // per_chunk - key.first_chunk))
+        last = first + num_chunks * per_chunk
+        item, extra_keys = 0, []
+        if request.lora_request or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
+            for begin in range(first * size, last * size, size):
+                keys, item = generate_block_hash_extra_keys(request, begin, begin + size, item)
+                extra_keys.append(keys)
+        return key.slice(0, num_chunks), Description(
+            namespace,
+            request.all_token_ids[first * size : last * size],
+            [_id_of(hashes[block]) for block in range(first, last)],
+            _id_of(hashes[first - 1]) if first else None,
+            self._groups,
+            request.lora_request.name if request.lora_request else "",
+            tuple(map(_plain, to_event_extra_keys(extra_keys) or ())),
+        )
 
 
-def _stored_event(group: EngineGroup, kv_cache_config: Any, request: Any, start: int, stop: int) -> BlockStored | None:
-    """Return the event for tokens `start` to `stop` of a group, None without a whole block that has a hash."""
-    size = group.block_tokens
-    hashes = resolve_block_hashes(request.block_hashes, kv_cache_config.hash_block_size, size)
-    first, last = start // size, min(stop // size, len(hashes))
-    if first >= last:
+def _described_group(number: int, spec: Any) -> m.DescribedGroup:
+    return m.DescribedGroup(number, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec) or 0)
+
+
+def _id_of(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash, "big") & _ID_BITS
+
+
+def _plain(keys: Iterable[Any] | None) -> tuple[m.ExtraKey, ...] | None:
+    """Return one block's extra keys as a message carries them: bytes as hexadecimal digits."""
+    if keys is None:
         return None
-    spec = kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
-    adapter, item, extra_keys = request.lora_request, 0, []
-    for begin in range(first * size, last * size, size):
-        keys, item = generate_block_hash_extra_keys(request, begin, begin + size, item)
-        extra_keys.append(keys)
-    return BlockStored(
-        block_hashes=[maybe_convert_block_hash(hashes[block]) for block in range(first, last)],
-        parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
-        token_ids=list(request.all_token_ids[first * size : last * size]),
-        block_size=size,
-        lora_id=adapter.adapter_id if adapter else None,
-        lora_name=adapter.name if adapter else None,
-        medium=MEDIUM_CPU,
-        extra_keys=to_event_extra_keys(extra_keys),
-        group_idx=group.number,
-        kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
-        kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-        locality="LOCAL",
-        session_id=request.session_id,
-    )
+    return tuple(tuple(map(_plain_one, key)) if isinstance(key, tuple | list) else _plain_one(key) for key in keys)
+
+
+def _plain_one(value: Any) -> str | int:
+    return value.hex() if isinstance(value, bytes) else value if isinstance(value, int) else str(value)
+
+
+class Announcer:
+    """Announces the depot's chunks, and takes back what is no longer there.
+
+    Attributes:
+        publish: given each list of events; None until vLLM has made its publisher: `take` returns them then.
+    """
+
+    def __init__(self) -> None:
+        self.publish: Callable[[list[Any]], None] | None = None
+        self._kept: list[Any] = []  # until somebody takes them
+        self._heard_at = 0.0  # by then subscribers of an earlier engine are connected again
+        self._lock = threading.Lock()
+        self._announced: dict[int | None, set[int]] = {}  # ids by group
+        self._fresh: dict[int | None, set[int]] | None = None  # told since the news began; None once that is over
+        self._decoder = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCleared])
+
+    def on_news(self, news: m.News) -> None:
+        """Announce the changes in a piece of news."""
+        events: list[Any] = []
+        if news.is_start:
+            self._fresh = {}
+        for event in self._decoder.decode(news.events) if news.events else ():
+            if isinstance(event, AllBlocksCleared):
+                continue  # it would take back the blocks in the device's memory, too
+            ids, announced = event.block_hashes, self._announced.setdefault(event.group_idx, set())
+            if isinstance(event, BlockRemoved):
+                announced.difference_update(ids)
+            else:
+                if self._fresh is not None:
+                    self._fresh.setdefault(event.group_idx, set()).update(ids)
+                if announced.issuperset(ids):
+                    continue
+                announced.update(ids)
+            events.append(event)
+        if self._fresh is not None and not news.has_more:
+            fresh, self._fresh = self._fresh, None
+            for group, announced in self._announced.items():
+                gone = announced - fresh.get(group, set())
+                announced -= gone
+                events += _removals(group, sorted(gone))
+        self._give(events)
+
+    def on_lost(self) -> None:
+        """Take everything back: the depot is away."""
+        announced, self._announced = self._announced, {}
+        self._give([event for group, ids in announced.items() for event in _removals(group, sorted(ids))])
+
+    def _give(self, events: list[Any]) -> None:
+        if events and self.publish is not None:
+            time.sleep(max(0.0, self._heard_at - time.monotonic()))
+            self.publish(events)
+        elif events:
+            with self._lock:
+                self._kept += events
+
+    def take(self) -> list[Any]:
+        """Return the events that could not be published."""
+        if not self._kept:
+            return []
+        with self._lock:
+            events, self._kept = self._kept, []
+        return events
+
+    def watch_publisher(self) -> None:
+        """Publish by the publisher that vLLM makes after the connector, in the same process."""
+        registry: dict[str, Any] = getattr(EventPublisherFactory, "_registry", {})
+        make = registry.get(_ZMQ)
+        if make is None:
+            return
+
+        def make_and_keep(**options: Any) -> Any:
+            registry[_ZMQ] = make
+            publisher = make(**options)
+            self._heard_at = time.monotonic() + _SUBSCRIBE_SECONDS
+            self.publish = lambda events: publisher.publish(KVEventBatch(ts=time.time(), events=events))
+            return publisher
+
+        registry[_ZMQ] = make_and_keep
+
+
+def _removals(group: int | None, ids: Sequence[int]) -> list[BlockRemoved]:
+    return [
+        BlockRemoved(list(ids[start : start + _MOST_BLOCKS]), medium=MEDIUM_CPU, group_idx=group, locality="LOCAL")
+        for start in range(0, len(ids), _MOST_BLOCKS)
+    ]

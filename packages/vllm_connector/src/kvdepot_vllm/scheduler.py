@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from kvdepot.client.news import NewsFeed
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import Namespace, PrefixHasher
@@ -32,6 +33,9 @@ from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import Outcome, RequestState
 from kvdepot_vllm.stores import EndedStore, Stores
 
+if TYPE_CHECKING:
+    from kvdepot_vllm.events import Announcer, Describer  # it loads vLLM
+
 logger = logging.getLogger(__name__)
 
 _FAILED_LOADS: Final = engine_counter("failed_loads", "Loads that did not bring everything: the rest was recomputed")
@@ -49,7 +53,8 @@ class SchedulerSide:
         settings: the user's.
         client: asks the depot; closed with this side.
         num_workers: workers that report each store.
-        on_stored: called for each store that brought in chunks.
+        announcer: tells routers what the depot holds; None if the engine publishes no events.
+        describer: of the chunks that this engine stores or finds; None without `announcer`.
         can_blend: whether all workers can blend.
         clock: seconds, monotonic.
     """
@@ -62,7 +67,8 @@ class SchedulerSide:
         client: SchedulerClient,
         num_workers: int,
         *,
-        on_stored: Callable[[EndedStore], None] | None = None,
+        announcer: "Announcer | None" = None,
+        describer: "Describer | None" = None,
         can_blend: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,7 +76,11 @@ class SchedulerSide:
         self._namespace = namespace
         self._settings = settings
         self._client = client
-        self._on_stored = on_stored
+        self._describer = describer
+        self._feed: NewsFeed | None = None
+        if announcer is not None:
+            digest = namespace.digest(cache.chunk_tokens)
+            self._feed = client.follow(digest, announcer.on_news, announcer.on_lost)
         self._clock = clock
         self._identity = RequestIdentity()
         self._requests: dict[str, RequestState] = {}
@@ -144,6 +154,11 @@ class SchedulerSide:
         if self._lookups.poll(state) is Outcome.PENDING:
             return None, False
         state.found(state.num_leased)
+        if state.lease is not None:
+            state.num_promoted = state.lease.num_promoted
+            if state.lease.wants_tokens:
+                state.lease = replace(state.lease, wants_tokens=False)
+                self._describe(state, 0, state.num_leased)
         exact = max(local_tokens, min(state.num_leased * self._cache.chunk_tokens, wanted_tokens))
         if self._blends.offer(state, exact, self._client.token_seconds) is Outcome.PENDING:
             return None, False
@@ -257,10 +272,21 @@ class SchedulerSide:
             state.must_note = False
 
     def _store_ended(self, state: RequestState, store: EndedStore) -> None:
-        if store.num_chunks and self._on_stored is not None:
-            self._on_stored(store)
+        if store.num_chunks:
+            self._describe(state, store.first_chunk, store.first_chunk + store.num_chunks)
         if not state.has_ended:
             self._note(state)
+
+    def _describe(self, state: RequestState, first: int, stop: int) -> None:
+        """Tell a depot that publishes events the tokens of chunks."""
+        if self._describer is not None and self._client.wants_tokens:
+            root = state.run(0, 0).parent
+            self._client.describe(*self._describer.describe(state.request, root, state.run(first, stop)))
+
+    def promoted_tokens(self, request: EngineRequest, num_tokens: int) -> int:
+        """Return how many of the last `num_tokens` tokens of a hit tiers have brought for it."""
+        state = self._requests.get(request.request_id)
+        return 0 if state is None else min(num_tokens, state.num_promoted * self._cache.chunk_tokens)
 
     @property
     def has_pending_stores(self) -> bool:
@@ -329,6 +355,8 @@ class SchedulerSide:
             return
         extra = tuple(item for item in self._namespace.extra if item[0] != "generation")
         self._namespace = replace(self._namespace, extra=(*extra, ("generation", uuid.uuid4().hex)))
+        if self._feed is not None:
+            self._feed.namespace = self._namespace.digest(self._cache.chunk_tokens)
         for state in self._requests.values():
             state.may_load = state.may_store = False
             self._lookups.drop(state)
@@ -339,4 +367,6 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Leave the depot. Twice is harmless."""
+        if self._feed is not None:
+            self._feed.close()
         self._client.close()

@@ -8,7 +8,7 @@ engine runs without a depot. Nothing here is used after the start.
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -22,11 +22,11 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
 from kvdepot.layout import GroupKind, Plane
 from kvdepot_vllm.device import device_of_bytes, permit_tiles
+from kvdepot_vllm.events import Announcer, Describer
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, worker_groups
 from kvdepot_vllm.identity import engine_namespace
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings
-from kvdepot_vllm.stores import EndedStore
 from kvdepot_vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,14 @@ def name_of_engine(vllm_config: Any) -> str:
     vLLM makes up a UUID for each engine, of which eight digits tell those of a node apart. An `engine_id` given in
     `--kv-transfer-config` is shown as it is. No process that loads the connector knows the API server's host and port.
     """
-    served = vllm_config.model_config.served_model_name
     engine_id = re.sub(_UUID, r"\1", vllm_config.kv_transfer_config.engine_id)
-    return f"vllm {str(served)[:200]} {engine_id}"[:256]
+    return f"vllm {str(vllm_config.model_config.served_model_name)[:200]} {engine_id}"[:256]
+
+
+def served_model(vllm_config: Any) -> str:
+    """Return the first name of the model in requests, by which routers know it."""
+    names = vllm_config.model_config.served_model_name
+    return str(names[0] if isinstance(names, list | tuple) else names)
 
 
 @dataclass
@@ -153,14 +158,14 @@ class Start:
         self,
         cache: EngineCache,
         told: Sequence[WorkerFormat],
-        on_stored: Callable[[EndedStore], None] | None,
+        announcer: Announcer | None,
     ) -> SchedulerSide | None:
         """Open the scheduler's side with the format that all workers registered. It blends if all of them can.
 
         Args:
             cache: of the engine.
             told: by all workers.
-            on_stored: called for each store that brought in chunks.
+            announcer: tells routers what the depot holds; None if the engine publishes no events.
 
         Returns:
             None, with a log line, if a worker uses no depot or the workers' formats differ.
@@ -184,6 +189,7 @@ class Start:
             url=settings.url,
             deadline_seconds=settings.deadline_seconds,
             blend=min(told, key=lambda each: each.can_blend).blend,
+            served_model=served_model(config) if announcer is not None else "",
         )
         scheduler = SchedulerSide(
             cache,
@@ -191,7 +197,8 @@ class Start:
             settings,
             client,
             config.parallel_config.world_size,
-            on_stored=on_stored,
+            announcer=announcer,
+            describer=Describer(cache, self.kv_cache_config) if announcer is not None else None,
             can_blend=all(each.can_blend for each in told),
         )
         logger.info(

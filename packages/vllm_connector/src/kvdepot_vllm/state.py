@@ -99,6 +99,7 @@ class RequestState:
     ask_at: float = 0.0  # when to ask again
     num_wanted: int = 0  # chunks of the last lookup
     num_found: int = 0  # chunks of the last answer
+    num_promoted: int = 0  # of these, brought by tiers
     awaits: int = 0  # leading chunks that the last lookup expects of a prefill engine
     has_announced: bool = False  # that the engine computes or hands over chunks: withdrawn when the request ends
     lookup_span: Any = None

@@ -23,6 +23,8 @@ class Lease:
     lease_seconds: float = 0.0
     link: Link | None = None
     num_pending: int = 0
+    num_promoted: int = 0  # of the chunks: tiers brought them for this lookup
+    wants_tokens: bool = False  # nobody has described the last chunk to the depot
 
 
 MISS = Lease(0)
@@ -72,7 +74,15 @@ def lease_of(reply: frames.Reply, link: Link) -> Lease | None:
         return None
     if not reply.num_chunks:
         return Lease(0, num_pending=reply.num_pending) if reply.num_pending else MISS
-    return Lease(reply.num_chunks, reply.lease, reply.lease_seconds, link, reply.num_pending)
+    return Lease(
+        reply.num_chunks,
+        reply.lease,
+        reply.lease_seconds,
+        link,
+        reply.num_pending,
+        reply.num_promoted,
+        reply.wants_tokens,
+    )
 
 
 def hit_of(reply: frames.Reply, link: Link) -> BlendHit | None:

@@ -227,6 +227,7 @@ class Connection:
             link.context = reply.context
             link.verify = reply.verify
             link.move_seconds = reply.move_seconds
+            link.wants_tokens = reply.wants_tokens
             return connection, link
         except BaseException:
             connection.close()

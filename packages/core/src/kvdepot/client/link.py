@@ -31,6 +31,7 @@ class Link:
         self.registration: m.RegisterKVCache | m.RegisterScheduler | None = None
         self.verify = m.Verify.OFF
         self.move_seconds = 0.0  # until the depot answers a `Move`
+        self.wants_tokens = False  # the depot publishes events, and this engine does, too
         self._movers: list[_Process] = []  # replaced, never changed
         self.suspended = False
         self.slowness = 0.0  # long waits, less a part of the short ones since

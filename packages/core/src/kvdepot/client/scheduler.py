@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 from kvdepot.client.answers import MISS, NO_BLEND, BlendHit, Lease, hit_of, lease_of
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
+from kvdepot.client.description import Description
 from kvdepot.client.link import Link
+from kvdepot.client.news import NewsFeed
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.keys import KeyRun
 from kvdepot.wire import frames
@@ -102,6 +104,7 @@ class SchedulerClient:
         url: of the depot, None for the one in the default directory.
         deadline_seconds: limit of one call.
         blend: shown to operators: whether the engine blends.
+        served_model: the model's name in requests, if the engine publishes events: the depot may ask for descriptions.
     """
 
     def __init__(
@@ -113,10 +116,11 @@ class SchedulerClient:
         url: str | None = None,
         deadline_seconds: float = 2.0,
         blend: str = "",
+        served_model: str = "",
     ) -> None:
         self.deadline_seconds = deadline_seconds
         self.token_seconds = 0.0  # the engine needs to compute a token of prompt, 0 if unknown; set by its adapter
-        registration = m.RegisterScheduler(m.PROTOCOL_VERSION, instance, model, spec, blend[:1024])
+        registration = m.RegisterScheduler(m.PROTOCOL_VERSION, instance, model, spec, blend[:1024], served_model[:1024])
         self._channel: Channel | None = None
         self._lock = threading.RLock()
         self._connection = Connection(
@@ -219,6 +223,25 @@ class SchedulerClient:
             channel = self._current()
             if channel is not None and key.digests and segments:
                 self._post(channel.link, m.NoteContents(channel.link.context, key.digests, segments.packed))
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the depot publishes events, so that chunks are worth describing and news worth asking for."""
+        link = self._connection.link
+        return link is not None and link.wants_tokens
+
+    def describe(self, key: KeyRun, description: Description) -> None:
+        """Tell the depot the tokens of a run's chunks and the ids of their blocks, for routers. There is no reply."""
+        with self._lock:
+            channel = self._current()
+            if channel is None or not channel.link.wants_tokens:
+                return
+            for request in description.requests(channel.link.context, key):
+                self._post(channel.link, request)
+
+    def follow(self, namespace: bytes, on_news: Callable[[m.News], None], on_lost: Callable[[], None]) -> NewsFeed:
+        """Begin to follow the chunks of a namespace; see `NewsFeed`. The caller closes the feed before this client."""
+        return NewsFeed(self._connection, namespace, on_news, on_lost)
 
     def release(self, lease: Lease, *, reused_tokens: int = 0, recomputed_tokens: int = 0) -> None:
         """Release a lease. Twice is harmless; leases of an earlier server are gone.

@@ -1,20 +1,20 @@
-"""KV events: publish which chunks the pool holds, for routers that send a prompt to the node with its prefix.
+"""KV events: publish which blocks the pool holds, for routers that send a prompt to the node with its prefix.
 
-Schema and framing are vLLM's, so a subscriber of an engine can subscribe to a depot. A PUB socket sends `(topic,
-sequence number, batch)`: the number as 8 bytes, big-endian, counted from 0 by each server, the batch as msgpack. A
-ROUTER socket resends batches from a given number on, and ends with the number -1. Hashes are the depot's chunk keys (32
-bytes). The depot does not know tokens, so their list is empty.
+Schema and framing are vLLM's, so a subscriber of an engine can subscribe to a depot. An XPUB socket sends `(topic,
+sequence number, batch)`: the number as 8 bytes, big-endian, the batch as msgpack. Each topic counts by itself, from the
+time of the start in microseconds: a router takes lower numbers than before for old news, also after a restart. A ROUTER
+socket resends recent batches from a given number on, and ends with the number -1.
 
-Everything runs on the depot's loop. The index reports each chunk that becomes visible or hidden, and each turn of the
-loop publishes its reports as one batch. A subscriber that is too slow misses batches, notices it by the numbers and
-asks again. A chunk removed from the middle of a prefix, because its bytes were damaged, is reported alone: the chunks
-after it are hidden too, until it is stored again.
+A new subscriber causes a snapshot on its topics: the event that all blocks are cleared, then everything that is held.
+So does one that asks for batches which are not kept any more. All subscribers hear it, as ZeroMQ cannot send to one.
+Everything runs on the depot's loop, a batch a turn. Without a subscriber nothing is encoded.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 import zmq
@@ -22,48 +22,44 @@ import zmq
 from kvdepot.config import is_loopback
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ConfigError
-from kvdepot.index.eviction import NO_NODE
-from kvdepot.index.index import ChunkIndex
+from kvdepot.operators.holdings import Event, Holdings, Reader, Shelf
 from kvdepot.operators.zeromq import Listener, MessageReader
 
-MEDIUM: Final = "CPU"  # vLLM's word for host memory
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
 EVENT_BATCHES: Final = depot_counter("event_batches", "Batches of KV events published")
-_KEPT_BATCHES: Final = 10_000
+_KEPT_BATCHES: Final = 4095
 _KEPT_BYTES: Final = 32 << 20
-_LARGEST_BATCH: Final = 4096  # chunks
+_BATCH_TOKENS: Final = 8192  # 0.4 ms to encode
 _QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before it misses some: a whole replay and its end
 _MOST_QUESTIONS: Final = 16  # unread requests of one subscriber
+_MOST_NOTICES: Final = 64  # subscriptions taken in at once
+_MOST_SUBSCRIPTIONS: Final = 4096  # different prefixes of topics
 _HANDSHAKE_MILLISECONDS: Final = 2000
 _REPLAY_STEP: Final = 64
 _MOST_WAITING: Final = 1024  # subscribers waiting for a replay
-
-
-class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """A run of chunks became visible."""
-
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
-    block_size: int  # tokens
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-
-
-class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
-    """Chunks became hidden."""
-
-    block_hashes: list[bytes]
-    medium: str | None
+_SNAPSHOT_SECONDS: Final = 1.0  # between the beginnings of two snapshots of a topic
+_SUBSCRIBED: Final = 1
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """The events of one turn of the loop, in order."""
+    """Events in order. The rank is 0: what a node holds serves all ranks of its engines."""
 
     ts: float
-    events: list[Any]
+    events: list[Event]
+    data_parallel_rank: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One topic."""
+
+    topic: bytes
+    reader: Reader
+    number: int  # of the next batch
+    kept: deque[tuple[int, bytes]] = field(default_factory=deque[tuple[int, bytes]])
+    wants_snapshot: bool = True
+    began_at: float = float("-inf")  # the last snapshot
 
 
 class EventPublisher:
@@ -71,10 +67,13 @@ class EventPublisher:
 
     Args:
         context: closes the sockets.
-        index: reports here.
-        endpoint: of the PUB socket.
+        holdings: to tell of.
+        endpoint: of the XPUB socket.
         replay_endpoint: of the ROUTER socket, None for no replays.
-        topic: the first frame of each message; subscribers choose by it.
+        clock: seconds, monotonic.
+
+    Attributes:
+        has_work: whether `serve` would publish something now.
 
     Raises:
         ConfigError: an endpoint cannot be bound.
@@ -83,23 +82,23 @@ class EventPublisher:
     def __init__(
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
-        index: ChunkIndex,
+        holdings: Holdings,
         endpoint: str,
         replay_endpoint: str | None,
-        topic: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_batches = 0
-        self._index = index
-        self._topic = topic.encode()
-        self.pending: list[BlockStored | BlockRemoved] = []
-        self._num_pending = 0
-        self._last_space = -1
-        self.kept: deque[tuple[int, bytes]] = deque()
+        self.has_work = False
+        self.holdings = holdings
+        self._clock = clock
+        self._seen_changes = -1
+        self._streams: dict[str, _Stream] = {}
+        self._prefixes: dict[bytes, int] = {}  # subscriptions, by prefix of topics
         self._kept_bytes = 0
         self._asked: dict[bytes, int] = {}  # first batch wanted, by subscriber waiting for a replay
         self._is_replaying = False
         self._encoder = msgspec.msgpack.Encoder()
-        self._publisher, heard = _listen(context, zmq.PUB, endpoint, "--events")
+        self.socket, heard = _listen(context, zmq.XPUB, endpoint, "--events")
         self.endpoint = heard.endpoint
         self.listeners = [heard]
         self.replay: zmq.Socket[bytes] | None = None
@@ -109,54 +108,89 @@ class EventPublisher:
             self.replay_endpoint = asked.endpoint
             self.listeners.append(asked)
             self._questions = MessageReader(self.replay, most_frames=3)
-        index.on_shown, index.on_hidden = self._on_shown, self._on_hidden
 
-    def _on_shown(self, node: int) -> None:
-        index = self._index
-        space, key, parent = index.nodes.space_of(node), index.nodes.key_of(node), index.nodes.parent_of(node)
-        before = index.nodes.key_of(parent) if parent != NO_NODE else None
-        last = self.pending[-1] if self.pending else None
-        if isinstance(last, BlockStored) and last.block_hashes[-1] == before and self._last_space == space.number:
-            last.block_hashes.append(key)
-        else:
-            self.pending.append(BlockStored([key], before, [], space.spec.chunk_tokens, None, MEDIUM, None))
-            self._last_space = space.number
-        self._count()
+    def filenos(self) -> list[int]:
+        """Return descriptors that become readable when a socket has something for `serve`, as ZeroMQ's do: once."""
+        sockets = [self.socket] if self.replay is None else [self.socket, self.replay]
+        return [int(each.getsockopt(zmq.FD)) for each in sockets]
 
-    def _on_hidden(self, node: int) -> None:
-        last = self.pending[-1] if self.pending else None
-        if isinstance(last, BlockRemoved):
-            last.block_hashes.append(self._index.nodes.key_of(node))
-        else:
-            self.pending.append(BlockRemoved([self._index.nodes.key_of(node)], MEDIUM))
-        self._count()
+    def serve(self) -> Iterator[int] | None:
+        """Take in subscriptions and one question, and publish a batch of each topic. Never waits.
 
-    def _count(self) -> None:
-        self._num_pending += 1
-        if self._num_pending >= _LARGEST_BATCH:
-            self.flush()
+        Returns:
+            the steps that answer the question and later ones; None without a question, or while such steps run.
+        """
+        self._take_subscriptions()
+        replay = self._take_replay() if self.replay is not None else None
+        self._publish()
+        self.has_work |= bool(self.socket.poll(0)) or (self.replay is not None and bool(self.replay.poll(0)))
+        return replay
 
-    def flush(self) -> None:
-        """Publish the pending events. Never waits."""
-        if not self.pending:
-            return
-        payload = self._encoder.encode(EventBatch(time.time(), self.pending))
-        number = self.num_batches
+    @property
+    def has_news(self) -> bool:
+        """Whether anything changed since the last `serve`."""
+        return self.has_work or self._seen_changes != self.holdings.num_changes
+
+    def _take_subscriptions(self) -> None:
+        for _ in range(_MOST_NOTICES):
+            try:
+                notice = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            kind, prefix = notice[:1], notice[1:]
+            count = self._prefixes.get(prefix, 0)
+            if kind and kind[0] == _SUBSCRIBED:
+                if count or len(self._prefixes) < _MOST_SUBSCRIPTIONS:
+                    self._prefixes[prefix] = count + 1
+                for stream in self._streams.values():
+                    stream.wants_snapshot |= stream.topic.startswith(prefix)
+            elif count > 1:
+                self._prefixes[prefix] = count - 1
+            else:
+                self._prefixes.pop(prefix, None)
+
+    def _publish(self) -> None:
+        """Publish one batch of each topic that has one and is heard."""
+        self._seen_changes, self.has_work = self.holdings.num_changes, False
+        for topic, shelf in self.holdings.shelves.items():
+            stream = self._streams.get(topic) or self._add_stream(shelf)
+            reader = stream.reader
+            if not any(map(stream.topic.startswith, self._prefixes)):
+                reader.restart()
+                continue
+            if stream.wants_snapshot and self._clock() >= stream.began_at + _SNAPSHOT_SECONDS:
+                stream.wants_snapshot, stream.began_at = False, self._clock()
+                reader.restart()
+            elif reader.is_starting:
+                continue  # its snapshot comes soon
+            events = reader.take(_BATCH_TOKENS) if reader.has_more else []
+            if events:
+                self._send(stream, events)
+            self.has_work |= reader.has_more
+
+    def _add_stream(self, shelf: Shelf) -> _Stream:
+        stream = _Stream(shelf.topic.encode(), Reader(self.holdings, shelf), time.time_ns() // 1000)
+        self._streams[shelf.topic] = stream
+        return stream
+
+    def _send(self, stream: _Stream, events: list[Event]) -> None:
+        payload, number = self._encoder.encode(EventBatch(time.time(), events, 0)), stream.number
+        stream.number += 1
         self.num_batches += 1
-        self.pending, self._num_pending = [], 0
-        _send(self._publisher, (self._topic, number.to_bytes(8, "big"), payload))
-        self.kept.append((number, payload))
+        _send(self.socket, (stream.topic, number.to_bytes(8, "big"), payload))
+        stream.kept.append((number, payload))
         self._kept_bytes += len(payload)
-        while len(self.kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
-            self._kept_bytes -= len(self.kept.popleft()[1])
+        while len(stream.kept) > _KEPT_BATCHES or (self._kept_bytes > _KEPT_BYTES and stream.kept):
+            self._kept_bytes -= len(stream.kept.popleft()[1])
 
-    def take_replay(self) -> Iterator[int] | None:
-        """Take one request. Return the steps that answer it and later ones, None if such steps are already running.
+    # --- replays --------------------------------------------------------------------------------------------------
+
+    def _take_replay(self) -> Iterator[int] | None:
+        """Take one request.
 
         If a subscriber asks again before its turn, only its last request is answered. Malformed requests are dropped,
         and so are new subscribers while very many wait.
         """
-        assert self.replay is not None
         try:
             frames = self._questions.take()
         except zmq.Again:
@@ -179,11 +213,18 @@ class EventPublisher:
             self._is_replaying = False
 
     def _replay_from(self, client: bytes, first: int) -> Iterator[int]:
+        """Resend what is kept from a number on. If some of that is not kept any more, a snapshot follows."""
         assert self.replay is not None
-        for count, (number, payload) in enumerate([kept for kept in self.kept if kept[0] >= first], 1):
-            _send(self.replay, (client, b"", self._topic, number.to_bytes(8, "big"), payload))
-            if count % _REPLAY_STEP == 0:
-                yield 0
+        count = 0
+        for stream in list(self._streams.values()):
+            oldest = stream.kept[0][0] if stream.kept else stream.number
+            if first < oldest and self._clock() >= stream.began_at + _SNAPSHOT_SECONDS:
+                stream.wants_snapshot = self.has_work = True
+            for number, payload in [kept for kept in stream.kept if kept[0] >= first]:
+                _send(self.replay, (client, b"", stream.topic, number.to_bytes(8, "big"), payload))
+                count += 1
+                if count % _REPLAY_STEP == 0:
+                    yield 0
         _send(self.replay, (client, b"", b"", END, b""))
         yield 0
 
@@ -211,6 +252,8 @@ def _listen(
     bound.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
     bound.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
     bound.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # applies to later connections: before `bind`
+    if kind == zmq.XPUB:
+        bound.setsockopt(zmq.XPUB_VERBOSER, 1)  # tell of each subscriber, not of the first alone
     try:
         return bound, Listener(bound, endpoint)
     except zmq.ZMQError as error:

@@ -21,6 +21,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.events import EVENT_BATCHES, EventPublisher, check_endpoint
+from kvdepot.operators.holdings import Holdings
 from kvdepot.operators.zeromq import Listeners
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import PoolFiles, allocate_first, is_locked, open_pool, open_with_lock
@@ -106,12 +107,14 @@ class DepotServer:
         quotas = QuotaTable(size, config.quotas)
         make_room(config.directory / CONTROL_SOCKET)  # now that no living depot has it
         ready = allocate_first(files.pool_fd, size)
+        index = ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas)
         return Depot(
-            ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas),
+            index,
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
             clock=time.monotonic,
             verify=m.Verify(config.verify),
+            holdings=Holdings(index, config.topic) if config.events else None,
         )
 
     def _open_sockets(self, operators: Operators, undo: contextlib.ExitStack) -> Sockets:
@@ -147,15 +150,13 @@ class DepotServer:
         return Sockets(connections, sessions, events, listeners)
 
     def _open_events(self) -> EventPublisher | None:
-        config = self.config
-        if config.events is None:
+        config, holdings = self.config, self.depot.state.holdings
+        if config.events is None or holdings is None:
             return None
-        events = EventPublisher(
-            self._context, self.depot.index, config.events, config.events_replay, config.events_topic
-        )
+        events = EventPublisher(self._context, holdings, config.events, config.events_replay)
         for endpoint, flag in ((config.events, "--events"), (config.events_replay, "--events-replay")):
             if endpoint is not None and not check_endpoint(endpoint, flag):
-                logger.warning("%s %s: everybody who can connect sees keys of chunks", flag, endpoint)
+                logger.warning("%s %s: everybody who can connect sees the tokens of prompts", flag, endpoint)
         return events
 
     def _make_movers(self, sessions: SessionTable) -> MoverTable:

@@ -43,6 +43,7 @@ class Context:
     token_seconds: float = 0.0  # to compute a token, as a scheduler said last
     writing_bytes: int = 0  # of its stores that it has not ended
     blend: str = ""  # of a scheduler: whether its engine blends
+    served_model: str = ""  # of a scheduler: the model's name in requests
     status: o.ContextStatus | None = None  # as it was last
 
     @property
@@ -204,7 +205,14 @@ class ContextTable:
         check_spec(request.spec)
         space = self._state.labels.space_of(request.spec)
         context = Context(
-            next(self._state.numbers), session, writer, request.instance, request.model, space, blend=request.blend
+            next(self._state.numbers),
+            session,
+            writer,
+            request.instance,
+            request.model,
+            space,
+            blend=request.blend,
+            served_model=request.served_model,
         )
         self._add(context)
         logger.info(

@@ -17,6 +17,7 @@ from kvdepot.index.pins import PinTable
 from kvdepot.layout import Part
 from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused
+from kvdepot.operators.holdings import Holdings
 from kvdepot.pool.table import Writer
 from kvdepot.server.background import Task
 from kvdepot.server.blend import BlendLookups
@@ -24,6 +25,7 @@ from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.labels import LabelTable
 from kvdepot.server.lookups import Lookups
+from kvdepot.server.news import NewsDesk
 from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps
 from kvdepot.server.state import DepotState, Usage
@@ -48,12 +50,13 @@ class Depot:
         lease_seconds: float,
         clock: Callable[[], float],
         verify: m.Verify = m.Verify.OFF,
+        holdings: Holdings | None = None,
     ) -> None:
         self.index = index
         self.leases = LeaseTable(index, lease_seconds)
         self.labels = LabelTable(index)
         usage = Usage(index)
-        self.state = DepotState(index, epoch, clock, verify, self.leases, self.labels, usage)
+        self.state = DepotState(index, epoch, clock, verify, self.leases, self.labels, usage, holdings)
         self.counters = self.state.counters
         self.background = self.state.background
         self.pins = PinTable(index)
@@ -61,6 +64,7 @@ class Depot:
         self.quarantine = QuarantineTable(self.state)
         self.flights = FlightTable(self.state, self.contexts)
         self.stores = Stores(self.state, self.contexts, self.quarantine, self.flights)
+        self.news = NewsDesk(self.state, self.contexts, holdings)
         lookups, self.blends = Lookups(self.state, self.contexts, self.flights), BlendLookups(self.state)
         self.status = StatusReport(
             self.state, self.contexts, self.stores, self.flights, self.quarantine, self.pins, self.blends.contents
@@ -73,6 +77,8 @@ class Depot:
             m.Hint: lookups.hint,
             m.NoteContents: self.blends.note,
             m.BlendLookup: self.blends.lookup,
+            m.DescribeChunks: self.news.describe,
+            m.AwaitNews: self.news.await_news,
             m.PrepareRetrieve: lookups.prepare_retrieve,
             m.PrepareStore: self.stores.prepare,
             m.CommitStore: self.stores.commit,
@@ -104,7 +110,11 @@ class Depot:
         if isinstance(request, m.RegisterKVCache):
             return self._register_worker(session, writer, request)
         assert isinstance(request, m.RegisterScheduler)
-        return m.Registered(self.state.epoch, self.contexts.add_scheduler(session, writer, request).number)
+        context, holdings = self.contexts.add_scheduler(session, writer, request), self.state.holdings
+        wants_tokens = bool(request.served_model) and holdings is not None
+        if wants_tokens:
+            self.news.shelf_of(context)
+        return m.Registered(self.state.epoch, context.number, wants_tokens=wants_tokens)
 
     def _register_worker(self, session: int, writer: Writer, request: m.RegisterKVCache) -> m.Registered:
         state = self.state
@@ -116,6 +126,7 @@ class Depot:
         return m.Registered(state.epoch, context.number, state.verify, state.movers.move_seconds)
 
     def _unregister(self, context: Context, request: m.Unregister) -> m.Done:
+        self.news.end_context(context.number)
         self.flights.end_context(context)
         mover = self.contexts.remove(context)
         self.flights.end_stranded()
@@ -184,6 +195,7 @@ class Depot:
     def end_session(self, session: int) -> None:
         """End the contexts of a closed connection: leases now, unfinished entries once nobody can be writing them."""
         for context in self.contexts.of_session(session):
+            self.news.end_context(context.number)
             self.flights.end_context(context)
             mover = self.contexts.remove(context)
             self.flights.end_stranded()

@@ -90,7 +90,8 @@ class Lookups:
             query.waited_for = "the tiers"
             if self._is_gone(context):
                 return self._gone(context)
-            tokens[2] += max(0, query.refresh(self._index)) * context.space.spec.chunk_tokens
+            query.num_promoted = max(0, query.refresh(self._index))
+            tokens[2] += query.num_promoted * context.space.spec.chunk_tokens
             if request.joins and not query.is_whole:
                 if (yield partial(self._join, query)):
                     query.waited_for = "the tiers, then another request"
@@ -223,7 +224,20 @@ class Lookups:
         self._state.used(query.nodes[-1])
         if self._state.tiering is not None:
             self._state.tiering.used(query.nodes[-1])
-        return m.LookupReply(epoch, found, lease, leases.lease_seconds, waited_seconds, num_pending)
+        holdings = self._state.holdings
+        wants_tokens = (
+            holdings is not None and bool(context.served_model) and not holdings.is_described(query.nodes[-1])
+        )
+        return m.LookupReply(
+            epoch,
+            found,
+            lease,
+            leases.lease_seconds,
+            waited_seconds,
+            num_pending,
+            query.num_promoted,
+            wants_tokens,
+        )
 
     def _why_not_more(self, query: Query, num_pending: int) -> str:
         """Say for the log why a lookup found no more chunks."""

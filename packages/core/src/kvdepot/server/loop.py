@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-import zmq
-
 from kvdepot.counting import CounterName, depot_counter
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.events import EventPublisher
@@ -82,6 +80,7 @@ class Loop:
         self._restoring = restoring
         self._files = files
         self._has_listeners = bool(sockets.listeners)
+        self._event_fds = () if sockets.events is None else tuple(sockets.events.filenos())
         self._fds = sockets.connections.fileno(), sockets.sessions.fileno(), movers.fileno(), results.fileno()
         self._next_sweep = 0.0
         self._is_ending = False
@@ -113,14 +112,10 @@ class Loop:
         """Have `run` return as soon as it may."""
         self._is_ending = True
 
-    def _make_poller(self) -> "zmq.Poller | select.poll":
-        """Return the poller that the loop sleeps in: ZeroMQ's, which is slower, only with replays."""
-        publisher = self._sockets.events
-        poller: zmq.Poller | select.poll = select.poll()
-        if publisher is not None and publisher.replay is not None:
-            poller = zmq.Poller()
-            poller.register(publisher.replay, select.POLLIN)
-        for fd in self._fds:
+    def _make_poller(self) -> select.poll:
+        """Return the poller that the loop sleeps in. ZeroMQ's own, which is slower, is not needed for descriptors."""
+        poller = select.poll()
+        for fd in (*self._fds, *self._event_fds):
             poller.register(fd, select.POLLIN)
         return poller
 
@@ -153,20 +148,21 @@ class Loop:
         if sockets.events is not None:
             self._serve_events(sockets.events, events)
 
+    def _serve_events(self, publisher: EventPublisher, events: Mapping[object, int]) -> None:
+        if publisher.has_news or any(fd in events for fd in self._event_fds):
+            replay = publisher.serve()
+            if replay is not None:
+                self._depot.background.replays.add(replay)
+
     def _sweep(self) -> None:
         sockets = self._sockets
         self._depot.expire()
         self._files.advance()
         sockets.connections.sweep(_after(_TASK_SECONDS))
         sockets.sessions.find_dead(_after(_TASK_SECONDS))
+        if sockets.events is not None:
+            sockets.events.has_work = True  # a descriptor of ZeroMQ tells once, and another call may have heard it
         gc.collect(1)
-
-    def _serve_events(self, publisher: EventPublisher, events: Mapping[object, int]) -> None:
-        publisher.flush()
-        if publisher.replay in events:
-            replay = publisher.take_replay()
-            if replay is not None:
-                self._depot.background.replays.add(replay)
 
     def _guard(self, work: Callable[[], None], counter: CounterName) -> None:
         """Do a part of the turn whose failure must not end the loop."""
@@ -179,7 +175,10 @@ class Loop:
     def _idle_milliseconds(self) -> int:
         """Return how long the loop may sleep if nothing comes."""
         state = self._depot.state
+        events = self._sockets.events
         if state.is_restoring or state.background.num_waiting or self._sockets.connections.has_work:
+            return 0
+        if events is not None and events.has_work:
             return 0
         due = state.timers.due
         if state.tiering is not None and state.tiering.due < due:

@@ -19,6 +19,7 @@ class Query:
     nodes: tuple[int, ...]
     until: float = 0.0  # the request's longest wait ends
     waited_for: str = ""  # what brought chunks, or was to
+    num_promoted: int = 0  # chunks that tiers brought
 
     @property
     def is_whole(self) -> bool:

@@ -12,6 +12,7 @@ from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
 from kvdepot.movers.table import MoverTable
+from kvdepot.operators.holdings import Holdings
 from kvdepot.server.background import Background
 from kvdepot.server.labels import LabelTable
 from kvdepot.server.replies import PendingReply, Steps, error_reply, run
@@ -62,6 +63,7 @@ class DepotState:
     leases: LeaseTable
     labels: LabelTable
     usage: Usage
+    holdings: Holdings | None = None  # None: no events are published, and no tokens wanted
     counters: Counts = field(default_factory=Counts)
     background: Background = field(init=False)
     timers: Timers = field(default_factory=Timers)  # every deadline that somebody waits for

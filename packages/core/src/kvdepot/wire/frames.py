@@ -35,9 +35,19 @@ _EngineRequest = (
     | m.Hint
     | m.NoteContents
     | m.BlendLookup
+    | m.DescribeChunks
+    | m.AwaitNews
 )
 _EngineReply = (
-    m.ErrorReply | m.Registered | m.Done | m.LookupReply | m.BlendReply | m.StorePlan | m.RetrievePlan | m.Moved
+    m.ErrorReply
+    | m.Registered
+    | m.Done
+    | m.LookupReply
+    | m.BlendReply
+    | m.StorePlan
+    | m.RetrievePlan
+    | m.Moved
+    | m.News
 )
 REQUESTS: Final[tuple[type[Struct], ...]] = (*_EngineRequest.__args__, *o.OPERATIONS)
 _REPLIES: Final[tuple[type[Struct], ...]] = (

@@ -41,6 +41,9 @@ BLEND_RUN: Final = struct.Struct("<6I")
 """Reused tokens, 24 bytes: first token in the asking prompt u32, tokens u32, first token in the source u32, first chunk
 of the source u32, chunks u32, and where their digests begin among those of the reply u32, counted in digests."""
 
+MAXIMUM_DESCRIBED_CHUNKS: Final = 256  # per request
+MAXIMUM_DESCRIBED_TOKENS: Final = 1 << 16  # per request, unless one chunk has more
+
 _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
 Label = Annotated[str, Meta(max_length=1024)]
@@ -172,7 +175,8 @@ class RegisterKVCache(Struct, array_like=True, tag="register_kv_cache", frozen=T
 class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", frozen=True):
     """Register a scheduler for lookups in caches of this spec.
 
-    `blend` says for operators whether the engine blends, and why not; "" if nobody asked for it.
+    `blend` says for operators whether the engine blends, and why not; "" if nobody asked for it. `served_model` is the
+    model's name in requests, "" if the engine publishes no events.
     """
 
     protocol_version: Count
@@ -180,6 +184,7 @@ class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", froze
     model: Label
     spec: CacheSpec
     blend: Label = ""
+    served_model: Label = ""
 
 
 class Unregister(Struct, array_like=True, tag="unregister", frozen=True):
@@ -338,6 +343,55 @@ class BlendLookup(Struct, array_like=True, tag="blend_lookup", frozen=True):
     min_run_tokens: Count = 0
 
 
+class DescribedGroup(Struct, array_like=True, frozen=True):
+    """A KV cache group as routers know it: the engine's number of it, its kind and its window in tokens."""
+
+    number: Count
+    kind: Name = ""
+    window_tokens: Count = 0  # 0: none
+
+
+ExtraKey = str | int | tuple[str | int, ...]
+"""One further input to a block's id, as the engine publishes it: an adapter, an item with its offset, a salt."""
+
+
+class DescribeChunks(Struct, array_like=True, tag="describe_chunks", frozen=True):
+    """Say which tokens consecutive chunks hold, and under which ids routers know their blocks.
+
+    Only a depot that publishes events asks for it (`Registered.wants_tokens`). Chunks that are not here are ignored.
+
+    `namespace`: engines with the same one share their chunks. `tokens`: u32, little-endian, of whole chunks.
+    `block_ids`: u64, little-endian, as many for each chunk as it has blocks. `parent_id`: of the block before, empty
+    before the first. `extra_keys`: for each block, empty if no block has any.
+    """
+
+    context: Identifier
+    namespace: Digest
+    digests: Annotated[bytes, Meta(max_length=MAXIMUM_DESCRIBED_CHUNKS * 32)]
+    first_chunk: ChunkNumber
+    tokens: Annotated[bytes, Meta(max_length=1 << 22)]
+    block_ids: Annotated[bytes, Meta(max_length=1 << 20)]
+    parent_id: Annotated[bytes, Meta(max_length=8)] = b""
+    groups: Annotated[tuple[DescribedGroup, ...], Meta(max_length=64)] = ()
+    lora_name: Name = ""
+    extra_keys: Annotated[
+        tuple[Annotated[tuple[ExtraKey, ...], Meta(max_length=64)] | None, ...], Meta(max_length=1 << 16)
+    ] = ()
+
+
+class AwaitNews(Struct, array_like=True, tag="await_news", frozen=True):
+    """Wait for news of the chunks that a namespace's engines described: those that appeared or left.
+
+    `position` is that of the last reply, 0 to be told of everything. The reply comes with the first news, or after
+    `wait_seconds`.
+    """
+
+    context: Identifier
+    namespace: Digest
+    position: Identifier = 0
+    wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
+
+
 class ReportCorrupt(Struct, array_like=True, tag="report_corrupt", frozen=True):
     """Report entries whose checksums differ: the `(record, header)` of each, as in its extent."""
 
@@ -356,13 +410,15 @@ class ErrorReply(Struct, array_like=True, tag="error", frozen=True):
 class Registered(Struct, array_like=True, tag="registered", frozen=True):
     """The id of a new context, for its further requests, and the checksums that its worker must verify.
 
-    A `Move` is answered within its `wait_seconds` plus `move_seconds`.
+    A `Move` is answered within its `wait_seconds` plus `move_seconds`. `wants_tokens`: describe chunks, because the
+    depot publishes events.
     """
 
     epoch: int
     context: int
     verify: Verify = Verify.OFF
     move_seconds: float = 0.0
+    wants_tokens: bool = False
 
 
 class Done(Struct, array_like=True, tag="done", frozen=True):
@@ -376,7 +432,8 @@ class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
     """The first `num_chunks` chunks are here and leased under `lease` for `lease_seconds`. 0 chunks have lease 0.
 
     The depot waited `waited_seconds` for tiers and for other engines. One of those is still computing the next
-    `num_pending` chunks: ask again to wait for them.
+    `num_pending` chunks: ask again to wait for them. Tiers brought `num_promoted` of the chunks for this lookup.
+    `wants_tokens`: nobody has described the last chunk.
     """
 
     epoch: int
@@ -385,6 +442,8 @@ class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
     lease_seconds: float = 0.0
     waited_seconds: float = 0.0
     num_pending: int = 0
+    num_promoted: int = 0
+    wants_tokens: bool = False
 
 
 class BlendReply(Struct, array_like=True, tag="blend_reply", frozen=True):
@@ -421,6 +480,19 @@ class RetrievePlan(Struct, array_like=True, tag="retrieve_plan", frozen=True):
     lease: int
     num_chunks: int
     extents: bytes
+
+
+class News(Struct, array_like=True, tag="news", frozen=True):
+    """Events in the form that the depot publishes (msgpack of a list), up to `position` of the next request.
+
+    `is_start`: they tell of everything from the beginning, so forget what earlier news said. `has_more`: ask again now.
+    """
+
+    epoch: int
+    position: int
+    events: bytes
+    is_start: bool = False
+    has_more: bool = False
 
 
 class MoveOutcome(enum.StrEnum):

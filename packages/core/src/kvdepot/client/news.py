@@ -1,0 +1,88 @@
+"""`NewsFeed`: a thread that hears which described chunks of a namespace the depot holds, and passes it on.
+
+Engines that publish events announce by it what their neighbours stored, what came back from tiers and what left.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.client.connection import Connection
+from kvdepot.client.link import Link
+from kvdepot.errors import DepotUnavailable, KVDepotError
+from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS: Final = 5.0  # of one request, so that a new namespace is asked for soon
+_PAUSE_SECONDS: Final = 0.5
+_AWAY_SECONDS: Final = 10.0  # a depot that is restarted keeps its chunks, one that stays away has none
+
+
+class NewsFeed:
+    """Follows a namespace until it is closed.
+
+    Args:
+        connection: with the depot.
+        namespace: its digest.
+        on_news: called on the thread with each piece of news. If a piece `is_start`, it tells of everything from the
+            beginning; so does the first one after the depot was away.
+        on_lost: called on the thread when the depot was away for ten seconds: nothing that was told counts any more.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        namespace: bytes,
+        on_news: Callable[[m.News], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.namespace = namespace  # assign another one to follow that from now on
+        self._connection = connection
+        self._on_news = on_news
+        self._on_lost = on_lost
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvdepot-news", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, within the wait of one request. Twice is harmless."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        lost_at: float | None = None  # when the depot went away, as long as `on_lost` was not called
+        while not self._closing.is_set():
+            try:
+                link = self._connection.wait_until_open(_PAUSE_SECONDS)
+                if link.wants_tokens:
+                    lost_at = None
+                    self._follow(link)
+            except KVDepotError as error:
+                logger.debug("no news of the depot: %s", error)
+            except Exception:
+                logger.exception("news of the depot are lost: everything is asked for again")
+            if lost_at is None:
+                lost_at = time.monotonic()
+            elif time.monotonic() >= lost_at + _AWAY_SECONDS:
+                lost_at = float("inf")
+                self._on_lost()
+            self._closing.wait(_PAUSE_SECONDS)
+
+    def _follow(self, link: Link) -> None:
+        """Ask for news until the link is lost."""
+        channel, position, namespace = self._connection.channel(link), 0, b""
+        try:
+            while not self._closing.is_set() and self._connection.link is link:
+                if namespace != self.namespace:
+                    position, namespace = 0, self.namespace
+                request = m.AwaitNews(link.context, namespace, position, _WAIT_SECONDS)
+                reply = channel.call(request, _WAIT_SECONDS + self._connection.deadline_seconds)
+                if not isinstance(reply, m.News):
+                    raise DepotUnavailable(f"it answered with {type(reply).__name__}")
+                position = reply.position
+                if namespace == self.namespace:
+                    self._on_news(reply)
+        finally:
+            channel.close()

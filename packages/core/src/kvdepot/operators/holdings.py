@@ -1,0 +1,440 @@
+"""`Holdings`: the blocks that routers are told of, with the tokens in them and the engines' ids for them.
+
+Engines describe their chunks (`m.DescribeChunks`) after a store, and after a hit on chunks that nobody has described.
+A chunk that is described appears as soon as lookups find it, and leaves with the index's word that they no longer do.
+Each change is appended to the log of its topic. Readers, the published stream and attached engines, follow the log; one
+that is new or too far behind first scans everything that is held. A scan may take its time: the changes since its
+begin follow it, and telling one twice does no harm.
+"""
+
+import logging
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.space import Space
+from kvdepot.index.tree import NO_NODE
+from kvdepot.keys import digest_at, num_digests
+from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+POOL: Final = "CPU"  # vLLM's words: routers credit other ones wrongly, or not at all
+TIER: Final = "STORAGE"
+LOCAL: Final = "LOCAL"
+
+_MODEL: Final = "{model}"
+_ID_BYTES: Final = 8
+_TOKEN_BYTES: Final = 4
+_MOST_BYTES: Final = 320 << 20  # of tokens and ids: 64 million tokens in blocks of 16 or more
+_MOST_TOPICS: Final = 1024
+_LONGEST_LOG: Final = 65_536  # changes; a reader further behind scans
+_SCANNED_AT_ONCE: Final = 1024  # nodes
+_TAKEN_AT_ONCE: Final = 1024  # changes
+_TOLD, _PASSED_OVER = 1, 2
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    """A run of blocks can be loaded."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int  # tokens
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None  # of each block
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    """Blocks can no longer be loaded from a medium."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    """Nothing that was announced before counts any more."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Engines that share chunks, and how they cut them into blocks."""
+
+    space: int
+    namespace: bytes
+    blocks_per_chunk: int
+    block_tokens: int
+    groups: tuple[m.DescribedGroup, ...]
+
+
+class Described(msgspec.Struct, gc=False):
+    """A chunk with its tokens."""
+
+    family: Family
+    shelf: "Shelf"
+    content: bytes  # the id of the block before, those of its own, its tokens
+    is_first: bool  # no block is before it
+    lora_name: str | None
+    extra_keys: tuple[Any, ...]  # of each block, empty for none
+
+    @property
+    def parent_id(self) -> int | None:
+        """The id of the block before."""
+        return None if self.is_first else int.from_bytes(self.content[:_ID_BYTES], "little")
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The ids of its blocks."""
+        return struct.unpack_from(f"<{self.family.blocks_per_chunk}Q", self.content, _ID_BYTES)
+
+    @property
+    def last_id(self) -> int:
+        """The id of its last block, which stands for all tokens up to there."""
+        return int.from_bytes(self.content[self._tokens_at - _ID_BYTES : self._tokens_at], "little")
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Its tokens."""
+        count = (len(self.content) - self._tokens_at) // _TOKEN_BYTES
+        return struct.unpack_from(f"<{count}I", self.content, self._tokens_at)
+
+    @property
+    def _tokens_at(self) -> int:
+        return _ID_BYTES * (1 + self.family.blocks_per_chunk)
+
+
+class Change(NamedTuple):
+    """A chunk came or left."""
+
+    chunk: Described
+    is_stored: bool
+    is_public: bool  # false if a chunk with the same ids, of another tenant, is still there or was there before
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """Everything of one topic: the log of changes, and how many chunks have the same ids."""
+
+    topic: str
+    log: list[Change] = field(default_factory=list[Change])
+    first: int = 1  # position of `log[0]`
+    counts: dict[int, int] = field(default_factory=dict[int, int])  # chunks, by the id of their last block
+
+    @property
+    def end(self) -> int:
+        """The position of the next change."""
+        return self.first + len(self.log)
+
+    def show(self, chunk: Described) -> None:
+        """Note that a chunk came."""
+        count = self.counts.get(chunk.last_id, 0)
+        self.counts[chunk.last_id] = count + 1
+        self._append(Change(chunk, True, not count))
+
+    def hide(self, chunk: Described) -> None:
+        """Note that a chunk left."""
+        count = self.counts.pop(chunk.last_id) - 1
+        if count:
+            self.counts[chunk.last_id] = count
+        self._append(Change(chunk, False, not count))
+
+    def forget(self) -> None:
+        """Have every reader scan again."""
+        self.first = self.end
+        self.log.clear()
+
+    def _append(self, change: Change) -> None:
+        self.log.append(change)
+        if len(self.log) > 2 * _LONGEST_LOG:
+            del self.log[:_LONGEST_LOG]
+            self.first += _LONGEST_LOG
+
+
+class Holdings:
+    """Every described chunk that lookups find.
+
+    Args:
+        index: reports here.
+        topic: of the events, in which {model} stands for the model's name.
+        most_bytes: of tokens and ids; further chunks are not described.
+
+    Attributes:
+        num_changes: so far, of all topics.
+        on_described: called with each message that was taken, to keep it for the next server.
+        on_change: called after each change.
+    """
+
+    def __init__(self, index: ChunkIndex, topic: str = "", most_bytes: int = _MOST_BYTES) -> None:
+        self.shelves: dict[str, Shelf] = {}
+        self.num_changes = 0
+        self.num_bytes = 0
+        self.num_declined = 0  # chunks, for lack of room
+        self.on_described: Callable[[Space, str, m.DescribeChunks], None] = lambda _space, _model, _request: None
+        self.on_change: Callable[[], None] = lambda: None
+        self._index = index
+        self._topic = topic
+        self._most_bytes = most_bytes
+        self._by_node: list[Described | None] = []  # of visible nodes
+        self._families: dict[Family, Family] = {}
+        index.on_hidden = self._on_hidden
+        if _MODEL not in topic:
+            self.shelf_of("")
+
+    def shelf_of(self, model: str) -> Shelf | None:
+        """Return the shelf of a model, made if it is new; None if there are too many."""
+        topic = self._topic.replace(_MODEL, model)
+        shelf = self.shelves.get(topic)
+        if shelf is None and len(self.shelves) < _MOST_TOPICS:
+            shelf = self.shelves[topic] = Shelf(topic)
+        return shelf
+
+    def is_described(self, node: int) -> bool:
+        """Whether routers are told of a node."""
+        return node < len(self._by_node) and self._by_node[node] is not None
+
+    def describe(self, space: Space, model: str, request: m.DescribeChunks) -> int:
+        """Take the description of chunks that lookups find; return how many of them are new.
+
+        Raises:
+            ValueError: the message contradicts itself.
+        """
+        count, chunk_tokens = num_digests(request.digests), space.spec.chunk_tokens
+        per_chunk = self._check(request, count, chunk_tokens)
+        shelf = self.shelf_of(model)
+        if shelf is None or not count:
+            return 0
+        family = Family(space.number, request.namespace, per_chunk, chunk_tokens // per_chunk, request.groups)
+        family = self._families.setdefault(family, family)
+        parent, num_new, size = request.parent_id, 0, _ID_BYTES * per_chunk
+        for chunk in range(count):
+            ids = request.block_ids[chunk * size : (chunk + 1) * size]
+            node = self._index.visibility.find(space, digest_at(request.digests, chunk), request.first_chunk + chunk)
+            above = NO_NODE if node is None else self._index.nodes.parent_of(node)
+            if node is None or not (above == NO_NODE or self.is_described(above)):
+                break  # a router would not know where it belongs
+            if not self.is_described(node):
+                tokens = request.tokens[chunk * chunk_tokens * _TOKEN_BYTES : (chunk + 1) * chunk_tokens * _TOKEN_BYTES]
+                content = (parent or bytes(_ID_BYTES)) + ids + tokens
+                if self.num_bytes + len(content) > self._most_bytes:
+                    self.num_declined += count - chunk
+                    break
+                extra = request.extra_keys[chunk * per_chunk : (chunk + 1) * per_chunk]
+                self._show(node, Described(family, shelf, content, not parent, request.lora_name or None, extra))
+                num_new += 1
+            parent = ids[-_ID_BYTES:]
+        if num_new:
+            self.on_described(space, model, request)
+        return num_new
+
+    def _check(self, request: m.DescribeChunks, count: int, chunk_tokens: int) -> int:
+        """Return the blocks of a chunk."""
+        num_tokens, rest = divmod(len(request.tokens), _TOKEN_BYTES)
+        num_blocks, more = divmod(len(request.block_ids), _ID_BYTES)
+        if rest or more or num_tokens != count * chunk_tokens:
+            raise ValueError(f"{len(request.tokens)} bytes of tokens for {count} chunks of {chunk_tokens}")
+        per_chunk = num_blocks // count if count else 1
+        if not per_chunk or num_blocks != per_chunk * count or chunk_tokens % per_chunk:
+            raise ValueError(f"{num_blocks} ids of blocks for {count} chunks of {chunk_tokens} tokens")
+        if len(request.extra_keys) not in (0, num_blocks):
+            raise ValueError(f"extra keys of {len(request.extra_keys)} blocks, of {num_blocks}")
+        if len(request.parent_id) != (_ID_BYTES if request.first_chunk else 0):
+            raise ValueError(f"a parent of {len(request.parent_id)} bytes before chunk {request.first_chunk}")
+        return per_chunk
+
+    def _show(self, node: int, chunk: Described) -> None:
+        if node >= len(self._by_node):
+            self._by_node.extend([None] * (node + 1 - len(self._by_node)))
+        self._by_node[node] = chunk
+        self.num_bytes += len(chunk.content)
+        chunk.shelf.show(chunk)
+        if self._index.nodes.num_children(node):
+            chunk.shelf.forget()  # it was broken: scans passed over the chunks behind it
+        self._count()
+
+    def _on_hidden(self, node: int) -> None:
+        if node < len(self._by_node):
+            chunk = self._by_node[node]
+            if chunk is not None:
+                self._by_node[node] = None
+                self.num_bytes -= len(chunk.content)
+                chunk.shelf.hide(chunk)
+                self._count()
+
+    def _count(self) -> None:
+        self.num_changes += 1
+        self.on_change()
+
+    def scan(self, shelf: Shelf, is_wanted: Callable[[Described], bool]) -> Iterator[Described | None]:
+        """Yield what a shelf has, each chunk behind the one before it, and None now and then.
+
+        Chunks behind one that was removed because its bytes were wrong are left out, as lookups end there.
+        """
+        tree, by_node = self._index.nodes.tree, self._by_node
+        seen = bytearray(len(by_node))
+        for start in range(len(seen)):
+            if start % _SCANNED_AT_ONCE == 0:
+                yield None
+            if seen[start] or by_node[start] is None:
+                continue
+            chain, node = list[int](), start
+            while node < len(seen) and not seen[node] and by_node[node] is not None:
+                chain.append(node)
+                node = tree.parent[node]
+            is_told = node == NO_NODE or (node < len(seen) and seen[node] == _TOLD)
+            for node in reversed(chain):
+                seen[node] = _TOLD if is_told else _PASSED_OVER
+                chunk = by_node[node]
+                if is_told and chunk is not None and chunk.shelf is shelf and is_wanted(chunk):
+                    yield chunk
+
+    def check_integrity(self) -> None:
+        """Check that every described chunk can be found.
+
+        Raises:
+            AssertionError: one cannot.
+        """
+        for node, chunk in enumerate(self._by_node):
+            assert chunk is None or self._index.visibility.is_visible[node], f"node {node} is not visible"
+        held = [chunk for chunk in self._by_node if chunk is not None]
+        assert self.num_bytes == sum(len(chunk.content) for chunk in held), "the bytes are miscounted"
+        assert sum(sum(shelf.counts.values()) for shelf in self.shelves.values()) == len(held)
+
+
+class Reader:
+    """Follows one shelf: everything that it has, then every change. `take` returns the next events.
+
+    Args:
+        holdings: of the shelf.
+        shelf: to follow.
+        namespace: of whose chunks alone to tell; None for all, where equal ids of several tenants are told once.
+
+    Attributes:
+        is_starting: the next events tell of everything from the beginning.
+    """
+
+    def __init__(self, holdings: Holdings, shelf: Shelf, namespace: bytes | None = None) -> None:
+        self.shelf = shelf
+        self.namespace = namespace
+        self.position = 0
+        self.is_starting = True
+        self._holdings = holdings
+        self._scan: Iterator[Described | None] | None = None
+
+    def restart(self) -> None:
+        """Begin again with everything."""
+        self.is_starting = True
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` has something."""
+        return self.is_starting or self._scan is not None or self.position < self.shelf.end
+
+    def take(self, most_tokens: int) -> list[Event]:
+        """Return the next events, of `most_tokens` tokens or removed blocks, or little more; possibly none."""
+        told = _Telling()
+        if self.is_starting or (self._scan is None and self.position < self.shelf.first):
+            self.is_starting = False
+            self.position = self.shelf.end
+            self._scan = self._holdings.scan(self.shelf, self._is_wanted)
+            told.events.append(AllBlocksCleared())
+        if self._scan is not None:
+            for chunk in self._scan:
+                if chunk is None:
+                    break
+                told.add(chunk, is_stored=True)
+                if told.num_tokens >= most_tokens:
+                    break
+            else:
+                self._scan = None
+            return told.events
+        start = self.position - self.shelf.first
+        for change in self.shelf.log[start : start + _TAKEN_AT_ONCE]:
+            self.position += 1
+            if change.is_public if self.namespace is None else self._is_wanted(change.chunk):
+                told.add(change.chunk, is_stored=change.is_stored)
+                if told.num_tokens >= most_tokens:
+                    break
+        return told.events
+
+    def _is_wanted(self, chunk: Described) -> bool:
+        return self.namespace is None or chunk.family.namespace == self.namespace
+
+
+class _Telling:
+    """Makes events of changes, neighbours in one."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.num_tokens = 0  # and removed blocks
+        self._last: Described | None = None  # of the last events, which `_open` are
+        self._open: list[Any] = []
+        self._is_stored = False
+
+    def add(self, chunk: Described, *, is_stored: bool) -> None:
+        """Tell of a chunk."""
+        last = self._last
+        is_next = (
+            last is not None
+            and self._is_stored is is_stored
+            and last.family is chunk.family
+            and (
+                not is_stored
+                or (
+                    chunk.parent_id == last.last_id
+                    and chunk.lora_name == last.lora_name
+                    and bool(chunk.extra_keys) is bool(last.extra_keys)
+                )
+            )
+        )
+        ids = chunk.block_ids
+        if not is_next:
+            groups = chunk.family.groups or (None,)
+            self._open = [(_stored if is_stored else _removed)(chunk, group) for group in groups]
+            self.events += self._open
+        tokens = chunk.tokens if is_stored else ()
+        for event in self._open:
+            event.block_hashes.extend(ids)
+            if is_stored:
+                event.token_ids.extend(tokens)
+                if chunk.extra_keys:
+                    event.extra_keys.extend(chunk.extra_keys)
+        self._last, self._is_stored = chunk, is_stored
+        self.num_tokens += len(tokens) or len(ids)
+
+
+def _stored(chunk: Described, group: m.DescribedGroup | None) -> BlockStored:
+    event = BlockStored(
+        [],
+        chunk.parent_id,
+        [],
+        chunk.family.block_tokens,
+        None,
+        POOL,
+        chunk.lora_name,
+        [] if chunk.extra_keys else None,
+        locality=LOCAL,
+    )
+    if group is not None:
+        event.group_idx = group.number
+        event.kv_cache_spec_kind = group.kind or None
+        event.kv_cache_spec_sliding_window = group.window_tokens or None
+    return event
+
+
+def _removed(_chunk: Described, group: m.DescribedGroup | None) -> BlockRemoved:
+    return BlockRemoved([], POOL, None if group is None else group.number, LOCAL)

@@ -1,0 +1,121 @@
+"""News of chunks between engines and routers: takes descriptions, and tells attached schedulers what came and left."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from kvdepot.counting import depot_counter
+from kvdepot.errors import ErrorCode
+from kvdepot.operators.holdings import Holdings, Reader, Shelf
+from kvdepot.server.contexts import Context, ContextTable
+from kvdepot.server.replies import Refused, Steps, count_digests
+from kvdepot.server.state import DepotState
+from kvdepot.wire import messages as m
+
+_CHUNKS_DESCRIBED: Final = depot_counter("chunks_described", "Chunks whose tokens engines have told, for routers")
+_DESCRIPTIONS_DECLINED: Final = depot_counter(
+    "descriptions_declined", "Chunks that routers are not told of, for lack of room for their tokens"
+)
+
+_COALESCE_SECONDS: Final = 0.02  # changes that come this soon after the first are told together
+_NEWS_TOKENS: Final = 4096  # of one reply: 0.2 ms to encode
+
+
+@dataclass(slots=True, eq=False)
+class _Listener:
+    """A scheduler that is told of the chunks of its namespace."""
+
+    reader: Reader
+    position: int = 0  # of the last reply
+    resume: Callable[[], None] | None = None  # the request that waits
+    timer: int = 0  # ends the wait
+
+
+class NewsDesk:
+    """Serves descriptions, and schedulers that wait for news. Without `holdings` the depot publishes nothing."""
+
+    def __init__(self, state: DepotState, contexts: ContextTable, holdings: Holdings | None) -> None:
+        self._state = state
+        self._contexts = contexts
+        self._holdings = holdings
+        self._listeners: dict[int, _Listener] = {}  # by context
+        self._encoder = msgspec.msgpack.Encoder()
+        self._timer = 0  # tells all who wait
+        if holdings is not None:
+            holdings.on_change = self._tell_soon
+
+    def describe(self, context: Context, request: m.DescribeChunks) -> m.Done:
+        """Take the tokens of chunks; the reply counts those that nobody had described.
+
+        Raises:
+            Refused: the message contradicts itself.
+        """
+        holdings, count = self._holdings, count_digests(request.digests)
+        if holdings is None or not count:
+            return m.Done(self._state.epoch, 0)
+        num_declined = holdings.num_declined
+        try:
+            num_new = holdings.describe(context.space, context.served_model, request)
+        except ValueError as error:
+            raise Refused(ErrorCode.MALFORMED, str(error)) from error
+        self._state.counters[_CHUNKS_DESCRIBED] += num_new
+        self._state.counters[_DESCRIPTIONS_DECLINED] += holdings.num_declined - num_declined
+        return m.Done(self._state.epoch, num_new)
+
+    def await_news(self, context: Context, request: m.AwaitNews) -> m.News | Steps:
+        """Answer with news at once, or when there are some."""
+        holdings, shelf = self._holdings, self.shelf_of(context)
+        if holdings is None or shelf is None:
+            return m.News(self._state.epoch, 0, b"")
+        listener = self._listeners.get(context.number)
+        if listener is None or listener.reader.namespace != request.namespace:
+            self.end_context(context.number)
+            listener = self._listeners[context.number] = _Listener(Reader(holdings, shelf, request.namespace))
+        if request.position != listener.position or not request.position:
+            listener.reader.restart()
+        self._resume(listener)  # an earlier request of the same scheduler
+        return self._news(listener) if listener.reader.has_more else self._awaiting(listener, request.wait_seconds)
+
+    def _awaiting(self, listener: _Listener, wait_seconds: float) -> Steps:
+        yield partial(self._wait, listener, wait_seconds)
+        return self._news(listener)
+
+    def _wait(self, listener: _Listener, wait_seconds: float, resume: Callable[[], None]) -> bool:
+        timers, until = self._state.timers, self._state.clock() + wait_seconds
+        listener.resume, listener.timer = resume, timers.call_at(until, lambda: self._resume(listener))
+        return True
+
+    def shelf_of(self, context: Context) -> Shelf | None:
+        """Return the shelf of a scheduler's model: routers are told at once that there is nothing yet."""
+        return None if self._holdings is None else self._holdings.shelf_of(context.served_model)
+
+    def end_context(self, number: int) -> None:
+        """Forget a scheduler that left."""
+        listener = self._listeners.pop(number, None)
+        if listener is not None:
+            self._resume(listener)
+
+    def _tell_soon(self) -> None:
+        if not self._timer and self._listeners:
+            self._timer = self._state.timers.call_at(self._state.clock() + _COALESCE_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        self._timer = 0
+        for listener in list(self._listeners.values()):
+            if listener.reader.has_more:
+                self._resume(listener)
+
+    def _resume(self, listener: _Listener) -> None:
+        if listener.resume is not None:
+            resume, listener.resume = listener.resume, None
+            self._state.timers.cancel(listener.timer)
+            resume()
+
+    def _news(self, listener: _Listener) -> m.News:
+        reader = listener.reader
+        is_start, listener.position = reader.is_starting, listener.position + 1
+        events = self._encoder.encode(reader.take(_NEWS_TOKENS))
+        return m.News(self._state.epoch, listener.position, events, is_start, reader.has_more)

@@ -1,0 +1,161 @@
+"""A router's view of events, engines that describe what they store, and prompts with ids and tokens."""
+
+import random
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from kvdepot.client.description import Description
+from kvdepot.keys import KeyRun
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.operators.events import END
+from kvdepot.wire import messages as m
+from support.peer import Peer, registration
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Batch = tuple[int, list[dict[str, Any]]]
+NAMESPACE: Final = bytes(range(32))
+MODEL: Final = "served"
+kept: list[object] = []
+FLAGS: Final = ("--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0")
+
+
+def events_of(payload: bytes) -> list[dict[str, Any]]:
+    """Decode a batch as plain values: `[ts, events, rank]`."""
+    _, events, rank = msgspec.msgpack.decode(payload)
+    assert rank == 0
+    return events
+
+
+def block_id(digest: bytes) -> int:
+    """The id that the tests' engines give a block: one for each chunk."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def ids_of(run: KeyRun) -> list[int]:
+    return [block_id(run.digests[start : start + 32]) for start in range(0, len(run.digests), 32)]
+
+
+def tokens_of(run: KeyRun, chunk_tokens: int) -> list[int]:
+    """Tokens that follow from the chunk's key."""
+    return [token for each in ids_of(run) for token in random.Random(each).choices(range(100_000), k=chunk_tokens)]
+
+
+def description(run: KeyRun, chunk_tokens: int = 64, **more: Any) -> Description:
+    parent = block_id(run.parent) if run.first_chunk else None
+    return Description(NAMESPACE, tokens_of(run, chunk_tokens), ids_of(run), parent, **more)
+
+
+class View:
+    """A router's view of one depot: checks that each block stands behind one that is known."""
+
+    def __init__(self) -> None:
+        self.found: set[int] = set()
+        self.tokens: dict[int, tuple[int, ...]] = {}
+        self.parents: dict[int, int | None] = {}
+        self.next = 0
+        self.num_clears = 0
+
+    def apply(self, batches: list[Batch]) -> None:
+        for number, events in batches:
+            if number < self.next:
+                continue  # it came by replay
+            self.next = number + 1
+            for event in events:
+                self.take(event)
+
+    def take(self, event: dict[str, Any]) -> None:
+        if event["type"] == "AllBlocksCleared":
+            self.found.clear()
+            self.num_clears += 1
+            return
+        assert (event["medium"], event["locality"]) == ("CPU", "LOCAL")
+        ids, size = event["block_hashes"], event.get("block_size", 0)
+        if event["type"] == "BlockRemoved":
+            self.found.difference_update(ids)
+            return
+        before = event["parent_block_hash"]
+        assert before is None or before in self.found
+        assert len(event["token_ids"]) == size * len(ids)
+        for place, each in enumerate(ids):
+            self.tokens[each] = tuple(event["token_ids"][place * size : (place + 1) * size])
+            self.parents[each], before = before, each
+        self.found |= set(ids)
+
+    def reached(self) -> set[int]:
+        """The blocks that a prefix of its prompt leads to."""
+
+        def is_reached(block: int | None) -> bool:
+            return block is None or (block in self.found and is_reached(self.parents[block]))
+
+        return set(filter(is_reached, self.found))
+
+
+class Router(View):
+    """A subscriber of a depot, or of an engine. The context closes its socket, not the collector before."""
+
+    def __init__(self, source: DepotProcess | str, context: Context, topic: bytes = b"") -> None:
+        super().__init__()
+        endpoints = [source, ""] if isinstance(source, str) else source.status().event_endpoints
+        events, self.replay_endpoint = endpoints
+        self.context = context
+        self.topics: set[bytes] = set()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.subscribe(topic)
+        self.socket.connect(events)
+        kept.append(self.socket)
+
+    def take_all(self) -> list[Batch]:
+        batches: list[Batch] = []
+        while self.socket.poll(0):
+            topic, number, payload = self.socket.recv_multipart()
+            self.topics.add(topic)
+            batches.append((int.from_bytes(number, "big"), events_of(payload)))
+        self.apply(batches)
+        return batches
+
+    def knows(self, run: KeyRun) -> bool:
+        self.take_all()
+        return set(ids_of(run)) <= self.found
+
+    def ask_again(self, first: int) -> list[Batch]:
+        asking = self.context.socket(zmq.DEALER)
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(self.replay_endpoint)
+        asking.send_multipart([b"", first.to_bytes(8, "big")])
+        batches: list[Batch] = []
+        while True:
+            assert asking.poll(10_000)
+            _, _, number, payload = asking.recv_multipart()
+            if number == END:
+                asking.close()
+                return batches
+            batches.append((int.from_bytes(number, "big"), events_of(payload)))
+
+
+class Engine:
+    """A worker that copies nothing, and a scheduler that describes what it stored."""
+
+    def __init__(self, depot: DepotProcess, name: str = "engine", model: str = MODEL) -> None:
+        request = registration(instance=name)
+        self.worker = Peer(depot, request)
+        scheduler = m.RegisterScheduler(m.PROTOCOL_VERSION, name, "", request.spec, served_model=model)
+        self.scheduler = Peer(depot, scheduler)
+        self.chunk_tokens = request.spec.chunk_tokens
+
+    def store(self, run: KeyRun) -> int:
+        self.worker.store(run)
+        return self.describe(run)
+
+    def describe(self, run: KeyRun, **more: Any) -> int:
+        count = 0
+        for request in description(run, self.chunk_tokens, **more).requests(self.scheduler.context, run):
+            reply = self.scheduler.ask(request)
+            assert isinstance(reply, m.Done)
+            count += reply.count
+        return count
+
+    def close(self) -> None:
+        self.worker.close()
+        self.scheduler.close()
