@@ -194,6 +194,21 @@ def test_after_a_worker_was_closed_nobody_has_its_memory(is_stopped: bool, devic
         assert device.holders() == set()
 
 
+def test_an_engine_that_sleeps_gives_its_memory_up_each_time_and_has_a_mover_again(
+    device: FakeDevice, depot: DepotProcess
+) -> None:
+    """Sleep mode closes the context before the memory goes, and makes another one when it is back."""
+    for night in range(4):
+        worker = Cache(device.worker(depot.url, PLAN), PLAN)
+        worker.context.wait_until_connected(WAIT_SECONDS)
+        assert mode_of(worker) == "ipc"
+        assert worker.retrieve(prompt(3)) == (3 if night else 0)
+        assert worker.store(prompt(3))
+        assert device.holders() == {wait_for_mover(depot)}
+        worker.context.close()
+        assert device.holders() == set()
+
+
 def test_a_mover_of_an_earlier_depot_that_lives_on_is_dead_when_its_worker_is_closed(
     device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:

@@ -50,6 +50,18 @@ def test_every_public_method_is_a_hook_of_some_version() -> None:
     assert {name for name in contract.overrides() if not name.startswith("_")} <= known
 
 
+def test_sleep_takes_the_memory_only_between_the_connector_s_hooks() -> None:
+    """0.32 has no hooks. `support.vllm.sleeper` does what 0.33 does, on CPU."""
+    steps = json.loads(VERSIONS["0.33"].read_text())["sleep"]
+    core, worker = "vllm.v1.engine.core.EngineCore", "vllm.v1.worker.gpu_worker.Worker"
+    assert steps[f"{worker}.sleep"][:2] == ["unregister_kv_caches", "suspend"]
+    assert steps[f"{worker}.wake_up"] == ["resume", "restore_kv_caches"]
+    assert steps[f"{worker}.discard"] == ["unregister_kv_caches", "discard"]
+    assert steps[f"{core}.sleep"][:2] == ["pause_scheduler", "sleep"]  # pausing resets the caches
+    assert steps[f"{core}.wake_up"] == ["wake_up", "_set_kv_connector_handshake_metadata", "resume_scheduler"]
+    assert steps[f"{core}.release_kv_cache_memory"] == ["_reset_caches", "discard"]
+
+
 def test_the_installed_vllm_is_one_of_them() -> None:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:

@@ -21,6 +21,14 @@ OBJECTS = {  # protocols of kvdepot_vllm.engine
     "BlockPool": ("vllm.v1.core.block_pool", "BlockPool"),
     "Step": ("vllm.v1.core.sched.output", "SchedulerOutput"),
 }
+SLEEP = {  # methods that put an engine to sleep and wake it, and the calls in them whose order counts
+    "vllm.v1.engine.core.EngineCore": ("sleep", "wake_up", "release_kv_cache_memory", "_reset_caches"),
+    "vllm.v1.worker.gpu_worker.Worker": ("sleep", "wake_up", "discard"),
+}
+STEPS = {
+    "pause_scheduler", "reset_prefix_cache", "_reset_caches", "sleep", "unregister_kv_caches", "suspend", "discard",
+    "wake_up", "resume", "restore_kv_caches", "_set_kv_connector_handshake_metadata", "resume_scheduler",
+}  # fmt: skip
 Read = Callable[[str], str | None]
 
 
@@ -92,6 +100,34 @@ def describe(read: Read) -> dict[str, Any]:
             name: {each: (members or {}).get(each) is not None for each in attributes()[name]}
             for name, members in objects.items()
         },
+        "sleep": {
+            f"{place}.{name}": calls
+            for place, names in SLEEP.items()
+            for name, calls in _calls(read, *place.rsplit(".", 1)).items()
+            if name in names
+        },
+    }
+
+
+def _calls(read: Read, module: str, name: str) -> dict[str, list[str]]:
+    """Return the steps of sleep mode that each method of a class calls, in the order of the source."""
+    tree = _module(read, module)
+    methods = (
+        method
+        for node in (tree.body if tree is not None else ())
+        if isinstance(node, ast.ClassDef) and node.name == name
+        for method in node.body
+        if isinstance(method, ast.FunctionDef)
+    )
+    return {
+        method.name: [
+            call.func.attr
+            for call in sorted(
+                (each for each in ast.walk(method) if isinstance(each, ast.Call)), key=lambda each: each.lineno
+            )
+            if isinstance(call.func, ast.Attribute) and call.func.attr in STEPS
+        ]
+        for method in methods
     }
 
 

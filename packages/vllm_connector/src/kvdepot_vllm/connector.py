@@ -99,7 +99,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.parse(transfer.kv_connector_extra_config, role=transfer.kv_role)
         self._scheduler: SchedulerSide | None = None
         self._worker = WorkerSide(None, 1, 0)  # uses no depot: every load fails, every store ends at once
-        self._kv_caches: dict[str, Any] | None = None  # as registered
         self._unsaid: WorkerFormat | None = None  # until it is sent
         self._block_pool: Any = None
         self._plan = StepPlan()
@@ -135,8 +134,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: sleep mode takes the cache's device memory away, and following it was never shown on a device."""
-        return False
+        """True: the worker's side leaves the depot before the cache's memory goes, and comes back with it."""
+        return True
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -195,8 +194,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register this worker's KV cache with the depot. If that fails, the engine runs without a depot."""
-        self._leave_as_worker()
-        self._unsaid, self._kv_caches = WorkerFormat(""), kv_caches
+        self.unregister_kv_caches()
+        self._unsaid = WorkerFormat("")
         if self._cache is None:
             return
         try:
@@ -206,20 +205,15 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             logger.exception("kvdepot failed and is not used by this worker; the engine runs without it")
 
+    @_never_raises(_nothing)
     def unregister_kv_caches(self) -> None:
         """Give the cache's memory up, before vLLM takes it away: until `restore_kv_caches` every load is a miss."""
-        self._leave_as_worker()
-
-    def restore_kv_caches(self) -> None:
-        """Register the cache again, now that vLLM has its memory back."""
-        if self._kv_caches is not None:
-            self.register_kv_caches(self._kv_caches)
+        self._worker.leave()
 
     @_never_raises(_nothing)
-    def _leave_as_worker(self) -> None:
-        """Give up what an earlier call registered: threads, streams and the registration at the depot."""
-        worker, self._worker = self._worker, WorkerSide(None, 1, 0)
-        worker.close()
+    def restore_kv_caches(self) -> None:
+        """Register the cache again, now that vLLM has its memory back."""
+        self._worker.come_back()
 
     @_never_raises(_nothing)
     def reset_capture_state(self) -> None:

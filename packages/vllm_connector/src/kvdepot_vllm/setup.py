@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import vllm
@@ -126,7 +127,8 @@ class Start:
         cache = on_device(cache, layers, device_of_bytes(cache.dtype))
         can_cut = Capability.OTHER_PARTS in backend.capabilities
         groups = worker_groups(cache, kv_caches, self.kv_cache_config.num_blocks, tp_rank, pp_rank, can_cut=can_cut)
-        context = backend.create_context(
+        open_context = partial(
+            backend.create_context,
             KVCache(
                 groups,
                 self.instance,
@@ -143,6 +145,7 @@ class Start:
             register_when_asked=True,  # vLLM reports graph captures that fail or hang beside a registration
             **self.settings.backend_options(backend),
         )
+        context = open_context()
         only = cache.groups[0] if cache.num_groups == 1 else None
         block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
         blends, text = None, ""
@@ -150,7 +153,7 @@ class Start:
             from kvdepot_vllm.blend.setup import start_blending
 
             blends, text = start_blending(self.vllm_config, self.kv_cache_config, self.settings, context)
-        return WorkerSide(context, cache.chunk_tokens, block_tokens, blends), WorkerFormat(
+        return WorkerSide(context, cache.chunk_tokens, block_tokens, blends, open_context), WorkerFormat(
             cache.format, blends is not None, text, tuple(group.plane for group in groups)
         )
 

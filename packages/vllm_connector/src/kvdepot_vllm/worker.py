@@ -5,8 +5,8 @@ vLLM calls it in every step, so nothing here waits for a copy or for the depot.
 
 import contextlib
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvdepot.backends import NO_BLOCK, TransferContext, TransferFuture
@@ -65,11 +65,18 @@ class NoBlends:
         """Return the blends whose retrieves ended, and the figures of those that ended, since the last call."""
         return {}, {}
 
+    def lose(self) -> None:
+        """Make failures of all blends under way: the cache's memory is gone, and with it what was retrieved."""
+
+    def use(self, context: TransferContext) -> None:
+        """Retrieve through another context from now on."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Load:
     job: LoadJob
     future: TransferFuture[bool] | None
+    is_lost: bool = False  # the cache's memory was taken away: nothing that the load brought is there any more
 
 
 class WorkerSide:
@@ -80,12 +87,19 @@ class WorkerSide:
         chunk_tokens: of the key.
         block_tokens: of the only layer group; 0 if there are several, and failures are then reported by request.
         blends: of this worker; None if it does not blend.
+        open_context: makes another context after the memory was away.
     """
 
     def __init__(
-        self, context: TransferContext | None, chunk_tokens: int, block_tokens: int, blends: NoBlends | None = None
+        self,
+        context: TransferContext | None,
+        chunk_tokens: int,
+        block_tokens: int,
+        blends: NoBlends | None = None,
+        open_context: Callable[[], TransferContext] | None = None,
     ) -> None:
         self._context = context
+        self._open_context = open_context
         self._blends = blends or NoBlends()
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
@@ -159,7 +173,7 @@ class WorkerSide:
             results.finished.add(request_id)
             if load.future is not None:
                 self._count(_LOADS, load.future)
-                if load.future.result():
+                if load.future.result() and not load.is_lost:
                     continue
             if self._block_tokens and load.job.key.num_chunks:
                 results.invalid_blocks.update(self._unfilled(load))
@@ -171,7 +185,7 @@ class WorkerSide:
         return results
 
     def _unfilled(self, load: _Load) -> Collection[int]:
-        filled = load.future.num_chunks if load.future is not None else 0
+        filled = load.future.num_chunks if load.future is not None and not load.is_lost else 0
         first = max(filled * self._chunk_tokens, load.job.skip_tokens) // self._block_tokens
         return [block for block in load.job.block_ids[0][first:] if block != NO_BLOCK]
 
@@ -191,6 +205,30 @@ class WorkerSide:
     def num_pending(self) -> int:
         """Transfers under way."""
         return len(self._loads) + len(self._stores) + self._blends.num_pending
+
+    def leave(self) -> None:
+        """Give the cache's memory up before the engine takes it away. Twice is harmless.
+
+        Transfers under way end first, within the depot's deadline, and afterwards nothing of this side touches that
+        memory. Every load that is not reported yet counts as failed. Until `come_back` loads are misses, and stores end
+        at once.
+        """
+        context, self._context = self._context, None
+        self._loads = {request_id: replace(load, is_lost=True) for request_id, load in self._loads.items()}
+        self._blends.lose()
+        if context is not None:
+            context.close()
+
+    def come_back(self) -> None:
+        """Register the cache again, now that the engine has its memory back. Its content may be lost.
+
+        Raises:
+            KVDepotError: the backend cannot be used; the side remains as it was left.
+        """
+        if self._context is None and self._open_context is not None:
+            self._context = self._open_context()
+            self._blends.use(self._context)
+            self._context.start_registering()  # the engine has captured its graphs
 
     def close(self) -> None:
         """Finish the copies under way, within the depot's deadline, and leave. Twice is harmless."""

@@ -166,6 +166,16 @@ class BlendWorker(NoBlends):
         self._ended.finished.add(job.request_id)
         self._ended.invalid_blocks.update(job.table[first // self._block_tokens : last])
 
+    def lose(self) -> None:
+        """See `NoBlends`."""
+        for blend in self._blends.values():
+            blend.futures, blend.has_started, blend.slices = [], False, None
+            blend.is_given_up = True
+
+    def use(self, context: TransferContext) -> None:
+        """See `NoBlends`."""
+        self._context = context
+
     def take_reports(self) -> tuple[dict[str, tuple[int, bool]], dict[str, BlendFigures]]:
         """See `NoBlends`."""
         reports = self._loaded, self._figures
