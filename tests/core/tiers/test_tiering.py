@@ -13,6 +13,7 @@ import pytest
 
 from kvdepot.config import Demotion
 from kvdepot.errors import ErrorCode
+from kvdepot.index.eviction import AdaptiveReplacement
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import wait_until
@@ -791,6 +792,35 @@ def test_without_a_worker_nobody_knows_what_to_make_room_for(make: Maker) -> Non
     bench.contexts = bench.contexts[:1]
 
 
+def test_a_promotion_in_which_a_policy_raises_ends_with_all_that_it_had_begun(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the entries that a tier was reading stayed unfinished for ever, and the lookup had no answer."""
+    bench = make(pages=48)
+    bench.store_long(prompt(40))
+    bench.forget()
+    bench.store_long(prompt(24, 1))
+    bench.settle()
+    bench.tiers[0].hang = True  # so that the first entries are still on their way
+    asked = bench.begin_lookup(prompt(40))
+    assert isinstance(asked, PendingReply)
+    with monkeypatch.context() as patch:
+        patch.setattr(AdaptiveReplacement, "victim", Mock(side_effect=RuntimeError("broken")))
+        bench.tiers[0].hang = False
+
+        def fails() -> bool:
+            try:
+                bench.tiering.turn()
+            except RuntimeError:
+                return True
+            return False
+
+        wait_until(fails, what="the second part of the promotion")
+    assert bench.wait(asked).num_chunks < 40
+    assert len(bench.tiering.promotions) == 0
+    bench.audit()
+
+
 def test_promotion_evicts_what_it_needs_but_never_what_it_continues(make: Maker) -> None:
     bench = make(pages=8)
     bench.store(prompt(6))
@@ -906,6 +936,19 @@ def test_with_evict_what_leaves_goes_down_and_the_pool_keeps_a_reserve(make: Mak
     assert bench.tiers[0].usage().num_entries >= 60 - 40
     assert bench.index.extents.free_bytes >= 2 * PAGE
     assert [bench.lookup(prompt(5, name=name)) for name in range(12)] == [5] * 12
+
+
+def test_with_evict_the_end_of_a_lease_wakes_the_depot_that_found_nothing_to_evict(make: Maker) -> None:
+    bench = make(pages=40, demotion=Demotion.EVICT)
+    leased = [bench.store(prompt(8, name=name)) or bench.begin_lookup(prompt(8, name=name)) for name in range(5)]
+    bench.settle()
+    assert bench.index.extents.free_bytes == 0
+    assert bench.tiering.due > bench.clock()
+    assert isinstance(leased[0], m.LookupReply)
+    bench.ask(m.Release(bench.contexts[0], (leased[0].lease,)))
+    assert bench.tiering.due <= bench.clock()
+    bench.settle()
+    assert bench.index.extents.free_bytes >= 2 * PAGE
 
 
 def test_short_prefixes_stay_in_the_pool(make: Maker) -> None:

@@ -45,6 +45,7 @@ class Evictor:
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of evicted chunks
         # Ends an unfinished store of a share above its quota, when nothing can leave for a share that is owed room.
         self._end_store = end_store
+        self._on_victim: Callable[[], None] | None = None
         self._nodes = nodes
         self._visibility = visibility
         self._entries = entries
@@ -92,6 +93,9 @@ class Evictor:
             if node == NO_NODE or not self._nodes.tree.evictable(node):
                 return NO_NODE
         self._shares.policy_of(node).unpinned(node)
+        if self._on_victim is not None:
+            on_victim, self._on_victim = self._on_victim, None
+            on_victim()
         return node
 
     # --- leaving --------------------------------------------------------------------------------------------------
@@ -120,6 +124,10 @@ class Evictor:
                 self._evict(node)
                 return True
         return False
+
+    def await_victim(self, on_victim: Callable[[], None]) -> None:
+        """Have a function called once, when a chunk can leave that could not before. It replaces an earlier one."""
+        self._on_victim = on_victim
 
     def next_victim(self) -> int | None:
         """Return the next chunk to leave for any share, without removing it."""

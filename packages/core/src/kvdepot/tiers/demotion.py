@@ -63,7 +63,14 @@ class Demotions:
         self._counters = counters
         self._on_corrupt = on_corrupt
         self._clock = clock
+        self.lacks_victims = False  # the reserve needs room, and nothing can leave
+        self._is_cut = False  # the reserve needs room, and the last turn was over
         self.refresher = Refresher(index, keys, self._write_lost, clock, writes_unknown=rule is not Demotion.EVICT)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` would go on at once."""
+        return self._is_cut or self.refresher.has_work
 
     def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
         """Write newly sealed entries, in the order of their chunks, if they go first or the rule says so."""
@@ -165,11 +172,16 @@ class Demotions:
         index = self._index
         reserve = int(index.extents.ready_bytes * _RESERVE_SHARE)
         leaving = sum(tier.queue.queued_write_bytes for tier in self._tiers)
+        self.lacks_victims = self._is_cut = False
         for number in itertools.count():
-            if index.extents.free_bytes + leaving >= reserve or (number >= _LEAST_VICTIMS and is_over()):
+            if index.extents.free_bytes + leaving >= reserve:
+                return
+            if number >= _LEAST_VICTIMS and is_over():
+                self._is_cut = True
                 return
             node = index.evictor.next_victim()
             if node is None:
+                self.lacks_victims = True
                 return
             # The chunks before a leaf leave next, so write them together.
             nodes, records = [node], index.entries.sealed(node)

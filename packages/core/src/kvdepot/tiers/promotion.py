@@ -349,10 +349,16 @@ class Promotions:
         try:
             pause = next(promotion.steps) if is_over is None else promotion.steps.send(is_over)
         except StopIteration:
-            self._ready.pop(promotion, None)
-            pins = self._pins.pop(promotion)
-            promotion.waiter.answer()
-            self._context.index.release(pins)
+            self._end(promotion)
+        except Exception:  # a bug: the lookup is answered with the chunks that are here
+            self._end(promotion)
+            raise
         else:
             if pause is Pause.STEP:
                 self._ready[promotion] = None
+
+    def _end(self, promotion: Promotion) -> None:
+        self._ready.pop(promotion, None)
+        pins = self._pins.pop(promotion)
+        promotion.waiter.answer()
+        self._context.index.release(pins)

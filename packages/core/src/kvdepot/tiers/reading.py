@@ -189,6 +189,13 @@ class Reading:
 
     def run(self) -> Generator[Pause, IsOver, None]:
         """Read and seal the wanted entries, up to the first one that fails."""
+        try:
+            yield from self._read()
+        except Exception:  # a bug, as of an eviction policy
+            self._abandon()
+            raise
+
+    def _read(self) -> Generator[Pause, IsOver, None]:
         wanted, flights, context, is_broken = self._wanted, self._flights, self._context, False
         while wanted or flights or self.num_awaited:
             can_go_on = wanted or (flights and flights[0].state is not _State.COMING)
@@ -211,6 +218,23 @@ class Reading:
             self._seal(landed)
             if is_broken:
                 wanted.clear()
+
+    def _abandon(self) -> None:
+        """Give up the entries on their way. The tier may still write to them."""
+        for flight in self._flights:
+            if flight.state is _State.COMING:
+                self._lose(flight)
+            elif flight.state is not _State.LOST:
+                self._index.discard_entry(flight.record)
+                self._context.arrived(flight.record)
+        self._flights.clear()
+
+    def _lose(self, flight: _Flight) -> None:
+        """Take a late entry off its chunk. Its extent is freed once the read has returned."""
+        flight.state = _State.LOST
+        self._index.abandon_entry(flight.record)
+        self._context.counters[_PROMOTIONS_FAILED] += 1
+        self._context.arrived(flight.record)
 
     def _make_flights(self, is_over: IsOver) -> list[tuple[_Flight, bytes]]:
         """Give extents to the next wanted entries, at least to a few; return them with their keys.
@@ -295,10 +319,7 @@ class Reading:
         def on_late() -> None:
             for flight in flights:
                 if flight.state is _State.COMING:
-                    flight.state = _State.LOST
-                    self._index.abandon_entry(flight.record)
-                    self._context.counters[_PROMOTIONS_FAILED] += 1
-                    self._context.arrived(flight.record)
+                    self._lose(flight)
             self.wake()
 
         for flight in flights:

@@ -266,11 +266,16 @@ class Tiering:
                     break
         self.promotions.turn(is_over)
         self._demote(self._demotions.turn, is_over)
+        if self._demotions.lacks_victims:
+            self._index.evictor.await_victim(self._wake)
         self.due = self._next_deadline()
+
+    def _wake(self) -> None:
+        self.due = 0.0
 
     def _next_deadline(self) -> float:
         now, queues = self._clock(), self.queues
-        if self._demotions.refresher.has_work or any(queue.has_results for queue in queues):
+        if self._demotions.has_work or any(queue.has_results for queue in queues):
             return now
         # A call of a thread has no deadline before it begins, and nothing tells the loop that it has begun.
         times = itertools.chain([self.promotions.next_deadline()], (queue.next_deadline() for queue in queues))
