@@ -4,6 +4,7 @@ import errno
 import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,16 +18,16 @@ from kvdepot.index.eviction import AdaptiveReplacement
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import wait_until
-from kvdepot.layout import GroupKind
+from kvdepot.layout import GroupKind, Part, heads_of_both
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands, flights
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.testing.tier import FaultyTier, make_pool
-from kvdepot.tiers import promotion, reading, sealed
+from kvdepot.tiers import jobs, promotion, reading, sealed
 from kvdepot.tiers.base import Extents
-from kvdepot.tiers.jobs import Operation, Part
+from kvdepot.tiers.jobs import Operation
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.names import EntryKeys
 from kvdepot.tiers.queue import TierQueue
@@ -43,6 +44,7 @@ FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupK
 PLAIN = (m.GroupShape(FULL, 1),)
 SHARDED = (m.GroupShape(FULL, 1, layers=2),)
 WINDOWS = (m.GroupShape(WINDOW, 1, window_tokens=3),)
+HEADS = (m.GroupShape(FULL, 1, heads=4), m.GroupShape(WINDOW, 1, window_tokens=3, heads=4))
 HYBRID = (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1))
 
 
@@ -68,6 +70,7 @@ class Bench:
         write_bytes: int = 1 << 20,
         tier_pages: int = 256,
         verify: bool = False,
+        ranks: int = 1,
     ) -> None:
         self.clock = Clock()
         self.spec = m.CacheSpec(1, groups, "bytes")
@@ -93,14 +96,29 @@ class Bench:
         self.depot.state.tiering = self.tiering
         self.verify = verify
         self.time_passes = False  # while something is waited for and a tier hangs
-        self.contexts = [self.register(shard) for shard in range(max(self.shard(g, 1) for g in range(len(groups))) + 1)]
+        self.contexts: list[int] = []
+        self.attach(max(ranks, *(group.layers for group in groups)))
 
-    def register(self, shard: int, session: int = 1, model: str = "model") -> int:
-        details = tuple(
-            m.GroupDetail((PAGE,), 8, part=shard << 16 if group.layers > 1 else 0) for group in self.spec.groups
-        )
-        request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", shard, 2, "none", "none", model, self.spec, details)
+    def attach(self, ranks: int) -> None:
+        """Have an engine of so many ranks in the place of the one before."""
+        for context in self.contexts:
+            self.ask(m.Unregister(context))
+        self.ranks = ranks
+        self.contexts = [self.register(rank) for rank in range(ranks)]
+
+    def register(self, rank: int, session: int = 1, model: str = "model") -> int:
+        parts = [self.part(group, rank) for group in range(len(self.spec.groups))]
+        details = tuple(m.GroupDetail((PAGE * part.num_cells,), 8, part=part.number) for part in parts)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", rank, 8, "none", "none", model, self.spec, details)
         return self.ask(request, session).context
+
+    def part(self, group: int, rank: int) -> Part:
+        """Return what a rank has of a group."""
+        shapes: tuple[m.GroupShape, ...] = self.spec.groups
+        heads = shapes[group].heads
+        if heads == 1:
+            return Part(rank if shapes[group].layers > 1 else 0)
+        return Part(0, 1, rank * heads // self.ranks, max(1, heads // self.ranks))
 
     def ask(self, request: frames.Request, session: int = 1) -> Any:
         return self.depot.handle(session, Writer(1, 1), request)
@@ -108,14 +126,13 @@ class Bench:
     def store(self, run: KeyRun, *covered: int) -> None:
         """Store from every rank."""
         covered = covered or (run.num_chunks,) * len(self.spec.groups)
-        shard: int
-        for shard, context in enumerate(self.contexts):
+        for context in self.contexts:
             plan = self.ask(m.PrepareStore(context, "r", run.tenant, run.digests, run.first_chunk, run.parent, covered))
             if not plan.ticket:
                 continue
             checksums = b""
-            for chunk, group, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
-                data = content(run, run.first_chunk + chunk, group, self.shard(group, shard))
+            for chunk, group, heads, _, layers, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
+                data = content(run, run.first_chunk + chunk, group, Part.of(layers << 16 | heads))
                 self.pool.view[offset : offset + size] = data
                 if self.verify:
                     checksums += checksum_of(data)
@@ -127,14 +144,10 @@ class Bench:
             self.store(run.slice(start, min(start + 8, run.num_chunks)))
 
     def checksums(self) -> dict[tuple[bytes, int, int], bytes]:
-        """Return the checksum of each sealed entry, by key, group and shard."""
+        """Return the checksum of each sealed entry, by key, group and part."""
         table = self.index.table
         records = [record.number for record in table.records() if record.state == SEALED]
         return {(table.key_of(record), *table.place_of(record)): table.owner_of(record) for record in records}
-
-    def shard(self, group: int, rank: int) -> int:
-        shapes: tuple[m.GroupShape, ...] = self.spec.groups
-        return rank if shapes[group].layers > 1 else 0
 
     def settle(self) -> None:
         """Let everything that was demoted arrive."""
@@ -185,13 +198,17 @@ class Bench:
         covered = tuple(
             min(chunks, 2) if g.kind is WINDOW else chunks for g, chunks in zip(self.spec.groups, reach, strict=True)
         )
-        shard: int
-        for shard, context in enumerate(self.contexts):
+        for rank, context in enumerate(self.contexts):
             plan = self.ask(m.PrepareRetrieve(context, "r", run.digests, 0, covered))
             assert plan.num_chunks == run.num_chunks
-            for chunk, group, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
-                expected = content(run, chunk, group, self.shard(group, shard))
-                assert self.pool.view[offset : offset + size] == expected, "wrong bytes"
+            cells = Counter[tuple[int, int]]()
+            for chunk, group, heads, _, layers, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
+                part, mine = Part.of(layers << 16 | heads), self.part(group, rank)
+                assert self.pool.view[offset : offset + size] == content(run, chunk, group, part), "wrong bytes"
+                assert part.first_layer == mine.first_layer
+                cells[chunk, group] += len(heads_of_both(mine, part))
+            for (_, group), count in cells.items():
+                assert count == self.part(group, rank).num_heads, "each head once"
             self.ask(m.Release(context, (plan.lease,)))
 
     def forget(self) -> None:
@@ -229,10 +246,12 @@ def num_under_way(tiering: Tiering) -> int:
     return sum(queue.num_calls for queue in tiering.queues) + tiering.promotions.num_coming
 
 
-def content(run: KeyRun, chunk: int, group: int, shard: int) -> bytes:
+def content(run: KeyRun, chunk: int, group: int, part: Part) -> bytes:
     chunk -= run.first_chunk
     key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
-    return random.Random(key + bytes([group, shard])).randbytes(PAGE)
+    heads = range(part.first_head, part.first_head + part.num_heads)
+    cells = [bytes([group, part.first_layer, head]) for head in heads]
+    return b"".join(random.Random(key + cell).randbytes(PAGE) for cell in cells)
 
 
 def prompt(num_chunks: int, name: int = 0, tenant: str = "default") -> KeyRun:
@@ -255,6 +274,49 @@ def make() -> Iterator[Maker]:
     for bench in maker.benches:
         bench.audit()
         bench.close()
+
+
+@pytest.mark.parametrize(("stored_by", "read_by"), list(itertools.permutations([1, 2, 4, 8], 2)))
+@pytest.mark.parametrize("groups", [HEADS, HEADS[:1]], ids=["window and full", "full"])
+def test_what_an_engine_of_any_size_left_in_a_tier_comes_back(
+    groups: tuple[m.GroupShape, ...], stored_by: int, read_by: int, make: Maker
+) -> None:
+    """An engine of eight ranks has two replicas of each of four heads."""
+    bench, run = make(groups, ranks=stored_by, pages=64), prompt(5)
+    bench.store(run)
+    bench.forget()
+    bench.attach(read_by)
+    assert bench.lookup(run) == 5
+    num_parts = min(stored_by, 4)
+    assert bench.index.entries.num_sealed == num_parts * (5 + 2 * (len(groups) - 1)), "as they were stored"
+    before = bench.index.entries.num_sealed
+    bench.store(run)
+    assert bench.index.entries.num_sealed == before + (0 if len(groups) == 1 else min(read_by, 4) * 3)
+
+
+def test_a_prompt_that_engines_of_two_sizes_continued_comes_back_whole(make: Maker) -> None:
+    bench, run = make(HEADS[:1], pages=64), prompt(6)
+    bench.store(run.slice(0, 3))
+    bench.attach(2)
+    bench.store(run.slice(3, 6))
+    bench.forget()
+    bench.attach(4)
+    assert bench.lookup(run) == 6
+
+
+def test_a_prompt_that_no_tier_knows_costs_one_small_question_more(make: Maker) -> None:
+    asked: list[int] = []
+    for groups, ranks in ((HEADS[:1], 2), (SHARDED, 2), (PLAIN, 1)):
+        bench = make(groups, ranks=ranks)
+        original = bench.tiers[0].contains
+
+        def contains(keys: Any, original: Any = original) -> Any:
+            asked.append(len(keys))
+            return original(keys)
+
+        bench.tiers[0].contains = contains
+        assert bench.lookup(prompt(8)) == 0
+    assert asked == [2, 2, 2, 1], "the parts of two ranks; one part for each of one and of four; opaque caches as ever"
 
 
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])
@@ -616,18 +678,18 @@ class HeldReads:
     """Lets what reads bring through later, and in another order."""
 
     def __init__(self, queue: TierQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.held: list[Part] = []
-        self._ready: list[Part] = []
+        self.held: list[jobs.Part] = []
+        self._ready: list[jobs.Part] = []
         self._poll = queue.poll
         monkeypatch.setattr(queue, "poll", self.poll)
 
-    def poll(self, most: int) -> list[Part]:
+    def poll(self, most: int) -> list[jobs.Part]:
         for part in self._poll():
             (self.held if part.job.operation is Operation.READ else self._ready).append(part)
         parts, self._ready = self._ready[:most], self._ready[most:]
         return parts
 
-    def release(self, parts: Sequence[Part]) -> None:
+    def release(self, parts: Sequence[jobs.Part]) -> None:
         last = {id(part.job): part for part in parts}
         self._ready += [replace(part, is_last=part is last[id(part.job)]) for part in parts]
 
@@ -679,7 +741,7 @@ def test_lookups_of_one_prompt_wait_for_each_other_in_any_order(
     wait_until(are_all_read)
     first_job = min((part.job for part in reads.held), key=lambda job: job.extents[0])
 
-    def order(part: Part) -> tuple[bool, float]:
+    def order(part: jobs.Part) -> tuple[bool, float]:
         return not part.first and part.job is not first_job, source.random()
 
     reads.release(sorted(reads.held, key=order))

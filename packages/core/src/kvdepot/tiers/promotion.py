@@ -7,7 +7,7 @@ second half, which reads the entries. `Promotions` resumes the generators whose 
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvdepot.counting import depot_counter
@@ -17,6 +17,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import QUESTIONS_A_STEP, IsOver, Pause, Prefix, PromotionContext, Reading
+from kvdepot.tiers.splits import other_splits
 from kvdepot.tiers.tier_state import TierState
 
 logger = logging.getLogger(__name__)
@@ -98,23 +99,26 @@ class Promotion:
     def run(self) -> Generator[Pause, IsOver, None]:
         """Ask one tier after the other, until the prefix is here, the lookup is answered, or no tier is left.
 
-        Ask a tier again for the chunks that follow if it had all chunks of the question.
+        Ask a tier again for the chunks that follow if it had all chunks of the question, or if an engine of another
+        size may have stored them.
         """
-        tiers, num_chunks, number = self._tiers, self.prefix.num_chunks, 0
+        tiers, num_chunks, number, is_end = self._tiers, self.prefix.num_chunks, 0, False
         while number < len(tiers) and not self._is_stopped:
             before = self._found
-            limit = yield from self._bring_from(tiers[number])
+            limit = yield from self._bring_from(tiers[number], is_end=is_end)
             if limit and (self._found == num_chunks or self.waiter.on_answer is None):
                 return
-            if not limit or self._found == before or limit == num_chunks:
+            is_end = limit == num_chunks and self._found > before and max(self.prefix.space.heads) > 1
+            if not limit or self._found == before or (limit == num_chunks and not is_end):
                 number += 1
 
-    def _bring_from(self, tier: TierState) -> Generator[Pause, IsOver, int]:
+    def _bring_from(self, tier: TierState, *, is_end: bool) -> Generator[Pause, IsOver, int]:
         """Read from one tier; return how many leading chunks it was asked for, 0 if it read nothing.
 
-        Ask for the first missing chunk alone, so that a new prompt costs one small question, however long it is.
+        Ask for the first missing chunk alone, so that a new prompt costs one small question, however long it is. If
+        the tier lacks it, or is known to (`is_end`), ask for it as engines of other sizes have it.
         """
-        prefix, space = self.prefix, self.prefix.space
+        space = self.prefix.space
         if tier.queue.is_suspended:
             self._log(tier, "it is suspended")
             return 0
@@ -123,10 +127,15 @@ class Promotion:
         limit, is_first = self._found + 1, bool(entries)
         there: list[bool] | None = []
         if is_first:
-            there = yield from self._ask(tier, entries)
+            there = None if is_end else (yield from self._ask(tier, entries))
             if there is None or not all(there):
-                self._log(tier, "it does not have the next chunk, or did not answer in time")
-                return 0
+                if (there is None and not is_end) or not (yield from self._find_split(tier, entries)):
+                    self._log(tier, "it does not have the next chunk, or did not answer in time")
+                    return 0
+                is_first, there = False, []
+        elif is_end:
+            return 0
+        prefix = self.prefix
         if not is_first or space.windows or limit < prefix.num_chunks:
             limit = min(prefix.num_chunks, self._found + max(1, MAXIMUM_QUESTIONS // len(prefix.places)))
             entries = yield from self._missing_before(limit)
@@ -147,6 +156,21 @@ class Promotion:
         self._log(tier, f"reads chunks {self._found} to {length}, {num_bytes} bytes")
         yield from self._read(tier, wanted)
         return limit
+
+    def _find_split(self, tier: TierState, missing: Sequence[Wanted]) -> Generator[Pause, IsOver, bool]:
+        """Go on with the split under which the tier has missing entries of a chunk; False if it has them under none.
+
+        One part stands for all of its split: the whole of it is asked for with the chunks that follow.
+        """
+        chunk, group = missing[0][0], missing[0][1].group
+        splits = other_splits(self.prefix.space, self.prefix.places)
+        firsts = [(chunk, next(place for place in split if place.group == group)) for split in splits]
+        there = yield from self._ask(tier, firsts)
+        for split, is_there in zip(splits, there or [], strict=False):
+            if is_there:
+                self.prefix = replace(self.prefix, places=split)
+                return True
+        return False
 
     def _log(self, tier: TierState, decision: str) -> None:
         logger.debug("promotion for %s from tier %s: %s", self.prefix.request_id or "-", tier.queue.name, decision)
