@@ -92,10 +92,11 @@ def listen(depot: DepotProcess, model: MakeModel, tmp_path: Path) -> None:
         engine.generate(PROMPT)
         stored = engine.execute(TAKE)
         by_medium = {medium: [e for e in stored if e["medium"] == medium] for medium in ("GPU", "CPU")}
+        device = {digest for event in by_medium["GPU"] for digest in event["hashes"]}
+        by_medium["CPU"] = [event for event in by_medium["CPU"] if device & set(event["hashes"])]  # of this prompt
         assert {event["size"] for event in by_medium["CPU"]} == {128}
         groups = {event["group"] for event in by_medium["CPU"]}
         assert sum(len(event["hashes"]) for event in by_medium["CPU"]) == 5 * len(groups)
-        device = {digest for event in by_medium["GPU"] for digest in event["hashes"]}
         assert {digest for event in by_medium["CPU"] for digest in event["hashes"]} <= device, "vLLM's own hashes"
         kinds = sorted({e["kind"] for e in by_medium["CPU"]})
         assert kinds == ["full_attention"], "windows follow from it"

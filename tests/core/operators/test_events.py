@@ -16,6 +16,8 @@ from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operators.events import EventPublisher, check_endpoint
 from kvdepot.operators.holdings import Holdings, Reader
+from kvdepot.pool.folder import TOKENS_FILE
+from kvdepot.pool.tokens import TokensFile
 from kvdepot.server import commands
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -367,3 +369,61 @@ def test_who_is_slow_misses_nothing_of_what_may_wait(context: Context, tmp_path:
         assert slow.poll(10_000)
         assert int.from_bytes(slow.recv_multipart()[1], "big") == number
     assert publisher.num_batches - num_before == num_batches
+
+
+@pytest.mark.parametrize("num_kills", [1, 2])
+def test_tokens_survive_a_killed_depot(num_kills: int, depot: DepotProcess, context: Context) -> None:
+    engine, run = Engine(depot), prompt(5, "a")
+    engine.store(run)
+    engine.close()
+    for _ in range(num_kills):
+        depot.kill()
+        depot.start()
+    router = Router(depot, context)
+    wait_until(lambda: router.knows(run))
+    assert [token for each in ids_of(run) for token in router.tokens[each]] == tokens_of(run, 64)
+
+
+def test_damaged_tokens_end_the_file_and_nothing_else(depot: DepotProcess, context: Context) -> None:
+    engine, runs = Engine(depot), [prompt(2, name) for name in "abc"]
+    for run in runs:
+        engine.store(run)
+    engine.close()
+    depot.kill()
+    path = depot.pool_directory / TOKENS_FILE
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    depot.start()
+    router = Router(depot, context)
+    wait_until(lambda: router.knows(runs[0]))
+    assert not router.knows(runs[2])
+    engine = Engine(depot)
+    assert engine.scheduler.find(runs[2]).wants_tokens
+    assert engine.describe(runs[2]) == 2
+    wait_until(lambda: router.knows(runs[2]))
+    engine.close()
+
+
+def test_a_file_of_tokens_keeps_what_is_wanted_and_what_comes_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / TOKENS_FILE
+    file = TokensFile.create(path)
+    for number in range(10):
+        file.append(bytes([number]) * 100)
+    steps = file.rewrite(lambda body: body[0] % 2 == 0)
+    next(steps)
+    file.append(b"new")
+    assert TokensFile.open(path).size_bytes > 1000, "a server that is killed now has lost nothing"
+    for _ in steps:
+        pass
+    told: list[bytes] = []
+    for _ in TokensFile.open(path).rewrite(lambda body: told.append(body) is None):
+        pass
+    assert sorted(told) == sorted([b"new", *(bytes([number]) * 100 for number in range(0, 10, 2))])
+
+
+def test_a_depot_without_events_forgets_the_tokens_of_an_earlier_one(tmp_path: Path) -> None:
+    file = TokensFile.create(tmp_path / TOKENS_FILE)
+    file.append(b"secret")
+    Bench().depot.news.keep_in(file, is_new=False)
+    assert b"secret" not in (tmp_path / TOKENS_FILE).read_bytes()

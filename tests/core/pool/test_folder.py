@@ -18,7 +18,7 @@ from kvdepot.pool.names import NamesFile
 from kvdepot.pool.table import IndexTable
 
 SIZE = 1 << 20
-KINDS = ["pool", "index", "names"]
+KINDS = ["pool", "index", "names", "tokens"]
 
 
 def open_here(folder: Path, size_bytes: int = SIZE, *, fresh: bool = False) -> PoolFiles:

@@ -241,6 +241,14 @@ class Holdings:
             self.on_described(space, model, request)
         return num_new
 
+    def knows_any(self, space: Space, request: m.DescribeChunks) -> bool:
+        """Whether routers are told of any chunk of a description."""
+        for chunk in range(num_digests(request.digests)):
+            node = self._index.visibility.find(space, digest_at(request.digests, chunk), request.first_chunk + chunk)
+            if node is not None and self.is_described(node):
+                return True
+        return False
+
     def _check(self, request: m.DescribeChunks, count: int, chunk_tokens: int) -> int:
         """Return the blocks of a chunk."""
         num_tokens, rest = divmod(len(request.tokens), _TOKEN_BYTES)

@@ -1,7 +1,7 @@
-"""The pool's files: KV bytes, the index table and the names that records refer to, in one folder on tmpfs.
+"""The pool's files: KV bytes, the index table, the names that records refer to and tokens, in one folder on tmpfs.
 
 The server owns them; workers get the descriptors when they open a session. A server that is started again in the same
-folder finds all three. If they do not fit together, it refuses all of them and makes new ones. It never maps the pool:
+folder finds all of them. If they do not fit together, it refuses them and makes new ones. It never maps the pool:
 only copying processes do (`PoolMemory`).
 """
 
@@ -21,10 +21,11 @@ from blake3 import blake3
 
 from kvdepot.config import format_size
 from kvdepot.errors import DepotBusy, PoolError
-from kvdepot.pool.folder import NAMES_FILE, POOL_FILE, POOL_MAGIC, TABLE_FILE, TRAILER_BYTES, PoolFolder
+from kvdepot.pool.folder import NAMES_FILE, POOL_FILE, POOL_MAGIC, TABLE_FILE, TOKENS_FILE, TRAILER_BYTES, PoolFolder
 from kvdepot.pool.names import NamesFile
 from kvdepot.pool.pace import Pace
 from kvdepot.pool.table import HEADER_PAGE_BYTES, IndexTable, TableReader, holder_of
+from kvdepot.pool.tokens import TokensFile
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class PoolFiles:
     table: IndexTable
     table_fd: int  # read only, for workers
     names: NamesFile
+    tokens: TokensFile
     is_new: bool
     unnamed: dict[str, str] = field(default_factory=dict[str, str])  # what new files are called until `take_place`
     earlier_fd: int | None = None  # locks the pool that new files replace
@@ -63,7 +65,7 @@ class PoolFiles:
     def take_place(self) -> None:
         """Give new files their names, in place of an earlier server's; call it when nothing else of a start can fail.
 
-        All three are whole, locked and have memory by then, so a crash leaves files that a later start knows as a
+        All are whole, locked and have memory by then, so a crash leaves files that a later start knows as a
         depot's. Earlier files are not truncated: a client of an earlier server may still have them mapped.
 
         Raises:
@@ -80,6 +82,7 @@ class PoolFiles:
             except OSError as error:
                 raise PoolError(f"no pool in {self.directory}: {error}") from error
             self.unnamed = {}
+            self.tokens.moved(self.directory / TOKENS_FILE)
             folder.remove_files(only_unfinished=True)  # of starts that were killed: whoever else starts now has lost
         if self.why_new:
             logger.warning("the cache of an earlier server in %s is thrown away: %s", self.directory, self.why_new)
@@ -96,6 +99,7 @@ class PoolFiles:
         """Close all files. If `remove`, delete them. Files that have not taken their place are deleted in any case."""
         self.table.close()
         self.names.close()
+        self.tokens.close()
         os.close(self.pool_fd)
         os.close(self.table_fd)
         with PoolFolder(self.directory, through_links=True) as folder:
@@ -288,7 +292,10 @@ def _reopen(folder: PoolFolder, size_bytes: int, lock_fd: int) -> PoolFiles:
         names = NamesFile.open(folder.path / NAMES_FILE)
         undo.callback(names.close)
         table_fd = folder.open(TABLE_FILE, os.O_RDONLY)
-        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, is_new=False)
+        undo.callback(os.close, table_fd)
+        tokens = TokensFile.open(folder.path / TOKENS_FILE)
+        undo.callback(tokens.close)
+        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, tokens, is_new=False)
         undo.pop_all()
     return files
 
@@ -310,12 +317,16 @@ def _create(folder: PoolFolder, size_bytes: int, num_records: int) -> PoolFiles:
         undo.callback(table.close)
         names = NamesFile.create(folder.path / unfinished[NAMES_FILE])
         undo.callback(names.close)
+        tokens = TokensFile.create(folder.path / unfinished[TOKENS_FILE])
+        undo.callback(tokens.close)
         table_fd = folder.open(unfinished[TABLE_FILE], os.O_RDONLY)
         undo.callback(os.close, table_fd)
         os.fsync(fd)  # on a disk, a crash of the machine would otherwise leave files without a magic: nobody's
         os.fsync(table_fd)
         names.flush()
-        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, is_new=True, unnamed=unfinished)
+        files = PoolFiles(
+            folder.path, size_bytes, fd, lock_fd, table, table_fd, names, tokens, is_new=True, unnamed=unfinished
+        )
         undo.pop_all()
     return files
 

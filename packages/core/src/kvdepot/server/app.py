@@ -189,12 +189,14 @@ class DepotServer:
 
     def _make_restoring(self) -> Restoring | None:
         if self._files.is_new:
+            self.depot.news.keep_in(self._files.tokens, is_new=True)
             return None
         return Restoring(
             self.depot,
             self._files.names.found,
             self.sockets.sessions.await_death,
             lambda: self._stopping_at is not None,
+            lambda: self.depot.news.keep_in(self._files.tokens, is_new=False),
         )
 
     def _operators(self, opener: TierOpener, further_settings: Mapping[str, Any]) -> Operators:

@@ -85,9 +85,19 @@ class Background:
         self.unpinnings = Turns(self, 1)  # pins whose time has passed
         self.samples = Turns(self, 1)  # a very long lookup, counted for the estimates
         self.replays = Turns(self, 1)  # events sent again
+        self.descriptions = Turns(self, 1)  # tokens of an earlier server, or the file of tokens written anew
         self._counters = counters
         self._others = deque(
-            [self.operators, self.hints, self.notes, self.endings, self.unpinnings, self.samples, self.replays]
+            [
+                self.operators,
+                self.hints,
+                self.notes,
+                self.endings,
+                self.unpinnings,
+                self.samples,
+                self.replays,
+                self.descriptions,
+            ]
         )
 
     def add_urgent(self, task: Task, num_steps: int | None = None) -> None:

@@ -1,5 +1,6 @@
 """News of chunks between engines and routers: takes descriptions, and tells attached schedulers what came and left."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,17 +10,25 @@ import msgspec
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
+from kvdepot.index.space import Space
 from kvdepot.operators.holdings import Holdings, Reader, Shelf
+from kvdepot.pool.tokens import TokensFile
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.replies import Refused, Steps, count_digests
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+_decoder: Final = msgspec.msgpack.Decoder(tuple[int, str, m.DescribeChunks])
 
 _CHUNKS_DESCRIBED: Final = depot_counter("chunks_described", "Chunks whose tokens engines have told, for routers")
 _DESCRIPTIONS_DECLINED: Final = depot_counter(
     "descriptions_declined", "Chunks that routers are not told of, for lack of room for their tokens"
 )
 
+_LARGE_FILE_BYTES: Final = 64 << 20
+_MOST_WASTE: Final = 3  # times what is described
 _COALESCE_SECONDS: Final = 0.02  # changes that come this soon after the first are told together
 _NEWS_TOKENS: Final = 4096  # of one reply: 0.2 ms to encode
 
@@ -44,6 +53,8 @@ class NewsDesk:
         self._listeners: dict[int, _Listener] = {}  # by context
         self._encoder = msgspec.msgpack.Encoder()
         self._timer = 0  # tells all who wait
+        self._file: TokensFile | None = None
+        self._is_reading = False  # the file, which has these descriptions already
         if holdings is not None:
             holdings.on_change = self._tell_soon
 
@@ -64,6 +75,42 @@ class NewsDesk:
         self._state.counters[_CHUNKS_DESCRIBED] += num_new
         self._state.counters[_DESCRIPTIONS_DECLINED] += holdings.num_declined - num_declined
         return m.Done(self._state.epoch, num_new)
+
+    def keep_in(self, file: TokensFile, *, is_new: bool) -> None:
+        """Keep descriptions in a file, and read back those of an earlier server. Call it once the index is restored.
+
+        A depot that publishes nothing forgets them.
+        """
+        if self._holdings is None:
+            file.clear()
+            return
+        self._file, self._holdings.on_described = file, self._keep
+        if not is_new:
+            self._state.background.descriptions.add(file.rewrite(self._is_wanted))
+
+    def _keep(self, space: Space, model: str, request: m.DescribeChunks) -> None:
+        file, holdings, background = self._file, self._holdings, self._state.background
+        if file is None or holdings is None or self._is_reading:
+            return
+        file.append(self._encoder.encode((space.number, model, request)))
+        if file.size_bytes > _LARGE_FILE_BYTES + _MOST_WASTE * holdings.num_bytes:
+            background.descriptions.add(file.rewrite(self._is_wanted))
+
+    def _is_wanted(self, body: bytes) -> bool:
+        """Describe the chunks in a kept message again; return whether some of them are still here."""
+        index, holdings = self._state.index, self._holdings
+        try:
+            number, model, request = _decoder.decode(body)
+            space = index.spaces[number]
+            self._is_reading = True
+            if holdings is not None:
+                holdings.describe(space, model, request)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, ValueError) as error:
+            logger.warning("tokens of an earlier server are passed over: %s", error)
+            return False
+        finally:
+            self._is_reading = False
+        return holdings is not None and holdings.knows_any(space, request)
 
     def await_news(self, context: Context, request: m.AwaitNews) -> m.News | Steps:
         """Answer with news at once, or when there are some."""

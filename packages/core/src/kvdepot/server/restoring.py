@@ -25,13 +25,20 @@ class Restoring:
         names: those that the records refer to.
         await_death: watches a process; False if it is dead.
         is_stopping: whether the server is.
+        on_end: called when everything is restored.
     """
 
     def __init__(
-        self, depot: Depot, names: Names, await_death: Callable[[Writer], bool], is_stopping: Callable[[], bool]
+        self,
+        depot: Depot,
+        names: Names,
+        await_death: Callable[[Writer], bool],
+        is_stopping: Callable[[], bool],
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._depot = depot
         self._is_stopping = is_stopping
+        self._on_end = on_end
         self._steps = take_over(depot, restore(depot.index, names.spaces, len(names.labels)), await_death)
         depot.state.is_restoring, depot.state.accepts_stores = True, False
         depot.labels.restore(names.labels)
@@ -46,6 +53,7 @@ class Restoring:
             counters[CHORES_FAILED] += self._depot.index.num_restore_errors
             state.accepts_stores = not self._is_stopping()
             state.note(f"found {self._depot.index.entries.num_sealed} entries of an earlier server")
+            self._on_end()
         except Exception:
             # The owners of unfinished writes are unknown from here on: serve the entries read so far, and add none.
             logger.exception("reading back an earlier server's table failed: no stores until a start with --fresh")

@@ -1,0 +1,129 @@
+"""The file of the tokens that engines have told a depot, for routers: the next server reads them back.
+
+It grows by a frame for each message that was taken. `rewrite` leaves out what nobody wants any more. A frame that was
+not written to its end, or is damaged, ends the file: the chunks behind it are described again as prompts pass.
+"""
+
+import contextlib
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, Self
+
+logger = logging.getLogger(__name__)
+
+MAGIC: Final = b"KVDEPOTT\x01\x00\x00\x00"  # with the version of the file
+_FRAME: Final = struct.Struct("<II")  # bytes of the body, its crc32
+_LARGEST_FRAME: Final = 16 << 20
+
+
+class TokensFile:
+    """The tokens of a pool, open; `close` it."""
+
+    def __init__(self, fd: int, path: Path, size_bytes: int) -> None:
+        """Take over a descriptor of a file that has its magic."""
+        self.size_bytes = size_bytes
+        self._fd = fd
+        self._path = path
+        self._is_full = False
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        """Make a file without tokens, in place of any other.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        return cls(_create(path), path, len(MAGIC))
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open an earlier server's file, or make one if there is none of this version.
+
+        Raises:
+            OSError: neither is possible.
+        """
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if os.pread(fd, len(MAGIC), 0) == MAGIC:
+                return cls(fd, path, os.fstat(fd).st_size)
+            os.close(fd)
+        return cls.create(path)
+
+    def moved(self, path: Path) -> None:
+        """Note that the file has another name now."""
+        self._path = path
+
+    def append(self, body: bytes) -> None:
+        """Keep a message. Without room it is forgotten, with a line in the log."""
+        frame = _FRAME.pack(len(body), zlib.crc32(body)) + body
+        try:
+            if os.pwrite(self._fd, frame, self.size_bytes) == len(frame):
+                self.size_bytes += len(frame)
+                self._is_full = False
+                return
+        except OSError as error:
+            if not self._is_full:
+                logger.warning(
+                    "the tokens of %s find no room: the next server will not know them (%s)", self._path, error
+                )
+        self._is_full = True
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.size_bytes = len(MAGIC)
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, self.size_bytes)
+
+    def rewrite(self, is_wanted: Callable[[bytes], bool]) -> Iterator[int]:
+        """Keep the messages that are wanted, and those that are appended in the meantime, in a step each.
+
+        A server that is killed before the end leaves the file as it was.
+        """
+        old_fd, old_bytes, name = self._fd, self.size_bytes, self._path
+        unfinished = name.with_name(f".tokens-{os.urandom(8).hex()}")
+        try:
+            self._fd, self.size_bytes = _create(unfinished), len(MAGIC)
+        except OSError as error:
+            logger.warning("the tokens of %s are not rewritten: %s", name, error)
+            return
+        try:
+            for body in _bodies(old_fd, old_bytes):
+                if is_wanted(body):
+                    self.append(body)
+                yield 0
+            unfinished.rename(name)
+        finally:
+            os.close(old_fd)
+
+    def close(self) -> None:
+        """Close it; the file stays."""
+        os.close(self._fd)
+
+
+def _create(path: Path) -> int:
+    """Return a descriptor of a new file that has its magic."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.pwrite(fd, MAGIC, 0) < len(MAGIC):
+            raise OSError("no room for a file of tokens")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _bodies(fd: int, size_bytes: int) -> Iterator[bytes]:
+    """Yield the messages in a file, up to the first that is damaged."""
+    place = len(MAGIC)
+    while place + _FRAME.size <= size_bytes:
+        length, crc = _FRAME.unpack(os.pread(fd, _FRAME.size, place))
+        body = os.pread(fd, length, place + _FRAME.size) if length <= _LARGEST_FRAME else b""
+        if len(body) < length or zlib.crc32(body) != crc:
+            logger.warning("the tokens of an earlier server are damaged after %d bytes: the rest is told again", place)
+            return
+        yield body
+        place += _FRAME.size + length
