@@ -25,7 +25,7 @@ from support.tools import needs_tool
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORKFLOWS = sorted((DEPLOY.parent / ".github" / "workflows").glob("*.yml"))
 KUBERNETES = DEPLOY / "kubernetes"
-OVERLAYS = ("base", "mooncake", "two-sockets", "monitoring")  # those that a user applies
+OVERLAYS = ("base", "mooncake", "router", "two-sockets", "monitoring")  # those that a user applies
 needs_kubectl = needs_tool(shutil.which("kubectl"), "needs kubectl 1.22 or later (Debian: kubernetes-client)")
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
@@ -62,7 +62,7 @@ def workloads(overlay: str = "base") -> dict[str, dict[str, Any]]:
     return {
         document["metadata"]["name"]: document["spec"]["template"]["spec"]
         for document in documents(overlay)
-        if document["kind"] in ("DaemonSet", "Deployment")
+        if document["kind"] in ("DaemonSet", "Deployment", "StatefulSet")
     }
 
 
@@ -86,7 +86,7 @@ def test_policies_budgets_services_and_monitors_select_pods_that_are_there(overl
         document["spec"]["template"]
         for each in {overlay, "base"}
         for document in documents(each)
-        if document["kind"] in ("DaemonSet", "Deployment")
+        if document["kind"] in ("DaemonSet", "Deployment", "StatefulSet")
     ]
     selectors: list[tuple[str, dict[str, str]]] = []
     for document in documents(overlay):
@@ -96,7 +96,7 @@ def test_policies_budgets_services_and_monitors_select_pods_that_are_there(overl
         elif document["kind"] in ("PodDisruptionBudget", "PodMonitor"):
             selectors.append((document["kind"], spec["selector"]["matchLabels"]))
         elif document["kind"] == "NetworkPolicy":
-            peers = [peer for rule in spec["ingress"] for peer in rule["from"] if "podSelector" in peer]
+            peers = [peer for rule in spec["ingress"] for peer in rule.get("from", ()) if "podSelector" in peer]
             selectors += [(document["kind"], each["podSelector"]["matchLabels"]) for each in (spec, *peers)]
     assert selectors
     for kind, labels in selectors:
@@ -118,6 +118,22 @@ def test_a_tier_of_mooncake_keeps_its_memory_outside_the_depot() -> None:
     flags = dict(each.split("=", 1) for each in pods["mooncake-client"]["containers"][0]["args"])
     assert flags["--master_server_address"] == tier.location.removeprefix("mooncake://")
     assert int(flags["--global_segment_size"]) == 64 << 30
+
+
+@needs_kubectl
+def test_the_router_knows_every_engine_and_reads_the_ports_where_it_publishes() -> None:
+    (engines,) = (each for each in documents("router") if each["kind"] == "StatefulSet")
+    pods = workloads("router")
+    names = [f"vllm-{number}.{engines['spec']['serviceName']}" for number in range(engines["spec"]["replicas"])]
+    router, engine = (pods[name]["containers"][0]["args"] for name in ("router", "vllm"))
+    assert router[router.index("--worker-urls") + 1 :] == [f"http://{name}:8000" for name in names]
+    events = json.loads(engine[engine.index("--kv-events-config") + 1])
+    for flag, endpoint in (("--kv-event-source", "endpoint"), ("--kv-event-replay-source", "replay_endpoint")):
+        port = events[endpoint].rpartition(":")[2]
+        sources = [each.removeprefix(f"{flag}=") for each in router if each.startswith(f"{flag}=")]
+        assert sources == [f"http://{name}:8000=tcp://{name}:{port}" for name in names]
+    assert f"--kv-event-model={engine[0].removeprefix('--model=')}" in router
+    assert any(each.startswith("--events=tcp://127.0.0.1:") for each in pods["kvdepot"]["containers"][0]["args"])
 
 
 @needs_kubectl
@@ -175,6 +191,7 @@ def test_the_depot_is_started_with_flags_that_it_has() -> None:
         COMPOSE["services"]["depot"]["command"],
         workloads()["kvdepot"]["containers"][0]["args"],
         workloads("mooncake")["kvdepot"]["containers"][0]["args"],
+        workloads("router")["kvdepot"]["containers"][0]["args"],
         workloads()["kvdepot"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1:],
     ]
     for each in arguments:
