@@ -145,7 +145,10 @@ class Engine:
         self.chunk_tokens = request.spec.chunk_tokens
 
     def store(self, run: KeyRun) -> int:
-        self.worker.store(run)
+        """Store the chunks that are not here; return how many were described."""
+        plan = self.worker.prepare(run)
+        if plan.ticket:
+            self.worker.ask(m.CommitStore(self.worker.context, plan.ticket))
         return self.describe(run)
 
     def describe(self, run: KeyRun, **more: Any) -> int:
