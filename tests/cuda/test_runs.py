@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from kvdepot.backends import NO_BLOCK, CopyBatch
 from kvdepot.copying.runs import BatchRuns, Runs, merge, split
-from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout
+from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, Part, Plane
+from kvdepot.movers.protocol import CopyRefused
 from kvdepot.pool.files import PoolMapping
 from kvdepot.wire.messages import EXTENT
+from kvdepot_cuda import backend
 from kvdepot_cuda.mover import CheckedRuns
 
 PAGE = 8
@@ -168,3 +170,35 @@ def test_any_block_ids_become_the_bytes_of_a_plain_loop(
     runs = BatchRuns(layout).of(batch(extents, block_ids, first_covered, (skip, skip)))
     starts = BatchRuns(layout).starts
     assert bytes_moved(runs) == bytes_moved(merge(runs)) == bytes_moved(merge(runs, starts)) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "num_bytes", "num_runs"),
+    [
+        (Part(0, 1, 0, 4), 4 * PAGE, 1),
+        (Part(0, 1, 2, 1), PAGE, 1),
+        (Part(0, 1, 1, 2), 2 * PAGE, 1),
+        (Part(0, 1, 0, 4), 2 * PAGE, 0),  # not its size
+        (Part(0, 1, 3, 1), PAGE, 0),  # none of its heads
+        (Part(1, 1, 1, 2), 2 * PAGE, 0),  # another layer
+        (Part(0, 1, 2, 4), 4 * PAGE, 0),  # beyond the plane
+    ],
+)
+def test_a_mover_takes_entries_of_other_heads_and_of_no_other_size(part: Part, num_bytes: int, num_runs: int) -> None:
+    pages = (PageLayout(1000, NUM_BLOCKS, 2 * PAGE, 2 * PAGE),)
+    group = LayerGroup(GroupKind.FULL_ATTENTION, 16, pages, part=Part(0, 1, 1, 2), plane=Plane(2, 4))
+    checked = CheckedRuns(CacheLayout((group,), 16, "bytes"), [(1000, NUM_BLOCKS * 2 * PAGE)], 1 << 20)
+    extent = EXTENT.pack(0, 0, part.number & 0xFFFF, 0, part.number >> 16, 0, 4096, num_bytes)
+    if num_runs:
+        assert len(checked.of(batch(extent, [[3]], (0,), (0,)))) == num_runs
+    else:
+        with pytest.raises(CopyRefused, match="extents of group 0 that are not"):
+            checked.of(batch(extent, [[3]], (0,), (0,)))
+
+
+def test_pages_are_cut_where_a_row_has_several_tokens_or_the_kernel_copies() -> None:
+    assert backend.cuts_pages(16)
+    assert not backend.cuts_pages(1)
+    assert not backend.cuts_pages(1, mode="direct", batch_runs=512)
+    assert backend.cuts_pages(1, gather_kernel=True)
+    assert not backend.cuts_pages(1, gather_kernel=True, mode="ipc")  # a mover has none

@@ -24,13 +24,13 @@ group = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, names, False, False)
 layer = lambda isa: Space(get_attn_backend=lambda: type("CPUAttentionBackend", (), {}), isa=isa)
 def backend(create):
     return lambda _: Space(create_context=create, settings=frozenset(), capabilities=frozenset(),
-                           why_unsuited=lambda engine: None)
+                           why_unsuited=lambda engine: None, cuts_pages=lambda row_tokens, **k: True)
 
 good = {
     "engine_cache": lambda *_: EngineCache((group,), 1, 16, 1, "bfloat16", "base"),
     "worker_groups": lambda *_, **__: [Space(plane=(1, 1))],
     "get_backend": backend(lambda cache, **k: Space(format=cache.format, close=lambda: None)),
-    "engine_namespace": lambda *_: Namespace("m"),
+    "engine_namespace": lambda *_, **__: Namespace("m"),
     "on_device": setup.on_device,
 }
 

@@ -232,7 +232,6 @@ class Capability(enum.StrEnum):
     ASYNCHRONOUS = "asynchronous"  # transfers may run beside the caller, on threads of their own
     COMPILED_COPY = "compiled_copy"  # the backend's own copy was built; without it copies are slower
     DEPOT_DRIVEN = "depot_driven"  # a mover of the depot can copy
-    OTHER_PARTS = "other_parts"  # retrieves cut entries of workers with other heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +270,15 @@ class Backend(Protocol):
         """Return None if such an engine can use it on this device, else a sentence with the way out.
 
         An engine's port to a device may differ from the engine elsewhere, for example move blocks behind their ids.
+        """
+        ...
+
+    def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
+        """Return whether retrieves cut entries of workers with other heads, at a speed that is worth it.
+
+        Args:
+            row_tokens: tokens of one head that lie side by side in a page.
+            options: those of `create_context`.
         """
         ...
 

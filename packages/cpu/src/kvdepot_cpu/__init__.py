@@ -24,14 +24,17 @@ class CpuBackend:
     def capabilities(self) -> frozenset[Capability]:
         """See `Backend`; the compiled copy is there if there was a C compiler when the package was installed."""
         is_built = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs") is not None
-        return frozenset(
-            {Capability.ASYNCHRONOUS, Capability.OTHER_PARTS} | ({Capability.COMPILED_COPY} if is_built else set())
-        )
+        return frozenset({Capability.ASYNCHRONOUS} | ({Capability.COMPILED_COPY} if is_built else set()))
 
     def why_unsuited(self, engine: EngineTraits) -> str | None:
         """See `Backend`."""
         del engine
         return None
+
+    def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
+        """See `Backend`."""
+        del row_tokens, options
+        return True
 
     def why_unavailable(self) -> str | None:
         """Return None if it can be used here, else a sentence with the way out."""

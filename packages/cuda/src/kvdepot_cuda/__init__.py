@@ -27,6 +27,11 @@ class CudaBackend:
         del engine
         return None
 
+    def cuts_pages(self, row_tokens: int, *, mode: str = "direct", gather_kernel: bool = False, **options: Any) -> bool:
+        """See `Backend`. A row of one token is a run of a few hundred bytes, which only the kernel copies fast."""
+        del options
+        return row_tokens > 1 or (gather_kernel and mode == "direct")
+
     def why_unavailable(self) -> str | None:
         """Return None if it can probably be used here, else a sentence with the way out. Initialises no device."""
         return why_unavailable()

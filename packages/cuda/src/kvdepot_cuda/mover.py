@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvdepot.backends import CopyBatch
 from kvdepot.copying.runs import EXTENT_DTYPE, BatchRuns, Runs
 from kvdepot.errors import LayoutError
-from kvdepot.layout import CacheLayout
+from kvdepot.layout import CacheLayout, Part
 from kvdepot.movers.child import CopyNow, run_mover
 from kvdepot.movers.protocol import Copy, CopyRefused, MoverError, Setup
 from kvdepot.pool.files import PoolMemory
@@ -71,7 +71,6 @@ class CheckedRuns(BatchRuns):
 
     def _check_batch(self, batch: CopyBatch) -> None:
         records = np.frombuffer(batch.extents, EXTENT_DTYPE)
-        sizes = self._layout.chunk_sizes_bytes
         for number, group in enumerate(self._layout.groups):
             mine = records[records["group"] == number]
             ids: npt.NDArray[np.int32] = np.asarray(batch.block_ids[number])
@@ -83,10 +82,13 @@ class CheckedRuns(BatchRuns):
             num_chunks, rest = divmod(len(ids), group.blocks_per_chunk(self._layout.chunk_tokens))
             if rest or not (int(chunks.min()) >= 0 and int(chunks.max()) < num_chunks):
                 raise CopyRefused(f"{len(ids)} blocks of group {number} do not cover the chunks that are to be copied")
-            if (mine["num_bytes"] != sizes[number]).any():
-                raise CopyRefused(f"extents of group {number} that are not {sizes[number]} bytes")
-        if int(records["group"].max(initial=0)) >= len(sizes):
-            raise CopyRefused(f"extents of a group that is not there: the cache has {len(sizes)}")
+            for heads, layers in {*zip(mine["heads"].tolist(), mine["layers"].tolist(), strict=True)}:
+                size = group.readable_bytes(Part.of(layers << 16 | heads), self._layout.chunk_tokens)
+                of_part = mine[(mine["heads"] == heads) & (mine["layers"] == layers)]
+                if not size or (of_part["num_bytes"] != size).any():
+                    raise CopyRefused(f"extents of group {number} that are not {size} bytes of heads {heads:#x}")
+        if int(records["group"].max(initial=0)) >= len(self._layout.groups):
+            raise CopyRefused(f"extents of a group that is not there: the cache has {len(self._layout.groups)}")
 
 
 class CudaMover:

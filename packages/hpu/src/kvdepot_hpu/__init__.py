@@ -33,6 +33,11 @@ class HpuBackend:
         """See `Backend`: vllm-gaudi's differences from vLLM."""
         return vllm_gaudi.why_unsuited(engine, os.environ) if engine.name == "vllm" else None
 
+    def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
+        """See `Backend`."""
+        del row_tokens, options
+        return True
+
     def why_unavailable(self) -> str | None:
         """Return None if it can be used here, else a sentence with the way out.
 

@@ -275,7 +275,7 @@ def worker_groups(
     rank: int = 0,
     stage: int = 0,
     *,
-    can_cut: bool = False,
+    cuts_pages: Callable[[int], bool] = lambda _row_tokens: False,
     attention_backend: str = "",
 ) -> list[CacheGroup]:
     """Return one worker's KV cache as a backend takes it.
@@ -286,7 +286,7 @@ def worker_groups(
         num_blocks: blocks of the engine's block table.
         rank: this worker's, within its pipeline stage.
         stage: its pipeline stage.
-        can_cut: whether the backend reads entries of workers with other heads.
+        cuts_pages: see `Backend`.
         attention_backend: for the operator.
 
     Raises:
@@ -303,7 +303,9 @@ def worker_groups(
         rows = rows_of(cache.layout, group.block_tokens, ratio)
         if group.is_mla:
             rows = 1
-        elif not can_cut or not lie_apart(tensors, rows // ratio, max(1, group.heads // cache.num_ranks)):
+        elif not cuts_pages(group.block_tokens // rows) or not lie_apart(
+            tensors, rows // ratio, max(1, group.heads // cache.num_ranks)
+        ):
             group = replace(group, heads=0)
         part, plane = cache.part(group, stage, rank)
         result.append(

@@ -18,7 +18,7 @@ from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-from kvdepot.backends import Capability, EngineTraits, KVCache, get_backend
+from kvdepot.backends import EngineTraits, KVCache, get_backend
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
 from kvdepot.layout import GroupKind, Plane
@@ -125,8 +125,15 @@ class Start:
             raise Unsupported(reason)
         layers = self.vllm_config.compilation_config.static_forward_context
         cache = on_device(cache, layers, device_of_bytes(cache.dtype))
-        can_cut = Capability.OTHER_PARTS in backend.capabilities
-        groups = worker_groups(cache, kv_caches, self.kv_cache_config.num_blocks, tp_rank, pp_rank, can_cut=can_cut)
+        options = self.settings.backend_options(backend)
+        groups = worker_groups(
+            cache,
+            kv_caches,
+            self.kv_cache_config.num_blocks,
+            tp_rank,
+            pp_rank,
+            cuts_pages=lambda row_tokens: backend.cuts_pages(row_tokens, **options),
+        )
         open_context = partial(
             backend.create_context,
             KVCache(
@@ -143,7 +150,7 @@ class Start:
             deadline_seconds=self.settings.deadline_seconds,
             synchronous=self.settings.is_synchronous(backend),
             register_when_asked=True,  # vLLM reports graph captures that fail or hang beside a registration
-            **self.settings.backend_options(backend),
+            **options,
         )
         context = open_context()
         only = cache.groups[0] if cache.num_groups == 1 else None

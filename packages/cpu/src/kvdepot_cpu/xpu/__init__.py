@@ -30,6 +30,11 @@ class XpuBackend:
         del engine
         return None
 
+    def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
+        """See `Backend`."""
+        del row_tokens, options
+        return True
+
     def why_unavailable(self) -> str | None:
         """Return None if it can be used here, else a sentence with the way out.
 
