@@ -650,6 +650,27 @@ def test_what_was_announced_is_withdrawn_after_the_last_store(scene: Callable[..
     assert it.client.ended == ["r"]
 
 
+def test_the_end_of_an_old_store_does_not_touch_a_new_request_of_the_same_name(scene: Callable[..., Scene]) -> None:
+    """Callers choose request ids, and may choose one again while stores of its first request are under way."""
+    it = scene()
+    old = it.request(48)
+    it.side.matched_tokens(old, 0)
+    first = it.step(old, 48, (blocks(1, 3),))
+    it.side.finished(old, (blocks(1, 3),))
+    new = it.request(64)
+    it.side.matched_tokens(new, 0)
+    second = it.step(new, 32, (blocks(4, 2),))
+    it.report(first, num_chunks=1)
+    assert (it.client.ended, it.pool.held()) == ([], {4, 5}), "the new request still announces what it computes"
+    third = it.step(new, 32, (blocks(4, 4),))
+    assert [(job.key.first_chunk, job.block_ids) for job in third.stores] == [(2, ([6, 7],))]
+    it.side.finished(new, (blocks(4, 4),))
+    it.report(second)
+    assert it.client.ended == []
+    it.report(third)
+    assert (it.client.ended, it.pool.held()) == (["r"], set())
+
+
 def key_of(num_tokens: int) -> KeyRun:
     hasher = PrefixHasher(Namespace("m"), 16)
     hasher.extend(list(range(num_tokens)))
