@@ -146,6 +146,7 @@ class Server:
                 [self.queue],
                 TieringSettings(setup.demotion),
                 names_of=self.depot.labels.names.__getitem__,
+                end_store=self.depot.stores.end_one_above_quota,
                 on_corrupt=self.depot.remove_corrupt,
                 clock=world.clock,
             )

@@ -88,6 +88,7 @@ def put_tier_below(bench: Bench) -> TierQueue:
         [queue],
         TieringSettings(),
         names_of=bench.depot.labels.names.__getitem__,
+        end_store=bench.depot.stores.end_one_above_quota,
         on_corrupt=bench.depot.remove_corrupt,
         clock=lambda: bench.now,
     )

@@ -59,9 +59,6 @@ class Successor:
         self.table = IndexTable(bytearray(memory), NUM_RECORDS)
         self.index = ChunkIndex(ExtentAllocator(NUM_RECORDS * PAGE), self.table)
         self.depot = depot = Depot(self.index, epoch=2, lease_seconds=10.0, clock=lambda: self.now)
-        self.shown: set[bytes] = set()
-        self.index.on_shown = lambda node: self.shown.add(self.index.nodes.key_of(node))
-        self.index.on_hidden = lambda node: self.shown.discard(self.index.nodes.key_of(node))
         depot.labels.restore([("default", "model")])
         depot.state.accepts_stores = False
         pool = make_pool(NUM_RECORDS * PAGE)
@@ -71,6 +68,7 @@ class Successor:
             [self.queue],
             TieringSettings(Demotion.EVICT),
             names_of=depot.labels.names.__getitem__,
+            end_store=depot.stores.end_one_above_quota,
             on_corrupt=depot.remove_corrupt,
             clock=lambda: self.now,
         )
@@ -176,7 +174,7 @@ def test_what_is_asked_at_any_step_of_reading_back_changes_nothing_of_it(what: s
 
             unfinished = successor.finish(meanwhile)
             assert found(successor.depot) == expected
-            assert len(successor.shown) == 120
+            assert sum(successor.index.visibility.is_visible) == 120
             successor.index.check_integrity()
             successor.depot.quarantine.discard(unfinished)
             successor.depot.end_session(1)
@@ -206,17 +204,16 @@ def fail_once(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
         (Restoring, "_take_entry", 50, 0),
         (Restoring, "_tell_policies", 0, 0),
         (Visibility, "reveal", 110, 90),
-        (None, "on_shown", 50, 120),
     ],
 )
 def test_a_step_that_fails_leaves_an_index_that_serves(
-    owner: type | None, step: str, number: int, least: int, memory: bytearray, monkeypatch: pytest.MonkeyPatch
+    owner: type, step: str, number: int, least: int, memory: bytearray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(Successor(memory)) as successor:
         index, depot = successor.index, successor.depot
         extents = index.extents
         with monkeypatch.context() as patch:
-            patch.setattr(owner or index, step, fail_once(number, getattr(owner or index, step)))
+            patch.setattr(owner, step, fail_once(number, getattr(owner, step)))
             unfinished = successor.finish()
         assert index.num_restore_errors == 1
         assert index.extents is extents, "the thread that allocates the pool goes on with it"

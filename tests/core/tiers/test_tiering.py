@@ -90,6 +90,7 @@ class Bench:
             ],
             TieringSettings(demotion, least_tokens, 1.0, promotion_least_tokens),
             names_of=self.depot.labels.names.__getitem__,
+            end_store=self.depot.stores.end_one_above_quota,
             on_corrupt=self.depot.remove_corrupt,
             clock=self.clock,
         )

@@ -9,7 +9,7 @@ A node that lost all entries stays as a ghost while it has children. Those are i
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvdepot.errors import require
 from kvdepot.index.columns import Links, make_column
@@ -25,6 +25,14 @@ _REMOVE_STEP: Final = 25  # chunks
 _SCAN_STEP: Final = 500  # chunks that stay
 _MOST_LEASED: Final = 1024  # leased chunks in one search for one without children
 
+EndStore: TypeAlias = Callable[[], bool]
+"""Ends an unfinished store of a share above its quota; False if there is none."""
+
+
+def cannot_end() -> bool:
+    """End no store: an `EndStore` where none is unfinished."""
+    return False
+
 
 class Evictor:
     """Evicts, clears and drops chunks, and holds those that leases need."""
@@ -36,15 +44,12 @@ class Evictor:
         entries: Entries,
         shares: Shares,
         priorities: Priorities,
-        end_store: Callable[[], bool],
     ) -> None:
         self.num_evicted = 0
         self.num_leased_evicted = 0  # of these, those with a lease
         self.num_steps = 0  # evictions, and unfinished stores ended to make room
         self.is_frozen = False  # nothing leaves while the index is being rebuilt
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of evicted chunks
-        # Ends an unfinished store of a share above its quota, when nothing can leave for a share that is owed room.
-        self._end_store = end_store
         self._on_victim: Callable[[], None] | None = None
         self._nodes = nodes
         self._visibility = visibility
@@ -100,19 +105,19 @@ class Evictor:
 
     # --- leaving --------------------------------------------------------------------------------------------------
 
-    def evict_one(self, share: int = 0, *, is_owed: bool = False) -> bool:
+    def evict_one(self, share: int = 0, end_store: EndStore = cannot_end, *, is_owed: bool = False) -> bool:
         """Evict the next chunk to make room for a share of the pool. Return False if none can leave.
 
         A share that `is_owed` room, because it stays within its quota, gets it from shares above theirs: first unneeded
-        chunks, then leased ones. If unfinished stores hold all of that room, one of them ends, and a second request
-        finds the room. Only then the share's own chunks leave.
+        chunks, then leased ones. If unfinished stores hold all of that room, `end_store` ends one of a share above its
+        quota, and a second request finds the room. Only then the share's own chunks leave.
         """
         if self.is_frozen:
             return False
         for number in self._shares.quotas.victims(share):
             if number == share and is_owed:
                 node = self._leased_victim()
-                if node is not None or self._end_store():
+                if node is not None or end_store():
                     self.num_steps += 1
                     if node is not None:
                         self.num_leased_evicted += 1

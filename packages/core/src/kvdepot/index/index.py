@@ -10,7 +10,7 @@ from typing import Final
 
 from kvdepot.index.entries import Entries, NewRun, Reserved, Wanted
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
-from kvdepot.index.evictor import Evictor
+from kvdepot.index.evictor import EndStore, Evictor, cannot_end
 from kvdepot.index.priorities import Priorities
 from kvdepot.index.quotas import QuotaTable, Shares
 from kvdepot.index.space import Space, digest_of
@@ -42,11 +42,8 @@ class ChunkIndex:
         self.num_over_share = 0  # entries that were declined because their share has enough unfinished ones
         self.num_not_ready = 0  # entries that were declined because the pool was still growing
         self.num_restore_errors = 0
-        # Called for a share that must get room when nothing can leave: ends an unfinished store of one above its quota.
-        self.end_store: Callable[[], bool] = lambda: False
-        # Called with each node that lookups find from now on, with each that they no longer find, and with the key of
-        # each chunk that ended.
-        self.on_shown: Callable[[int], object] = lambda _node: None
+        # Two observers, each set by the part that is built over the index and watches it: called with each node that
+        # lookups no longer find (`Holdings`), and with the key of each chunk whose session ended (`ShadowIndex`).
         self.on_hidden: Callable[[int], object] = lambda _node: None
         self.on_ended: Callable[[bytes], object] = lambda _key: None
         self._space_by_spec: dict[bytes, Space] = {}
@@ -56,13 +53,11 @@ class ChunkIndex:
     def make_parts(self) -> None:
         """Make all parts, each over those before it, without a node or a record."""
         self.nodes = nodes = Nodes(2 * self.table.num_records + _SPARE_NODES, self.spaces)
-        self.visibility = Visibility(nodes, lambda node: self.on_shown(node), lambda node: self.on_hidden(node))
+        self.visibility = Visibility(nodes, lambda node: self.on_hidden(node))
         self.entries = Entries(nodes, self.table, self.extents, self.quotas)
         self.shares = Shares(nodes, self.entries, self.quotas, self._make_policy)
         self.priorities = Priorities(nodes, self.shares, lambda key: self.on_ended(key))
-        self.evictor = Evictor(
-            nodes, self.visibility, self.entries, self.shares, self.priorities, lambda: self.end_store()
-        )
+        self.evictor = Evictor(nodes, self.visibility, self.entries, self.shares, self.priorities)
 
     def _make_policy(self, tree: ChunkTree) -> EvictionPolicy:
         return POLICIES[self._policy](tree, self.preference)
@@ -89,13 +84,13 @@ class ChunkIndex:
         """Undo one `pin` of nodes. Those that nothing else needs may leave from now on."""
         self.evictor.unpin(nodes)
 
-    def reserve(self, run: NewRun, wanted: Sequence[Wanted]) -> Reserved:
+    def reserve(self, run: NewRun, wanted: Sequence[Wanted], end_store: EndStore = cannot_end) -> Reserved:
         """Begin the wanted entries of a run that are not here, evicting chunks for them.
 
         They are begun in the order of `wanted`, that of the chunks, up to the first one without room: nothing more can
         leave, its share has as many unfinished bytes as it may, or `MOST_EVICTED` chunks left in vain, as small chunks
         are rarely neighbours. The next run continues from there. Each begun entry holds its chunk until `seal`,
-        `discard_entry` or `abandon_entry`. If a policy raises, nothing is begun.
+        `discard_entry` or `abandon_entry`. If a policy raises, nothing is begun. `end_store` is of `Evictor.evict_one`.
         """
         keys = split_digests(run.digests)
         nodes = self.nodes.find_run(run.space, keys, run.first_chunk)
@@ -104,7 +99,7 @@ class ChunkIndex:
         for node in held:  # none of them, nor a chunk before them, leaves to make room
             tree.holds[node] += 1
         try:
-            records, offsets = self._take_room(run, nodes, missing)
+            records, offsets = self._take_room(run, nodes, missing, end_store)
             missing = missing[: len(records)]
             self._add_nodes(run, keys, nodes, (chunk for chunk, _ in missing))
             for chunk, _ in missing:
@@ -233,7 +228,9 @@ class ChunkIndex:
                 added.append(nodes[chunk])
         self._start_nodes(added, run.label)
 
-    def _take_room(self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted]) -> tuple[list[int], list[int]]:
+    def _take_room(
+        self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], end_store: EndStore
+    ) -> tuple[list[int], list[int]]:
         """Take records and extents for as many entries of a run as possible, in order. Their chunks find nodes."""
         share, sizes = self.quotas.share_of(run.label), [extent_size(place.num_bytes) for _, place in wanted]
         num_writable = self.quotas.num_writable(share, sizes)
@@ -245,7 +242,7 @@ class ChunkIndex:
         count = 0
         try:
             if min(len(offsets), len(records)) < len(sizes) or len(new) > self.nodes.num_left:
-                self._make_room(run.label, sizes, len(new), offsets, records)
+                self._make_room(run.label, sizes, len(new), offsets, records, end_store)
             count = min(len(offsets), len(records))
             if len(new) > self.nodes.num_left:  # ghosts have the others
                 count = min(count, [chunk for chunk, _ in wanted].index(new[self.nodes.num_left]))
@@ -256,7 +253,15 @@ class ChunkIndex:
                 self.entries.give_back(record)
         return records[:count], offsets[:count]
 
-    def _make_room(self, label: int, sizes: list[int], num_new: int, offsets: list[int], records: list[int]) -> None:
+    def _make_room(
+        self,
+        label: int,
+        sizes: list[int],
+        num_new: int,
+        offsets: list[int],
+        records: list[int],
+        end_store: EndStore,
+    ) -> None:
         """Evict chunks until extents of some sizes, as many records, and new nodes are there; append them."""
         extents, quotas, evictor = self.extents, self.quotas, self.evictor
         share, most_steps = quotas.share_of(label), evictor.num_steps + MOST_EVICTED
@@ -271,7 +276,7 @@ class ChunkIndex:
                 if place == len(sizes) <= len(records) and num_new <= self.nodes.num_left:
                     break
                 size = sizes[place] if place < len(sizes) else 0
-                if not evictor.evict_one(share, is_owed=quotas.is_owed(share, size)):
+                if not evictor.evict_one(share, end_store, is_owed=quotas.is_owed(share, size)):
                     break
                 offsets += extents.allocate_all(sizes[place:])
                 records += self.entries.take_records(len(sizes) - len(records))

@@ -19,9 +19,8 @@ from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 class Visibility:
     """The marks of visible nodes, and the search for the longest prefix."""
 
-    def __init__(self, nodes: Nodes, on_shown: Callable[[int], object], on_hidden: Callable[[int], object]) -> None:
+    def __init__(self, nodes: Nodes, on_hidden: Callable[[int], object]) -> None:
         self._nodes = nodes
-        self._on_shown = on_shown
         self._on_hidden = on_hidden
         self.is_visible = make_column("B", nodes.tree.capacity)
         self.sealed_groups = make_column("Q", nodes.tree.capacity)  # bit g: all cells of group g are sealed
@@ -56,7 +55,6 @@ class Visibility:
                 self._waiting.setdefault(parent, set()).add(node)
                 continue
             self.is_visible[node] = 1
-            self._on_shown(node)
             self.broken.discard(node)
             if self._waiting:
                 pending += self._waiting.pop(node, ())

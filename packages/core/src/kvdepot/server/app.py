@@ -183,6 +183,7 @@ class DepotServer:
             queues,
             settings,
             names_of=depot.labels.names.__getitem__,
+            end_store=depot.stores.end_one_above_quota,
             on_corrupt=depot.remove_corrupt,
             clock=time.monotonic,
         )

@@ -70,7 +70,6 @@ class Stores:
         self._contexts = contexts
         self._quarantine = quarantine
         self._flights = flights
-        state.index.end_store = self._end_one_above_quota
 
     @property
     def num_late_bytes(self) -> int:
@@ -101,7 +100,7 @@ class Stores:
             parent = NO_NODE if above is None else above
         label, num_steps = state.labels.number_of(request.tenant, context.model), index.evictor.num_steps
         run = NewRun(space, request.digests, request.first_chunk, parent, label, writer, context.owner)
-        reserved = index.reserve(run, wanted_of(context.groups, request.covered, num_chunks))
+        reserved = index.reserve(run, wanted_of(context.groups, request.covered, num_chunks), self.end_one_above_quota)
         begun, num_present, num_declined = reserved.begun, reserved.num_present, reserved.num_declined
         logger.debug(
             "store of %s: %d entries begun, %d are here, %d declined for lack of room; %d chunks evicted for it",
@@ -262,7 +261,7 @@ class Stores:
         self._counters[_STORES_LATE] += 1
         self._tell_waiting(ticket)
 
-    def _end_one_above_quota(self) -> bool:
+    def end_one_above_quota(self) -> bool:
         """End one store of a share above its quota, so that the chunks before it can leave.
 
         Without such a store, end some entries in quarantine. Return False if there are none.

@@ -19,6 +19,7 @@ from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.columns import make_column
 from kvdepot.index.entries import NewRun, PartPlace, Wanted
 from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
@@ -112,6 +113,7 @@ class PromotionContext:
     counters: Counts
     clock: Callable[[], float]
     patience_seconds: float  # the longest wait of a lookup
+    end_store: EndStore  # to make room for a share within its quota
     own_writer: Writer | None = field(init=False, default=None)  # this process, once it is known
     awaited: "dict[int, list[Reading]]" = field(init=False)  # by record
     is_coming: "memoryview[int]" = field(init=False)  # by record: 1 while a tier reads it into the pool
@@ -291,7 +293,7 @@ class Reading:
             prefix.owner,
             writer,
         )
-        reserved = index.reserve(run, [(chunk - first, place) for chunk, place in batch])
+        reserved = index.reserve(run, [(chunk - first, place) for chunk, place in batch], context.end_store)
         if len(reserved.begun) < len(batch):
             context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
             wanted.clear()

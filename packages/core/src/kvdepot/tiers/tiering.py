@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.entries import PartPlace
+from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import num_digests
@@ -83,6 +84,7 @@ class Tiering:
         settings: how they are used.
         names_of: tenant and model by number.
         on_corrupt: called with record and header of an entry whose bytes do not match their checksum.
+        end_store: ends an unfinished store, to make room for a promotion.
         clock: monotonic seconds.
     """
 
@@ -94,6 +96,7 @@ class Tiering:
         *,
         names_of: Callable[[int], tuple[str, str]],
         on_corrupt: Callable[[int, int], object],
+        end_store: EndStore,
         clock: Callable[[], float],
     ) -> None:
         self.counters = Counts()
@@ -105,7 +108,9 @@ class Tiering:
         self._demotions = Demotions(
             index, self._tiers, self._keys, settings.demotion, settings.least_tokens, self.counters, on_corrupt, clock
         )
-        self.promotion_context = PromotionContext(index, self._keys, self.counters, clock, settings.promotion_seconds)
+        self.promotion_context = PromotionContext(
+            index, self._keys, self.counters, clock, settings.promotion_seconds, end_store
+        )
         self.promotions = Promotions(self.promotion_context, self._tiers)
         self.due = 0.0  # `turn` must be called by then, in seconds of the clock
 
