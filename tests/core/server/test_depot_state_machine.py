@@ -15,7 +15,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
-from kvdepot.layout import GroupKind
+from kvdepot.layout import GroupKind, Part
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands
@@ -33,9 +33,12 @@ FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupK
 SPECS = {
     "plain": (m.GroupShape(FULL, 1),),
     "two ranks": (m.GroupShape(FULL, 1, layers=2),),
+    "heads": (m.GroupShape(FULL, 1, heads=4), m.GroupShape(FULL, 1)),
+    "heads and a window": (m.GroupShape(FULL, 1, heads=4), m.GroupShape(WINDOW, 1, window_tokens=3, heads=4)),
     "hybrid": (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1)),
     "only a window": (m.GroupShape(WINDOW, 1, window_tokens=3),),
 }
+SIZES = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3))  # of engines, and one rank of each
 WINDOWS = {FULL: 10**6, WINDOW: 2, STATE: 1}
 PROMPTS = [
     hash_prefix(Namespace("model", tenant=f"tenant-{n % 2}"), 1, [n // 2 * (i > 2) + i for i in range(8)])
@@ -60,10 +63,17 @@ class Worker:
     session: int
     writer: Writer
     context: int
+    place: tuple[int, int]  # ranks of its engine, and its own
     parts: tuple[int, ...]
     tickets: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
     late: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
     leases: dict[int, tuple[str, float]] = field(default_factory=dict[int, tuple[str, float]])
+
+
+def cells_of(number: int) -> set[tuple[int, int]]:
+    part = Part.of(number)
+    layers = range(part.first_layer, part.first_layer + part.num_layers)
+    return set(itertools.product(layers, range(part.first_head, part.first_head + part.num_heads)))
 
 
 class DepotMachine(RuleBasedStateMachine):
@@ -90,21 +100,29 @@ class DepotMachine(RuleBasedStateMachine):
         self.evictions = 0
         self.workers: list[Worker] = []
         self.sessions = 0
-        for _ in range(2):
-            self.join()
+        for place in SIZES if max(group.heads for group in self.groups) > 1 else ((2, 0), (2, 1)):
+            self.join(place)
 
-    def join(self) -> None:
+    def join(self, place: tuple[int, int]) -> None:
         self.sessions += 1
-        writer = Writer(1000 + self.sessions, 1)
-        rank = self.sessions % 2
-        parts = tuple(rank << 16 if group.layers > 1 else 0 for group in self.groups)
-        details = tuple(m.GroupDetail((PAGE * (2 if g else 1),), 8, part=s) for g, s in enumerate(parts))
+        writer, (size, rank) = Writer(1000 + self.sessions, 1), place
+        parts = [
+            Part(0, 1, rank * group.heads // size, max(1, group.heads // size))
+            if group.heads > 1
+            else Part(rank if group.layers > 1 else 0)
+            for group in self.groups
+        ]
+        details = tuple(
+            m.GroupDetail((PAGE * (2 if g else 1) * part.num_cells,), 8, part=part.number)
+            for g, part in enumerate(parts)
+        )
         request = m.RegisterKVCache(
-            m.PROTOCOL_VERSION, f"engine-{self.sessions}", rank, 2, "none", "none", "model", self.spec, details
+            m.PROTOCOL_VERSION, f"engine-{self.sessions}", rank, size, "none", "none", "model", self.spec, details
         )
         reply = self.depot.handle(self.sessions, writer, request)
         assert isinstance(reply, m.Registered)
-        self.workers.append(Worker(self.sessions, writer, reply.context, parts))
+        numbers = tuple(part.number for part in parts)
+        self.workers.append(Worker(self.sessions, writer, reply.context, place, numbers))
 
     def ask(self, worker: Worker, request: frames.Request) -> Any:
         return self.depot.handle(worker.session, worker.writer, request)
@@ -117,9 +135,14 @@ class DepotMachine(RuleBasedStateMachine):
     def digest(self, run: KeyRun, chunk: int) -> bytes:
         return run.digests[chunk * 32 : chunk * 32 + 32]
 
+    def cells(self, entries: set[Entry], digest: bytes, group: int) -> set[tuple[int, int]]:
+        """Return the layers and heads that entries have of a chunk and group."""
+        return {cell for key, number, part in entries if (key, number) == (digest, group) for cell in cells_of(part)}
+
     def whole(self, run: KeyRun, chunk: int, group: int) -> bool:
-        digest = self.digest(run, chunk)
-        return all((digest, group, shard << 16) in self.sealed for shard in range(self.groups[group].layers))
+        shape = self.groups[group]
+        plane = Part(0, shape.layers, 0, shape.heads)
+        return self.cells(self.sealed, self.digest(run, chunk), group) == cells_of(plane.number)
 
     def usable(self, run: KeyRun, length: int) -> bool:
         """Whether a prefix of that many chunks has everything that comes after it needs."""
@@ -217,7 +240,9 @@ class DepotMachine(RuleBasedStateMachine):
             (self.digest(run, chunk), group, worker.parts[group])
             for chunk, group, _, _, _, _, _, _ in m.EXTENT.iter_unpack(plan.extents)
         ]
-        assert not set(entries) & (self.sealed | self.writing), "an entry was given to two writers"
+        for digest, group, part in entries:
+            missing = cells_of(part) - self.cells(self.sealed | self.writing, digest, group)
+            assert missing, "nobody else has or writes all of an entry"
         assert len(entries) + plan.num_present + plan.num_declined == sum(covered)
         self.writing.update(entries)
         if plan.ticket:
@@ -272,10 +297,23 @@ class DepotMachine(RuleBasedStateMachine):
         worker, run = self.worker(who), prompt.slice(start, min(8, start + length))
         covered = tuple(min(run.num_chunks, WINDOWS[group.kind]) for group in self.groups)
         plan = self.ask(worker, m.PrepareRetrieve(worker.context, "r", run.digests, run.first_chunk, covered))
-        for chunk, group, _, record, _, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
-            assert (self.digest(run, chunk), group, worker.parts[group]) in self.sealed
+        found: dict[tuple[int, int], list[int]] = {}
+        for chunk, group, heads, record, layers, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
+            part = layers << 16 | heads
+            assert (self.digest(run, chunk), group, part) in self.sealed
+            assert self.index.table.place_of(record) == (group, part)
             assert self.index.table.header(record) == header
             assert self.index.table.extent(record) == (offset, num_bytes)
+            assert num_bytes == PAGE * (2 if group else 1) * len(cells_of(part))
+            found.setdefault((chunk, group), []).append(part)
+        for (chunk, group), parts in found.items():
+            own, digest = worker.parts[group], self.digest(run, chunk)
+            assert parts == [own] if (digest, group, own) in self.sealed else len(parts) <= self.groups[group].heads
+            assert cells_of(own) <= set().union(*map(cells_of, parts)), "a head is missing"
+            assert all(cells_of(own) & cells_of(part) for part in parts), "an entry of no use"
+        for group, count in enumerate(covered):
+            wanted = {chunk for chunk in range(plan.num_chunks) if run.num_chunks - chunk <= count}
+            assert wanted <= {chunk for chunk, number in found if number == group}
         if plan.lease:
             worker.leases[plan.lease] = ("r", self.now + LEASE_SECONDS)
 
@@ -324,7 +362,7 @@ class DepotMachine(RuleBasedStateMachine):
         ]
         self.orphans.append(Orphan(worker.writer, *open_and_late))
         self.refused(worker, m.Lookup(worker.context, "r", b""), ErrorCode.UNKNOWN_CONTEXT)
-        self.join()
+        self.join(worker.place)
 
     @rule(which=st.integers(0, 9))
     def process_dies(self, which: int) -> None:
@@ -339,7 +377,16 @@ class DepotMachine(RuleBasedStateMachine):
         self.workers.remove(worker)
         self.ask(worker, m.Unregister(worker.context))
         self.writing -= {entry for entries in worker.tickets.values() for entry in entries}
-        self.join()
+        self.join(worker.place)
+
+    @rule(which=st.integers(0, 99))
+    def an_entry_is_corrupt(self, which: int) -> None:
+        sealed = [record.number for record in self.index.table.records() if record.state == SEALED]
+        if sealed:
+            record = sealed[which % len(sealed)]
+            entry = self.entry_of(record)
+            assert self.depot.remove_corrupt(record, self.index.table.header(record))
+            self.sealed.remove(entry)
 
     def refused(self, worker: Worker, request: frames.Request, code: ErrorCode) -> None:
         try:
