@@ -11,7 +11,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
-from kvdepot.layout import GroupKind
+from kvdepot.layout import GroupKind, Part
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands
@@ -112,13 +112,21 @@ class Bench:
         self.index = ChunkIndex(extents, extents.table, self.policy, quotas)
         self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
 
-    def worker(self, shard: int = 0, *, writer: Writer | None = None, page: int = PAGE, name: str = "") -> Worker:
+    def worker(
+        self, shard: int = 0, *, writer: Writer | None = None, page: int = PAGE, name: str = "", ranks: int = 1
+    ) -> Worker:
+        """Return a worker that has row `shard` of opaque groups, and the heads of rank `shard` of `ranks` of others."""
         self.sessions += 1
         writer = writer or Writer(1000 + self.sessions, 1)
-        shards = [shard if group.layers > 1 else 0 for group in self.groups]
-        details = tuple(m.GroupDetail((page,), 8, part=own << 16) for own in shards)
+        parts = [
+            Part(shard if group.layers > 1 else 0)
+            if group.heads == 1
+            else Part(0, 1, shard * group.heads // ranks, max(1, group.heads // ranks))
+            for group in self.groups
+        ]
+        details = tuple(m.GroupDetail((page * part.num_heads,), 8, part=part.number) for part in parts)
         name = name or f"engine-{self.sessions}"
-        request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, shard, 2, "none", "none", "model", self.spec, details)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, shard, 512, "none", "none", "model", self.spec, details)
         reply = self.depot.handle(self.sessions, writer, request)
         assert isinstance(reply, m.Registered)
         return Worker(self, self.sessions, writer, reply.context, shard)

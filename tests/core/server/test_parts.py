@@ -1,0 +1,232 @@
+"""Entries of engines of different sizes: found together, read by all, and stored once."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvdepot.errors import ErrorCode
+from kvdepot.index.entries import PartPlace
+from kvdepot.keys import KeyRun
+from kvdepot.layout import MAXIMUM_HEADS, GroupKind, Part
+from kvdepot.pool.table import SEALED, IndexTable
+from kvdepot.wire import messages as m
+from support.index import PAGE, Bench, Worker, prompt
+
+FULL, WINDOW = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW
+HEADS = (m.GroupShape(FULL, 1, heads=4),)
+TWO_GROUPS = (m.GroupShape(FULL, 1, heads=4), m.GroupShape(WINDOW, 1, window_tokens=2, heads=4))
+
+
+def engine(bench: Bench, ranks: int) -> list[Worker]:
+    return [bench.worker(rank, ranks=ranks) for rank in range(ranks)]
+
+
+def parts(plan: m.RetrievePlan | m.StorePlan) -> list[tuple[int, int, Part]]:
+    """Return chunk, group and part of each extent, and check that its size is that of the part."""
+    found: list[tuple[int, int, Part]] = []
+    for chunk, group, heads, _, layers, _, _, num_bytes in m.EXTENT.iter_unpack(plan.extents):
+        part = Part.of(layers << 16 | heads)
+        assert num_bytes == PAGE * part.num_heads
+        found.append((chunk, group, part))
+    return found
+
+
+def found_by(worker: Worker, run: KeyRun) -> int:
+    """Return how many chunks a lookup finds."""
+    reply = worker.lookup(run)
+    worker.release(reply.lease)
+    return reply.num_chunks
+
+
+def read_by(worker: Worker, run: KeyRun) -> list[Part]:
+    """Return the parts that a worker is given of each chunk, the same for all of them."""
+    plan = worker.retrieve(run)
+    assert plan.num_chunks == run.num_chunks
+    by_chunk = [[part for number, _, part in parts(plan) if number == chunk] for chunk in range(run.num_chunks)]
+    assert all(each == by_chunk[0] for each in by_chunk)
+    worker.release(plan.lease)
+    return by_chunk[0]
+
+
+def test_every_engine_finds_what_one_of_another_size_stored() -> None:
+    for ranks in (1, 2, 4, 8):
+        bench = Bench(HEADS)
+        writers, run = engine(bench, ranks), prompt(3)
+        for writer in writers:
+            assert found_by(writer, run) == (3 if bench.index.entries.num_sealed == 3 * min(ranks, 4) else 0)
+            writer.store(run)
+        assert bench.index.entries.num_sealed == 3 * min(ranks, 4), "replicas store a head once"
+        for others in (1, 2, 4, 8):
+            for rank, reader in enumerate(engine(bench, others)):
+                assert found_by(reader, run) == 3
+                plan = reader.prepare(run)
+                assert (plan.ticket, plan.num_present) == (0, 3)
+                mine = Part(0, 1, rank * 4 // others, max(1, 4 // others))
+                step = max(1, 4 // ranks)
+                heads = range(mine.first_head // step * step, mine.first_head + mine.num_heads, step)
+                assert sorted(read_by(reader, run)) == [Part(0, 1, head, step) for head in heads]
+        bench.drain()
+
+
+def test_writers_of_different_sizes_that_race_store_a_head_twice_at_most() -> None:
+    bench, run = Bench(HEADS), prompt(2)
+    (whole,), (left, right) = engine(bench, 1), engine(bench, 2)
+    first, all_heads, second = left.prepare(run), whole.prepare(run), right.prepare(run)
+    assert (first.num_present, all_heads.num_present, second.num_present) == (0, 0, 2)
+    whole.commit(all_heads)
+    assert read_by(left, run) == [Part(0, 1, 0, 4)], "not its own entry, which is not sealed"
+    left.commit(first)
+    assert read_by(left, run) == [Part(0, 1, 0, 2)]
+    assert read_by(right, run) == [Part(0, 1, 0, 4)]
+    assert bench.index.entries.num_sealed == 4
+    bench.drain()
+
+
+def test_entries_that_are_being_written_cover_nothing() -> None:
+    bench, run = Bench(HEADS), prompt(1)
+    left, right = engine(bench, 2)
+    plan = left.prepare(run)
+    right.store(run)
+    index, whole = bench.index, Part(0, 1, 0, 4).number
+    record = next(record for record in index.table.records() if record.state == SEALED)
+    node, place = index.entries.node_of(record.number), PartPlace(0, whole, 4 * PAGE, record.check)
+    assert index.entries.has(node, 0, whole)
+    assert index.entries.cover(node, place) == []
+    left.commit(plan)
+    assert [part for part, _ in index.entries.cover(node, place)] == [Part(0, 1, 2, 2).number, Part(0, 1, 0, 2).number]
+    assert index.entries.cover(node, replace(place, check=record.check ^ 1)) == [], "other pages"
+    bench.drain()
+
+
+def test_half_a_plane_is_invisible_and_the_next_writer_stores_its_own_part() -> None:
+    bench, run = Bench(HEADS), prompt(2)
+    left, right = engine(bench, 2)
+    left.store(run)
+    assert right.prepare(run).ticket
+    bench.depot.end_session(right.session)
+    bench.depot.end_process(right.writer)
+    (whole,) = engine(bench, 1)
+    successor = bench.successor()
+    assert successor.match(successor.spaces[0], run.digests)[0] == found_by(whole, run) == 0
+    assert whole.store(run).num_present == 0
+    assert found_by(whole, run) == 2
+    bench.drain()
+
+
+def test_a_corrupt_part_hides_a_chunk_only_if_nobody_else_has_its_heads() -> None:
+    bench, run = Bench(HEADS), prompt(2)
+    (whole,), (left, right) = engine(bench, 1), engine(bench, 2)
+    plans = left.prepare(run), whole.prepare(run)
+    left.commit(plans[0])
+    whole.commit(plans[1])
+
+    def lose(part: Part) -> None:
+        index = bench.index
+        node = index.nodes.find(index.spaces[0], run.digests[:32], 0)
+        assert node is not None
+        record = index.entries.find(node, 0, part.number)
+        assert record is not None
+        assert bench.depot.remove_corrupt(record, index.table.header(record))
+        index.check_integrity()
+
+    lose(Part(0, 1, 0, 2))
+    assert found_by(right, run) == 2
+    assert read_by(left, run.slice(0, 1)) == [Part(0, 1, 0, 4)]
+    lose(Part(0, 1, 0, 4))
+    assert found_by(whole, run) == 0
+    right.store(run)
+    assert found_by(whole, run) == 0
+    left.store(run)
+    assert found_by(whole, run) == 2
+    bench.drain()
+
+
+def test_heads_of_one_group_are_not_those_of_another() -> None:
+    bench, run = Bench(TWO_GROUPS), prompt(2)
+    (whole,), (left, right) = engine(bench, 1), engine(bench, 2)
+    whole.store(run, 2, 0)
+    assert found_by(whole, run) == 0
+    plan = left.store(run, 2, 2)
+    assert (plan.num_present, {group for _, group, _ in parts(plan)}) == (2, {1})
+    assert found_by(whole, run) == 0
+    right.store(run, 2, 2)
+    assert found_by(whole, run) == 2
+    bench.drain()
+
+
+def test_a_lease_of_an_engine_keeps_what_one_of_another_size_stored() -> None:
+    bench = Bench(HEADS, pages=8)
+    (whole,), (left, _) = engine(bench, 1), engine(bench, 2)
+    whole.store(prompt(2))
+    lease = left.retrieve(prompt(2)).lease
+    assert whole.store(prompt(1, name=1)).num_declined == 1
+    left.release(lease)
+    assert whole.store(prompt(1, name=1)).ticket
+    bench.drain()
+
+
+def test_a_record_whose_part_is_not_in_its_plane_is_dropped() -> None:
+    bench, run = Bench(HEADS), prompt(2)
+    (whole,) = engine(bench, 1)
+    whole.store(run)
+    for part in (Part(0, 1, 3, 2), Part(1), Part(0, 2)):
+        memory = bytearray(bench.memory)
+        table = IndexTable(memory, bench.num_records)
+        fields = next(record for record in table.records() if record.depth == 1)
+        table.free(fields.number)
+        table.write(
+            fields.number,
+            space=0,
+            group=0,
+            part=part.number,
+            offset=fields.offset,
+            num_bytes=PAGE,
+            key=fields.key,
+            parent=fields.parent,
+            depth=1,
+            check=fields.check,
+            label=fields.label,
+            writer=fields.writer,
+            owner=fields.owner,
+        )
+        table.seal(fields.number, 0)
+        successor = bench.successor(memory)
+        assert successor.match(successor.spaces[0], run.digests)[0] == 1
+        successor.check_integrity()
+        assert successor.entries.num_sealed == 1
+
+
+def test_an_engine_of_256_heads_can_be_read_one_by_one() -> None:
+    bench = Bench((m.GroupShape(FULL, 1, heads=MAXIMUM_HEADS),), pages=512)
+    (whole,) = engine(bench, 1)
+    whole.store(prompt(1))
+    last = bench.worker(MAXIMUM_HEADS - 1, ranks=MAXIMUM_HEADS)
+    assert read_by(last, prompt(1)) == [Part(0, 1, 0, MAXIMUM_HEADS)]
+
+
+def test_a_retrieve_names_a_bounded_number_of_extents() -> None:
+    bench = Bench((m.GroupShape(FULL, 1, heads=64),), pages=8192, num_records=8192)
+    ranks, (whole,) = engine(bench, 64), engine(bench, 1)
+    for start in range(0, 96, 32):
+        for rank in ranks:
+            rank.store(prompt(96).slice(start, start + 32))
+    assert whole.lookup(prompt(96)).num_chunks == 96
+    plan = whole.retrieve(prompt(96))
+    assert plan.num_chunks == m.MAXIMUM_RETRIEVE_EXTENTS // 64
+    assert len(parts(plan)) == m.MAXIMUM_RETRIEVE_EXTENTS
+
+
+@pytest.mark.promise(20)
+def test_pages_that_are_not_cells_of_the_part_are_refused() -> None:
+    bench = Bench(HEADS)
+    (whole,) = engine(bench, 1)
+    for detail, text in (
+        (m.GroupDetail((PAGE,), 8, part=Part(0, 1, 3, 2).number), "Part"),
+        (m.GroupDetail((PAGE + 2,), 8, part=Part(0, 1, 0, 4).number), "not 1 rows"),
+        (m.GroupDetail((PAGE,), 8, part=Part(0, 1, 0, 4).number, rows=3), "not 3 rows"),
+        (m.GroupDetail((PAGE,), 8, part=Part(0, 1, 0, 4).number), "other pages"),
+    ):
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, "e", 0, 1, "none", "none", "model", bench.spec, (detail,))
+        assert whole.refusal(request) is ErrorCode.BAD_LAYOUT, text
+    huge = m.CacheSpec(1, (m.GroupShape(FULL, 1, layers=65_536, heads=2),), "bytes")
+    assert whole.refusal(m.RegisterScheduler(m.PROTOCOL_VERSION, "e", "model", huge)) is ErrorCode.BAD_LAYOUT
