@@ -1,4 +1,4 @@
-"""The five wheels agree with each other and bring nothing heavy."""
+"""The six wheels agree with each other and bring nothing heavy."""
 
 import re
 import subprocess
@@ -17,6 +17,7 @@ MODULES = {
     "kvdepot-cpu": "kvdepot_cpu",
     "kvdepot-cuda": "kvdepot_cuda",
     "kvdepot-hpu": "kvdepot_hpu",
+    "kvdepot-sglang": "kvdepot_sglang",
     "kvdepot-vllm": "kvdepot_vllm",
 }
 
@@ -41,7 +42,7 @@ def install(wheels: set[Path], environment: Path) -> Path:
     return python
 
 
-def test_all_five_are_built(wheels: dict[str, Path]) -> None:
+def test_all_six_are_built(wheels: dict[str, Path]) -> None:
     assert set(wheels) == set(MODULES)
 
 
@@ -92,7 +93,8 @@ def test_versions_and_pins_between_them_agree(wheels: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.promise(40)
 def test_none_brings_torch_or_an_engine_by_itself(name: str, wheels: dict[str, Path]) -> None:
-    assert not {"torch", "vllm", "intel-extension-for-pytorch", "habana-torch-plugin"} & set(requirements(wheels[name]))
+    heavy = {"torch", "sglang", "vllm", "intel-extension-for-pytorch", "habana-torch-plugin"}
+    assert not heavy & set(requirements(wheels[name]))
 
 
 @pytest.mark.promise(40)
@@ -104,7 +106,7 @@ def test_no_requirement_has_an_upper_bound_that_could_downgrade_an_engine(wheels
 
 
 def test_the_extras_of_the_core_name_the_backends(wheels: dict[str, Path]) -> None:
-    for extra, package in (("cpu", "cpu"), ("cuda", "cuda"), ("hpu", "hpu"), ("vllm", "vllm"), ("xpu", "cpu")):
+    for extra, package in (*((name, name) for name in ("cpu", "cuda", "hpu", "sglang", "vllm")), ("xpu", "cpu")):
         named = requirements(wheels["kvdepot"], extra)[f"kvdepot-{package}"]
         assert not named.extras, "torch and engines come from the user: an extra of the backend would bring them"
 
@@ -112,6 +114,7 @@ def test_the_extras_of_the_core_name_the_backends(wheels: dict[str, Path]) -> No
 def test_optional_device_libraries_stay_in_the_metadata(wheels: dict[str, Path]) -> None:
     assert "habana-torch-plugin" in requirements(wheels["kvdepot-hpu"], "gaudi")
     assert "vllm" in requirements(wheels["kvdepot-vllm"], "vllm")
+    assert "sglang" in requirements(wheels["kvdepot-sglang"], "sglang")
     assert {"torch", "intel-extension-for-pytorch"} <= set(requirements(wheels["kvdepot-cpu"], "ipex"))
 
 
@@ -131,7 +134,7 @@ def test_the_cpu_wheel_carries_the_compiled_copy(wheels: dict[str, Path]) -> Non
 @pytest.mark.promise(39)
 def test_each_installs_with_the_core_alone_and_imports(name: str, wheels: dict[str, Path], tmp_path: Path) -> None:
     python = install({wheels["kvdepot"], wheels[name]}, tmp_path / "venv")
-    heavy = "{'torch', 'vllm', 'numpy', 'zmq', 'kvdepot.server', 'habana_frameworks', 'cuda'}"
+    heavy = "{'torch', 'sglang', 'vllm', 'numpy', 'zmq', 'kvdepot.server', 'habana_frameworks', 'cuda'}"
     code = f"import sys, {MODULES[name]}; found = {heavy} & set(sys.modules); sys.exit(str(found) if found else 0)"
     subprocess.run([str(python), "-c", code], check=True)
 

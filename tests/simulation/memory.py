@@ -1,7 +1,6 @@
 # pyright: reportPrivateUsage=false
 """Memory that outlives a simulated server: the pool's pages, table and names, with a crash after any write."""
 
-import mmap
 import os
 import struct
 from collections import Counter
@@ -9,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvdepot.errors import PoolError
-from kvdepot.layout import Part
 from kvdepot.pool.names import MAGIC, NamesFile
 from kvdepot.pool.table import IndexTable, table_size_bytes
 
 PAGE = 4096
 NUM_RECORDS = 24
 
-Tag = tuple[bytes, int, int, int]  # key, group, cell, page of the cell: the content of one page of the pool
-Place = tuple[bytes, int, int]  # key, group, number of the part
+Tag = tuple[bytes, int, int, int]  # key, group, shard, page of the entry: the content of one page of the pool
+Place = tuple[bytes, int, int]  # key, group, shard
 
 
 class Violation(BaseException):
@@ -90,19 +88,6 @@ def num_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE)
 
 
-def tags_of(place: Place, num_pages: int) -> list[Tag]:
-    """Return the content of the pages of an entry: cell by cell of its part, as many pages each."""
-    key, group, number = place
-    part = Part.of(number)
-    cells = [
-        layer << 8 | head
-        for layer in range(part.first_layer, part.first_layer + part.num_layers)
-        for head in range(part.first_head, part.first_head + part.num_heads)
-    ]
-    pages_a_cell = num_pages // len(cells)
-    return [(key, group, cell, page) for cell in cells for page in range(pages_a_cell)]
-
-
 def pages_in(offset: int, num_bytes: int) -> range:
     """Return the numbers of the pages that an extent touches."""
     return range(offset // PAGE, num_pages(offset + num_bytes))
@@ -130,7 +115,6 @@ class Memory:
         self.num_pages = num_pages
         self.ready_pages = ready_pages  # the first ones: the others have no memory yet
         self.table = bytearray(table_size_bytes(NUM_RECORDS))
-        self.sessions = mmap.mmap(-1, 64 * 1024)
         self.names_fd = os.memfd_create("names")
         os.write(self.names_fd, MAGIC)
         self.pages: list[Tag | None] = [None] * num_pages
@@ -139,7 +123,6 @@ class Memory:
 
     def close(self) -> None:
         os.close(self.names_fd)
-        self.sessions.close()
 
     def open_names(self, fuse: Fuse) -> CrashingNames:
         """Open the names as a server that starts does.
@@ -177,7 +160,7 @@ class Memory:
         """Let a writer fill the next pages of its extent."""
         for _ in range(min(num_pages, claim.num_pages - claim.num_written)):
             page = claim.first_page + claim.num_written
-            self.pages[page] = tags_of(claim.place, claim.num_pages)[claim.num_written]
+            self.pages[page] = (*claim.place, claim.num_written)
             claim.num_written += 1
 
     def end(self, claim: Claim) -> None:
@@ -191,11 +174,10 @@ class Memory:
 
     def check_content(self, place: Place, offset: int, num_bytes: int, why: str) -> None:
         """Fail unless an extent holds the complete content of a place."""
-        pages = pages_in(offset, num_bytes)
-        for page, tag in zip(pages, tags_of(place, len(pages)), strict=True):
-            if self.pages[page] != tag:
+        for number, page in enumerate(pages_in(offset, num_bytes)):
+            if self.pages[page] != (*place, number):
                 raise Violation(f"{why}: page {page} holds {describe(self.pages[page])}")
 
 
 def describe(tag: Tag | None) -> str:
-    return "nothing" if tag is None else f"page {tag[3]} of group {tag[1]}, cell {tag[2]} of chunk {tag[0].hex()[:6]}"
+    return "nothing" if tag is None else f"page {tag[3]} of group {tag[1]}, shard {tag[2]} of chunk {tag[0].hex()[:6]}"

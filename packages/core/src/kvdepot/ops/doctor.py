@@ -33,7 +33,10 @@ LEAST_DESCRIPTORS: Final = 4096
 DESCRIPTORS_OF_SCHEDULER: Final = 3  # its session, its process, its connection
 DESCRIPTORS_OF_WORKER: Final = 7  # its session, its process, two connections, a temporary one, its mover (two)
 DESCRIPTORS_OF_DEPOT: Final = 64  # its files, and those of its tiers
-_PACKAGES: Final = ("kvdepot", "kvdepot-cpu", "kvdepot-cuda", "kvdepot-hpu", "kvdepot-vllm", "vllm", "torch", "pyzmq")
+_PACKAGES: Final = (
+    "kvdepot", "kvdepot-cpu", "kvdepot-cuda", "kvdepot-hpu", "kvdepot-vllm", "kvdepot-sglang", "vllm", "sglang",
+    "torch", "pyzmq",
+)  # fmt: skip
 
 
 class Verdict(StrEnum):

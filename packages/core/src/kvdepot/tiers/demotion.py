@@ -5,15 +5,14 @@ more and more of the end of each prefix. Entries that are handed over to an engi
 the rule, and none of them is dropped before the queue is full.
 """
 
-import enum
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
 from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
-from kvdepot.index.eviction import ENDED, NO_NODE
+from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.names import EntryKeys
@@ -29,14 +28,6 @@ _CHUNKS_A_STEP: Final = 32  # of one prefix
 _LEAST_VICTIMS: Final = 2  # per turn, each with the chunks before it, to keep up with stores
 _PRESSURE_BEGINS: Final = 0.5  # of the bytes that may wait to be written
 _RESERVE_SHARE: Final = 0.05  # of the pool, kept free with `--demote evict`
-
-
-class Leaves(enum.Enum):
-    """Whether entries leave the pool once they have been written."""
-
-    NEVER = enum.auto()
-    WRITTEN = enum.auto()  # if their session has ended and a tier has them
-    ANYWAY = enum.auto()
 
 
 class Demotions:
@@ -100,46 +91,6 @@ class Demotions:
         if self._is_long(node):
             self._refresh(node)
 
-    def leave(self, node: int) -> Iterator[int]:
-        """Write a prefix whose session has ended to the tiers that lack it, and evict each chunk once a tier has it.
-
-        Begin with its end, and stop at the first chunk that has not ended. A chunk that no tier takes stays. Yield
-        after each step how many chunks left at once. Between two steps the index may be used for anything.
-        """
-        index, nodes = self._index, self._index.nodes.space_of(node).nodes
-        while self._has_ended(node):
-            path = list[int]()
-            while len(path) < _CHUNKS_A_STEP and self._has_ended(node):
-                path.append(node)
-                node = index.nodes.parent_of(node)
-            key = index.nodes.key_of(node) if node != NO_NODE else b""
-            missing = [record for each in path for record in index.entries.sealed(each) if not self._is_written(record)]
-            if missing:
-                self._write(missing, leaves=Leaves.WRITTEN)
-            num_before = index.evictor.num_evicted
-            self._evict_ended(path[0])
-            yield index.evictor.num_evicted - num_before
-            if nodes.get(key) != node:
-                return
-
-    def _has_ended(self, node: int) -> bool:
-        return node != NO_NODE and self._index.nodes.tree.priority[node] == ENDED
-
-    def _evict_ended(self, node: int) -> None:
-        """Evict chunks that have ended and that a tier has, from this one up to the first that cannot leave."""
-        for _ in range(_CHUNKS_A_STEP):
-            if not self._has_ended(node) or not self._is_in_a_tier(node):
-                break
-            above = self._index.nodes.parent_of(node)
-            if not self._index.evict(node):
-                break
-            node = above
-
-    def _is_in_a_tier(self, node: int) -> bool:
-        table, records = self._index.table, self._index.entries.sealed(node)
-        tiers = [tier for tier in self._tiers if not tier.queue.is_suspended]
-        return any(all(tier.has(record, table.header(record)) for record in records) for tier in tiers)
-
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do at least one step of each kind of pending work, then continue until `is_over`."""
         self.refresher.turn(is_over)
@@ -162,10 +113,10 @@ class Demotions:
         header = self._index.table.header(record)
         return all(tier.queue.is_suspended or tier.has(record, header) for tier in self._tiers)
 
-    def _write(self, records: Sequence[int], *, leaves: Leaves = Leaves.NEVER, is_first: bool = False) -> bool:
+    def _write(self, records: Sequence[int], *, evicts: bool = False, is_first: bool = False) -> bool:
         """Write entries to every tier that lacks them, in their order. Return False if no tier takes any.
 
-        Evict them afterwards as `leaves` says. With `is_first`, write them before those that wait.
+        With `evicts`, evict them afterwards. With `is_first`, write them before those that wait.
         """
         index, table, is_taken = self._index, self._index.table, False
         for tier in self._tiers:
@@ -188,7 +139,7 @@ class Demotions:
                 self._counters[_DEMOTIONS_DROPPED] += len(missing)
                 continue
             entries = [(record, table.header(record), index.begin_reading(record)) for record in missing]
-            job.on_part = partial(self._wrote, tier, entries, leaves)
+            job.on_part = partial(self._wrote, tier, entries, evicts)
             is_taken = True
             for record, header, _ in entries:
                 tier.expect(record, header)
@@ -200,7 +151,7 @@ class Demotions:
         self._write(records, is_first=is_first)
         return self._counters[_DEMOTIONS_DROPPED] == num_dropped
 
-    def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], leaves: Leaves, part: Part) -> None:
+    def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], evicts: bool, part: Part) -> None:
         """Handle the outcomes of some entries of a job. `entries` has record, header and node of each."""
         now = self._clock()
         for (record, header, node), ok in zip(entries[part.first :], part.outcomes, strict=False):
@@ -209,10 +160,8 @@ class Demotions:
             elif tier.has(record, header):
                 tier.mark(record, header, now)
             self._index.end_reading(record, node)
-            if leaves is Leaves.ANYWAY:
+            if evicts:
                 self._index.evict(node)
-            elif leaves is Leaves.WRITTEN and ok:
-                self._evict_ended(node)
         for place in part.corrupt:
             record, header, _ = entries[place]
             if self._index.table.header(record) == header:
@@ -244,7 +193,7 @@ class Demotions:
                 nodes.append(node)
                 records += index.entries.sealed(node)
             records = [record for record in records if not self._is_written(record)]
-            if not self._is_long(nodes[0]) or not records or not self._write(records, leaves=Leaves.ANYWAY):
+            if not self._is_long(nodes[0]) or not records or not self._write(records, evicts=True):
                 for leaf in nodes:
                     leaving += sum(index.table.extent(record)[1] for record in index.entries.sealed(leaf))
                     if not index.evict(leaf):

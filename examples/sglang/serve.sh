@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Shows that a prompt outlives its engine: serve.sh MODEL [further flags of sglang.launch_server]
+#
+# Starts a depot and an engine, asks once, kills the engine, starts another one and asks the same again. The second
+# answer's "cached_tokens" come from the depot, as the new engine has computed nothing yet. Fails if there are none. The
+# engine's log is a file, which stays if this fails.
+#
+# PORT, POOL_SIZE: of the engine and the depot.
+set -euo pipefail
+model=$1
+shift
+port=${PORT:-30000}
+directory=$(mktemp -d)
+log=$(mktemp)
+engine=
+depot=
+trap 'kill $engine $depot 2>/dev/null; wait; rm -rf "$directory"' EXIT
+
+kvdepot serve --dir "$directory" --pool-size "${POOL_SIZE:-1GiB}" --ephemeral &
+depot=$!
+
+start_engine() {
+  echo "starting an engine, log: $log"
+  python -m sglang.launch_server --model-path "$model" --host 127.0.0.1 --port "$port" --page-size 64 \
+    --enable-cache-report --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic \
+    --unified-cache-external-linker-config '{
+      "linker": "KVDepotLinker", "linker_module_path": "kvdepot_sglang.linker",
+      "linker_extra_config": {"url": "'"$directory"'"}
+    }' "$@" >>"$log" 2>&1 &
+  engine=$!
+  for _ in $(seq 300); do
+    curl --silent --fail --output /dev/null "http://127.0.0.1:$port/health" && return
+    kill -0 "$engine" 2>/dev/null || break
+    sleep 1
+  done
+  echo "the engine ended, or did not answer for five minutes; the end of its log, $log, says why" >&2
+  exit 1
+}
+
+tokens=$(seq --separator , 10 709)
+ask() {
+  curl --silent --fail "http://127.0.0.1:$port/generate" --header 'Content-Type: application/json' \
+    --data '{"input_ids": ['"$tokens"'], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}'
+}
+
+start_engine "$@"
+echo "the first engine answers: $(ask)"
+kill "$engine" && wait "$engine" || true
+start_engine "$@"
+answer=$(ask)
+echo "the second engine answers: $answer"
+kvdepot status --url "$directory"
+grep --quiet '"cached_tokens": *[1-9]' <<<"$answer" || { echo "nothing came from the depot; log: $log" >&2; exit 1; }
+rm "$log"

@@ -1,0 +1,1 @@
+"""The linker that keeps SGLang's KV cache in a kvdepot server."""

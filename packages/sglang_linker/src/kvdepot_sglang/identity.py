@@ -1,0 +1,97 @@
+# pyright: basic
+"""The namespace of an SGLang engine: everything besides tokens that decides its KV.
+
+SGLang's names of pages already tell apart tokens, adapters (`extra_key`) and salts (`cache_salt`).
+"""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from kvdepot.engines.identity import commit_of, config_digest, weights_in
+from kvdepot.keys import Namespace
+from kvdepot_sglang.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_RANDOM: Final = "dummy"  # SGLang makes random weights
+_FROM_FILES: Final = frozenset(
+    {"auto", "pt", "safetensors", "npcache", "gguf", "bitsandbytes", "layered", "sharded_state", "fastsafetensors"}
+)
+"""Load formats that take the weights from the model's folder."""
+_DECIDING: Final = (  # fields of `ServerArgs` that change bits of KV
+    "dtype",
+    "kv_cache_dtype",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "load_format",
+    "model_loader_extra_config",
+    "json_model_override_args",
+    "context_length",
+    "torchao_config",
+    "modelopt_quant",
+)
+
+
+def engine_namespace(server_args: Any, hf_config: Any, device: str, num_ranks: int, settings: Settings) -> Namespace:
+    """Return the namespace; two engines share only if theirs are equal.
+
+    Args:
+        server_args: SGLang's `ServerArgs`.
+        hf_config: the model's configuration.
+        device: type of the device.
+        num_ranks: tensor-parallel ranks; they count only where each makes its own weights or bits are to be equal.
+        settings: the user's.
+    """
+    model, load_format = str(server_args.model_path), _plain(getattr(server_args, "load_format", ""))
+    weights = "" if settings.weights else _weights(model, load_format, hf_config)
+    extra = {
+        "connector": "sglang",
+        "namespace": settings.namespace,
+        "config": config_digest(hf_config),
+        "weights": settings.weights or weights or commit_of(hf_config),
+        "device": device,
+        **{name: _plain(getattr(server_args, name, "")) for name in _DECIDING},
+    }
+    if load_format == _RANDOM:
+        extra["seed"] = str(getattr(server_args, "random_seed", ""))
+    if load_format == _RANDOM or getattr(server_args, "enable_deterministic_inference", False):
+        extra["ranks"] = str(num_ranks)
+    return Namespace(
+        model="" if weights else model,
+        revision=str(getattr(server_args, "revision", None) or ""),
+        tenant=settings.tenant,
+        tenant_salt=settings.tenant_salt,
+        quantization=str(getattr(server_args, "quantization", None) or ""),
+        extra=tuple(sorted(extra.items())),
+    )
+
+
+def of_generation(namespace: Namespace, generation: str) -> Namespace:
+    """Return the namespace of another generation of keys, which an engine begins when it flushes its cache."""
+    return replace(namespace, extra=(*namespace.extra, ("generation", generation)))
+
+
+def _plain(value: Any) -> str:
+    """Return a text of a setting: of an enumeration its value."""
+    return str(getattr(value, "value", value) or "").removeprefix("torch.")
+
+
+def _weights(model: str, load_format: str, hf_config: Any) -> str:
+    """Return a digest of the weights' files; empty, with a log line, if no files identify them."""
+    if load_format == _RANDOM:
+        return ""
+    if load_format in _FROM_FILES and Path(model).exists():
+        return weights_in(Path(model))
+    commit = commit_of(hf_config)
+    logger.log(
+        logging.INFO if commit else logging.WARNING,
+        "weights of %s (load format %s) have no fingerprint: they are known by that name and %s. If they change and"
+        " that does not, give them a new name with the setting `weights`.",
+        model,
+        load_format,
+        f"the commit {commit}" if commit else "nothing else",
+    )
+    return ""

@@ -1,0 +1,299 @@
+# pyright: basic, reportMissingImports=false
+"""`KVDepotLinker`: SGLang constructs it in each worker (linker backend "dynamic") and calls it from its scheduler.
+
+SGLang names each page by a digest of all tokens up to its end. The linker sends these names to the depot, masked by the
+namespace. A load is copied and verified as soon as SGLang queues it, into slots that belong to the request alone; the
+ranks agree on its outcome. If it failed, the linker refuses it, and SGLang computes the tokens. So no request is
+aborted because of the depot, and none waits for it longer than a deadline. An exception here would end the engine, so
+each is caught, logged, and costs a miss.
+"""
+
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import sglang
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+    LayerWiseLoadCounter,
+    UnifiedCacheLinker,
+    UnifiedCacheLinkerWrapper,
+)
+
+from kvdepot.backends import Backend, EngineTraits, KVCache, TransferFuture, get_backend
+from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.config import directory_of_url
+from kvdepot.engines.logs import log_like
+from kvdepot.errors import DepotUnavailable
+from kvdepot.keys import DIGEST_BYTES, KeyRun
+from kvdepot_sglang import stats
+from kvdepot_sglang.asking import Asking
+from kvdepot_sglang.identity import engine_namespace, of_generation
+from kvdepot_sglang.places import Placed, are_hooked
+from kvdepot_sglang.pools import Holding, Unsupported, block_ids, find_groups, pages_of, refuse_unsupported
+from kvdepot_sglang.ranks import Ranks
+from kvdepot_sglang.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_START_SECONDS: Final = 1.0  # a starting engine waits this long for a depot
+_NO_LOAD: Final = -1  # SGLang's number for a batch without loads
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def _never_raises(default: Callable[[], Any]) -> Callable[[Call], Call]:
+    """Make a call log its exceptions and return `default()` instead."""
+
+    def decorate(call: Call) -> Call:
+        @functools.wraps(call)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(self, *args, **kwargs)
+            except Exception:
+                logger.exception("%s failed; the engine continues without the depot here", call.__name__)
+                return default()
+
+        return guarded  # type: ignore[return-value]
+
+    return decorate
+
+
+class _Events:
+    """Several events as one."""
+
+    def __init__(self, events: Sequence[Any]) -> None:
+        self._events = events
+
+    def synchronize(self) -> None:
+        for each in self._events:
+            each.synchronize()
+
+
+class KVDepotLinker(Placed, UnifiedCacheLinker):
+    """Keeps the engine's KV cache in a kvdepot server. See `docs/sglang.md`.
+
+    Raises:
+        KVDepotError: the engine's cache cannot be kept, or a setting is wrong; the text says what to change.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: dict[str, Any],
+        forward_stream: Any = None,
+    ) -> None:
+        log_like("sglang")
+        self._settings = settings = Settings.read(extra_config)
+        if not are_hooked(UnifiedCacheLinkerWrapper):
+            raise Unsupported(
+                "SGLang has not loaded the plugin `kvdepot`, which says where pages belong: install kvdepot-sglang in"
+                " this environment, and name it in SGLANG_PLUGINS if that is set"
+            )
+        self.page_size = int(params.page_size)
+        refuse_unsupported(server_args, params, self.page_size)
+        self.forward_stream = forward_stream
+        self._ranks = ranks = Ranks(
+            getattr(params, "attn_tp_cache_group", None) or getattr(params, "tp_cache_group", None)
+        )
+        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        model = _model_config(server_args)
+        self._device = device = str(kvcache.device).partition(":")[0]
+        backend = get_backend(device)
+        holding = Holding(ranks.rank, ranks.size, int(model.get_total_num_kv_heads()))
+        groups = find_groups(kvcache, {each.name for each in components}, params, holding)
+        kinds = tuple(group.kind for group in groups.values())
+        reason = backend.why_unsuited(EngineTraits("sglang", kinds, prefix_caching=True))
+        if reason is not None:
+            raise Unsupported(reason)
+        self.pools = dict(groups)
+        self._num_layers = int(kvcache.layer_num)
+        self.layer_done_counter = LayerWiseLoadCounter(self._num_layers)
+        self._namespace = engine_namespace(server_args, model.hf_config, device, ranks.size, settings)
+        self._begin_generation("")
+        instance = _instance(server_args, ranks)
+        dtype = str(next(iter(groups.values())).tensors[0].dtype).removeprefix("torch.")
+        self._worker = backend.create_context(
+            KVCache(
+                tuple(groups.values()),
+                instance,
+                dtype,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                model=str(server_args.model_path),
+                format=f"sglang {sglang.__version__} nhd {device}",
+                chunk_tokens=self.page_size,
+            ),
+            url=settings.url,
+            deadline_seconds=settings.deadline_seconds,
+            register_when_asked=True,
+            **settings.backend_options(backend),
+        )
+        self._client = SchedulerClient(
+            self._worker.spec,
+            instance,
+            model=str(server_args.model_path),
+            url=settings.url,
+            deadline_seconds=settings.lookup_seconds,
+        )
+        self._asking = Asking(self._client, settings.tier_seconds)
+        self._landed: set[str] = set()  # requests whose load is in place, until their batch starts
+        self._offloads: deque[TransferFuture[bool]] = deque()
+        self.stats = stats.Stats(ranks.rank, exports=bool(getattr(server_args, "enable_metrics", False)))
+        self._say_hello(backend, device)
+
+    def _say_hello(self, backend: Backend, device: str) -> None:
+        for name in self._settings.of_other_backends(backend):
+            logger.warning("%s has no effect on %s and is ignored", name, device)
+        try:
+            self._worker.wait_until_connected(_START_SECONDS)
+            self._client.wait_until_connected(_START_SECONDS)
+        except DepotUnavailable as error:
+            logger.warning("the engine starts without a depot and uses it when it is there: %s", error)
+        logger.info(
+            "tenant %s, namespace %s, pages of %d tokens, pools %s: the depot in %s",
+            self._settings.tenant,
+            self._settings.namespace or "(default)",
+            self.page_size,
+            ", ".join(self.pools),
+            directory_of_url(self._settings.url),
+        )
+
+    # --- keys -----------------------------------------------------------------------------------------------------
+
+    def _begin_generation(self, generation: str) -> None:
+        self._root = of_generation(self._namespace, generation).digest(self.page_size)
+        self._mask = np.frombuffer(self._root, np.uint8)
+
+    def _key(self, names: Sequence[str]) -> KeyRun:
+        """Return the key of a prompt's pages from the first one on, given SGLang's names in hexadecimal digits."""
+        digests = np.frombuffer(bytes.fromhex("".join(names)), np.uint8).reshape(-1, DIGEST_BYTES) ^ self._mask
+        return KeyRun(digests.tobytes(), 0, self._root, self._settings.tenant)
+
+    # --- SGLang's calls ---------------------------------------------------------------------------------------------
+
+    @_never_raises(list)
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        """Return the lengths, in pages, of the prefixes of a prompt's tail that can be loaded."""
+        first = len(self.before)
+        found = self._asking.ask(rid, self._key([*self.before, *transfers[0].keys]), first)
+        self.stats.add(stats.LOOKUPS)
+        self.stats.add(stats.FOUND_PAGES, found)
+        self.stats.log_now_and_then()
+        if not found:
+            return []
+        return list(range(1, found + 1)) if len(self.pools) == 1 else [found]  # a shorter one may lack its window
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """Fill the slots of a request; False if that failed on any rank, and SGLang computes the tokens."""
+        began = time.perf_counter()
+        ok = self._ranks.all_agree(self._retrieve(rid, transfers))
+        if ok:
+            self._landed.add(rid)
+        self.stats.add(stats.LOADS if ok else stats.REFUSED_LOADS)
+        self.stats.add(stats.LOAD_MICROSECONDS, round((time.perf_counter() - began) * 1e6))
+        return ok
+
+    @_never_raises(bool)
+    def _retrieve(self, rid: str, transfers: list[Any]) -> bool:
+        key = self._asking.key_of(rid, len(transfers[0].keys))
+        if key is None:
+            return False
+        try:
+            self._order_after_forward()
+            job = self._worker.submit_retrieve(rid, key, block_ids(self.pools, transfers, self.page_size))
+            ok = job.result()
+        finally:
+            self._asking.drop(rid)
+        self.stats.add(stats.LOAD_BYTES, job.num_bytes)
+        return ok
+
+    def _order_after_forward(self) -> None:
+        """Have the load come after the forward pass under way, which may still write slots that were just freed."""
+        if self._device != "cpu" and self.forward_stream is not None:
+            import torch
+
+            torch.get_device_module(self._device).current_stream().wait_stream(self.forward_stream)
+
+    def start_layer_wise_loading(self) -> int:
+        """Begin the batch of the loads so far. All of them are in place."""
+        if not self._landed:
+            return _NO_LOAD
+        self._landed.clear()
+        index = self.layer_done_counter.update_producer()
+        for layer in range(self._num_layers):
+            self.layer_done_counter.complete(index, layer)
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Return whether a batch is in place."""
+        return self.layer_done_counter.finish(counter_index)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Forget a load whose batch has not begun. Nothing is being copied for it."""
+        was_queued = rid in self._landed
+        self._landed.discard(rid)
+        return was_queued
+
+    @_never_raises(bool)
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        """Store the pages of a node; False, and SGLang offers it again, if that cannot be begun."""
+        self._worker.start_registering()  # SGLang captures its graphs before it serves
+        key, first = self._key([*self.before, *transfers[0].keys]), len(self.before)
+        pages = block_ids(self.pools, transfers, self.page_size)
+        start = self._asking.first_to_store(key, first)
+        if start < first:
+            pages[0] = pages_of(self.slots_before(), self.page_size)[start:] + pages[0]
+        ready = _Events(self.record_offload_ready())
+        self._offloads.append(self._worker.submit_store(session_id or "", key.slice(start), pages, ready))
+        return True
+
+    def num_completed_offloads(self) -> int:
+        """Return how many stores have ended, of those that began first."""
+        count = 0
+        for job in self._offloads:
+            if not job.query():
+                break
+            count += 1
+        return count
+
+    def pop_completed_offload(self) -> bool:
+        """Return whether the oldest store that has ended left all of its pages in the depot."""
+        job = self._offloads.popleft()
+        self.stats.add(stats.STORES)
+        self.stats.add(stats.STORE_BYTES, job.num_bytes)
+        return job.result()
+
+    def reset(self) -> None:
+        """End every transfer, and begin a new generation of keys: SGLang flushes its cache after weights changed."""
+        for job in self._offloads:
+            job.result()
+        self._offloads.clear()
+        self._landed.clear()
+        self._asking.drop_all()
+        self.layer_done_counter.reset()
+        if not self._settings.keep_after_reset:
+            self._begin_generation(self._ranks.common_random())
+
+    def close(self) -> None:
+        """Finish the copies under way, within the depot's deadline, and leave. Twice is harmless."""
+        self._worker.close()
+        self._client.close()
+
+
+def _model_config(server_args: Any) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(server_args)
+
+
+def _instance(server_args: Any, ranks: Ranks) -> str:
+    """Return the name under which people see an engine in the depot's status, the same on every rank."""
+    served = str(getattr(server_args, "served_model_name", None) or server_args.model_path)
+    return f"sglang {served[:200]} port {server_args.port} {ranks.common_random()[:8]}"[:256]

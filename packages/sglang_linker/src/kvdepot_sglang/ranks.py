@@ -1,0 +1,43 @@
+# pyright: basic, reportMissingImports=false
+"""The tensor-parallel ranks of an engine, which must take the same branch whatever each finds in the depot."""
+
+import os
+from typing import Any
+
+
+class Ranks:
+    """The ranks that hold the shards of one KV cache.
+
+    Args:
+        group: torch's process group on CPU; None for one rank.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.size = 0, 1
+        self._group = group
+        if group is not None:
+            from torch import distributed
+
+            self.rank, self.size = distributed.get_rank(group=group), distributed.get_world_size(group=group)
+
+    def all_agree(self, ok: bool) -> bool:
+        """Return whether every rank says so. All ranks call it."""
+        if self.size == 1:
+            return ok
+        import torch
+
+        value = torch.tensor([int(ok)], dtype=torch.int)
+        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        return bool(value.item())
+
+    def common_random(self) -> str:
+        """Return 32 random hexadecimal digits, the same on every rank. All ranks call it."""
+        value = os.urandom(16)
+        if self.size == 1:
+            return value.hex()
+        import torch
+
+        tensor = torch.tensor(list(value), dtype=torch.uint8)
+        source = torch.distributed.get_global_rank(self._group, 0)
+        torch.distributed.broadcast(tensor, source, group=self._group)
+        return bytes(tensor.tolist()).hex()

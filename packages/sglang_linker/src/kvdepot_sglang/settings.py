@@ -1,0 +1,21 @@
+"""The user's settings: `linker_extra_config`, parsed once at start."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvdepot.engines.settings import EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(EngineSettings):
+    """Every setting is a field of `linker_extra_config`, and optional. SGLang's scheduler stands while it waits."""
+
+    SOURCE: ClassVar[str] = "linker_extra_config"
+
+    lookup_seconds: float = 0.25  # the longest wait for the answer to a lookup
+    tier_seconds: float = 0.05  # of it, for chunks that a tier brings; what comes later helps the next request
+
+    def __post_init__(self) -> None:
+        EngineSettings.__post_init__(self)  # `super()` finds the class before `slots` remade it
+        self.check_seconds("lookup_seconds")
+        self.check_seconds("tier_seconds")

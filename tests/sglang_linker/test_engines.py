@@ -1,0 +1,157 @@
+"""Real SGLang engines on CPU and a real depot: the same tokens as without one, whatever dies."""
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess, wait_until
+from support.sglang.engines import Engine, Prompt, linker, prompts, tokens
+
+pytestmark = pytest.mark.slow
+
+MakeModel = Callable[[str], Path]
+WANTED = prompts(20, 700, seed=1, shared=320)
+
+
+@pytest.fixture(scope="module")
+def engines(shared_depot: DepotProcess, model: MakeModel) -> Iterator[tuple[Engine, Engine]]:
+    """Two engines on one depot. A flush empties their own cache and leaves their keys as they are."""
+    settings = linker(shared_depot.url, keep_after_reset=True, lookup_seconds=1.0, deadline_seconds=5.0)
+    with Engine(model("gqa"), **settings) as one, Engine(model("gqa"), **settings) as two:
+        one.wait_until_ready()
+        two.wait_until_ready()
+        yield one, two
+
+
+@pytest.fixture(scope="module")
+def reference(model: MakeModel) -> list[tuple[int, ...]]:
+    """The tokens of an engine without a linker."""
+    with Engine(model("gqa")) as engine:
+        return tokens(engine.wait_until_ready().each(WANTED))
+
+
+def whole_pages(wanted: list[Prompt]) -> int:
+    return sum((len(prompt) - 1) // 64 * 64 for prompt in wanted)
+
+
+def wait_until_stored(engine: Engine) -> None:
+    engine.flush()  # is refused while stores are under way
+
+
+def test_what_one_engine_computed_the_other_loads_and_answers_the_same(
+    engines: tuple[Engine, Engine], reference: list[tuple[int, ...]]
+) -> None:
+    one, two = engines
+    cold = one.each(WANTED)
+    assert tokens(cold) == reference
+    wait_until_stored(one)
+    shared = two.each(WANTED)
+    assert tokens(shared) == reference
+    # The first 320 tokens are loaded once; afterwards the engine's own cache has them.
+    assert sum(each.cached for each in shared) >= 0.95 * whole_pages(WANTED)
+    assert shared[0].from_depot == 640
+    one.flush()
+    after = one.each(WANTED)
+    assert tokens(after) == reference
+    assert sum(each.cached for each in after) == whole_pages(WANTED)
+
+
+def test_many_requests_at_once_are_loaded(engines: tuple[Engine, Engine], reference: list[tuple[int, ...]]) -> None:
+    one, _ = engines
+    one.each(WANTED)
+    one.flush()
+    answers = one.generate(*WANTED)
+    assert tokens(answers) == reference
+    assert sum(each.from_depot for each in answers) > 0.5 * whole_pages(WANTED)
+
+
+def test_salted_requests_share_among_themselves_alone(engines: tuple[Engine, Engine]) -> None:
+    one, two = engines
+    (prompt,) = prompts(1, 700, seed=2)
+    one.generate(prompt, extra_key="a")
+    wait_until_stored(one)
+    assert two.generate(prompt, extra_key="b")[0].cached == 0
+    assert two.generate(prompt)[0].cached == 0
+    assert two.generate(prompt, extra_key="a")[0].from_depot == 640
+
+
+def test_a_stopped_depot_costs_one_deadline_and_no_request(
+    engines: tuple[Engine, Engine], shared_depot: DepotProcess, reference: list[tuple[int, ...]]
+) -> None:
+    one, _ = engines
+    one.each(WANTED)
+    one.flush()
+    shared_depot.signal(signal.SIGSTOP)
+    try:
+        answers = one.each(WANTED[:5])
+        assert tokens(answers) == reference[:5]
+        assert not any(each.failed or each.from_depot for each in answers)
+    finally:
+        shared_depot.signal(signal.SIGCONT)
+    wait_until(lambda: (one.flush(), one.generate(WANTED[6])[0].from_depot == 640)[1], 60)
+    assert tokens(one.each(WANTED)) == reference
+
+
+def test_kills_of_the_depot_cost_no_request(
+    engines: tuple[Engine, Engine], shared_depot: DepotProcess, reference: list[tuple[int, ...]]
+) -> None:
+    done, num_kills = threading.Event(), itertools.count()
+
+    def kill_and_restart() -> None:
+        while not done.is_set():
+            shared_depot.kill()
+            next(num_kills)
+            done.wait(0.3)
+            shared_depot.start()
+            done.wait(1.0)
+
+    killer = threading.Thread(target=kill_and_restart)
+    killer.start()
+    try:
+        for number, engine in itertools.product(range(20), engines):
+            engine.flush()
+            answer = engine.generate(WANTED[number])[0]
+            assert answer.tokens == reference[number]
+            assert not answer.failed
+    finally:
+        done.set()
+        killer.join()
+    assert next(num_kills) >= 3
+
+
+def test_a_killed_engine_s_cache_is_its_successor_s(
+    shared_depot: DepotProcess, model: MakeModel, reference: list[tuple[int, ...]]
+) -> None:
+    with Engine(model("gqa"), **linker(shared_depot.url)) as engine:
+        answers = engine.wait_until_ready().each(WANTED)
+        assert tokens(answers) == reference
+        engine.flush()
+        assert engine.generate(WANTED[0])[0].cached == 0  # a flush begins a new generation of keys
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("gqa", 2)])
+def test_two_ranks_share_with_one(
+    name: str, ranks: int, shared_depot: DepotProcess, model: MakeModel, reference: list[tuple[int, ...]]
+) -> None:
+    wanted = prompts(6, 700, seed=3)
+    settings = linker(shared_depot.url, keep_after_reset=True)
+    with Engine(model(name), **settings) as one, Engine(model(name), tp_size=ranks, **settings) as two:
+        one.wait_until_ready()
+        two.wait_until_ready()
+        cold = one.each(wanted[:3])
+        wait_until_stored(one)
+        shared = two.each(wanted[:3])
+        assert [each.from_depot for each in shared] == [640] * 3
+        assert tokens(shared) == tokens(cold)
+        mine = two.each(wanted[3:])
+        wait_until_stored(two)
+        again = two.each(wanted[3:])
+        assert [each.from_depot for each in again] == [640] * 3
+        assert tokens(again) == tokens(mine)
+        back = one.each(wanted[3:])
+        assert [each.from_depot for each in back] == [640] * 3
+        assert tokens(back) == tokens(mine)

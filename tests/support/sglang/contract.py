@@ -1,0 +1,146 @@
+# pyright: basic
+"""What the linker takes from SGLang, checked in source by `ast`: `python -m support.sglang.contract TREE_OR_WHEEL`.
+
+Nothing is imported, so no SGLang has to be installed. Each problem is a sentence.
+"""
+
+import ast
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+Read = Callable[[str], str]
+
+LINKER: Final = "mem_cache/unified_cache/unified_cache_linker.py"
+ABSTRACT: Final = {
+    "lookup": ["self", "rid", "transfers"],
+    "load": ["self", "rid", "transfers"],
+    "start_layer_wise_loading": ["self"],
+    "finish_layer_wise_loading": ["self", "counter_index"],
+    "cancel_queued_load": ["self", "rid"],
+    "offload": ["self", "transfers", "session_id"],
+    "num_completed_offloads": ["self"],
+    "pop_completed_offload": ["self"],
+    "reset": ["self"],
+    "close": ["self"],
+}
+CALLED: Final = (  # of SGLang's objects: file, class, method, parameters
+    (LINKER, "UnifiedCacheLinkerWrapper", "match", ["self", "key", "req", "result"]),
+    (LINKER, "UnifiedCacheLinkerWrapper", "offload_nodes", ["self", "node_ids"]),
+    (LINKER, "UnifiedCacheLinker", "record_offload_ready", ["self"]),
+    (LINKER, "LayerWiseLoadCounter", "update_producer", ["self"]),
+    (LINKER, "LayerWiseLoadCounter", "complete", ["self", "index", "layer"]),
+    (LINKER, "LayerWiseLoadCounter", "finish", ["self", "index"]),
+    (LINKER, "LayerWiseLoadCounter", "reset", ["self"]),
+    ("mem_cache/unified_radix_cache.py", "UnifiedRadixCache", "get_prefix_hash_values", ["self", "node_id"]),
+    ("mem_cache/unified_radix_cache.py", "UnifiedRadixCache", "path_device_indices", ["self", "node"]),
+    (
+        "mem_cache/unified_cache/unified_tree_core_interface.py",
+        "UnifiedTreeCoreInterface",
+        "get_hash_values",
+        ["self", "node_id"],
+    ),
+    ("plugins/hook_registry.py", "HookRegistry", "register", ["cls", "target", "hook", "hook_type", "source"]),
+)
+ATTRIBUTES: Final = (  # file, class, attributes
+    ("mem_cache/hicache_storage.py", "PoolTransfer", {"name", "device_indices", "keys"}),
+    ("mem_cache/hicache_storage.py", "PoolName", {"KV", "SWA"}),
+    (
+        "mem_cache/cache_init_params.py",
+        "CacheInitParams",
+        {"page_size", "token_to_kv_pool_allocator", "tp_cache_group", "attn_tp_cache_group", "is_eagle"},
+    ),
+    ("mem_cache/memory_pool.py", "MHATokenToKVPool", {"k_buffer", "v_buffer", "head_num", "kv_cache_layout"}),
+    ("mem_cache/memory_pool.py", "MLATokenToKVPool", {"kv_buffer"}),
+    ("mem_cache/swa_memory_pool.py", "SWAKVPool", {"full_kv_pool", "swa_kv_pool"}),
+    (LINKER, "UnifiedCacheLinkerWrapper", {"cache", "cache_linker"}),
+    ("mem_cache/base_prefix_cache.py", "MatchResult", {"device_prefix_len", "last_device_node"}),
+    ("plugins/hook_registry.py", "HookType", {"AROUND"}),
+)
+SENTENCES: Final = (  # file, class or "", method or "", source text that is there, why
+    (LINKER, "UnifiedCacheLinkerWrapper", "load_back", "return (0, req.last_node)", "a refused load is computed"),
+    (LINKER, "UnifiedCacheLinkerWrapper", "_offload_node", "cache.inc_lock_ref(node_id)", "stores lock their pages"),
+    (
+        "mem_cache/unified_cache/linker_factory.py",
+        "",
+        "",
+        "extra_config=deepcopy(config.linker_extra_config), forward_stream=forward_stream)",
+        "linkers are constructed so",
+    ),
+    ("plugins/__init__.py", "", "", "GENERAL_PLUGINS_GROUP = 'sglang.srt.plugins'", "plugins are found so"),
+    ("mem_cache/utils.py", "", "", "def get_storage_hash_str(", "pages have names"),
+    ("configs/model_config.py", "ModelConfig", "", "def get_total_num_kv_heads(self)", "the heads of a model are told"),
+)
+
+
+def reader(path: Path) -> Read:
+    """Return a function that reads a file below `srt` in SGLang's tree or wheel; "" if it is not there."""
+    if path.suffix == ".whl":
+        wheel = zipfile.ZipFile(path)
+        names = set(wheel.namelist())
+        return lambda name: wheel.read(f"sglang/srt/{name}").decode() if f"sglang/srt/{name}" in names else ""
+    root = path / "sglang" / "srt"
+    return lambda name: (root / name).read_text() if (root / name).exists() else ""
+
+
+def problems(read: Read) -> list[str]:
+    """Return all that the linker needs and this SGLang has not."""
+    found: list[str] = []
+    abstract = {
+        name: parameters(each)
+        for name, each in methods(_class(read, LINKER, "UnifiedCacheLinker")).items()
+        if any(getattr(decorator, "id", "") == "abstractmethod" for decorator in each.decorator_list)
+    }
+    for name in sorted({*abstract, *ABSTRACT}):
+        if abstract.get(name) != ABSTRACT.get(name):
+            found.append(f"UnifiedCacheLinker.{name} has {abstract.get(name)}, expected {ABSTRACT.get(name)}")
+    for path, owner, name, expected in CALLED:
+        method = methods(_class(read, path, owner)).get(name)
+        if method is None or parameters(method) != expected:
+            found.append(f"{owner}.{name} has {method and parameters(method)}, expected {expected}")
+    for path, owner, expected in ATTRIBUTES:
+        missing = expected - _attributes(_class(read, path, owner))
+        if missing:
+            found.append(f"{owner} lacks {', '.join(sorted(missing))}")
+    for path, owner, name, text, why in SENTENCES:
+        node: Any = _class(read, path, owner) if owner else ast.parse(read(path))
+        node = methods(node).get(name) if name else node
+        if node is None or text not in ast.unparse(node):
+            found.append(f"{path} does not say {text!r}: {why}")
+    return found
+
+
+def methods(node: ast.ClassDef | None) -> dict[str, ast.FunctionDef]:
+    """Return the methods of a class."""
+    return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)} if node else {}
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Return the names of a function's parameters."""
+    return [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
+
+
+def _class(read: Read, path: str, name: str) -> ast.ClassDef | None:
+    found = (each for each in ast.parse(read(path)).body if isinstance(each, ast.ClassDef) and each.name == name)
+    return next(found, None)
+
+
+def _attributes(node: ast.ClassDef | None) -> set[str]:
+    """Return the fields, properties and attributes that a class mentions."""
+    if node is None:
+        return set()
+    names = set(methods(node))
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute):
+            names.add(each.attr)
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            names.add(each.id)
+    return names
+
+
+if __name__ == "__main__":
+    sentences = problems(reader(Path(sys.argv[1])))
+    print("\n".join(sentences) or "all that the linker needs is there")
+    sys.exit(bool(sentences))

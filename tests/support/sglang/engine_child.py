@@ -1,0 +1,81 @@
+# pyright: basic, reportMissingImports=false
+"""One SGLang engine on CPU that does what the lines on its standard input say, and answers each with a line.
+
+Its options are the first line. SGLang's own processes inherit standard output, so answers go to the descriptor that the
+command line names.
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    answers = os.fdopen(int(sys.argv[1]), "w")
+    given = sys.stdin
+    engine = _engine(json.loads(given.readline()))
+    print(json.dumps({"ok": True}), file=answers, flush=True)
+    for line in given:
+        command = json.loads(line)
+        print(json.dumps(_answer(engine, command)), file=answers, flush=True)
+    engine.shutdown()
+
+
+def _engine(options: dict[str, Any]) -> Any:
+    return importlib.import_module("sglang").Engine(
+        **{
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "dtype": "float32",
+            "disable_cuda_graph": True,
+            "mem_fraction_static": 0.9,
+            "max_total_tokens": 16384,
+            "page_size": 64,
+            "context_length": 8192,
+            "chunked_prefill_size": 8192,
+            "skip_tokenizer_init": True,
+            "enable_cache_report": True,
+            "sleep_on_idle": True,
+            "log_level": "info",
+            **options,
+        }
+    )
+
+
+def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
+    if command["do"] == "flush":
+        return {"ok": bool(getattr(engine.flush_cache(), "success", False))}
+    sampling = {"temperature": 0, "max_new_tokens": command["max_tokens"], "ignore_eos": True}
+    extra = {name: command[name] for name in ("extra_key",) if name in command}
+    began = time.perf_counter()
+    if isinstance(command["prompts"][0], list) and len(command["prompts"]) > 1:
+        results = engine.generate(input_ids=command["prompts"], sampling_params=sampling, **extra)
+        return {"answers": [_facts(each, 0.0) for each in results]}
+    first, last = 0.0, {}
+    tokens: list[int] = []
+    for last in engine.generate(input_ids=command["prompts"][0], sampling_params=sampling, stream=True, **extra):
+        first = first or time.perf_counter() - began
+        new = last["output_ids"]
+        tokens = new if len(new) >= len(tokens) else tokens + new
+    return {"answers": [{**_facts(last, first), "tokens": tokens}]}
+
+
+def _facts(result: dict[str, Any], seconds: float) -> dict[str, Any]:
+    meta = result["meta_info"]
+    details = meta.get("cached_tokens_details") or {}
+    reason = meta.get("finish_reason") or {}
+    return {
+        "tokens": result["output_ids"],
+        "cached": meta["cached_tokens"],
+        "from_depot": details.get("host", 0),
+        "first_seconds": seconds,
+        "failed": reason.get("type") == "abort",
+    }
+
+
+if __name__ == "__main__":
+    main()

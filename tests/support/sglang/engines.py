@@ -1,0 +1,156 @@
+"""Real SGLang engines for tests, each in processes of its own, with a bounded wait for every answer."""
+
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from kvdepot.lab.processes import wait_until
+
+Prompt = list[int]
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # some models are compiled
+    "TOKENIZERS_PARALLELISM": "false",
+}
+START_SECONDS = 300.0
+ANSWER_SECONDS = 120.0
+
+
+def prompts(count: int, num_tokens: int = 700, seed: int = 0, shared: int = 0) -> list[Prompt]:
+    """Return random prompts of which the first `shared` tokens are the same."""
+    source = random.Random(seed)
+    start = [source.randrange(5, 2000) for _ in range(shared)]
+    return [start + [source.randrange(5, 2000) for _ in range(num_tokens - shared)] for _ in range(count)]
+
+
+def linker(url: str, **settings: Any) -> dict[str, Any]:
+    """Return the options that give an engine the linker, with deadlines that a busy machine keeps."""
+    settings = {"url": url, "deadline_seconds": 30.0, "lookup_seconds": 10.0, **settings}
+    return {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": {
+            "linker": "KVDepotLinker",
+            "linker_module_path": "kvdepot_sglang.linker",
+            "linker_extra_config": settings,
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request's outcome: its tokens, those of the prompt that were cached, and how many of them the depot had."""
+
+    tokens: tuple[int, ...]
+    cached: int
+    from_depot: int
+    first_seconds: float
+    failed: bool
+
+
+class Engine:
+    """An SGLang engine on CPU. `options` are those of `sglang.Engine`."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the engine
+        read, write = os.pipe()
+        environment = {**os.environ, **ENVIRONMENT}
+        if options.get("tp_size", 1) > 1:
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options["tp_size"])))
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("engine_child.py")), str(write)],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            env=environment,
+            pass_fds=[write],
+            start_new_session=True,
+        )
+        os.close(write)
+        self._answers = os.fdopen(read, "rb")
+        self._send({"model_path": str(model), "port": _free_port(), **options})
+
+    def wait_until_ready(self) -> Self:
+        """Wait for the start, which other engines may do at the same time.
+
+        Raises:
+            AssertionError: the engine ended or hangs; the text has the end of its log.
+        """
+        self._receive(START_SECONDS)
+        return self
+
+    def generate(self, *wanted: Prompt, max_tokens: int = 8, **request: Any) -> list[Answer]:
+        """Serve prompts at once."""
+        self._send({"do": "generate", "prompts": wanted, "max_tokens": max_tokens, **request})
+        answers = self._receive(ANSWER_SECONDS)["answers"]
+        return [Answer(tokens=tuple(each.pop("tokens")), **each) for each in answers]
+
+    def each(self, wanted: list[Prompt], **request: Any) -> list[Answer]:
+        """Serve prompts one after the other."""
+        return [self.generate(prompt, **request)[0] for prompt in wanted]
+
+    def flush(self) -> None:
+        """Empty the engine's own cache, which it refuses while stores are under way."""
+
+        def is_flushed() -> bool:
+            self._send({"do": "flush"})
+            return self._receive(ANSWER_SECONDS)["ok"]
+
+        wait_until(is_flushed, 60, "flush_cache succeeds")
+
+    def log(self) -> str:
+        """Return what the engine has logged."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """End all processes of the engine as a crash would. Twice is harmless."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def _receive(self, seconds: float) -> Any:
+        if not select.select([self._answers], [], [], seconds)[0]:
+            raise AssertionError(f"no answer within {seconds} s: {self.log()[-4000:]}")
+        line = self._answers.readline()
+        assert line, f"the engine ended: {self.log()[-4000:]}"
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._answers.close()
+        self._log.close()
+
+
+def _free_port() -> int:
+    """Return a port from which SGLang derives those of its processes; each test process has a range of its own."""
+    return 20_000 + random.SystemRandom().randrange(400) * 100
+
+
+def tokens(answers: list[Answer]) -> list[tuple[int, ...]]:
+    """Return the tokens of each answer."""
+    return [each.tokens for each in answers]
