@@ -19,7 +19,7 @@ from support.vllm.engines import (
 
 pytestmark = pytest.mark.slow
 
-FIRST, SECOND = prompts(3, 1500, seed=70), prompts(2, 1500, seed=71)
+PROMPTS = prompts(3, 1500, seed=70)
 REUSE = 1408  # of 1,500 tokens, in blocks of 128
 
 
@@ -39,33 +39,30 @@ def entries_of(status: DepotStatus, before: DepotStatus) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["gqa", "eight-heads", "windows"])
+@pytest.mark.parametrize(("stored_by", "loaded_by"), [(1, 2), (2, 4), (4, 1)])
 @pytest.mark.promise(20, 29, 33)
-def test_engines_of_one_two_and_four_ranks_share_every_prompt(name: str, depot: DepotProcess, model: MakeModel) -> None:
-    """One rank stores the first prompts. Two load them and store more, four load all, and so does one again."""
-    chunks = REUSE // 128
-    for number, num_ranks in enumerate((1, 2, 4, 1)):
-        known, new = (FIRST, []) if number == 1 else (FIRST + SECOND, []) if number > 1 else ([], FIRST)
-        new = SECOND if number == 1 else new
-        with Engine(model(name), connector(depot.url), reference=known + new, **options_of(num_ranks)) as engine:
-            wait_until_stored(engine, depot, seed=900 + 50 * number)
-            before = depot.status()
-            if known:
-                outputs = engine.generate(known)
-                assert cached(outputs) == [REUSE] * len(known)
-                assert tokens(outputs) == engine.reference[: len(known)]
-                wait_until(lambda: depot.status().num_tickets == 0)
-                assert depot.status().num_entries == before.num_entries, "what is there is not stored again"
-            if new:
-                outputs, _ = generate_until_stored(engine, new, depot, before.num_chunks + chunks * len(new))
-                assert tokens(outputs) == engine.reference[len(known) :]
-            wait_until(lambda: depot.status().num_leases == 0)
+def test_an_engine_of_another_size_loads_every_prompt(
+    stored_by: int, loaded_by: int, name: str, depot: DepotProcess, model: MakeModel
+) -> None:
+    with Engine(model(name), connector(depot.url), **options_of(stored_by)) as engine:
+        wait_until_stored(engine, depot, seed=900)
+        before = depot.status()
+        generate_until_stored(engine, PROMPTS, depot, before.num_chunks + REUSE // 128 * len(PROMPTS))
+    with Engine(model(name), connector(depot.url), reference=PROMPTS, **options_of(loaded_by)) as engine:
+        wait_until_stored(engine, depot, seed=950)
+        before = depot.status()
+        outputs = engine.generate(PROMPTS)
+        assert cached(outputs) == [REUSE] * len(PROMPTS)
+        assert tokens(outputs) == engine.reference
+        wait_until(lambda: depot.status().num_tickets == depot.status().num_leases == 0)
+        assert depot.status().num_entries == before.num_entries, "what is there is not stored again"
 
 
 def test_ranks_beyond_the_heads_store_each_head_once(depot: DepotProcess, model: MakeModel) -> None:
-    with Engine(model("gqa"), connector(depot.url), reference=FIRST[:1], **options_of(4)) as engine:
+    with Engine(model("gqa"), connector(depot.url), reference=PROMPTS[:1], **options_of(4)) as engine:
         wait_until_stored(engine, depot, seed=950)
         before = depot.status()
-        outputs, status = generate_until_stored(engine, FIRST[:1], depot, before.num_chunks + REUSE // 128)
+        outputs, status = generate_until_stored(engine, PROMPTS[:1], depot, before.num_chunks + REUSE // 128)
         num_entries, num_chunks = entries_of(status, before)
         assert (tokens(outputs), num_entries) == (engine.reference, 2 * num_chunks)
         assert sorted(c.groups[0].part for c in status.contexts if c.role == "worker") == [
@@ -76,7 +73,7 @@ def test_ranks_beyond_the_heads_store_each_head_once(depot: DepotProcess, model:
 def test_states_of_another_size_are_a_miss(depot: DepotProcess, model: MakeModel) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}
     with Engine(model("recurrent"), connector(depot.url), **options) as engine:
-        generate_until_stored(engine, FIRST[:1], depot, 1)
+        generate_until_stored(engine, PROMPTS[:1], depot, 1)
     with Engine(model("recurrent"), connector(depot.url), **options, **options_of(2)) as engine:
         wait_until_stored(engine, depot, seed=980)
-        assert cached(engine.generate(FIRST[:1])) == [0]
+        assert cached(engine.generate(PROMPTS[:1])) == [0]
