@@ -152,3 +152,15 @@ def test_two_ranks_share_with_one(engines: tuple[Engine, Engine], shared_depot: 
         back = one.each(wanted[3:])
         assert [each.from_depot for each in back] == [640] * 3
         assert tokens(back) == tokens(mine)
+
+
+def test_windows_in_a_pool_of_their_own_are_kept(shared_depot: DepotProcess, model: MakeModel) -> None:
+    wanted = prompts(8, 700, seed=4, shared=256)
+    with Engine(model("window-pool"), **linker(shared_depot.url, keep_after_reset=True)) as engine:
+        cold = engine.wait_until_ready().each(wanted)
+        assert "SWA" in engine.log()
+        engine.flush()
+        warm = engine.each(wanted)
+        assert tokens(warm) == tokens(cold)
+        assert all(each.from_depot for each in warm)
+        assert sum(each.cached for each in warm) == whole_pages(wanted)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import kvdepot.tiers
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops.status import describe_status
 from kvdepot.wire import messages as m
-from support.peer import Peer, prompt, registration
+from support.peer import SPEC, Peer, prompt, registration
 
 pytest.importorskip("prometheus_client", reason="pip install 'kvdepot[http]'")
 
@@ -36,6 +37,21 @@ def samples(depot: DepotProcess) -> dict[str, float]:
         sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
         for family in text_string_to_metric_families(render_metrics(depot.status()).decode())
         for sample in family.samples
+    }
+
+
+def test_workers_are_counted_by_their_engine_s_kind(depot: DepotProcess, peer: Peer) -> None:
+    others = [
+        Peer(depot, registration(replace(SPEC, format=text), instance=text))
+        for text in ("vllm 0.32 layout", "sglang 0.5.23 nhd cpu", "sglang 0.5.24 nhd cpu")
+    ]
+    found = samples(depot)
+    for other in others:
+        other.close()
+    assert {name: value for name, value in found.items() if name.startswith("kvdepot_workers[")} == {
+        "kvdepot_workers[sglang]": 2,
+        "kvdepot_workers[test]": 1,
+        "kvdepot_workers[vllm]": 1,
     }
 
 

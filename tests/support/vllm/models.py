@@ -122,6 +122,16 @@ def _configurations() -> dict[str, Any]:
             layer_types=["sliding_attention", "full_attention"] * 2,
             **_SMALL,
         ),
+        # windows that SGLang keeps in a pool of their own, in a model that runs on CPU
+        "window-pool": lambda: t.MellumConfig(
+            intermediate_size=512,
+            num_hidden_layers=4,
+            head_dim=64,
+            sliding_window=128,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            mlp_layer_types=["dense"] * 4,
+            **_SMALL,
+        ),
         "recurrent": lambda: t.Qwen3NextConfig(
             intermediate_size=512,
             num_hidden_layers=4,

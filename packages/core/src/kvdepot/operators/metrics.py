@@ -1,6 +1,7 @@
 """A depot's status as Prometheus metrics. Needs `prometheus_client`, from `kvdepot[http]`."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -49,6 +50,7 @@ class StatusCollector(Collector):
         }
         for name, (value, text) in gauges.items():
             yield GaugeMetricFamily(f"kvdepot_{name}", text, value)
+        yield self._workers()
         slow = "Turns of more than 20 ms"
         yield CounterMetricFamily("kvdepot_loop_slow_turns", slow, status.loop_slow_turns)
         saved = "Prefill time saved by retrieves, from the engines' own time per token"
@@ -70,6 +72,13 @@ class StatusCollector(Collector):
         yield from self._histograms()
         yield from self._estimates()
         yield from self._tiers()
+
+    def _workers(self) -> Metric:
+        family = GaugeMetricFamily("kvdepot_workers", "Attached workers by their engine's kind", labels=["engine"])
+        formats = (each.format for each in self._status.contexts if each.role == "worker")
+        for kind, count in sorted(Counter(text.partition(" ")[0] or "other" for text in formats).items()):
+            family.add_metric([kind], count)
+        return family
 
     def _tokens(self) -> Iterator[Metric]:
         asked = CounterMetricFamily("kvdepot_lookup_tokens", "Tokens looked up", labels=["tenant"])
